@@ -57,7 +57,7 @@ pub(crate) enum Malformed {
     #[error("the checkpoint {0}")]
     Content(String),
 
-    /// The file exceeds one of the [`Limits`](crate::checkpoint::pickle::Limits).
+    /// The file exceeds one of the [`Limits`](crate::checkpoint::limits::Limits).
     #[error("the checkpoint has more than {limit} {what}")]
     TooMuch {
         /// What there is too much of.

@@ -40,18 +40,16 @@
 
 mod add;
 mod archive;
-
 mod checksum;
 mod convert;
 mod entry;
-
 mod folder;
 mod format;
+mod limits;
 mod load;
 mod malformed;
 mod part;
 mod pickle;
-mod plain;
 mod restore;
 mod room;
 mod safetensors;
@@ -60,6 +58,7 @@ mod shards;
 mod source;
 mod stateful;
 mod torch;
+mod value;
 mod weights;
 mod zip;
 
@@ -72,8 +71,8 @@ use serde::de::DeserializeOwned;
 use tch::Tensor;
 
 use crate::checkpoint::part::{Item, Part, find};
-use crate::checkpoint::plain::Plain;
 use crate::checkpoint::room::Room;
+use crate::checkpoint::value::Value;
 use crate::error::{Error, Result, list};
 
 pub use crate::atomic::SaveError;
@@ -87,19 +86,6 @@ pub(crate) use source::Source;
 pub(crate) use stateful::check_rng_state;
 pub use stateful::{Prepared, Rng, SaveState, SavedState, Stateful, rng_state, set_rng_state};
 pub use weights::save_weights;
-
-/// The most values that a file may hold besides its tensors. Many small values take the most memory for their size in
-/// the file.
-const MAX_VALUES: u64 = 2_000_000;
-
-/// The most tensors and the most parameters of optimizers that a file may have.
-const MAX_TENSORS: usize = 1 << 18;
-
-/// The most parts that a file may have, counting those within others. Each takes more memory than a value.
-const MAX_PARTS: usize = 100_000;
-
-/// The name and version of this crate, as written into its files.
-const WRITER: &str = concat!("tch-amp ", env!("CARGO_PKG_VERSION"));
 
 /// Named models, optimizers, scalers, tensors and values, to be saved to one file or loaded from one.
 ///
@@ -151,7 +137,7 @@ impl Checkpoint {
     pub fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
         match self.find(name)? {
             Item::Value(value) | Item::Part(Part::Value(value)) => read_value(name, value),
-            Item::Part(Part::Empty) => read_value(name, &Plain::Map(Vec::new())),
+            Item::Part(Part::Empty) => read_value(name, &Value::Map(Vec::new())),
             other => Err(other_part(name, "a value", other)),
         }
     }
@@ -205,7 +191,7 @@ impl fmt::Debug for Checkpoint {
     }
 }
 
-fn read_value<T: DeserializeOwned>(name: &str, value: &Plain) -> Result<T> {
+fn read_value<T: DeserializeOwned>(name: &str, value: &Value) -> Result<T> {
     let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
     Ok(value.read().map_err(wrong)?)
 }

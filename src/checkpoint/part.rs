@@ -6,10 +6,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::checkpoint::entry::Entry;
-use crate::checkpoint::plain::Plain;
+use crate::checkpoint::value::Value;
 use crate::error::shown;
 use crate::optim::ParamGroupState;
 use crate::scale::GradScalerState;
+
+/// The name and version of this crate, as written into its files.
+pub(crate) const WRITER: &str = concat!("tch-amp ", env!("CARGO_PKG_VERSION"));
 
 /// One named part of a checkpoint.
 #[derive(Debug)]
@@ -19,7 +22,8 @@ pub(crate) enum Part {
     Scaler(GradScalerState),
     State(StatePart),
     Tensor(Entry),
-    Value(Plain),
+    /// Always plain.
+    Value(Value),
     /// An empty dict from a Python program, which may be a model without parameters, a value, or the state of a
     /// disabled scaler.
     Empty,
@@ -45,8 +49,8 @@ pub(crate) struct OptimizerPart {
 #[derive(Debug)]
 pub(crate) struct StatePart {
     pub(crate) tensors: BTreeMap<String, Entry>,
-    /// Always a map.
-    pub(crate) values: Plain,
+    /// Always a map of plain values.
+    pub(crate) values: Value,
     /// What is neither a tensor nor a value: states within a state of a Python program, and what this crate does not
     /// support. A state with any cannot be saved.
     pub(crate) others: BTreeMap<String, Part>,
@@ -55,7 +59,7 @@ pub(crate) struct StatePart {
 }
 
 impl StatePart {
-    pub(crate) fn new(tensors: BTreeMap<String, Entry>, values: Plain) -> Self {
+    pub(crate) fn new(tensors: BTreeMap<String, Entry>, values: Value) -> Self {
         Self { tensors, values, others: BTreeMap::new(), beside_averages: None }
     }
 }
@@ -65,7 +69,7 @@ impl StatePart {
 pub(crate) enum Item<'a> {
     Part(&'a Part),
     Tensor(&'a Entry),
-    Value(&'a Plain),
+    Value(&'a Value),
 }
 
 impl Item<'_> {
@@ -115,14 +119,14 @@ impl Part {
         if others.is_empty() {
             return Self::Model(tensors);
         }
-        let values = Plain::Map(Vec::new());
+        let values = Value::Map(Vec::new());
         Self::State(StatePart { others, ..StatePart::new(tensors, values) })
     }
 
     /// Returns what a list of one state holds, and any other part itself.
     fn only(&self) -> &Self {
         match self {
-            Self::State(StatePart { tensors, values: Plain::Map(values), others, .. })
+            Self::State(StatePart { tensors, values: Value::Map(values), others, .. })
                 if tensors.is_empty() && values.is_empty() && others.len() == 1 =>
             {
                 others.get(FIRST).unwrap_or(self)

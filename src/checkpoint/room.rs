@@ -5,9 +5,12 @@
 
 use std::io::{self, Write};
 
+use crate::checkpoint::limits::{
+    MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_PARTS, MAX_TENSORS, MAX_VALUES,
+};
 use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
-use crate::checkpoint::plain::Plain;
-use crate::checkpoint::{CheckpointError, MAX_PARTS, MAX_TENSORS, MAX_VALUES, safetensors};
+use crate::checkpoint::value::Value;
+use crate::checkpoint::{CheckpointError, safetensors};
 use crate::error::unsaveable;
 
 /// The most values in all parts. A quarter of what a file may hold is left for the names and shapes of tensors, which
@@ -19,8 +22,8 @@ const MOST_LEVELS: u64 = 60;
 
 /// The most bytes that this crate's JSON, and a header with it, may take in a safetensors file. A little is left for
 /// what surrounds the parts.
-const MOST_JSON: u64 = safetensors::MAX_MANIFEST_BYTES as u64 - (1 << 16);
-const MOST_HEADER: u64 = safetensors::MAX_HEADER_BYTES - (1 << 16);
+const MOST_JSON: u64 = MAX_MANIFEST_BYTES as u64 - (1 << 16);
+const MOST_HEADER: u64 = MAX_HEADER_BYTES - (1 << 16);
 
 /// The values of a group of an optimizer, and of each of its parameters.
 const PER_GROUP: u64 = 64;
@@ -100,15 +103,15 @@ impl Room {
 }
 
 /// Counts the values in one, and what both formats need for a non-finite float. Returns how deep it is nested.
-fn nested(value: &Plain, values: &mut u64) -> u64 {
+fn nested(value: &Value, values: &mut u64) -> u64 {
     *values += 1;
     match value {
-        Plain::Float(number) if !number.is_finite() => {
+        Value::Float(number) if !number.is_finite() => {
             *values += 1;
             0
         }
-        Plain::List(items) => 1 + items.iter().map(|item| nested(item, values)).max().unwrap_or(0),
-        Plain::Map(fields) => {
+        Value::List(items) => 1 + items.iter().map(|item| nested(item, values)).max().unwrap_or(0),
+        Value::Map(fields) => {
             *values += fields.len() as u64;
             1 + fields.iter().map(|(_, item)| nested(item, values)).max().unwrap_or(0)
         }

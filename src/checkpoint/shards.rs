@@ -9,10 +9,9 @@ use std::sync::Arc;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
-use crate::checkpoint::MAX_TENSORS;
 use crate::checkpoint::archive::Archive;
+use crate::checkpoint::limits::{MAX_HEADER_BYTES, MAX_TENSORS};
 use crate::checkpoint::part::{Part, StatePart};
-use crate::checkpoint::safetensors::MAX_HEADER_BYTES;
 use crate::checkpoint::source::Source;
 use crate::error::Result;
 use crate::error::shown;

@@ -529,6 +529,8 @@ fn old(path: &Path, object: &[u8], keys: &[u8]) {
 fn other_hostile_files_of_python_take_a_small_multiple_of_memory() {
     let nones =
         [b"\x80\x02}X\x01\0\0\0a](".as_slice(), &b"N".repeat(19 * MB / 10), b"es."].concat();
+    let entry = b"\x80\x02}X\x01\0\0\0a](X\x20\0\0\0".as_slice();
+    let recalled = [entry, &[b'x'; 32], b"q\x00", &b"h\x00".repeat(19 * MB / 10), b"es."].concat();
     let long = [b"\x80\x02](".as_slice(), &b"X\x01\0\0\x000".repeat(12 * MB / 10), b"e."].concat();
     check(
         false,
@@ -538,6 +540,7 @@ fn other_hostile_files_of_python_take_a_small_multiple_of_memory() {
                 records(path, &unsupported_entries(600_000, false), 0)
             }),
             ("values in the old format", &|path| old(path, &nones, b"\x80\x02].")),
+            ("a short text again and again", &|path| records(path, &recalled, 0)),
         ],
     );
     check(

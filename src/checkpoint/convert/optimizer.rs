@@ -1,24 +1,56 @@
-//! Converts the states of PyTorch's optimizers.
+//! Conversion of PyTorch's optimizers.
 //!
 //! PyTorch numbers the parameters through all groups. Names are taken from those that this crate has recorded, or from
 //! the `param_names` of a group; without either, the numbers remain and are matched by position when the state is
 //! restored.
+//!
+//! PyTorch does not save the name of the algorithm, so it is inferred from the options: `lr_decay` makes Adagrad,
+//! `amsgrad` makes Adam or, with a true `decoupled_weight_decay`, AdamW, `momentum` with `dampening` makes SGD,
+//! `centered` makes RMSprop, and `ns_steps` makes Muon. `betas` without `eps` make Lion, which PyTorch does not have.
+//!
+//! For Muon PyTorch has two optimizers: a dict of their states, `muon` and `adamw`. A group of this crate becomes a group
+//! of each, in the same place. Python may have groups that do not correspond; then each of them becomes a group here.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use super::from::{Items, Problem, Reader};
-use super::{groups, muon, plain};
-use crate::checkpoint::MAX_TENSORS;
-use crate::checkpoint::entry::Entry;
+use crate::checkpoint::entry::{Entry, Location};
+use crate::checkpoint::limits::MAX_TENSORS;
 use crate::checkpoint::part::{OptimizerPart, Part};
-use crate::checkpoint::pickle::{TensorRef, Value, get};
-use crate::checkpoint::plain::Plain;
-use crate::optim::{Algorithm, ParamGroup, ParamGroupState, Saved as _};
+use crate::checkpoint::source::Source;
+use crate::checkpoint::value::{Items, TensorRef, Text, Value, get};
+use crate::optim::{
+    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, ParamGroup, ParamGroupState, RmsProp,
+    Saved as _, Sgd,
+};
+
+/// Why the objects are not a checkpoint.
+pub(super) type Problem = String;
+
+/// Where the storages of a file are.
+#[derive(Debug)]
+pub(super) struct Locations<'a> {
+    pub(super) source: &'a Arc<Source>,
+    /// The position of each storage, by key.
+    pub(super) offsets: BTreeMap<Text, u64>,
+}
+
+impl Locations<'_> {
+    /// Returns the entry of a tensor, if its storage is in the file.
+    pub(super) fn entry(&self, tensor: &TensorRef) -> Option<Entry> {
+        let start = self.offsets.get(&tensor.storage)?;
+        let width = tensor.kind.elt_size_in_bytes() as u64;
+        let offset = start.checked_add(tensor.offset.checked_mul(width)?)?;
+        let stride = (!is_in_order(&tensor.size, &tensor.stride)).then(|| tensor.stride.clone());
+        let location = Location { source: Arc::clone(self.source), offset, stride };
+        Some(Entry::in_file(tensor.kind, tensor.size.clone(), location))
+    }
+}
 
 /// A parameter group in PyTorch's layout.
-pub(super) struct Group {
-    pub(super) options: ParamGroup,
-    pub(super) numbers: Vec<i64>,
+struct PythonGroup {
+    options: ParamGroup,
+    numbers: Vec<i64>,
     /// In the order of the numbers.
     names: Option<Vec<String>>,
     may_be_adamw: bool,
@@ -26,7 +58,7 @@ pub(super) struct Group {
 
 /// Returns the names of the parameters in each group, which this crate or PyTorch has saved in addition to the numbers;
 /// `None` if there are none, or their counts are not those of the groups.
-pub(super) fn names_of(groups: &[Group], noted: Option<&Plain>) -> Option<Vec<Vec<String>>> {
+fn names_of(groups: &[PythonGroup], noted: Option<&Value>) -> Option<Vec<Vec<String>>> {
     let noted = noted.and_then(|names| names.read().ok());
     let beside = || groups.iter().map(|group| group.names.clone()).collect();
     let fit = |names: &Vec<Vec<String>>| {
@@ -36,17 +68,17 @@ pub(super) fn names_of(groups: &[Group], noted: Option<&Plain>) -> Option<Vec<Ve
 }
 
 /// The numbers of the parameters in each group as names, plus `offset`.
-pub(super) fn numbered(groups: &[Group], offset: i64) -> Vec<Vec<String>> {
-    let names = |group: &Group| {
+fn numbered(groups: &[PythonGroup], offset: i64) -> Vec<Vec<String>> {
+    let names = |group: &PythonGroup| {
         group.numbers.iter().map(|number| number.saturating_add(offset).to_string()).collect()
     };
     groups.iter().map(names).collect()
 }
 
-impl Reader<'_> {
+impl Locations<'_> {
     /// Converts an optimizer. `names` are those of the parameters in each group, if this crate has recorded them.
-    pub(super) fn optimizer(&self, items: &Items, names: Option<&Plain>) -> Result<Part, Problem> {
-        if muon::is_pair(items) {
+    pub(super) fn optimizer(&self, items: &Items, names: Option<&Value>) -> Result<Part, Problem> {
+        if is_pair(items) {
             return self.muon_and_adamw(items, names);
         }
         let groups = self.groups(items)?;
@@ -71,7 +103,7 @@ impl Reader<'_> {
     }
 
     /// Converts the groups of a state dict.
-    pub(super) fn groups(&self, items: &Items) -> Result<Vec<Group>, Problem> {
+    fn groups(&self, items: &Items) -> Result<Vec<PythonGroup>, Problem> {
         match get(items, "param_groups") {
             Some(Value::List(groups)) => {
                 let groups: Vec<_> =
@@ -87,10 +119,10 @@ impl Reader<'_> {
     }
 
     /// Converts the tensors of a state dict, by the names of the parameters in its groups.
-    pub(super) fn states(
+    fn states(
         &self,
         items: &Items,
-        groups: &[Group],
+        groups: &[PythonGroup],
         names: &[Vec<String>],
     ) -> Result<BTreeMap<String, BTreeMap<String, Box<Entry>>>, Problem> {
         let Some(Value::Dict(state)) = get(items, "state") else {
@@ -112,7 +144,7 @@ impl Reader<'_> {
         Ok(entries)
     }
 
-    fn group(&self, group: &Value) -> Result<Group, Problem> {
+    fn group(&self, group: &Value) -> Result<PythonGroup, Problem> {
         let Value::Dict(items) = group else {
             return Err("has a group that is not a dict".to_owned());
         };
@@ -127,13 +159,15 @@ impl Reader<'_> {
         });
         let numbers = numbers.collect::<Result<Vec<_>, _>>()?;
         let names = list("param_names");
-        let names = names.and_then(|names| names.iter().map(plain::text).collect());
+        let names = names.and_then(|names| {
+            names.iter().map(|name| Some(name.key_text()?.to_string())).collect()
+        });
         // A learning rate can be a tensor, so that `torch.compile` does not treat it as a constant.
-        let plain = items.iter().filter(|(key, _)| !groups::is_list_of_parameters(key));
+        let plain = items.iter().filter(|(key, _)| !is_list_of_parameters(key));
         let plain: Vec<_> = plain.map(|(key, value)| (key.clone(), self.number(value))).collect();
         let options =
-            groups::from_python(&plain).map_err(|problem| format!("its param_groups {problem}"))?;
-        Ok(Group { options, numbers, names, may_be_adamw: groups::may_be_adamw(items) })
+            options_of(&plain).map_err(|problem| format!("its param_groups {problem}"))?;
+        Ok(PythonGroup { options, numbers, names, may_be_adamw: may_be_adamw(items) })
     }
 
     /// Returns the number in a tensor of one element, and any other value as it is.
@@ -160,11 +194,307 @@ impl Reader<'_> {
                 Value::Float(value) => Some(Entry::number(*value as f32)),
                 _ => None,
             };
-            let (Value::Str(key), Some(entry)) = (key, entry) else {
+            let (Value::Text(key), Some(entry)) = (key, entry) else {
                 return Err("has something other than tensors in a parameter's state".to_owned());
             };
-            entries.insert(key.clone(), Box::new(entry));
+            entries.insert(key.to_string(), Box::new(entry));
         }
         Ok(entries)
     }
+
+    /// Converts the states of PyTorch's two optimizers to one.
+    fn muon_and_adamw(&self, items: &Items, noted: Option<&Value>) -> Result<Part, Problem> {
+        let [muon, adamw] = two_states(items).ok_or("is not an optimizer")?;
+        let are_ours = is_ours(muon);
+        let groups = [self.groups(muon)?, self.groups(adamw)?];
+        let noted = [MUON, ADAMW].map(|key| noted.and_then(|names| names.get(key)));
+        let names = [names_of(&groups[0], noted[0]), names_of(&groups[1], noted[1])];
+        let params_are_numbers = names.contains(&None);
+        let [muons, adamws] = &groups;
+        let [by_muon, others] = match names {
+            [Some(by_muon), Some(others)] => [by_muon, others],
+            _ => {
+                let count: usize = muons.iter().map(|group| group.numbers.len()).sum();
+                [numbered(muons, 0), numbered(adamws, i64::try_from(count).unwrap_or(i64::MAX))]
+            }
+        };
+        let mut state = self.states(muon, muons, &by_muon)?;
+        state.extend(self.states(adamw, adamws, &others)?);
+        let stepped_by_muon = by_muon.iter().flatten().cloned().collect();
+        let param_groups = if are_ours && muons.len() == adamws.len() {
+            let pairs = muons.iter().zip(adamws).zip(by_muon.into_iter().zip(others));
+            let joined = pairs.map(|((muon, adamw), (mut params, others))| {
+                params.extend(others);
+                Ok(ParamGroupState { options: joined(muon, adamw)?, params })
+            });
+            joined.collect::<Result<_, Problem>>()?
+        } else {
+            let muons =
+                muons.iter().map(|group| Ok(ParamGroup::new(group.options.lr, muon_of(group)?)));
+            let all = muons.chain(adamws.iter().map(without_muon));
+            let all = all.zip(by_muon.into_iter().chain(others));
+            let all =
+                all.map(|(options, params)| Ok(ParamGroupState { options: options?, params }));
+            all.collect::<Result<_, Problem>>()?
+        };
+        Ok(Part::Optimizer(OptimizerPart {
+            state,
+            param_groups,
+            params_are_numbers,
+            adam_or_adamw: false,
+            by_muon: stepped_by_muon,
+        }))
+    }
+}
+
+/// The keys of the two states.
+pub(super) const MUON: &str = "muon";
+pub(super) const ADAMW: &str = "adamw";
+
+type Groups = Vec<ParamGroupState>;
+
+/// Divides the groups of Muon into those of PyTorch's two optimizers; `None` for another algorithm.
+pub(super) fn split(part: &OptimizerPart) -> Option<(Groups, Groups)> {
+    let split = |group: &ParamGroupState| {
+        let ParamGroup { lr, algorithm } = group.options;
+        let Algorithm::Muon(Muon { adamw, adamw_lr_factor, .. }) = algorithm else {
+            return None;
+        };
+        let (by_muon, others) =
+            group.params.iter().cloned().partition(|name| part.by_muon.contains(name));
+        let rest = ParamGroup::new(lr * adamw_lr_factor, adamw);
+        Some((
+            ParamGroupState { options: group.options, params: by_muon },
+            ParamGroupState { options: rest, params: others },
+        ))
+    };
+    let pairs: Option<Vec<_>> = part.param_groups.iter().map(split).collect();
+    pairs.filter(|pairs| !pairs.is_empty()).map(|pairs| pairs.into_iter().unzip())
+}
+
+/// Returns the two states.
+fn two_states(items: &Items) -> Option<[&Items; 2]> {
+    let state_of = |key: &str| match get(items, key) {
+        Some(Value::Dict(state)) if get(state, "param_groups").is_some() => Some(state.as_slice()),
+        _ => None,
+    };
+    Some([state_of(MUON)?, state_of(ADAMW)?])
+}
+
+/// Whether a dict has the states of both optimizers, and nothing else.
+pub(super) fn is_pair(items: &Items) -> bool {
+    items.len() == 2 && two_states(items).is_some()
+}
+
+/// Whether this crate has saved the groups, and has added the options that PyTorch does not have.
+fn is_ours(state: &Items) -> bool {
+    let has_option =
+        |group: &Value| matches!(group, Value::Dict(items) if get(items, "use_muon").is_some());
+    matches!(get(state, "param_groups"), Some(Value::List(groups)) if groups.iter().all(has_option))
+}
+
+fn adamw_of(group: &PythonGroup) -> Result<AdamW, Problem> {
+    match group.options.algorithm {
+        Algorithm::AdamW(adamw) => Ok(adamw),
+        _ => Err("has param_groups under `adamw` that are not those of AdamW".to_owned()),
+    }
+}
+
+/// Joins the options of a group of Muon and one of AdamW.
+fn joined(muon: &PythonGroup, adamw: &PythonGroup) -> Result<ParamGroup, Problem> {
+    let (lr, rest) = (muon.options.lr, adamw.options.lr);
+    let mut options = muon_of(muon)?;
+    options.adamw = adamw_of(adamw)?;
+    // The learning rates may have been set in Python since.
+    if lr * options.adamw_lr_factor != rest && (rest / lr).is_finite() {
+        options.adamw_lr_factor = factor(lr, rest);
+    }
+    Ok(ParamGroup::new(lr, options))
+}
+
+/// The factor from one learning rate to another: the quotient, or a number beside it whose product is exact.
+fn factor(lr: f64, rest: f64) -> f64 {
+    let quotient = rest / lr;
+    let near = [quotient, quotient.next_up(), quotient.next_down()];
+    near.into_iter().find(|factor| lr * factor == rest).unwrap_or(quotient)
+}
+
+fn muon_of(group: &PythonGroup) -> Result<Muon, Problem> {
+    match group.options.algorithm {
+        Algorithm::Muon(muon) => Ok(muon),
+        _ => Err("has param_groups under `muon` that are not those of Muon".to_owned()),
+    }
+}
+
+/// A group that AdamW steps as a whole.
+fn without_muon(group: &PythonGroup) -> Result<ParamGroup, Problem> {
+    let options = Muon { use_muon: false, adamw: adamw_of(group)?, ..Muon::default() };
+    Ok(ParamGroup::new(group.options.lr, options))
+}
+
+/// Reads the options of a group, without its parameters, and infers the algorithm from their names.
+fn options_of(group: &Items) -> Result<ParamGroup, String> {
+    let has = |name: &str| get(group, name).is_some();
+    let is_true = |name: &str| get(group, name) == Some(&Value::Bool(true));
+    let algorithm = match () {
+        () if has("lr_decay") => "Adagrad",
+        // NAdam and RAdam have `decoupled_weight_decay`, too, but no `amsgrad`.
+        () if has("amsgrad") && is_true("decoupled_weight_decay") => "AdamW",
+        () if has("amsgrad") => "Adam",
+        () if has("momentum") && has("dampening") => "Sgd",
+        () if has("centered") => "RmsProp",
+        () if has("ns_steps") => "Muon",
+        () if has("betas") && !has("eps") => "Lion",
+        () => {
+            let known = "are not those of Adam, AdamW, SGD, Adagrad, RMSprop, Lion or Muon";
+            return Err(known.to_owned());
+        }
+    };
+    let is_option = |(key, value): &&(Value, Value)| match key {
+        // PyTorch's default.
+        Value::Text(name) if **name == *"adjust_lr_fn" => *value != Value::None,
+        _ => true,
+    };
+    let options = group.iter().filter(is_option);
+    let options = Value::Dict(options.cloned().collect());
+    let Ok(Value::Map(mut options)) = options.into_plain() else {
+        return Err("have a tensor among their options".to_owned());
+    };
+    options.push(("algorithm".into(), algorithm.into()));
+    Value::map(options).read().map_err(|error| error.to_string())
+}
+
+/// Whether a key of a group is that of its parameters or of their names.
+fn is_list_of_parameters(key: &Value) -> bool {
+    matches!(key.text(), Some("params" | "param_names"))
+}
+
+/// Whether a group of Adam may in fact be one of AdamW. Before PyTorch 2.7 both had the same options.
+fn may_be_adamw(items: &Items) -> bool {
+    let has = |name: &str| get(items, name).is_some();
+    has("amsgrad") && !has("decoupled_weight_decay")
+}
+
+/// Returns the options of a group, including those that only PyTorch has.
+///
+/// PyTorch loads all options from the file, including `fused`. An optimizer that was built with `fused=True` then fails
+/// with a scaler if a group is not fused. Conversely, an optimizer without `fused=True` works and uses the fused
+/// kernels, as with any file saved by a fused optimizer in Python. Therefore `fused` is true wherever the kernels
+/// exist.
+pub(super) fn group_options(group: &ParamGroup, has_fused_kernels: bool) -> Vec<(Value, Value)> {
+    let ParamGroup { lr, algorithm } = *group;
+    let mut items = vec![float("lr", lr)];
+    match algorithm {
+        Algorithm::AdamW(config) => items.extend(adam(&config, true)),
+        Algorithm::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) => {
+            items.extend(adam(&AdamW { betas, eps, weight_decay, amsgrad, maximize }, false));
+        }
+        Algorithm::Sgd(Sgd { momentum, dampening, weight_decay, nesterov, maximize }) => {
+            items.push(float("momentum", momentum));
+            items.push(float("dampening", dampening));
+            items.push(float("weight_decay", weight_decay));
+            items.push(flag("nesterov", nesterov));
+            items.push(flag("maximize", maximize));
+        }
+        Algorithm::Adagrad(config) => {
+            let Adagrad { lr_decay, weight_decay, initial_accumulator_value, eps, maximize } =
+                config;
+            items.push(float("lr_decay", lr_decay));
+            items.push(float("eps", eps));
+            items.push(float("weight_decay", weight_decay));
+            items.push(float("initial_accumulator_value", initial_accumulator_value));
+            items.push(flag("maximize", maximize));
+        }
+        Algorithm::RmsProp(config) => {
+            items.extend(rmsprop(&config));
+            return items;
+        }
+        Algorithm::Lion(Lion { betas: (first, second), weight_decay, maximize }) => {
+            items.push(pair("betas", first, second));
+            items.push(float("weight_decay", weight_decay));
+            items.push(flag("maximize", maximize));
+            return items;
+        }
+        Algorithm::Muon(config) => {
+            items.extend(muon(&config));
+            return items;
+        }
+    }
+    items.push(flag("differentiable", false));
+    items.push(("foreach".into(), Value::None));
+    items.push(("fused".into(), if has_fused_kernels { Value::Bool(true) } else { Value::None }));
+    items
+}
+
+fn adam(config: &AdamW, decoupled: bool) -> Vec<(Value, Value)> {
+    let AdamW { betas, eps, weight_decay, amsgrad, maximize } = *config;
+    vec![
+        pair("betas", betas.0, betas.1),
+        float("eps", eps),
+        float("weight_decay", weight_decay),
+        flag("amsgrad", amsgrad),
+        flag("maximize", maximize),
+        flag("capturable", false),
+        flag("decoupled_weight_decay", decoupled),
+    ]
+}
+
+/// PyTorch has no fused RMSprop, and no option for it.
+fn rmsprop(config: &RmsProp) -> Vec<(Value, Value)> {
+    let RmsProp { alpha, eps, weight_decay, momentum, centered, maximize } = *config;
+    vec![
+        float("momentum", momentum),
+        float("alpha", alpha),
+        float("eps", eps),
+        flag("centered", centered),
+        float("weight_decay", weight_decay),
+        flag("capturable", false),
+        ("foreach".into(), Value::None),
+        flag("maximize", maximize),
+        flag("differentiable", false),
+    ]
+}
+
+/// The options of PyTorch's Muon, and those that only this crate has. PyTorch keeps them.
+fn muon(config: &Muon) -> Vec<(Value, Value)> {
+    let Muon { momentum, nesterov, weight_decay, eps, ns_steps, .. } = *config;
+    let (a, b, c) = config.ns_coefficients;
+    let adjust = match config.adjust_lr_fn {
+        AdjustLr::Original => "original",
+        AdjustLr::MatchRmsAdamW => "match_rms_adamw",
+    };
+    vec![
+        float("weight_decay", weight_decay),
+        float("momentum", momentum),
+        flag("nesterov", nesterov),
+        ("ns_coefficients".into(), Value::Tuple([a, b, c].map(Value::Float).to_vec())),
+        float("eps", eps),
+        ("ns_steps".into(), Value::Int(ns_steps.into())),
+        ("adjust_lr_fn".into(), adjust.into()),
+        flag("use_muon", config.use_muon),
+        float("adamw_lr_factor", config.adamw_lr_factor),
+    ]
+}
+
+fn pair(name: &str, first: f64, second: f64) -> (Value, Value) {
+    (name.into(), Value::Tuple(vec![Value::Float(first), Value::Float(second)]))
+}
+
+fn float(name: &str, value: f64) -> (Value, Value) {
+    (name.into(), Value::Float(value))
+}
+
+fn flag(name: &str, value: bool) -> (Value, Value) {
+    (name.into(), Value::Bool(value))
+}
+
+/// Whether the elements are in row-major order without gaps.
+fn is_in_order(size: &[i64], stride: &[i64]) -> bool {
+    let mut expected = 1;
+    size.contains(&0)
+        || size.iter().zip(stride).rev().all(|(&size, &stride)| {
+            let fits = size == 1 || stride == expected;
+            expected *= size;
+            fits
+        })
 }

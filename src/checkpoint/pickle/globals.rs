@@ -1,11 +1,9 @@
 //! The only classes and functions that a pickle may refer to, and PyTorch's names of the dtypes.
 //!
-//! What any other name makes, such as a sparse tensor or an object of a program's own class, is an opaque value: it
-//! stands for itself, and the other parts of the file can still be read.
+//! Any other name, such as that of a program's own class, is an opaque value, and so is what it makes: it stands for
+//! itself, and the other parts of the file can still be read.
 
 use tch::Kind;
-
-use super::arena::What;
 
 /// A class or a function that a pickle refers to.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -28,8 +26,6 @@ pub(super) enum Global {
     /// A TorchScript module of any class.
     Module,
     Counter,
-    /// Any other, whose values a checkpoint cannot hold.
-    Other(What),
 }
 
 /// Module and name of some others, whose values have a description that says more than the name. In protocol 2
@@ -82,7 +78,7 @@ pub(crate) fn names(kind: Kind) -> Option<(&'static str, Option<&'static str>)> 
     found.map(|&(_, dtype, storage)| (dtype, storage))
 }
 
-/// Returns what a name refers to, if it is known.
+/// Returns the class or the function of this name, if a checkpoint needs it.
 pub(super) fn find(module: &str, name: &str) -> Option<Global> {
     Some(match (module, name) {
         ("collections", "OrderedDict") => Global::OrderedDict,
@@ -98,16 +94,15 @@ pub(super) fn find(module: &str, name: &str) -> Option<Global> {
         ("torch", "Size") => Global::Size,
         ("torch", "device") => Global::Device,
         (module, _) if module == "__torch__" || module.starts_with("__torch__.") => Global::Module,
-        (module, name) => {
-            let of_torch = || (module == "torch").then(|| dtype_or_storage(name))?;
-            return other(module, name).or_else(of_torch);
-        }
+        ("torch", name) => return dtype_or_storage(name),
+        _ => return None,
     })
 }
 
-fn other(module: &str, name: &str) -> Option<Global> {
+/// Describes what a class or a function makes that [`find`] does not have, if that says more than its name.
+pub(super) fn description(module: &str, name: &str) -> Option<&'static str> {
     let found = OTHERS.iter().find(|other| (other.0, other.1) == (module, name));
-    found.map(|other| Global::Other(What::Known(other.2)))
+    found.map(|other| other.2)
 }
 
 /// The storages of quantized tensors, which are not read. The first two hold several elements in a byte.

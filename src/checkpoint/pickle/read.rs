@@ -1,13 +1,33 @@
 //! Reading a pickle. Nothing is executed: the opcodes can only build the nodes of an arena.
+//!
+//! Python would call functions, make objects and set attributes at `REDUCE`, `NEWOBJ` and `BUILD`. Here each of them
+//! builds a node instead for the few cases that a checkpoint can hold. Whatever else a function would return, or a class
+//! make, is an opaque node, whose attributes and items are ignored.
+//!
+//! A pickle holds no elements of tensors. A persistent id declares a storage by its dtype, key and number of elements,
+//! which must agree with its record in the archive; a tensor is a view of a storage and must lie inside it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::arena::{Id, Machine, Node, Step, What};
-use super::globals::Global;
-use super::opcodes as op;
-use super::{Declared, Limits, Storages, Value, globals, tree};
+use tch::Kind;
+
+use super::globals::{self, Global};
+use super::machine::{Declared, Id, Machine, Node, Step, Storage, Storages};
+use super::{op, tree};
+use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
+use crate::checkpoint::value::{TensorRef, Text, Value, element_bytes};
+use crate::error::shown;
+
+/// The longest name of a class or a function in bytes. Names are compared at each use, and a pickle could use a long one
+/// again and again.
+const LONGEST_NAME: usize = 512;
+
+/// The longest key of a storage in bytes. PyTorch uses numbers.
+const LONGEST_KEY: usize = 64;
+
+const NOT_PLAIN: &str = "a tensor with hooks, or a conjugated or negated one";
 
 /// Reads a pickle.
 pub(crate) fn read(bytes: &[u8], storages: &Storages<'_>, limits: &Limits) -> Step<Value> {
@@ -25,7 +45,7 @@ pub(crate) struct First {
     /// Its length in bytes.
     pub(crate) len: usize,
     /// The storages that it declares, by key. The caller must compare them with what follows.
-    pub(crate) storages: BTreeMap<String, Declared>,
+    pub(crate) storages: BTreeMap<Text, Declared>,
 }
 
 /// Reads the pickle at the beginning of `bytes`.
@@ -33,12 +53,10 @@ pub(crate) fn read_first(bytes: &[u8], limits: &Limits) -> Step<First> {
     let mut machine = Machine::new(bytes, None, limits);
     let root = machine.run()?;
     let root = tree::value(&machine, root)?;
-    let key = |key: &[u8]| String::from_utf8_lossy(key).into_owned();
-    let storages = machine.declared.iter().map(|(name, declared)| (key(name), *declared)).collect();
-    Ok(First { root, len: machine.at, storages })
+    Ok(First { root, len: machine.at, storages: machine.declared.into_iter().collect() })
 }
 
-impl<'a> Machine<'a> {
+impl Machine<'_> {
     fn proto(&mut self) -> Step {
         let [opcode, version] = self.take()?;
         if opcode != op::PROTO || !(2..=5).contains(&version) {
@@ -69,27 +87,32 @@ impl<'a> Machine<'a> {
     }
 
     /// Pushes a class or a function. One that checkpoints do not need is never called: it only stands for itself.
-    fn global(&mut self, module: &Range<usize>, name: &Range<usize>) -> Step {
-        let what = self.named(module, name);
-        let text = |range: &Range<usize>| std::str::from_utf8(&self.bytes[range.clone()]);
-        // Names are compared at each use, and a pickle could use a long one again and again.
-        let known = match what {
-            What::Known(_) => None,
-            What::Named(..) => match (text(module), text(name)) {
-                (Ok(module), Ok(name)) => globals::find(module, name),
-                _ => return Err(self.refuse("has a name that is not UTF-8")),
-            },
+    fn global(&mut self, module: &str, name: &str) -> Step {
+        if module.len().max(name.len()) > LONGEST_NAME {
+            return self.opaque_of(0, "an object of a class with a long name");
+        }
+        let node = match (globals::find(module, name), globals::description(module, name)) {
+            (Some(known), _) => Node::Global(known),
+            (None, Some(what)) => self.opaque(what),
+            (None, None) => Node::Opaque(shown(&format!("{module}.{name}")).into()),
         };
-        self.push(Node::Global(known.unwrap_or(Global::Other(what))))
+        self.push(node)
     }
 
+    /// `GLOBAL`: the names are two lines.
+    fn global_of_lines(&mut self) -> Step {
+        let (module, name) = (self.line()?, self.line()?);
+        match (std::str::from_utf8(&self.bytes[module]), std::str::from_utf8(&self.bytes[name])) {
+            (Ok(module), Ok(name)) => self.global(module, name),
+            _ => Err(self.refuse("has a name that is not UTF-8")),
+        }
+    }
+
+    /// `STACK_GLOBAL`: the names are two texts on the stack.
     fn stack_global(&mut self) -> Step {
         let (name, module) = (self.pop()?, self.pop()?);
-        match (&self.nodes[module], &self.nodes[name]) {
-            (Node::Text(module), Node::Text(name)) => {
-                let (module, name) = (module.clone(), name.clone());
-                self.global(&module, &name)
-            }
+        match (self.text(module).cloned(), self.text(name).cloned()) {
+            (Some(module), Some(name)) => self.global(&module, &name),
             _ => Err(self.refuse("has a name that is not a string")),
         }
     }
@@ -249,10 +272,7 @@ impl<'a> Machine<'a> {
                 let items = self.pop_mark()?;
                 self.push(Node::Tuple(items.into()))
             }
-            op::GLOBAL => {
-                let (module, name) = (self.line()?, self.line()?);
-                self.global(&module, &name)
-            }
+            op::GLOBAL => self.global_of_lines(),
             op::STACK_GLOBAL => self.stack_global(),
             op::BINGET => {
                 let index = self.byte()?;
@@ -264,5 +284,300 @@ impl<'a> Machine<'a> {
             }
             opcode => Err(Malformed::Opcode { opcode, at: self.opcode_at }),
         }
+    }
+
+    /// `REDUCE`: calls a function with a tuple of arguments.
+    fn reduce(&mut self) -> Step {
+        let (args, function) = (self.pop()?, self.pop()?);
+        match (&self.nodes[function], &self.nodes[args]) {
+            (&Node::Global(function), Node::Tuple(_)) => self.call(function, args),
+            // An unknown function, or something that one has returned.
+            (Node::Opaque(what), Node::Tuple(_)) => self.push(Node::Opaque(what.clone())),
+            _ => Err(self.refuse("calls what is not a function")),
+        }
+    }
+
+    fn call(&mut self, function: Global, args: Id) -> Step {
+        let made = match (function, self.items(args).unwrap_or_default()) {
+            (Global::FromType, &[function, class, args, _attributes]) => {
+                return self.tensor_of_class(function, class, args);
+            }
+            (Global::Counter, []) => Node::Dict(Vec::new()),
+            // A counter is a dict, and nothing else refers to this one, so it is used itself.
+            (Global::Counter, &[counts]) if matches!(self.nodes[counts], Node::Dict(_)) => {
+                return self.push_id(counts);
+            }
+            (Global::OrderedDict, []) => Node::OrderedDict(Vec::new()),
+            (Global::OrderedDict, &[pairs]) => self.of_pairs(pairs)?,
+            (Global::Size, &[sizes]) => self.size(sizes)?,
+            (Global::Device, [name, index @ ..]) => self.device(*name, index)?,
+            (Global::TensorV1, args) if args.len() == 4 => self.tensor(args, None, &[])?,
+            (Global::TensorV2, [args @ .., hooks]) if args.len() == 5 => {
+                self.tensor(args, None, &[*hooks])?
+            }
+            (Global::TensorV2, [args @ .., hooks, metadata]) if args.len() == 5 => {
+                self.tensor(args, None, &[*hooks, *metadata])?
+            }
+            (Global::TensorV3, [args @ .., hooks, dtype]) if args.len() == 5 => {
+                self.tensor(args, Some(*dtype), &[*hooks])?
+            }
+            (Global::TensorV3, [args @ .., hooks, dtype, metadata]) if args.len() == 5 => {
+                self.tensor(args, Some(*dtype), &[*hooks, *metadata])?
+            }
+            // The fourth argument holds attributes that Python code has set on the parameter, which are ignored.
+            (Global::Parameter, &[data, requires_grad, hooks])
+            | (Global::ParameterWithState, &[data, requires_grad, hooks, _]) => {
+                self.parameter(data, requires_grad, hooks)?
+            }
+            (Global::TensorClass, []) => self.opaque("a tensor without data"),
+            (Global::TensorClass, &[data, ..]) if matches!(self.nodes[data], Node::Tensor(_)) => {
+                return self.push_id(data);
+            }
+            _ => return Err(self.refuse("calls a function with arguments that it does not take")),
+        };
+        if let Node::Tensor(tensor) = &made {
+            self.spend_tensor(tensor.size.len())?;
+        }
+        self.push(made)
+    }
+
+    /// Makes a tensor of a class. The attributes that Python code has set on it are ignored.
+    fn tensor_of_class(&mut self, function: Id, class: Id, args: Id) -> Step {
+        match (&self.nodes[function], &self.nodes[class], &self.nodes[args]) {
+            (_, Node::Opaque(what), _) => self.push(Node::Opaque(what.clone())),
+            (&Node::Global(function), Node::Global(Global::TensorClass), Node::Tuple(_))
+                if function != Global::FromType =>
+            {
+                self.call(function, args)
+            }
+            _ => Err(self.refuse("calls a function with arguments that it does not take")),
+        }
+    }
+
+    /// Makes an `OrderedDict` of a list of pairs, as Python 2 saves it.
+    fn of_pairs(&mut self, pairs: Id) -> Step<Node> {
+        // A pickle could refer to a long list again and again.
+        if let Node::List(pairs) = &self.nodes[pairs] {
+            self.spend(2 * pairs.len() as u64)?;
+        }
+        let pair = |&pair: &Id| match &self.nodes[pair] {
+            Node::List(pair) => {
+                <[Id; 2]>::try_from(&pair[..]).ok().map(|[key, value]| (key, value))
+            }
+            _ => None,
+        };
+        let made = match &self.nodes[pairs] {
+            Node::List(pairs) => pairs.iter().map(pair).collect(),
+            _ => None,
+        };
+        let problem = "calls a function with arguments that it does not take";
+        made.map(Node::OrderedDict).ok_or_else(|| self.refuse(problem))
+    }
+
+    /// Whether hooks and metadata are empty. Metadata marks conjugated and negated views, whose elements differ from
+    /// those of the storage.
+    fn is_plain(&self, extras: &[Id]) -> bool {
+        extras.iter().all(|&id| match &self.nodes[id] {
+            Node::None => true,
+            Node::Dict(entries) | Node::OrderedDict(entries) => entries.is_empty(),
+            _ => false,
+        })
+    }
+
+    fn items(&self, tuple: Id) -> Option<&[Id]> {
+        match &self.nodes[tuple] {
+            Node::Tuple(items) => Some(items),
+            _ => None,
+        }
+    }
+
+    fn int(&self, id: Id) -> Option<i64> {
+        match self.nodes[id] {
+            Node::Int(value) => Some(value),
+            _ => None,
+        }
+    }
+
+    fn count(&self, id: Id) -> Option<u64> {
+        self.int(id).and_then(|value| u64::try_from(value).ok())
+    }
+
+    fn bool(&self, id: Id) -> Option<bool> {
+        match self.nodes[id] {
+            Node::Bool(value) => Some(value),
+            _ => None,
+        }
+    }
+
+    fn ints(&self, tuple: Id) -> Option<Vec<i64>> {
+        let items = self.items(tuple)?;
+        // Checked before the tuple is copied: a pickle could refer to a long one again and again.
+        if items.len() > 64 {
+            return None;
+        }
+        items.iter().map(|&id| self.int(id)).collect()
+    }
+
+    /// `torch.Size`, which becomes a tuple.
+    fn size(&mut self, sizes: Id) -> Step<Node> {
+        if self.ints(sizes).is_none() {
+            return Err(self.refuse("has a size that is not made of at most 64 integers"));
+        }
+        let items: Box<[Id]> = self.items(sizes).unwrap_or_default().into();
+        self.spend(items.len() as u64)?;
+        Ok(Node::Tuple(items))
+    }
+
+    /// `torch.device`, which becomes the text that `torch.device` accepts.
+    fn device(&self, name: Id, index: &[Id]) -> Step<Node> {
+        let index = match index {
+            [] => Some(String::new()),
+            &[index] => self.count(index).map(|index| format!(":{index}")),
+            _ => None,
+        };
+        match (self.text(name).filter(|name| name.len() <= 64), index) {
+            (Some(name), Some(index)) => Ok(Node::Text(format!("{name}{index}").into())),
+            _ => Err(self.refuse("has a device without a name")),
+        }
+    }
+
+    /// `NEWOBJ` and `NEWOBJ_EX`: makes an object. [`build`](Self::build) sets the attributes of TorchScript's modules.
+    fn new_object(&mut self, args: Id) -> Step {
+        let class = self.pop()?;
+        match (&self.nodes[class], self.items(args)) {
+            (Node::Global(Global::Module), Some([])) => self.push(Node::Module(None)),
+            (Node::Global(Global::TensorClass), Some(_)) => self.call(Global::TensorClass, args),
+            (Node::Opaque(what), Some(_)) => self.push(Node::Opaque(what.clone())),
+            _ => Err(self.refuse("makes an object of what is not a class")),
+        }
+    }
+
+    /// `BUILD`: gives an object its attributes.
+    fn build(&mut self, object: Id, state: Id) -> Step {
+        match (&self.nodes[object], &self.nodes[state]) {
+            // The `_metadata` of a module's `state_dict`, which holds the versions of its layers, is ignored, and so is
+            // whether a parameter of PyTorch before 0.4 requires gradients.
+            (Node::OrderedDict(_), Node::Dict(_)) | (Node::Opaque(_), _) => {}
+            (Node::Tensor(_), Node::Tuple(state)) if state.len() == 3 => {}
+            (Node::Module(None), Node::Dict(_)) => self.nodes[object] = Node::Module(Some(state)),
+            _ => return Err(self.refuse("gives attributes to what has none")),
+        }
+        Ok(())
+    }
+
+    /// Makes a tensor. `args` are the four arguments of `_rebuild_tensor` or the first five of `_rebuild_tensor_v2` and
+    /// `_rebuild_tensor_v3`, and `dtype` is that of the latter.
+    fn tensor(&self, args: &[Id], dtype: Option<Id>, extras: &[Id]) -> Step<Node> {
+        if !self.is_plain(extras) {
+            return Ok(self.opaque(NOT_PLAIN));
+        }
+        let &[storage, offset, size, stride, ref requires_grad @ ..] = args else {
+            return Err(self.refuse("calls a function with arguments that it does not take"));
+        };
+        let storage = match &self.nodes[storage] {
+            Node::Storage(storage) => storage.clone(),
+            Node::Opaque(what) => return Ok(Node::Opaque(what.clone())),
+            _ => return Err(self.refuse("has a tensor without a storage")),
+        };
+        let kind = match dtype.map(|dtype| &self.nodes[dtype]) {
+            Some(&Node::Global(Global::Dtype(kind))) => Some(kind),
+            Some(Node::Opaque(what)) => return Ok(Node::Opaque(what.clone())),
+            Some(_) => None,
+            None => storage.kind,
+        };
+        let Some(kind) = kind else {
+            return Err(self.refuse("has a tensor without a dtype"));
+        };
+        if matches!(kind, Kind::QInt8 | Kind::QUInt8 | Kind::QInt32) {
+            return Ok(self.opaque("a quantized tensor"));
+        }
+        let Some(offset) = self.count(offset) else {
+            return Err(self.refuse("has a tensor with an offset that is not a count"));
+        };
+        let (Some(size), Some(stride)) = (self.ints(size), self.ints(stride)) else {
+            let problem = "has a tensor with sizes or strides that are not at most 64 integers";
+            return Err(self.refuse(problem));
+        };
+        let requires_grad = match *requires_grad {
+            [] => Some(false),
+            [requires_grad, ..] => self.bool(requires_grad),
+        };
+        let Some(requires_grad) = requires_grad else {
+            return Err(self.refuse("has a tensor with requires_grad that is not a bool"));
+        };
+        let Storage { key, bytes, .. } = storage;
+        let tensor = TensorRef { storage: key, kind, offset, size, stride, requires_grad };
+        if let Err(problem) = tensor.check(bytes) {
+            let (storage, problem) = (shown(&tensor.storage), problem.to_owned());
+            return Err(Malformed::Tensor { storage, problem });
+        }
+        Ok(Node::Tensor(Box::new(tensor)))
+    }
+
+    fn parameter(&self, data: Id, requires_grad: Id, hooks: Id) -> Step<Node> {
+        if !self.is_plain(&[hooks]) {
+            return Ok(self.opaque(NOT_PLAIN));
+        }
+        match (&self.nodes[data], self.bool(requires_grad)) {
+            (Node::Opaque(what), _) => Ok(Node::Opaque(what.clone())),
+            (Node::Tensor(tensor), Some(requires_grad)) => {
+                Ok(Node::Tensor(Box::new(TensorRef { requires_grad, ..(**tensor).clone() })))
+            }
+            _ => Err(self.refuse("has a parameter that is not a tensor")),
+        }
+    }
+
+    /// `BINPERSID`: declares a storage, which must be in the archive, or follow the pickle.
+    fn storage(&mut self) -> Step {
+        let id = self.pop()?;
+        let Some(&[tag, class, ref rest @ ..]) = self.items(id) else {
+            return Err(self.refuse("has a persistent id that is not PyTorch's"));
+        };
+        // Before PyTorch 1.6, the class of a module has its source beside it.
+        if self.storages.is_none() && self.text(tag).is_some_and(|tag| **tag == *"module") {
+            return self.push_id(class);
+        }
+        let (key, numel, view) = match *rest {
+            [key, _location, numel] => (key, numel, None),
+            [key, _location, numel, view] => (key, numel, Some(view)),
+            _ => return Err(self.refuse("has a persistent id that is not PyTorch's")),
+        };
+        let kind = match &self.nodes[class] {
+            &Node::Global(Global::Storage(kind)) => Some(kind),
+            Node::Global(Global::UntypedStorage) => None,
+            // The size of its elements is unknown, so that it cannot be compared with its record.
+            Node::Opaque(what) => return self.push(Node::Opaque(what.clone())),
+            _ => return Err(self.refuse("has a storage of an unknown class")),
+        };
+        let (Some("storage"), Some(key), Some(numel)) =
+            (self.text(tag).map(|tag| &**tag), self.text(key).cloned(), self.count(numel))
+        else {
+            return Err(self.refuse("has a persistent id that is not PyTorch's"));
+        };
+        if key.len() > LONGEST_KEY {
+            return Err(self.refuse("has a storage with a long key"));
+        }
+        let refuse = |problem: String| Malformed::Tensor { storage: shown(&key), problem };
+        let Some(bytes) = numel.checked_mul(element_bytes(kind.unwrap_or(Kind::Uint8))) else {
+            return Err(refuse("has more elements than a storage can have".to_owned()));
+        };
+        if let Some(storages) = self.storages {
+            let Some(len) = storages(&key) else {
+                return Err(refuse("has no record".to_owned()));
+            };
+            if len != bytes {
+                return Err(refuse(format!("should have {bytes} bytes, but its record has {len}")));
+            }
+        }
+        // PyTorch would give all tensors of a storage the dtype that it was first declared with.
+        let declared = Declared { kind: kind.unwrap_or(Kind::Uint8), bytes };
+        if *self.declared.entry(key.clone()).or_insert(declared) != declared {
+            return Err(refuse("is declared with two dtypes or sizes".to_owned()));
+        }
+        // PyTorch before 0.4 could save a storage that was a part of another one.
+        if view.is_some_and(|view| !matches!(self.nodes[view], Node::None)) {
+            return self.opaque_of(0, "a tensor in a part of a storage");
+        }
+        self.push(Node::Storage(Storage { key, bytes, kind }))
     }
 }

@@ -3,13 +3,11 @@
 //! A node of the arena can be in many places of the tree, so that a small pickle could become a huge value. Values,
 //! text and expanded tensors are therefore counted once more here, for each place, before they are allocated.
 
-use std::borrow::Cow;
-
-use super::arena::{Id, Machine, Node, Step, What};
 use super::globals::{self, Global};
-use super::value::check_keys;
-use super::{Limits, TensorRef, Value};
+use super::machine::{Id, Machine, Node, Step};
+use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
+use crate::checkpoint::value::{TensorRef, Text, Value, check_keys};
 
 /// How many values a tensor counts as, besides those of its shape and strides. It is less than what a pickle spends on
 /// making one.
@@ -60,10 +58,11 @@ impl Tree<'_> {
         spend(&mut self.values, values as u64, "values", self.machine.limits.max_values)
     }
 
-    fn text(&mut self, text: &str) -> Step<String> {
+    /// Counts a text, which takes memory for each place once it is saved again.
+    fn text(&mut self, text: &Text) -> Step<Text> {
         let limit = text_limit(self.machine);
         spend(&mut self.text_bytes, text.len() as u64, "bytes of text", limit)?;
-        Ok(text.to_owned())
+        Ok(text.clone())
     }
 
     /// Converts a node. The caller has counted the value itself.
@@ -74,10 +73,9 @@ impl Tree<'_> {
             Node::Bool(value) => Value::Bool(*value),
             Node::Int(value) => Value::Int(*value),
             Node::Uint(value) => Value::Uint(*value),
-            &Node::Opaque(what) => self.opaque(what)?,
             Node::Float(value) => Value::Float(*value),
-            Node::Text(_) => Value::Str(self.text(machine.text(id).unwrap_or_default())?),
-            Node::Device(name) => Value::Str(self.text(name)?),
+            Node::Text(text) => Value::Text(self.text(text)?),
+            Node::Opaque(what) => Value::Opaque(what.clone()),
             Node::List(_)
             | Node::Tuple(_)
             | Node::Dict(_)
@@ -106,13 +104,6 @@ impl Tree<'_> {
         Ok(value)
     }
 
-    fn opaque(&mut self, what: What) -> Step<Value> {
-        Ok(Value::Opaque(match self.machine.describe(what) {
-            Cow::Borrowed(what) => what.into(),
-            Cow::Owned(what) => self.text(&what)?.into(),
-        }))
-    }
-
     fn items(&mut self, items: &[Id]) -> Step<Vec<Value>> {
         self.spend(items.len())?;
         let mut values = Vec::with_capacity(items.len());
@@ -136,7 +127,7 @@ impl Tree<'_> {
         // A pickle can recall one tensor again and again, and each place takes as much memory as many values.
         self.spend(TENSOR + 2 * tensor.size.len())?;
         let storage = self.text(&tensor.storage)?;
-        let len = self.machine.declared.get(storage.as_bytes()).map_or(0, |known| known.bytes);
+        let len = self.machine.declared.get(&storage).map_or(0, |known| known.bytes);
         // The tensor was checked before. Here it counts once for each place that it is in.
         let expanded = tensor.check(len).unwrap_or(u64::MAX);
         let limit = self.machine.limits.max_expanded_bytes;
@@ -154,7 +145,7 @@ impl Tree<'_> {
         let mut attributes = self.entries(entries)?;
         for (name, _) in &mut attributes {
             match name {
-                Value::Str(name) => *name = name.replace('|', "."),
+                Value::Text(name) => *name = name.replace('|', ".").into(),
                 _ => return Err(Malformed::Content("has an attribute without a name".to_owned())),
             }
         }
@@ -168,9 +159,8 @@ impl Tree<'_> {
         let what = match self.machine.nodes[id] {
             Node::Global(Global::Dtype(kind)) => {
                 let name = globals::names(kind).map_or("", |(name, _)| name);
-                return Ok(Value::Str(self.text(&format!("torch.{name}"))?));
+                return Ok(Value::Text(self.text(&format!("torch.{name}").into())?));
             }
-            Node::Global(Global::Other(what)) => return self.opaque(what),
             Node::Global(_) => "a class or a function",
             Node::Storage(_) => "a storage",
             _ => "an object without attributes",

@@ -1,19 +1,24 @@
 //! Writing a pickle that PyTorch reads with `weights_only=True`: protocol 2, with the opcodes that `torch.save` uses.
 //!
-//! Only the names of functions and classes are memorized. Before a file is saved, `torch` checks its pickle by reading
-//! it again.
+//! Only the names of functions and classes are memorized. What would make a pickle unreadable later is refused, so that
+//! it need not be read again before it is saved.
 
 use std::collections::HashMap;
-use std::io;
 
 use tch::Kind;
 
-use super::value::{Key, check_keys, element_bytes};
-use super::{Limits, TensorRef, Value, globals, opcodes as op};
-use crate::checkpoint::malformed::invalid;
+use super::{globals, op};
+use crate::checkpoint::limits::Limits;
+use crate::checkpoint::malformed::Malformed;
+use crate::checkpoint::value::{Items, Key, TensorRef, Value, check_keys, element_bytes};
+
+/// Why a value cannot be written.
+type Problem = String;
 
 struct Pickler<'a> {
     out: Vec<u8>,
+    /// How many values the pickle makes when it is read, as `Machine::spend` counts them.
+    values: u64,
     storages: HashMap<&'a str, u64>,
     /// The class that each storage was declared with. PyTorch would give all tensors of a storage the dtype that it was
     /// first declared with.
@@ -22,17 +27,31 @@ struct Pickler<'a> {
     memo: Vec<(&'static str, &'static str)>,
 }
 
-/// Writes a pickle of a value. `storages` has the key and the size in bytes of each storage.
-pub(crate) fn write(root: &Value, storages: &[(String, u64)]) -> io::Result<Vec<u8>> {
+/// Writes a pickle of a value. `storages` has the key and the size in bytes of each storage. Returns an error if it could
+/// not be read again within the limits.
+pub(crate) fn write(
+    root: &Value,
+    storages: &[(String, u64)],
+    limits: &Limits,
+) -> Result<Vec<u8>, Problem> {
     let mut pickler = Pickler {
         out: vec![op::PROTO, 2],
+        values: 0,
         storages: storages.iter().map(|(key, bytes)| (key.as_str(), *bytes)).collect(),
         classes: HashMap::new(),
         memo: Vec::new(),
     };
-    pickler.value(root, Limits::default().max_depth)?;
+    pickler.value(root, limits.max_depth)?;
     pickler.out.push(op::STOP);
-    Ok(pickler.out)
+    let Pickler { out, values, .. } = pickler;
+    let Limits { max_pickle_bytes, max_values, .. } = *limits;
+    if out.len() as u64 > max_pickle_bytes {
+        return Err(format!("more than {max_pickle_bytes} bytes of names and values"));
+    }
+    if values > max_values {
+        return Err(Malformed::TooMuch { what: "values", limit: max_values }.to_string());
+    }
+    Ok(out)
 }
 
 impl<'a> Pickler<'a> {
@@ -41,96 +60,111 @@ impl<'a> Pickler<'a> {
         self.out.extend_from_slice(argument);
     }
 
+    /// Writes an opcode that pushes a value or a mark.
+    fn push(&mut self, opcode: u8, argument: &[u8]) {
+        self.values += 1;
+        self.opcode(opcode, argument);
+    }
+
     /// Writes a value. `depth` is how many more containers may be nested.
-    fn value(&mut self, value: &'a Value, depth: usize) -> io::Result<()> {
+    fn value(&mut self, value: &'a Value, depth: usize) -> Result<(), Problem> {
+        let inside = || depth.checked_sub(1).ok_or("the values are nested too deep");
         match value {
-            Value::None => self.out.push(op::NONE),
+            Value::None => self.push(op::NONE, &[]),
             Value::Bool(value) => self.bool(*value),
             Value::Int(value) => self.int(*value),
+            // Without a ninth byte the number would be negative.
             Value::Uint(value) => {
-                // Without a ninth byte the number would be negative.
-                self.opcode(op::LONG1, &[9]);
+                self.push(op::LONG1, &[9]);
                 self.out.extend_from_slice(&value.to_le_bytes());
                 self.out.push(0);
             }
-            Value::Opaque(what) => return Err(invalid(format!("{what} cannot be written"))),
-            Value::Float(value) => self.opcode(op::BINFLOAT, &value.to_be_bytes()),
-            Value::Str(text) => self.text(text)?,
-            Value::Tensor(tensor) => self.tensor(tensor)?,
-            Value::List(_) | Value::Tuple(_) | Value::Dict(_) => {
-                let depth = depth
-                    .checked_sub(1)
-                    .ok_or_else(|| invalid("the values are nested too deep"))?;
-                self.container(value, depth)?;
+            Value::Float(value) => self.push(op::BINFLOAT, &value.to_be_bytes()),
+            Value::Text(text) => self.text(text)?,
+            Value::List(items) => {
+                let depth = inside()?;
+                self.push(op::EMPTY_LIST, &[]);
+                self.push(op::MARK, &[]);
+                items.iter().try_for_each(|item| self.value(item, depth))?;
+                self.opcode(op::APPENDS, &[]);
             }
+            Value::Tuple(items) => {
+                let depth = inside()?;
+                self.push(op::MARK, &[]);
+                items.iter().try_for_each(|item| self.value(item, depth))?;
+                self.push(op::TUPLE, &[]);
+            }
+            Value::Map(fields) => {
+                let depth = inside()?;
+                self.dict(|pickler| {
+                    fields.iter().try_for_each(|(key, item)| {
+                        pickler.text(key)?;
+                        pickler.value(item, depth)
+                    })
+                })?;
+            }
+            Value::Dict(items) => {
+                let depth = inside()?;
+                check_items(items)?;
+                self.dict(|pickler| {
+                    items.iter().try_for_each(|(key, item)| {
+                        pickler.value(key, depth)?;
+                        pickler.value(item, depth)
+                    })
+                })?;
+            }
+            Value::Tensor(tensor) => self.tensor(tensor)?,
+            Value::Opaque(what) => return Err(format!("{what} cannot be written")),
         }
         Ok(())
     }
 
-    fn container(&mut self, value: &'a Value, depth: usize) -> io::Result<()> {
-        match value {
-            Value::List(items) => {
-                self.out.push(op::EMPTY_LIST);
-                self.out.push(op::MARK);
-                items.iter().try_for_each(|item| self.value(item, depth))?;
-                self.out.push(op::APPENDS);
-            }
-            Value::Tuple(items) => {
-                self.out.push(op::MARK);
-                items.iter().try_for_each(|item| self.value(item, depth))?;
-                self.out.push(op::TUPLE);
-            }
-            Value::Dict(items) => {
-                if items.iter().any(|(key, _)| Key::of(key).is_none()) {
-                    return Err(invalid("a key is not a string, a number or None"));
-                }
-                check_keys(items).map_err(|problem| invalid(format!("the state {problem}")))?;
-                self.out.push(op::EMPTY_DICT);
-                self.out.push(op::MARK);
-                for (key, item) in items {
-                    self.value(key, depth)?;
-                    self.value(item, depth)?;
-                }
-                self.out.push(op::SETITEMS);
-            }
-            _ => {}
-        }
+    fn dict(
+        &mut self,
+        items: impl FnOnce(&mut Self) -> Result<(), Problem>,
+    ) -> Result<(), Problem> {
+        self.push(op::EMPTY_DICT, &[]);
+        self.push(op::MARK, &[]);
+        items(self)?;
+        self.opcode(op::SETITEMS, &[]);
         Ok(())
     }
 
     fn bool(&mut self, value: bool) {
-        self.out.push(if value { op::NEWTRUE } else { op::NEWFALSE });
+        self.push(if value { op::NEWTRUE } else { op::NEWFALSE }, &[]);
     }
 
     fn int(&mut self, value: i64) {
         if let Ok(value) = u8::try_from(value) {
-            self.opcode(op::BININT1, &[value]);
+            self.push(op::BININT1, &[value]);
         } else if let Ok(value) = u16::try_from(value) {
-            self.opcode(op::BININT2, &value.to_le_bytes());
+            self.push(op::BININT2, &value.to_le_bytes());
         } else if let Ok(value) = i32::try_from(value) {
-            self.opcode(op::BININT, &value.to_le_bytes());
+            self.push(op::BININT, &value.to_le_bytes());
         } else {
-            self.out.push(op::LONG1);
-            self.opcode(8, &value.to_le_bytes());
+            self.push(op::LONG1, &[8]);
+            self.out.extend_from_slice(&value.to_le_bytes());
         }
     }
 
-    fn count(&mut self, count: u64) -> io::Result<()> {
-        self.int(i64::try_from(count).map_err(|_| invalid("a storage is too big"))?);
+    fn count(&mut self, count: u64) -> Result<(), Problem> {
+        self.int(i64::try_from(count).map_err(|_| "a storage is too big")?);
         Ok(())
     }
 
-    fn text(&mut self, text: &str) -> io::Result<()> {
-        let len = u32::try_from(text.len()).map_err(|_| invalid("a string is too long"))?;
-        self.opcode(op::BINUNICODE, &len.to_le_bytes());
+    fn text(&mut self, text: &str) -> Result<(), Problem> {
+        let len = u32::try_from(text.len()).map_err(|_| "a string is too long")?;
+        self.push(op::BINUNICODE, &len.to_le_bytes());
         self.out.extend_from_slice(text.as_bytes());
         Ok(())
     }
 
+    /// Writes the sizes or the strides of a tensor, which count once more for the tensor itself.
     fn ints(&mut self, values: &[i64]) {
-        self.out.push(op::MARK);
+        self.values += values.len() as u64;
+        self.push(op::MARK, &[]);
         values.iter().for_each(|&value| self.int(value));
-        self.out.push(op::TUPLE);
+        self.push(op::TUPLE, &[]);
     }
 
     /// Writes a class or a function.
@@ -138,10 +172,10 @@ impl<'a> Pickler<'a> {
         let known = self.memo.iter().position(|&known| known == (module, name));
         // There are far fewer names than a byte can count.
         if let Some(index) = known.and_then(|index| u8::try_from(index).ok()) {
-            self.opcode(op::BINGET, &[index]);
+            self.push(op::BINGET, &[index]);
             return;
         }
-        self.opcode(op::GLOBAL, format!("{module}\n{name}\n").as_bytes());
+        self.push(op::GLOBAL, format!("{module}\n{name}\n").as_bytes());
         if let Ok(index) = u8::try_from(self.memo.len()) {
             self.opcode(op::BINPUT, &[index]);
             self.memo.push((module, name));
@@ -149,9 +183,9 @@ impl<'a> Pickler<'a> {
     }
 
     /// Writes a tensor like `Tensor.__reduce_ex__`: a dtype without a storage class of its own gets an untyped storage.
-    fn tensor(&mut self, tensor: &'a TensorRef) -> io::Result<()> {
-        let key = tensor.storage.as_str();
-        let refuse = |problem: &str| invalid(format!("a tensor in the storage {key} {problem}"));
+    fn tensor(&mut self, tensor: &'a TensorRef) -> Result<(), Problem> {
+        let key = &*tensor.storage;
+        let refuse = |problem: &str| format!("a tensor in the storage {key} {problem}");
         let Some((dtype, class)) = globals::names(tensor.kind) else {
             return Err(refuse("is quantized, which is not supported"));
         };
@@ -172,28 +206,40 @@ impl<'a> Pickler<'a> {
         }
         let function = if class.is_some() { "_rebuild_tensor_v2" } else { "_rebuild_tensor_v3" };
         self.global("torch._utils", function);
-        self.out.extend([op::MARK, op::MARK]);
+        self.push(op::MARK, &[]);
+        self.push(op::MARK, &[]);
         self.text("storage")?;
         self.global(if class.is_some() { "torch" } else { "torch.storage" }, typed);
         self.text(key)?;
         self.text("cpu")?;
         self.count(bytes / element)?;
-        self.out.extend([op::TUPLE, op::BINPERSID]);
+        self.push(op::TUPLE, &[]);
+        self.push(op::BINPERSID, &[]);
         self.count(tensor.offset)?;
         self.ints(&tensor.size);
         self.ints(&tensor.stride);
         self.bool(tensor.requires_grad);
         // No hooks.
         self.global("collections", "OrderedDict");
-        self.out.extend([op::EMPTY_TUPLE, op::REDUCE]);
+        self.push(op::EMPTY_TUPLE, &[]);
+        self.push(op::REDUCE, &[]);
         if class.is_none() {
             self.global("torch", dtype);
         }
-        self.out.extend([op::TUPLE, op::REDUCE]);
+        self.push(op::TUPLE, &[]);
+        self.push(op::REDUCE, &[]);
         Ok(())
     }
 }
 
 fn differentiable(kind: Kind) -> bool {
     !matches!(kind, Kind::Uint8 | Kind::Int8 | Kind::Int16 | Kind::Int | Kind::Int64 | Kind::Bool)
+}
+
+/// Returns an error for a dict with keys that could not be read again.
+fn check_items(items: &Items) -> Result<(), Problem> {
+    if items.iter().any(|(key, _)| Key::of(key).is_none()) {
+        return Err("a key is not a string, a number or None".to_owned());
+    }
+    check_keys(items).map_err(|problem| format!("the state {problem}"))
 }

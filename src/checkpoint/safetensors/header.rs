@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::checkpoint::checksum::Checksum;
-use crate::checkpoint::plain::Plain;
+use crate::checkpoint::value::Value;
 use crate::error::shown;
 use crate::optim::ParamGroupState;
 use crate::scale::GradScalerState;
@@ -48,13 +48,13 @@ pub(crate) enum PartManifest {
         state: GradScalerState,
     },
     State {
-        value: Plain,
+        value: Value,
         #[serde(skip_serializing_if = "Vec::is_empty")]
         non_finite: Vec<String>,
     },
     Tensor,
     Value {
-        value: Plain,
+        value: Value,
         /// JSON pointers to the texts in the value that stand for non-finite floats.
         #[serde(skip_serializing_if = "Vec::is_empty")]
         non_finite: Vec<String>,
@@ -76,7 +76,7 @@ struct Fields {
     by_muon: BTreeSet<String>,
     state: Option<GradScalerState>,
     #[serde(default)]
-    value: Plain,
+    value: Value,
     #[serde(default)]
     non_finite: Vec<String>,
 }
@@ -110,7 +110,7 @@ impl TryFrom<Fields> for PartManifest {
                     value.ok_or("a value has no non-finite float where `non_finite` says so")?;
                 match (kind.as_str(), &value) {
                     ("value", _) => Self::Value { value, non_finite },
-                    (_, Plain::Map(_)) => Self::State { value, non_finite },
+                    (_, Value::Map(_)) => Self::State { value, non_finite },
                     _ => return Err("a state is not a map of values".to_owned()),
                 }
             }

@@ -15,13 +15,7 @@ use safetensors::Dtype;
 use tch::Kind;
 pub(crate) use write::{Plan, Weights, manifest, write};
 
-use crate::checkpoint::{MAX_TENSORS, MAX_VALUES};
-
-/// The size in bytes of the largest header that is read, the same as in other readers of the format.
-pub(crate) const MAX_HEADER_BYTES: u64 = 100_000_000;
-
-/// The largest size in bytes of the manifest's JSON.
-pub(crate) const MAX_MANIFEST_BYTES: usize = 32 << 20;
+use crate::checkpoint::limits::{MAX_MANIFEST_BYTES, MAX_VALUES};
 
 /// Returns a problem if the manifest's JSON would take too much memory, and `None` otherwise.
 fn too_much(manifest: &str) -> Option<String> {

@@ -11,9 +11,10 @@ use serde::de::value::StrDeserializer;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use tch::Kind;
 
-use crate::checkpoint::pickle::MAX_DIMS;
+use crate::checkpoint::limits::MAX_TENSORS;
 use crate::checkpoint::safetensors::header::KEY;
-use crate::checkpoint::safetensors::{MAX_TENSORS, kind};
+use crate::checkpoint::safetensors::kind;
+use crate::checkpoint::value::MAX_DIMS;
 use crate::error::shown;
 
 /// The content of a header.

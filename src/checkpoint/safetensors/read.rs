@@ -3,14 +3,15 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use crate::checkpoint::CheckpointError;
 use crate::checkpoint::archive::{Archive, Check, Region};
 use crate::checkpoint::entry::{Entry, Location};
+use crate::checkpoint::limits::{MAX_HEADER_BYTES, MAX_PARTS};
 use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
 use crate::checkpoint::safetensors::header::{Manifest, PartManifest, VERSION, Version, of_header};
 use crate::checkpoint::safetensors::parse::{self, Header, Info};
-use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, too_much};
+use crate::checkpoint::safetensors::too_much;
 use crate::checkpoint::source::Source;
-use crate::checkpoint::{CheckpointError, MAX_PARTS};
 use crate::error::{Result, shown};
 
 /// Whether a file that begins with these bytes can be a safetensors file: a length, followed by JSON.

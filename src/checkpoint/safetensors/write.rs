@@ -7,14 +7,14 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::atomic::Target;
-use crate::checkpoint::WRITER;
 use crate::checkpoint::checksum::Checksum;
 use crate::checkpoint::entry::Entry;
-use crate::checkpoint::part::{OptimizerPart, Part, StatePart, problem_of_name};
-use crate::checkpoint::plain::Plain;
+use crate::checkpoint::limits::{MAX_HEADER_BYTES, MAX_TENSORS};
+use crate::checkpoint::part::{OptimizerPart, Part, StatePart, WRITER, problem_of_name};
 use crate::checkpoint::safetensors::header::{KEY, Manifest, PartManifest, VERSION, of_header};
-use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, MAX_TENSORS, dtype, too_much};
+use crate::checkpoint::safetensors::{dtype, too_much};
 use crate::checkpoint::save::Failure;
+use crate::checkpoint::value::Value;
 use crate::error::{Result, unsaveable};
 
 type Parts = BTreeMap<String, Part>;
@@ -233,6 +233,6 @@ pub(crate) fn manifest(part: &Part) -> PartManifest {
         }
         Part::Empty => PartManifest::Empty,
         // Unreachable, because `save_as` refuses such parts.
-        Part::Unknown(_) => PartManifest::Value { value: Plain::None, non_finite: Vec::new() },
+        Part::Unknown(_) => PartManifest::Value { value: Value::None, non_finite: Vec::new() },
     }
 }

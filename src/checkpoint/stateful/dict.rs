@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::part::{Item, Part, StatePart};
-use crate::checkpoint::plain::Plain;
 use crate::checkpoint::restore::Options;
+use crate::checkpoint::value::{Text, Value};
 use crate::checkpoint::{Checkpoint, other_part};
 use crate::error::Result;
 
@@ -14,7 +14,7 @@ pub(super) struct Dict<'a> {
     /// By their names in the target, each with its name in the checkpoint.
     pub(super) tensors: BTreeMap<String, (&'a str, &'a Entry)>,
     /// Sorted by name.
-    values: &'a [(String, Plain)],
+    values: &'a [(Text, Value)],
     /// What is neither, by names like those of the tensors.
     others: BTreeMap<String, (&'a str, &'a Part)>,
 }
@@ -28,11 +28,11 @@ impl<'a> Dict<'a> {
             Item::Part(Part::Model(tensors)) => (tensors, &[], NO_OTHERS),
             Item::Part(Part::State(StatePart {
                 tensors,
-                values: Plain::Map(values),
+                values: Value::Map(values),
                 others,
                 ..
             })) => (tensors, values, others),
-            Item::Part(Part::Value(Plain::Map(values))) | Item::Value(Plain::Map(values)) => {
+            Item::Part(Part::Value(Value::Map(values))) | Item::Value(Value::Map(values)) => {
                 (NONE, values, NO_OTHERS)
             }
             Item::Part(Part::Empty) => (NONE, &[], NO_OTHERS),
@@ -63,8 +63,8 @@ impl<'a> Dict<'a> {
         other.or_else(|| self.value(name).map(Item::Value))
     }
 
-    pub(super) fn value(&self, name: &str) -> Option<&'a Plain> {
-        let found = self.values.binary_search_by(|(key, _)| key.as_str().cmp(name));
+    pub(super) fn value(&self, name: &str) -> Option<&'a Value> {
+        let found = self.values.binary_search_by(|(key, _)| (**key).cmp(name));
         found.ok().map(|at| &self.values[at].1)
     }
 
@@ -75,7 +75,7 @@ impl<'a> Dict<'a> {
 
     /// The names of the values.
     pub(super) fn value_names(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.values.iter().map(|(name, _)| (name.as_str(), name.as_str()))
+        self.values.iter().map(|(name, _)| (&**name, &**name))
     }
 
     /// The names of the others, as in [`tensor_names`](Self::tensor_names).

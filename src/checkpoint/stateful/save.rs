@@ -8,9 +8,9 @@ use tch::{Kind, Tensor};
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::part::{Part, StatePart};
-use crate::checkpoint::plain::Plain;
 use crate::checkpoint::restore::names::batch_counts;
 use crate::checkpoint::stateful::saved::{MODULE, UPDATES};
+use crate::checkpoint::value::Value;
 use crate::error::{Result, unsaveable};
 use crate::scale::GradScalerState;
 
@@ -20,7 +20,7 @@ use crate::scale::GradScalerState;
 pub struct SaveState<'a> {
     name: &'a str,
     tensors: BTreeMap<String, Entry>,
-    values: BTreeMap<String, Plain>,
+    values: BTreeMap<String, Value>,
     /// What Python expects besides, if the tensors are averages of a model.
     beside_averages: Option<BTreeMap<String, Entry>>,
     /// Parts of a kind with a layout of its own, which replace the tensors and values.
@@ -133,7 +133,8 @@ impl<'a> SaveState<'a> {
     /// Returns the parts with their names. A state without tensors becomes a value.
     pub(crate) fn finish(self) -> Vec<(String, Part)> {
         let Self { name, tensors, values, beside_averages, mut parts } = self;
-        let values = Plain::map(values.into_iter().collect());
+        let values = values.into_iter().map(|(name, value)| (name.into(), value));
+        let values = Value::map(values.collect());
         if parts.is_empty() {
             let part = match tensors.is_empty() {
                 true => Part::Value(values),
@@ -154,9 +155,9 @@ pub(super) fn part_name(name: &str, id: Option<usize>) -> String {
 }
 
 /// Converts a value. `name` is for errors.
-pub(crate) fn plain(name: &str, value: &(impl Serialize + ?Sized)) -> Result<Plain> {
+pub(crate) fn plain(name: &str, value: &(impl Serialize + ?Sized)) -> Result<Value> {
     let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
-    Ok(Plain::of(value).map_err(wrong)?)
+    Ok(Value::of(value).map_err(wrong)?)
 }
 
 /// Checks a tensor and makes an entry of it. `name` is for errors.

@@ -1,26 +1,33 @@
 //! Checkpoint files in PyTorch's format: the zip archives with a pickle that `torch.save` and `VarStore::save` write.
 //!
 //! The record `data.pkl` is a pickle of all values, and each record `data/KEY` holds the elements of one storage. `zip`
-//! handles the records, `pickle` the values and `convert` the parts; `load` and `store` combine them. `old` reads the
-//! format before PyTorch 1.6, which has no records.
+//! handles the records, `pickle` the values and `convert` the parts. `old` reads the format before PyTorch 1.6, which
+//! has no records.
 
-mod load;
 mod old;
-mod store;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, HashMap};
-use std::io::{self, Read, Seek, Write};
+use std::collections::BTreeMap;
+use std::io::{self, BufWriter, Read, Seek, SeekFrom};
+use std::sync::Arc;
 
+use crate::atomic::Target;
+use crate::checkpoint::CheckpointError;
+use crate::checkpoint::archive::{Archive, Check, Region};
+use crate::checkpoint::convert::{Layout, Reader};
+use crate::checkpoint::entry::Entry;
+use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
-use crate::checkpoint::pickle::{self, Limits, Value};
+use crate::checkpoint::part::Part;
+use crate::checkpoint::pickle;
+use crate::checkpoint::save::Failure;
+use crate::checkpoint::source::Source;
+use crate::checkpoint::value::{Text, Value};
 use crate::checkpoint::zip::{self, Record};
-use crate::error::shown;
+use crate::error::{Result, shown, unsaveable};
 
-pub(crate) use load::{read, read_old};
 pub(crate) use old::is_old;
-pub(crate) use store::{plan, plan_of_weights, write};
 
 /// The names of two records.
 const PICKLE: &str = "data.pkl";
@@ -29,19 +36,120 @@ const BYTE_ORDER: &str = "byteorder";
 /// An upper bound of the number of records besides one for each storage.
 const OTHER_RECORDS: usize = 8;
 
+/// From how many tensors on it is these that take the most values.
+const MANY_TENSORS: usize = 10_000;
+
+/// A file that is to be written.
+#[derive(Debug)]
+pub(crate) struct Plan<'a> {
+    pickle: Vec<u8>,
+    /// The tensor of each storage, in the order of their keys.
+    storages: Vec<&'a Entry>,
+}
+
+/// Lays out the parts. Returns an error for a part that cannot be represented in Python or could not be loaded again.
+pub(crate) fn plan(parts: &BTreeMap<String, Part>) -> Result<Plan<'_>> {
+    planned(Layout::new(parts)?)
+}
+
+/// Lays out the tensors of a model without anything else, as [`plan`] does.
+pub(crate) fn plan_of_weights(tensors: &BTreeMap<String, Entry>) -> Result<Plan<'_>> {
+    planned(Layout::of_weights(tensors))
+}
+
+fn planned(layout: Layout<'_>) -> Result<Plan<'_>> {
+    let lengths = lengths(&layout.storages);
+    let limits = Limits::default();
+    let most = limits.max_records - OTHER_RECORDS;
+    let pickle = if lengths.len() > most {
+        Err(format!("more than {most} tensors are too many"))
+    } else {
+        pickle::write(&layout.root, &lengths, &limits)
+    };
+    let pickle = pickle.map_err(|problem| {
+        let advice = match layout.storages.len() {
+            0..=MANY_TENSORS => "save long values as tensors",
+            _ => "save it as safetensors, which holds more tensors",
+        };
+        unsaveable("the checkpoint", format!("{problem}; {advice}"))
+    })?;
+    Ok(Plan { pickle, storages: layout.storages })
+}
+
+/// Returns the key and the size in bytes of each storage.
+fn lengths(storages: &[&Entry]) -> Vec<(String, u64)> {
+    let key = |(index, entry): (usize, &&Entry)| (index.to_string(), entry.len() as u64);
+    storages.iter().enumerate().map(key).collect()
+}
+
+/// Writes the archive. `note` keeps a failure that is not an I/O error.
+pub(crate) fn write(
+    plan: &Plan<'_>,
+    out: &mut dyn Target,
+    note: &mut dyn FnMut(Failure) -> io::Error,
+) -> io::Result<()> {
+    let Plan { pickle, storages } = plan;
+    let out = zip::write(BufWriter::new(out), pickle, &lengths(storages), &mut |index, out| {
+        let read = storages[index].read(&mut |bytes| Ok(out.write_all(bytes)?));
+        read.map_err(&mut *note)
+    })?;
+    out.into_inner().map_err(io::IntoInnerError::into_error)?.flush()
+}
+
+/// Reads the structure of a file. The storages are not read.
+pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
+    let opened = open(Cursor { source: &source, at: 0 }, &Limits::default());
+    let Opened { root, storages, others } = opened.map_err(failed(&source))?;
+    let region = |name: &str, record: &Record| Region {
+        name: name.to_owned(),
+        offset: record.offset,
+        len: record.len,
+        check: Check::Crc32(record.crc32),
+    };
+    let mut regions: Vec<_> = storages.iter().map(|(key, record)| region(key, record)).collect();
+    regions.extend(others.iter().map(|(name, record)| region(name, record)));
+    let offsets = storages.into_iter().map(|(key, record)| (key, record.offset)).collect();
+    let parts = Reader::new(&source, offsets).parts(root);
+    let parts = parts.map_err(|problem| source.damaged(problem))?;
+    Ok(Archive { source, parts, regions })
+}
+
+/// Reads the structure of a file that PyTorch before 1.6 wrote: pickles, and then the storages. It has no checksums.
+pub(crate) fn read_old(source: Arc<Source>) -> Result<Archive> {
+    let limits = Limits::default();
+    let len = source.len().min(limits.max_pickle_bytes);
+    let mut bytes = vec![0; usize::try_from(len).unwrap_or(0)];
+    source.read_at(0, &mut bytes)?;
+    let (root, offsets) = old::read(&bytes, &source, &limits).map_err(failed(&source))?;
+    drop(bytes);
+    let parts = Reader::new(&source, offsets).parts(root);
+    let parts = parts.map_err(|problem| source.damaged(problem))?;
+    Ok(Archive { source, parts, regions: Vec::new() })
+}
+
+/// Returns what a function that reads a file makes of an error.
+fn failed(source: &Source) -> impl Fn(Malformed) -> CheckpointError {
+    |error| match error {
+        Malformed::Io(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
+            CheckpointError::io("read", source.path())(error)
+        }
+        error => source.damaged(error.to_string()),
+    }
+}
+
 /// The content of a file.
 #[derive(Debug)]
-pub(crate) struct Opened {
+struct Opened {
     /// The saved object.
-    pub root: Value,
+    root: Value,
     /// The records of the storages, by key.
-    pub storages: BTreeMap<String, Record>,
+    storages: BTreeMap<Text, Record>,
     /// The other records by name, except compressed ones such as the code in a TorchScript archive.
-    pub others: BTreeMap<String, Record>,
+    others: BTreeMap<String, Record>,
 }
 
 /// Reads everything except the storages, whose checksums the caller must verify.
-pub(crate) fn open<R: Read + Seek>(mut file: R, limits: &Limits) -> Result<Opened, Malformed> {
+fn open<R: Read + Seek>(mut file: R, limits: &Limits) -> std::result::Result<Opened, Malformed> {
     let mut records = zip::records(&mut file, limits.max_records)?;
     if let Some(record) = records.get(BYTE_ORDER) {
         let order = zip::read(&mut file, BYTE_ORDER, record, 16)?;
@@ -60,7 +168,7 @@ pub(crate) fn open<R: Read + Seek>(mut file: R, limits: &Limits) -> Result<Opene
     // A storage is found by its key, in the folder `data`.
     while let Some((name, record)) = records.pop_first() {
         match name.strip_prefix("data/") {
-            Some(key) => drop(storages.insert(key.to_owned(), record)),
+            Some(key) => drop(storages.insert(Text::from(key), record)),
             None => drop(others.insert(name, record)),
         }
     }
@@ -68,33 +176,33 @@ pub(crate) fn open<R: Read + Seek>(mut file: R, limits: &Limits) -> Result<Opene
     Ok(Opened { root, storages, others })
 }
 
-/// Writes a file. `storage` is called once for each storage, in order, and must write exactly its bytes.
-///
-/// The same values always give the same bytes. After an error the output is not a valid checkpoint.
-pub(crate) fn save<W: Write + Seek>(
-    out: W,
-    root: &Value,
-    storages: &[(String, u64)],
-    storage: &mut dyn FnMut(usize, &mut dyn Write) -> io::Result<()>,
-) -> io::Result<W> {
-    let pickle = pickle::write(root, storages)?;
-    zip::write(out, &pickle, storages, storage)
+/// A reader with a position in the file.
+struct Cursor<'a> {
+    source: &'a Source,
+    at: u64,
 }
 
-/// Returns an error for values that [`save`] or, later, [`open`] would refuse.
-pub(crate) fn check(root: &Value, storages: &[(String, u64)]) -> Result<(), String> {
-    let limits = Limits::default();
-    let pickle = pickle::write(root, storages).map_err(|error| error.to_string())?;
-    if storages.len() + OTHER_RECORDS > limits.max_records {
-        return Err(format!(
-            "more than {} tensors are too many",
-            limits.max_records - OTHER_RECORDS
-        ));
+impl Read for Cursor<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let left = usize::try_from(self.source.len().saturating_sub(self.at)).unwrap_or(usize::MAX);
+        let size = buffer.len().min(left);
+        if size == 0 {
+            return Ok(0);
+        }
+        self.source.read_at(self.at, &mut buffer[..size]).map_err(io::Error::other)?;
+        self.at += size as u64;
+        Ok(size)
     }
-    if pickle.len() as u64 > limits.max_pickle_bytes {
-        return Err(format!("more than {} bytes of names and values", limits.max_pickle_bytes));
+}
+
+impl Seek for Cursor<'_> {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let reached = match to {
+            SeekFrom::Start(at) => Some(at),
+            SeekFrom::End(by) => self.source.len().checked_add_signed(by),
+            SeekFrom::Current(by) => self.at.checked_add_signed(by),
+        };
+        self.at = reached.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+        Ok(self.at)
     }
-    let lengths: HashMap<_, _> = storages.iter().map(|(key, len)| (key.as_str(), *len)).collect();
-    let read = pickle::read(&pickle, &|key| lengths.get(key).copied(), &limits);
-    read.map(drop).map_err(|error| error.to_string())
 }

@@ -6,9 +6,11 @@
 
 use std::collections::BTreeMap;
 
+use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
-use crate::checkpoint::pickle::{self, First, Limits, Value, get};
+use crate::checkpoint::pickle::{self, First};
 use crate::checkpoint::source::Source;
+use crate::checkpoint::value::{Text, Value, get};
 use crate::error::shown;
 
 /// The number that marks the format, and the end of its pickle.
@@ -30,7 +32,7 @@ pub(super) fn read(
     bytes: &[u8],
     source: &Source,
     limits: &Limits,
-) -> Result<(Value, BTreeMap<String, u64>), Malformed> {
+) -> Result<(Value, BTreeMap<Text, u64>), Malformed> {
     let mut at = 0;
     let mut next = |max_values: u64| {
         let limits = Limits { max_values, ..limits.clone() };
@@ -60,7 +62,7 @@ pub(super) fn read(
     };
     let mut offsets = BTreeMap::new();
     for key in keys {
-        let Value::Str(key) = key else {
+        let Value::Text(key) = key else {
             return Err(refuse("has a storage without a key"));
         };
         let refuse =

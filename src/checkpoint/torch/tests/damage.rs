@@ -1,6 +1,7 @@
 //! Tests that damaged files are refused, unless their content is still right.
 
 use super::*;
+use crate::checkpoint::value::Text;
 
 #[test]
 fn cut_files_are_refused() {
@@ -12,7 +13,7 @@ fn cut_files_are_refused() {
 }
 
 /// The bytes of the storages, each with its key.
-type Storages = Vec<(String, Vec<u8>)>;
+type Storages = Vec<(Text, Vec<u8>)>;
 
 /// Returns the content, that is, the values and the storages. `None` if a checksum, which the caller verifies, does not
 /// match.
@@ -53,7 +54,7 @@ fn damaged_pickles_never_panic() {
         (text("w"), Value::from(tensor("0", 1, &[3], &[1]))),
         (text("n"), Value::Tuple(vec![Value::Int(1 << 40), Value::Float(0.5), Value::None])),
     ]);
-    let pickle = crate::checkpoint::pickle::write(&root, &[("0".to_owned(), 16)]).unwrap();
+    let pickle = pickle::write(&root, &[("0".to_owned(), 16)], &Limits::default()).unwrap();
     assert!(opened(&with_pickle(&pickle)).is_ok());
     for at in 0..pickle.len() {
         assert!(opened(&with_pickle(&pickle[..at])).is_err());

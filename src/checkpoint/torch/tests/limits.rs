@@ -18,7 +18,7 @@ fn bomb(levels: u8) -> Vec<u8> {
     parts.insert(0, b"(".to_vec());
     parts.push(b"t".to_vec());
     assert!(count < 60);
-    pickle(&parts.iter().map(Vec::as_slice).collect::<Vec<_>>())
+    pickled(&parts.iter().map(Vec::as_slice).collect::<Vec<_>>())
 }
 
 #[test]
@@ -32,7 +32,7 @@ fn values_that_multiply_are_refused() {
 fn text_that_multiplies_is_refused() {
     let text = [b"X".as_slice(), &1000u32.to_le_bytes(), &[b'x'; 1000], b"q\x000"].concat();
     let text = &text[..text.len() - 1];
-    let bytes = pickle(&[b"](", text, &b"h\x00".repeat(100), b"e"]);
+    let bytes = pickled(&[b"](", text, &b"h\x00".repeat(100), b"e"]);
     let limits = Limits { max_pickle_bytes: 50_000, ..Limits::default() };
     assert!(limited(&with_pickle(&bytes), &limits).contains("more than 50000 bytes of text"));
     assert!(opened(&with_pickle(&bytes)).is_ok());
@@ -41,7 +41,7 @@ fn text_that_multiplies_is_refused() {
         [b"X".as_slice(), &1_000_000u32.to_le_bytes(), &[b'x'; 1_000_000], b"q\x000"].concat();
     let text = &text[..text.len() - 1];
     let recalled =
-        |times: usize| with_pickle(&pickle(&[b"](", text, &b"h\x00".repeat(times), b"e"]));
+        |times: usize| with_pickle(&pickled(&[b"](", text, &b"h\x00".repeat(times), b"e"]));
     assert!(opened(&recalled(15)).is_ok());
     assert!(refused(&recalled(18)).contains("bytes of text"));
 }
@@ -59,17 +59,17 @@ fn depth(mut value: &Value) -> usize {
 
 #[test]
 fn depth_is_bounded() {
-    let nested = |depth: usize| with_pickle(&pickle(&[b")", &b"\x85".repeat(depth - 1)]));
+    let nested = |depth: usize| with_pickle(&pickled(&[b")", &b"\x85".repeat(depth - 1)]));
     assert_eq!(depth(&opened(&nested(64)).unwrap().root), 64);
     for levels in [65, 1_000_000] {
         assert_eq!(depth(&opened(&nested(levels)).unwrap().root), 64);
     }
-    let marks = pickle(&[&b"(".repeat(900_000), &b"t".repeat(900_000)]);
+    let marks = pickled(&[&b"(".repeat(900_000), &b"t".repeat(900_000)]);
     assert_eq!(depth(&opened(&with_pickle(&marks)).unwrap().root), 64);
     // Marks that are never removed, each of which would be kept until the end.
-    let marks = refused(&with_pickle(&pickle(&[&b"(".repeat(3_000_000)])));
+    let marks = refused(&with_pickle(&pickled(&[&b"(".repeat(3_000_000)])));
     assert!(marks.contains("more than 2000000 values"), "{marks}");
-    let dicts = pickle(&[&b"}K\x00".repeat(100_000), b"N", &b"s".repeat(100_000)]);
+    let dicts = pickled(&[&b"}K\x00".repeat(100_000), b"N", &b"s".repeat(100_000)]);
     assert!(opened(&with_pickle(&dicts)).is_ok());
 }
 
@@ -83,13 +83,13 @@ fn what_contains_itself_ends() {
         (b"]q\x00(h\x00h\x00e", Value::List(vec![itself(), itself()])),
     ];
     for (bytes, expected) in cases {
-        assert_eq!(opened(&with_pickle(&pickle(&[bytes]))).unwrap().root, expected);
+        assert_eq!(opened(&with_pickle(&pickled(&[bytes]))).unwrap().root, expected);
     }
 }
 
 #[test]
 fn long_pickles_many_values_and_many_records_are_refused() {
-    let bytes = with_pickle(&pickle(&[b"](", &b"N".repeat(100), b"e"]));
+    let bytes = with_pickle(&pickled(&[b"](", &b"N".repeat(100), b"e"]));
     let limits = Limits { max_pickle_bytes: 50, ..Limits::default() };
     assert!(limited(&bytes, &limits).contains("at most 50"));
     let limits = Limits { max_values: 50, ..Limits::default() };
@@ -148,7 +148,7 @@ fn expanded_tensors_are_bounded_together() {
 fn the_worst_files_are_bearable() {
     let with = |unit: &[u8], times: usize| {
         let body = unit.repeat(times);
-        with_pickle(&pickle(&[b"](", &body, b"e"]))
+        with_pickle(&pickled(&[b"](", &body, b"e"]))
     };
     println!("Value: {} bytes", size_of::<Value>());
     let status = || {
@@ -163,7 +163,7 @@ fn the_worst_files_are_bearable() {
         ("dicts", with(b"}NNs", 3_000_000)),
         ("short texts", with(b"X\x03\0\0\0abc", 9_000_000)),
         ("one-tuples", with(b"N\x85", 4_900_000)),
-        ("memo", with_pickle(&pickle(&[b"N", &memo]))),
+        ("memo", with_pickle(&pickled(&[b"N", &memo]))),
     ];
     for (name, bytes) in cases {
         let started = std::time::Instant::now();

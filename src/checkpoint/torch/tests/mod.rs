@@ -10,16 +10,19 @@ mod names;
 mod oracle;
 mod round_trip;
 
-use std::io::{Cursor, Write};
+use std::io::{Cursor, Seek, Write};
 
 use ::zip::write::SimpleFileOptions;
 use ::zip::{CompressionMethod, ZipWriter};
 
 use tch::Kind;
 
-use super::{Opened, open, save};
-use crate::checkpoint::malformed::Malformed;
-use crate::checkpoint::pickle::{Limits, TensorRef, Value};
+use super::{Opened, open};
+use crate::checkpoint::limits::Limits;
+use crate::checkpoint::malformed::{Malformed, invalid};
+use crate::checkpoint::pickle;
+use crate::checkpoint::value::{TensorRef, Value};
+use crate::checkpoint::zip as container;
 
 /// Every dtype that a file can have.
 pub(super) const KINDS: [Kind; 17] = [
@@ -43,18 +46,29 @@ pub(super) const KINDS: [Kind; 17] = [
 ];
 
 pub(super) fn text(text: &str) -> Value {
-    Value::Str(text.to_owned())
+    text.into()
 }
 
 pub(super) fn tensor(storage: &str, offset: u64, size: &[i64], stride: &[i64]) -> TensorRef {
     TensorRef {
-        storage: storage.to_owned(),
+        storage: storage.into(),
         kind: Kind::Float,
         offset,
         size: size.to_vec(),
         stride: stride.to_vec(),
         requires_grad: false,
     }
+}
+
+/// Writes a file. `storage` is called once for each storage, in order.
+pub(super) fn save<W: Write + Seek>(
+    out: W,
+    root: &Value,
+    storages: &[(String, u64)],
+    storage: &mut dyn FnMut(usize, &mut dyn Write) -> std::io::Result<()>,
+) -> std::io::Result<W> {
+    let pickle = pickle::write(root, storages, &Limits::default()).map_err(invalid)?;
+    container::write(out, &pickle, storages, storage)
 }
 
 pub(super) fn saved(root: &Value, storages: &[(&str, Vec<u8>)]) -> std::io::Result<Vec<u8>> {
@@ -85,7 +99,7 @@ pub(super) fn with_pickle(pickle: &[u8]) -> Vec<u8> {
 }
 
 /// Makes a pickle of protocol 2 with a `STOP` at its end.
-pub(super) fn pickle(parts: &[&[u8]]) -> Vec<u8> {
+pub(super) fn pickled(parts: &[&[u8]]) -> Vec<u8> {
     [b"\x80\x02", parts.concat().as_slice(), b"."].concat()
 }
 

@@ -3,7 +3,7 @@
 use super::*;
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::part::{OptimizerPart, Part};
-use crate::checkpoint::pickle::get;
+use crate::checkpoint::value::get;
 
 fn dict(items: Vec<(&str, Value)>) -> Value {
     Value::Dict(items.into_iter().map(|(key, value)| (text(key), value)).collect())

@@ -9,12 +9,13 @@ use tch::Kind;
 
 use super::*;
 use crate::checkpoint::pickle::globals::names;
+use crate::checkpoint::value::Text;
 
 /// Writes a value like `oracle.py` does.
 #[derive(Default)]
 struct Dump<'a> {
     file: &'a [u8],
-    storages: HashMap<String, usize>,
+    storages: HashMap<Text, usize>,
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -35,7 +36,7 @@ impl Dump<'_> {
         let data = &self.file[start..][..usize::try_from(record.len).unwrap()];
         assert_eq!(crc32fast::hash(data), record.crc32);
         let next = self.storages.len();
-        let empty = format!("empty {next}");
+        let empty = format!("empty {next}").into();
         let key = if data.is_empty() { empty } else { tensor.storage.clone() };
         let number = *self.storages.entry(key).or_insert(next);
         let mut places = if tensor.size.contains(&0) { vec![] } else { vec![tensor.offset] };
@@ -62,9 +63,10 @@ impl Dump<'_> {
             Value::Bool(value) => if *value { "True" } else { "False" }.to_owned(),
             Value::Int(value) => format!("i{value}"),
             Value::Uint(value) => format!("i{value}"),
+            Value::Map(_) => panic!("a file holds dicts"),
             Value::Opaque(what) => format!("?{what}"),
             Value::Float(value) => format!("f{:016x}", value.to_bits()),
-            Value::Str(text) => format!("s{}", hex(text.as_bytes())),
+            Value::Text(text) => format!("s{}", hex(text.as_bytes())),
             Value::List(items) => format!("[{}]", all(self, items)),
             Value::Tuple(items) => format!("({})", all(self, items)),
             Value::Dict(items) => {

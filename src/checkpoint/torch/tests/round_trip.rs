@@ -103,6 +103,39 @@ fn what_could_not_be_read_again_is_not_written() {
     }
 }
 
+/// A file that has the most values that may be read is written, and one that has one more is not.
+#[test]
+fn what_is_written_is_counted_as_it_is_read() {
+    let sizes = [("0".to_owned(), 48), ("1".to_owned(), 48)];
+    let lengths = |key: &str| sizes.iter().find(|size| size.0 == key).map(|size| size.1);
+    let double = |kind| Value::from(TensorRef { kind, ..tensor("1", 1, &[2, 1, 3], &[0, 2, 1]) });
+    let map = Value::map(vec![("a".into(), Value::Uint(u64::MAX)), ("b".into(), everything())]);
+    let roots = [
+        everything(),
+        map,
+        Value::None,
+        Value::Tuple(vec![double(Kind::Double), double(Kind::Double), text("x")]),
+        Value::List(vec![double(Kind::Float8e5m2), Value::from(tensor("0", 0, &[], &[]))]),
+        Value::List(vec![Value::Dict(vec![]); 100]),
+    ];
+    for root in roots {
+        let bytes = pickle::write(&root, &sizes, &Limits::default()).unwrap();
+        let mut counts = [None; 2];
+        for max_values in 0..2000 {
+            let limits = Limits { max_values, ..Limits::default() };
+            let fits = [
+                pickle::write(&root, &sizes, &limits).is_ok(),
+                pickle::read(&bytes, &lengths, &limits).is_ok(),
+            ];
+            for (count, fits) in counts.iter_mut().zip(fits) {
+                *count = count.or_else(|| fits.then_some(max_values));
+            }
+        }
+        let [written, read] = counts;
+        assert!(written.is_some() && written == read, "{root:?}: {written:?} {read:?}");
+    }
+}
+
 #[test]
 fn a_storage_of_another_length_is_an_error() {
     for len in [3, 5] {
@@ -167,7 +200,7 @@ fn a_file_of_tch_is_a_dict() {
     let class = b"c__torch__\nModule\nq\x00)\x81";
     let inner = [class.as_slice(), b"}(", &tensor_of(b"a|b", b"ub")].concat();
     let attributes = [tensor_of(b"layer|one|bias", b""), tensor_of(b"t", b"")].concat();
-    let bytes = pickle(&[class, b"}(", &attributes, b"X\x03\0\0\0x|y", &inner, b"ubq\x22"]);
+    let bytes = pickled(&[class, b"}(", &attributes, b"X\x03\0\0\0x|y", &inner, b"ubq\x22"]);
     let records: [(&str, &[u8]); 5] = [
         ("vs/data/0", &[0; 16]),
         ("vs/data.pkl", &bytes),

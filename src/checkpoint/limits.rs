@@ -1,8 +1,23 @@
-//! The limits on a file in PyTorch's format.
+//! The limits on the content of a file, so that loading a hostile one takes little memory.
 
-use crate::checkpoint::{MAX_TENSORS, MAX_VALUES};
+/// The most values that a file may hold besides its tensors. Many small values take the most memory for their size in
+/// the file.
+pub(crate) const MAX_VALUES: u64 = 2_000_000;
 
-/// The limits beyond which a file is refused.
+/// The most tensors and the most parameters of optimizers that a file may have.
+pub(crate) const MAX_TENSORS: usize = 1 << 18;
+
+/// The most parts that a file may have, counting those within others. Each takes more memory than a value.
+pub(crate) const MAX_PARTS: usize = 100_000;
+
+/// The size in bytes of the largest header of a safetensors file that is read, the same as in other readers of the
+/// format.
+pub(crate) const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// The largest size in bytes of the JSON that this crate adds to such a header.
+pub(crate) const MAX_MANIFEST_BYTES: usize = 32 << 20;
+
+/// The limits beyond which a file in PyTorch's format is refused.
 #[derive(Clone, Debug)]
 pub(crate) struct Limits {
     /// The size of the pickle in bytes.

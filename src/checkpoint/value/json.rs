@@ -1,12 +1,12 @@
-//! Small values as JSON. JSON has no infinite numbers and no NaN: they are written as texts, and a list of JSON
+//! Plain values as JSON. JSON has no infinite numbers and no NaN: they are written as texts, and a list of JSON
 //! pointers says where they are.
 
 use std::fmt;
 
-use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
-use serde::ser::{Serialize, SerializeMap as _, Serializer};
+use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde::ser::{Error as _, Serialize, SerializeMap as _, Serializer};
 
-use super::Plain;
+use super::{Text, Value};
 
 /// The key of the map as which serde_json presents a number if some crate of the program enables its feature
 /// `arbitrary_precision`.
@@ -30,7 +30,7 @@ fn named(name: &str) -> Option<f64> {
     })
 }
 
-impl Serialize for Plain {
+impl Serialize for Value {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
             Self::None => serializer.serialize_unit(),
@@ -44,15 +44,18 @@ impl Serialize for Plain {
             Self::Map(fields) => {
                 let mut map = serializer.serialize_map(Some(fields.len()))?;
                 for (key, value) in fields {
-                    map.serialize_entry(key, value)?;
+                    map.serialize_entry(&**key, value)?;
                 }
                 map.end()
+            }
+            Self::Tuple(_) | Self::Dict(_) | Self::Tensor(_) | Self::Opaque(_) => {
+                Err(S::Error::custom("only Python has such a value"))
             }
         }
     }
 }
 
-impl<'de> Deserialize<'de> for Plain {
+impl<'de> Deserialize<'de> for Value {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(Json)
     }
@@ -62,70 +65,65 @@ impl<'de> Deserialize<'de> for Plain {
 struct Json;
 
 impl<'de> Visitor<'de> for Json {
-    type Value = Plain;
+    type Value = Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a JSON value")
     }
 
-    fn visit_unit<E>(self) -> Result<Plain, E> {
-        Ok(Plain::None)
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::None)
     }
 
-    fn visit_bool<E>(self, value: bool) -> Result<Plain, E> {
-        Ok(Plain::Bool(value))
+    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+        Ok(Value::Bool(value))
     }
 
-    fn visit_i64<E>(self, number: i64) -> Result<Plain, E> {
-        Ok(Plain::Int(number))
+    fn visit_i64<E>(self, number: i64) -> Result<Value, E> {
+        Ok(Value::Int(number))
     }
 
-    fn visit_u64<E>(self, number: u64) -> Result<Plain, E> {
+    fn visit_u64<E>(self, number: u64) -> Result<Value, E> {
         Ok(number.into())
     }
 
-    fn visit_f64<E>(self, number: f64) -> Result<Plain, E> {
-        Ok(Plain::Float(number))
+    fn visit_f64<E>(self, number: f64) -> Result<Value, E> {
+        Ok(Value::Float(number))
     }
 
-    fn visit_str<E>(self, text: &str) -> Result<Plain, E> {
-        Ok(Plain::Text(text.to_owned()))
+    fn visit_str<E>(self, text: &str) -> Result<Value, E> {
+        Ok(text.into())
     }
 
-    fn visit_string<E>(self, mut text: String) -> Result<Plain, E> {
-        text.shrink_to_fit();
-        Ok(Plain::Text(text))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Plain, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Value, A::Error> {
         let mut items = Vec::new();
         while let Some(item) = seq.next_element()? {
             items.push(item);
         }
         items.shrink_to_fit();
-        Ok(Plain::List(items))
+        Ok(Value::List(items))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Plain, A::Error> {
-        let mut fields: Vec<(String, Plain)> = Vec::new();
-        while let Some((key, value)) = map.next_entry::<String, Plain>()? {
-            if let (NUMBER, Plain::Text(digits)) = (key.as_str(), &value) {
-                return number(digits).ok_or_else(|| A::Error::custom("not a number"));
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
+        let mut fields: Vec<(Text, Value)> = Vec::new();
+        while let Some((key, value)) = map.next_entry::<String, Value>()? {
+            if let (NUMBER, Some(digits)) = (key.as_str(), value.text()) {
+                return number(digits).ok_or_else(|| de::Error::custom("not a number"));
             }
-            fields.push((key, value));
+            fields.push((key.into(), value));
         }
-        Ok(Plain::map(fields))
+        Ok(Value::map(fields))
     }
 }
 
-fn number(digits: &str) -> Option<Plain> {
-    let small = digits.parse().ok().map(Plain::Int);
-    let large = || digits.parse().ok().map(Plain::Uint);
-    let float = || digits.parse().ok().filter(|float: &f64| float.is_finite()).map(Plain::Float);
+fn number(digits: &str) -> Option<Value> {
+    let small = digits.parse().ok().map(Value::Int);
+    let large = || digits.parse().ok().map(Value::Uint);
+    let float = || digits.parse().ok().filter(|float: &f64| float.is_finite()).map(Value::Float);
     small.or_else(large).or_else(float)
 }
 
-impl Plain {
+impl Value {
     /// Returns JSON pointers (RFC 6901) to all non-finite floats.
     pub(crate) fn non_finite(&self) -> Vec<String> {
         let mut pointers = Vec::new();
@@ -174,7 +172,7 @@ impl Plain {
             Self::List(items) => items.get_mut(key.parse::<usize>().ok()?),
             Self::Map(fields) => {
                 let key = key.replace("~1", "/").replace("~0", "~");
-                let found = fields.binary_search_by(|(name, _)| name.as_str().cmp(&key));
+                let found = fields.binary_search_by(|(name, _)| (**name).cmp(&key));
                 found.ok().map(|at| &mut fields[at].1)
             }
             _ => None,

@@ -1,35 +1,35 @@
-//! Serializes the types of a program to small values, like `serde_json::to_value`, but with infinite and NaN floats.
+//! Serializes the types of a program to plain values, like `serde_json::to_value`, but with infinite and NaN floats.
 
 use serde::ser::{self, Error as _, Serialize, Serializer};
 
-use super::{Error, Plain};
+use super::{Error, Text, Value};
 
 /// The prefix of the names of serde_json's own types that hold JSON text.
 const TEXT_OF_JSON: &str = "$serde_json::private::";
 
 /// The serializer.
-pub(super) struct ToPlain;
+pub(super) struct ToValue;
 
 /// Collects the items of a sequence.
 pub(super) struct Items {
-    items: Vec<Plain>,
+    items: Vec<Value>,
     variant: Option<&'static str>,
 }
 
 /// Collects the fields of a map or a struct.
 pub(super) struct Fields {
-    fields: Vec<(String, Plain)>,
-    key: Option<String>,
+    fields: Vec<(Text, Value)>,
+    key: Option<Text>,
     variant: Option<&'static str>,
     is_text_of_json: bool,
 }
 
-type Result<T = Plain> = std::result::Result<T, Error>;
+type Result<T = Value> = std::result::Result<T, Error>;
 
 /// Wraps the value of an enum variant in a map from the variant's name, serde's default representation.
-fn tagged(variant: Option<&'static str>, value: Plain) -> Plain {
+fn tagged(variant: Option<&'static str>, value: Value) -> Value {
     match variant {
-        Some(variant) => Plain::Map(vec![(variant.to_owned(), value)]),
+        Some(variant) => Value::Map(vec![(variant.into(), value)]),
         None => value,
     }
 }
@@ -43,29 +43,21 @@ fn items(len: usize, variant: Option<&'static str>) -> Items {
 }
 
 /// Returns a key as text, as serde_json writes it.
-fn key_of(key: Plain) -> Result<String> {
-    Ok(match key {
-        Plain::Text(text) => text,
-        Plain::Bool(value) => value.to_string(),
-        Plain::Int(number) => number.to_string(),
-        Plain::Uint(number) => number.to_string(),
-        Plain::Float(number) => number.to_string(),
-        Plain::None | Plain::List(_) | Plain::Map(_) => {
-            return Err(Error::custom("key must be a string"));
-        }
-    })
+fn key_of(key: &Value) -> Result<Text> {
+    let text = if *key == Value::None { None } else { key.key_text() };
+    text.ok_or_else(|| Error::custom("key must be a string"))
 }
 
 macro_rules! numbers {
     ($variant:ident: $($method:ident $type:ty),+) => {
         $(fn $method(self, value: $type) -> Result {
-            Ok(Plain::$variant(value.into()))
+            Ok(Value::$variant(value.into()))
         })+
     };
 }
 
-impl Serializer for ToPlain {
-    type Ok = Plain;
+impl Serializer for ToValue {
+    type Ok = Value;
     type Error = Error;
     type SerializeSeq = Items;
     type SerializeTuple = Items;
@@ -79,28 +71,35 @@ impl Serializer for ToPlain {
     numbers!(Int: serialize_i8 i8, serialize_i16 i16, serialize_i32 i32, serialize_i64 i64);
     numbers!(Int: serialize_u8 u8, serialize_u16 u16, serialize_u32 u32);
     numbers!(Float: serialize_f32 f32, serialize_f64 f64);
-    numbers!(Text: serialize_char char, serialize_str &str);
+
+    fn serialize_char(self, value: char) -> Result {
+        self.serialize_str(value.encode_utf8(&mut [0; 4]))
+    }
+
+    fn serialize_str(self, value: &str) -> Result {
+        Ok(value.into())
+    }
 
     fn serialize_u64(self, value: u64) -> Result {
         Ok(value.into())
     }
 
     fn serialize_i128(self, value: i128) -> Result {
-        let small = i64::try_from(value).map(Plain::Int);
-        let number = small.or_else(|_| u64::try_from(value).map(Plain::Uint));
+        let small = i64::try_from(value).map(Value::Int);
+        let number = small.or_else(|_| u64::try_from(value).map(Value::Uint));
         number.map_err(|_| Error::custom("number out of range"))
     }
 
     fn serialize_u128(self, value: u128) -> Result {
-        u64::try_from(value).map(Plain::from).map_err(|_| Error::custom("number out of range"))
+        u64::try_from(value).map(Value::from).map_err(|_| Error::custom("number out of range"))
     }
 
     fn serialize_bytes(self, bytes: &[u8]) -> Result {
-        Ok(Plain::List(bytes.iter().map(|&byte| Plain::Int(byte.into())).collect()))
+        Ok(Value::List(bytes.iter().map(|&byte| Value::Int(byte.into())).collect()))
     }
 
     fn serialize_none(self) -> Result {
-        Ok(Plain::None)
+        Ok(Value::None)
     }
 
     fn serialize_some<T: Serialize + ?Sized>(self, value: &T) -> Result {
@@ -108,15 +107,15 @@ impl Serializer for ToPlain {
     }
 
     fn serialize_unit(self) -> Result {
-        Ok(Plain::None)
+        Ok(Value::None)
     }
 
     fn serialize_unit_struct(self, _: &'static str) -> Result {
-        Ok(Plain::None)
+        Ok(Value::None)
     }
 
     fn serialize_unit_variant(self, _: &'static str, _: u32, variant: &'static str) -> Result {
-        Ok(Plain::Text(variant.to_owned()))
+        Ok(variant.into())
     }
 
     fn serialize_newtype_struct<T: Serialize + ?Sized>(self, _: &'static str, value: &T) -> Result {
@@ -177,25 +176,25 @@ impl Serializer for ToPlain {
 
 impl Items {
     fn push<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<()> {
-        self.items.push(Plain::of(value)?);
+        self.items.push(Value::of(value)?);
         Ok(())
     }
 
     fn finish(self) -> Result {
-        Ok(tagged(self.variant, Plain::List(self.items)))
+        Ok(tagged(self.variant, Value::List(self.items)))
     }
 }
 
 impl Fields {
-    fn push<T: Serialize + ?Sized>(&mut self, key: &str, value: &T) -> Result<()> {
-        self.fields.push((key.to_owned(), Plain::of(value)?));
+    fn push<T: Serialize + ?Sized>(&mut self, key: Text, value: &T) -> Result<()> {
+        self.fields.push((key, Value::of(value)?));
         Ok(())
     }
 
     fn finish(self) -> Result {
         match &self.fields[..] {
-            [(_, Plain::Text(json))] if self.is_text_of_json => serde_json::from_str(json),
-            _ => Ok(tagged(self.variant, Plain::map(self.fields))),
+            [(_, Value::Text(json))] if self.is_text_of_json => serde_json::from_str(json),
+            _ => Ok(tagged(self.variant, Value::map(self.fields))),
         }
     }
 }
@@ -203,7 +202,7 @@ impl Fields {
 macro_rules! sequences {
     ($($trait:ident $method:ident),+) => {
         $(impl ser::$trait for Items {
-            type Ok = Plain;
+            type Ok = Value;
             type Error = Error;
 
             fn $method<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<()> {
@@ -227,7 +226,7 @@ sequences!(
 macro_rules! structs {
     ($($trait:ident),+) => {
         $(impl ser::$trait for Fields {
-            type Ok = Plain;
+            type Ok = Value;
             type Error = Error;
 
             fn serialize_field<T: Serialize + ?Sized>(
@@ -235,7 +234,7 @@ macro_rules! structs {
                 key: &'static str,
                 value: &T,
             ) -> Result<()> {
-                self.push(key, value)
+                self.push(key.into(), value)
             }
 
             fn end(self) -> Result {
@@ -248,17 +247,17 @@ macro_rules! structs {
 structs!(SerializeStruct, SerializeStructVariant);
 
 impl ser::SerializeMap for Fields {
-    type Ok = Plain;
+    type Ok = Value;
     type Error = Error;
 
     fn serialize_key<T: Serialize + ?Sized>(&mut self, key: &T) -> Result<()> {
-        self.key = Some(key_of(Plain::of(key)?)?);
+        self.key = Some(key_of(&Value::of(key)?)?);
         Ok(())
     }
 
     fn serialize_value<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<()> {
         let key = self.key.take().ok_or_else(|| Error::custom("a value without a key"))?;
-        self.push(&key, value)
+        self.push(key, value)
     }
 
     fn end(self) -> Result {

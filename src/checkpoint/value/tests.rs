@@ -1,4 +1,4 @@
-//! Tests that small values are those of serde_json, and that all floats round-trip.
+//! Tests that plain values are those of serde_json, and that all floats round-trip.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value as Json, json};
 
-use super::Plain;
+use super::Value;
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Unit;
@@ -46,11 +46,11 @@ struct Flat {
 
 /// Checks that a value survives serde and a round trip through JSON, and that the JSON is that of serde_json.
 fn round_trip<T: Serialize + DeserializeOwned + Debug>(value: &T) {
-    let plain = Plain::of(value).unwrap();
+    let plain = Value::of(value).unwrap();
     let shown = format!("{value:?}");
     assert_eq!(format!("{:?}", plain.read::<T>().unwrap()), shown);
     let json = serde_json::to_string(&plain).unwrap();
-    let read: Plain = serde_json::from_str(&json).unwrap();
+    let read: Value = serde_json::from_str(&json).unwrap();
     let read = read.with_non_finite(&plain.non_finite()).unwrap();
     assert_eq!(format!("{read:?}"), format!("{plain:?}"), "{json}");
     if plain.non_finite().is_empty() {
@@ -77,7 +77,7 @@ fn values_are_those_of_serde_json() {
     ]));
     round_trip(&json!({"a": [1, null, {"b": 1.5}], "": {}, "a/b~c": "nan"}));
     round_trip(&serde_json::Number::from(7));
-    for refused in [Plain::of(&u128::MAX), Plain::of(&HashMap::from([(vec![1], 1)]))] {
+    for refused in [Value::of(&u128::MAX), Value::of(&HashMap::from([(vec![1], 1)]))] {
         assert!(refused.is_err());
     }
 }
@@ -109,20 +109,20 @@ fn numbers_that_serde_json_keeps_as_text_are_numbers() {
         digits: &'static str,
     }
     for (digits, plain) in [
-        ("1.5", Plain::Float(1.5)),
-        ("-7", Plain::Int(-7)),
-        ("18446744073709551615", Plain::Uint(u64::MAX)),
+        ("1.5", Value::Float(1.5)),
+        ("-7", Value::Int(-7)),
+        ("18446744073709551615", Value::Uint(u64::MAX)),
     ] {
-        assert_eq!(Plain::of(&Number { digits }).unwrap(), plain);
+        assert_eq!(Value::of(&Number { digits }).unwrap(), plain);
         let json = json!({"$serde_json::private::Number": digits}).to_string();
-        assert_eq!(serde_json::from_str::<Plain>(&json).unwrap(), plain);
+        assert_eq!(serde_json::from_str::<Value>(&json).unwrap(), plain);
     }
-    assert!(serde_json::from_str::<Plain>(r#"{"$serde_json::private::Number":"1e999"}"#).is_err());
+    assert!(serde_json::from_str::<Value>(r#"{"$serde_json::private::Number":"1e999"}"#).is_err());
 }
 
 #[test]
 fn a_place_without_such_a_text_is_refused() {
-    let value = || Plain::of(&json!({"a": ["inf", "x", 1]})).unwrap();
+    let value = || Value::of(&json!({"a": ["inf", "x", 1]})).unwrap();
     for pointer in ["", "a", "/a", "/b", "/a/1", "/a/2", "/a/3", "/a/0/0", "/a/-1"] {
         assert_eq!(value().with_non_finite(&[pointer.to_owned()]), None, "{pointer}");
     }
@@ -132,10 +132,10 @@ fn a_place_without_such_a_text_is_refused() {
 #[test]
 fn what_does_not_fit_a_type_says_so() {
     let error =
-        |value: Json| Plain::of(&value).unwrap().read::<Vec<f64>>().unwrap_err().to_string();
+        |value: Json| Value::of(&value).unwrap().read::<Vec<f64>>().unwrap_err().to_string();
     assert_eq!(error(json!(null)), "invalid type: null, expected a sequence");
     assert_eq!(error(json!(["x"])), "invalid type: string \"x\", expected f64");
-    let pair = Plain::of(&[1, 2, 3]).unwrap().read::<(i32, i32)>();
+    let pair = Value::of(&[1, 2, 3]).unwrap().read::<(i32, i32)>();
     assert!(pair.is_err(), "{pair:?}");
-    assert!(Plain::of(&json!({"Circle": 1.0, "Point": null})).unwrap().read::<Shape>().is_err());
+    assert!(Value::of(&json!({"Circle": 1.0, "Point": null})).unwrap().read::<Shape>().is_err());
 }

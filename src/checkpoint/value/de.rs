@@ -1,4 +1,4 @@
-//! Deserializes small values to the types of a program, like `serde_json::from_value`, but with infinite and NaN
+//! Deserializes plain values to the types of a program, like `serde_json::from_value`, but with infinite and NaN
 //! floats.
 
 use serde::de::value::{
@@ -7,11 +7,11 @@ use serde::de::value::{
 use serde::de::{Deserializer, Error as _, IntoDeserializer, Unexpected, Visitor};
 use serde::forward_to_deserialize_any;
 
-use super::{Error, Plain};
+use super::{Error, Text, Value};
 
 type Result<T> = std::result::Result<T, Error>;
 
-impl<'de> IntoDeserializer<'de, Error> for &'de Plain {
+impl<'de> IntoDeserializer<'de, Error> for &'de Value {
     type Deserializer = Self;
 
     fn into_deserializer(self) -> Self {
@@ -19,35 +19,38 @@ impl<'de> IntoDeserializer<'de, Error> for &'de Plain {
     }
 }
 
-impl<'de> Deserializer<'de> for &'de Plain {
+impl<'de> Deserializer<'de> for &'de Value {
     type Error = Error;
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value> {
         match self {
-            Plain::None => visitor.visit_unit(),
-            Plain::Bool(value) => visitor.visit_bool(*value),
-            Plain::Int(number) => visitor.visit_i64(*number),
-            Plain::Uint(number) => visitor.visit_u64(*number),
-            Plain::Float(number) => visitor.visit_f64(*number),
-            Plain::Text(text) => visitor.visit_borrowed_str(text),
-            Plain::List(items) => {
+            Value::None => visitor.visit_unit(),
+            Value::Bool(value) => visitor.visit_bool(*value),
+            Value::Int(number) => visitor.visit_i64(*number),
+            Value::Uint(number) => visitor.visit_u64(*number),
+            Value::Float(number) => visitor.visit_f64(*number),
+            Value::Text(text) => visitor.visit_borrowed_str(text),
+            Value::List(items) => {
                 let mut items = SeqDeserializer::new(items.iter());
                 let value = visitor.visit_seq(&mut items)?;
                 items.end()?;
                 Ok(value)
             }
-            Plain::Map(fields) => {
+            Value::Map(fields) => {
                 let mut fields = access(fields);
                 let value = visitor.visit_map(&mut fields)?;
                 fields.end()?;
                 Ok(value)
+            }
+            Value::Tuple(_) | Value::Dict(_) | Value::Tensor(_) | Value::Opaque(_) => {
+                Err(Error::custom("only Python has such a value"))
             }
         }
     }
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value> {
         match self {
-            Plain::None => visitor.visit_none(),
+            Value::None => visitor.visit_none(),
             value => visitor.visit_some(value),
         }
     }
@@ -67,8 +70,8 @@ impl<'de> Deserializer<'de> for &'de Plain {
         visitor: V,
     ) -> Result<V::Value> {
         match self {
-            Plain::Text(variant) => visitor.visit_enum(BorrowedStrDeserializer::new(variant)),
-            Plain::Map(fields) if fields.len() == 1 => {
+            Value::Text(variant) => visitor.visit_enum(BorrowedStrDeserializer::new(variant)),
+            Value::Map(fields) if fields.len() == 1 => {
                 visitor.visit_enum(MapAccessDeserializer::new(access(fields)))
             }
             _ => {
@@ -84,11 +87,9 @@ impl<'de> Deserializer<'de> for &'de Plain {
     }
 }
 
-type Pair<'de> = (Key<'de>, &'de Plain);
+type Pair<'de> = (Key<'de>, &'de Value);
 
-fn access(
-    fields: &[(String, Plain)],
-) -> MapDeserializer<'_, impl Iterator<Item = Pair<'_>>, Error> {
+fn access(fields: &[(Text, Value)]) -> MapDeserializer<'_, impl Iterator<Item = Pair<'_>>, Error> {
     MapDeserializer::new(fields.iter().map(|(key, value)| (Key(key), value)))
 }
 

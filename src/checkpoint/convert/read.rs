@@ -1,65 +1,60 @@
-//! Converts PyTorch's values to the parts of a checkpoint.
+//! Converts the objects of a file in PyTorch's format to the parts of a checkpoint.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::{KEY, MODULE, muon, plain};
-use crate::checkpoint::MAX_PARTS;
-use crate::checkpoint::entry::{Entry, Location};
+use super::optimizer::{Locations, Problem, is_pair};
+use super::{KEY, MODULE};
+use crate::checkpoint::limits::MAX_PARTS;
 use crate::checkpoint::part::{Part, StatePart};
-use crate::checkpoint::pickle::{TensorRef, Value, get};
-use crate::checkpoint::plain::Plain;
 use crate::checkpoint::source::Source;
+use crate::checkpoint::value::{Items, Text, Value, get};
 use crate::error::{sentence, shown};
 
-pub(super) type Items = [(Value, Value)];
 type Parts = BTreeMap<String, Part>;
 
-/// Why the values are not a checkpoint.
-pub(super) type Problem = String;
-
-/// Converts values, given where the storages are in the file.
+/// Converts objects, given where the storages are in the file.
 #[derive(Debug)]
 pub(crate) struct Reader<'a> {
-    source: &'a Arc<Source>,
-    offsets: BTreeMap<String, u64>,
+    locations: Locations<'a>,
     /// How many more parts the file may have.
     left: Cell<usize>,
 }
 
 impl<'a> Reader<'a> {
-    pub(crate) fn new(source: &'a Arc<Source>, offsets: BTreeMap<String, u64>) -> Self {
-        Self { source, offsets, left: Cell::new(MAX_PARTS) }
+    pub(crate) fn new(source: &'a Arc<Source>, offsets: BTreeMap<Text, u64>) -> Self {
+        Self { locations: Locations { source, offsets }, left: Cell::new(MAX_PARTS) }
     }
-}
 
-impl Reader<'_> {
     /// Converts the saved object. A single state becomes a part that is named after its kind; any other dict or list has
     /// a part under each key or place.
-    pub(crate) fn parts(&self, root: &Value) -> Result<Parts, Problem> {
-        let items = match root {
-            Value::Dict(items) => items,
+    pub(crate) fn parts(&self, root: Value) -> Result<Parts, Problem> {
+        match root {
+            Value::Dict(items) => self.parts_of(items),
             Value::List(items) | Value::Tuple(items) if items.len() <= MAX_LIST => {
                 let parts = self.items_of(items);
                 let is_state =
                     |part: &Part| !matches!(part, Part::Value(_) | Part::Empty | Part::Unknown(_));
-                return match parts.values().any(is_state) {
+                match parts.values().any(is_state) {
                     true => Ok(parts),
                     false => Err("it holds a list without a state".to_owned()),
-                };
+                }
             }
-            Value::Tensor(_) => return Ok(self.single("tensor", root)),
-            Value::Opaque(what) => return Err(format!("it holds {what}, not a dict")),
-            _ => return Err("it does not hold a dict, so nothing in it has a name".to_owned()),
-        };
-        let ours = get(items, KEY).and_then(plain::from_python);
+            Value::Tensor(_) => Ok(self.single("tensor", root)),
+            Value::Opaque(what) => Err(format!("it holds {what}, not a dict")),
+            _ => Err("it does not hold a dict, so nothing in it has a name".to_owned()),
+        }
+    }
+
+    fn parts_of(&self, mut items: Vec<(Value, Value)>) -> Result<Parts, Problem> {
+        let ours = take_ours(&mut items);
         if ours.is_none() {
-            match kind_of(items) {
-                "optimizer" => return Ok(self.single("optimizer", root)),
-                "scaler" => return Ok(self.single("scaler", root)),
-                "model" => return Ok(self.single(MODEL, root)),
-                _ if is_model_with_others(items) => {
+            match kind_of(&items) {
+                "optimizer" => return Ok(self.single("optimizer", Value::Dict(items))),
+                "scaler" => return Ok(self.single("scaler", Value::Dict(items))),
+                "model" => return Ok(self.single(MODEL, Value::Dict(items))),
+                _ if is_model_with_others(&items) => {
                     return self.model_and_others(items).ok_or_else(too_many);
                 }
                 _ => {}
@@ -68,35 +63,35 @@ impl Reader<'_> {
         self.count(items.len()).ok_or_else(too_many)?;
         let mut parts = BTreeMap::new();
         for (key, value) in items {
-            let Some(name) = plain::text(key) else {
-                parts.insert(plain::name(key), without_a_name());
+            let Some(name) = key.key_text() else {
+                parts.insert(name_of(&key), without_a_name());
                 continue;
             };
-            if name == KEY {
+            if *name == *KEY {
                 continue;
             }
             let noted = |what: &str| ours.as_ref()?.get(what)?.get(&name);
-            let (kind, names) = (noted("parts").and_then(Plain::text), noted("param_names"));
+            let (kind, names) = (noted("parts").and_then(Value::text), noted("param_names"));
             let part = match kind {
-                Some("averages") => self.averages(value, noted("averages")),
+                Some("averages") => self.averages(&value, noted("averages")),
                 Some(kind) => self.part_of(kind, value, names),
                 None => Ok(self.guess(value)),
             };
             let part = part.map_err(|problem| format!("`{}` in it {problem}", shown(&name)))?;
-            parts.insert(name, part);
+            parts.insert(name.to_string(), part);
         }
         Ok(parts)
     }
 
     /// Converts a part whose kind this crate has recorded in the file.
-    fn part_of(&self, kind: &str, value: &Value, names: Option<&Plain>) -> Result<Part, Problem> {
+    fn part_of(&self, kind: &str, value: Value, names: Option<&Value>) -> Result<Part, Problem> {
         let part = match (kind, value) {
-            ("model", Value::Dict(items)) => self.model(items),
-            ("optimizer", Value::Dict(items)) => return self.optimizer(items, names),
-            ("scaler", value) => scaler(value),
+            ("model", Value::Dict(items)) => self.model(&items),
+            ("optimizer", Value::Dict(items)) => return self.locations.optimizer(&items, names),
+            ("scaler", value) => value.into_plain().ok().as_ref().and_then(scaler),
             ("state", Value::Dict(items)) => self.dict(items),
-            ("tensor", Value::Tensor(tensor)) => self.entry(tensor).map(Part::Tensor),
-            ("value", value) => plain::from_python(value).map(Part::Value),
+            ("tensor", Value::Tensor(tensor)) => self.locations.entry(&tensor).map(Part::Tensor),
+            ("value", value) => value.into_plain().ok().map(Part::Value),
             _ => None,
         };
         part.ok_or_else(|| {
@@ -106,31 +101,43 @@ impl Reader<'_> {
 
     /// Converts a part from a Python program, whose kind is guessed. A part of an unsupported kind does not prevent the
     /// others from being read.
-    fn guess(&self, value: &Value) -> Part {
+    fn guess(&self, value: Value) -> Part {
         let part = match value {
-            Value::Tensor(tensor) => self.entry(tensor).map(Part::Tensor),
-            Value::Dict(items) => match kind_of(items) {
-                "optimizer" => Some(self.optimizer(items, None).unwrap_or_else(unknown)),
-                "model" => self.model(items).or_else(|| self.dict(items)),
-                "empty" => Some(Part::Empty),
-                kind => {
-                    let scaler = if kind == "scaler" { scaler(value) } else { None };
-                    let value = || plain::from_python(value).map(Part::Value);
-                    scaler.or_else(value).or_else(|| self.dict(items))
-                }
+            Value::Tensor(tensor) => self.locations.entry(&tensor).map(Part::Tensor),
+            Value::Dict(items) => self.guess_dict(items),
+            Value::Opaque(what) => return unknown(&what),
+            value => match value.into_plain() {
+                Ok(value) => Some(Part::Value(value)),
+                Err(Value::List(items) | Value::Tuple(items)) => self.list(items),
+                Err(_) => None,
             },
-            Value::List(items) | Value::Tuple(items) => {
-                plain::from_python(value).map(Part::Value).or_else(|| self.list(items))
-            }
-            Value::Opaque(what) => return unknown(what.clone().into_owned()),
-            value => plain::from_python(value).map(Part::Value),
         };
         part.unwrap_or_else(|| Part::Unknown("neither tensors nor JSON values".to_owned()))
     }
 
+    fn guess_dict(&self, items: Vec<(Value, Value)>) -> Option<Part> {
+        let kind = kind_of(&items);
+        match kind {
+            "optimizer" => {
+                let part = self.locations.optimizer(&items, None);
+                Some(part.unwrap_or_else(|problem| unknown(&problem)))
+            }
+            "model" => self.model(&items).or_else(|| self.dict(items)),
+            "empty" => Some(Part::Empty),
+            kind => match Value::Dict(items).into_plain() {
+                Ok(value) => {
+                    let scaler = if kind == "scaler" { scaler(&value) } else { None };
+                    scaler.or(Some(Part::Value(value)))
+                }
+                Err(Value::Dict(items)) => self.dict(items),
+                Err(_) => None,
+            },
+        }
+    }
+
     /// Converts averages of a model, which this crate has written as the state of an `AveragedModel`. `noted` are the
     /// values, and `beside` the names of what is not an average.
-    fn averages(&self, value: &Value, noted: Option<&Plain>) -> Result<Part, Problem> {
+    fn averages(&self, value: &Value, noted: Option<&Value>) -> Result<Part, Problem> {
         let values = noted.and_then(|noted| noted.get("values"));
         let beside = noted.and_then(|noted| noted.get("beside"));
         let beside: Option<BTreeSet<String>> = beside.and_then(|names| names.read().ok());
@@ -139,7 +146,7 @@ impl Reader<'_> {
             _ => None,
         };
         match (model, values, beside) {
-            (Some(Part::Model(mut all)), Some(values @ Plain::Map(_)), Some(beside)) => {
+            (Some(Part::Model(mut all)), Some(values @ Value::Map(_)), Some(beside)) => {
                 all.retain(|name, _| !beside.contains(name));
                 let own =
                     |name: String| name.strip_prefix(MODULE).map(str::to_owned).unwrap_or(name);
@@ -150,16 +157,16 @@ impl Reader<'_> {
         }
     }
 
-    fn single(&self, name: &str, value: &Value) -> Parts {
+    fn single(&self, name: &str, value: Value) -> Parts {
         BTreeMap::from([(name.to_owned(), self.guess(value))])
     }
 
-    fn items_of(&self, items: &[Value]) -> Parts {
-        items.iter().enumerate().map(|(at, item)| (at.to_string(), self.guess(item))).collect()
+    fn items_of(&self, items: Vec<Value>) -> Parts {
+        items.into_iter().enumerate().map(|(at, item)| (at.to_string(), self.guess(item))).collect()
     }
 
     /// Converts a list with something other than values in it, if it is short.
-    fn list(&self, items: &[Value]) -> Option<Part> {
+    fn list(&self, items: Vec<Value>) -> Option<Part> {
         if items.len() > MAX_LIST {
             return None;
         }
@@ -169,25 +176,21 @@ impl Reader<'_> {
 
     /// Converts a dict of variables and of other entries, which become parts beside the model. Returns `None` if there are
     /// too many of those.
-    fn model_and_others(&self, items: &Items) -> Option<Parts> {
+    fn model_and_others(&self, items: Vec<(Value, Value)>) -> Option<Parts> {
         let (mut tensors, mut unsupported, mut parts) =
             (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         for (key, value) in items {
-            let name = plain::name(key);
-            match value {
-                Value::Tensor(tensor) if is_variable(key, value) => {
-                    tensors.extend(self.entry(tensor).map(|entry| (name, entry)));
+            let name = name_of(&key);
+            match &value {
+                Value::Tensor(tensor) if is_variable(&key, &value) => {
+                    tensors.extend(self.locations.entry(tensor).map(|entry| (name, entry)));
                     continue;
                 }
-                _ => self.count(1)?,
+                Value::Opaque(what) => drop(unsupported.insert(name.clone(), unknown(what))),
+                _ => {}
             }
-            match value {
-                Value::Opaque(what) => {
-                    unsupported.insert(name.clone(), unknown(what.clone().into_owned()));
-                    parts.insert(name, unknown(what.clone().into_owned()));
-                }
-                value => drop(parts.insert(name, self.guess(value))),
-            }
+            self.count(1)?;
+            parts.insert(name, self.guess(value));
         }
         parts.insert(MODEL.to_owned(), Part::model(tensors, unsupported));
         Some(parts)
@@ -197,10 +200,10 @@ impl Reader<'_> {
         let mut tensors = BTreeMap::new();
         for (key, value) in items {
             match (key, value) {
-                (Value::Str(name), Value::Tensor(tensor)) => {
-                    tensors.insert(name.clone(), self.entry(tensor)?);
+                (Value::Text(name), Value::Tensor(tensor)) => {
+                    tensors.insert(name.to_string(), self.locations.entry(tensor)?);
                 }
-                (Value::Str(_), Value::None) => {}
+                (Value::Text(_), Value::None) => {}
                 _ => return None,
             }
         }
@@ -208,26 +211,27 @@ impl Reader<'_> {
     }
 
     /// Converts a dict of tensors, values and other states.
-    fn dict(&self, items: &Items) -> Option<Part> {
+    fn dict(&self, items: Vec<(Value, Value)>) -> Option<Part> {
         let (mut tensors, mut values, mut others) = (BTreeMap::new(), Vec::new(), BTreeMap::new());
         for (key, value) in items {
-            let Some(name) = plain::text(key) else {
-                others.insert(plain::name(key), without_a_name());
+            let Some(name) = key.key_text() else {
+                others.insert(name_of(&key), without_a_name());
                 continue;
             };
-            match value {
-                Value::Tensor(tensor) => drop(tensors.insert(name, self.entry(tensor)?)),
-                value => match self.guess(value) {
-                    Part::Value(value) => values.push((name, value)),
-                    Part::Empty => values.push((name, Plain::Map(Vec::new()))),
-                    other => {
-                        self.count(1)?;
-                        others.insert(name, other);
-                    }
-                },
+            if let Value::Tensor(tensor) = value {
+                tensors.insert(name.to_string(), self.locations.entry(&tensor)?);
+                continue;
+            }
+            match self.guess(value) {
+                Part::Value(value) => values.push((name, value)),
+                Part::Empty => values.push((name, Value::Map(Vec::new()))),
+                other => {
+                    self.count(1)?;
+                    others.insert(name.to_string(), other);
+                }
             }
         }
-        let state = StatePart::new(tensors, Plain::map(values));
+        let state = StatePart::new(tensors, Value::map(values));
         Some(Part::State(StatePart { others, ..state }))
     }
 
@@ -235,15 +239,6 @@ impl Reader<'_> {
     fn count(&self, parts: usize) -> Option<()> {
         self.left.set(self.left.get().checked_sub(parts)?);
         Some(())
-    }
-
-    pub(super) fn entry(&self, tensor: &TensorRef) -> Option<Entry> {
-        let start = self.offsets.get(&tensor.storage)?;
-        let width = tensor.kind.elt_size_in_bytes() as u64;
-        let offset = start.checked_add(tensor.offset.checked_mul(width)?)?;
-        let stride = (!is_in_order(&tensor.size, &tensor.stride)).then(|| tensor.stride.clone());
-        let location = Location { source: Arc::clone(self.source), offset, stride };
-        Some(Entry::in_file(tensor.kind, tensor.size.clone(), location))
     }
 }
 
@@ -263,7 +258,7 @@ fn kind_of(items: &Items) -> &'static str {
     let has = |key: &str| get(items, key).is_some();
     match () {
         () if has("state") && has("param_groups") => "optimizer",
-        () if muon::is_pair(items) => "optimizer",
+        () if is_pair(items) => "optimizer",
         () if items.is_empty() => "empty",
         () if has("growth_factor") && has("backoff_factor") => "scaler",
         () if is_model(items) => "model",
@@ -274,7 +269,7 @@ fn kind_of(items: &Items) -> &'static str {
 /// Whether an entry at the top of a file belongs to a model: a tensor with the name of a variable.
 fn is_variable(key: &Value, value: &Value) -> bool {
     let is_name = |name: &str| name.contains('.') || ["weight", "bias"].contains(&name);
-    matches!((key, value), (Value::Str(name), Value::Tensor(_)) if is_name(name))
+    matches!((key, value), (Value::Text(name), Value::Tensor(_)) if is_name(name))
 }
 
 fn is_model_with_others(items: &Items) -> bool {
@@ -293,21 +288,29 @@ fn too_many() -> Problem {
 }
 
 /// Makes a part of an unsupported kind. The reason may contain text from the file.
-fn unknown(why: Problem) -> Part {
-    Part::Unknown(sentence(&why))
+fn unknown(why: &str) -> Part {
+    Part::Unknown(sentence(why))
 }
 
 fn scaler(value: &Value) -> Option<Part> {
-    plain::from_python(value)?.read().ok().map(Part::Scaler)
+    value.read().ok().map(Part::Scaler)
 }
 
-/// Whether the elements are in row-major order without gaps.
-fn is_in_order(size: &[i64], stride: &[i64]) -> bool {
-    let mut expected = 1;
-    size.contains(&0)
-        || size.iter().zip(stride).rev().all(|(&size, &stride)| {
-            let fits = size == 1 || stride == expected;
-            expected *= size;
-            fits
-        })
+/// Takes what this crate has recorded from the items of a saved dict, if it has saved the file.
+fn take_ours(items: &mut Vec<(Value, Value)>) -> Option<Value> {
+    let at = items.iter().position(|(key, _)| key.text() == Some(KEY))?;
+    let (key, value) = items.remove(at);
+    let plain = value.into_plain();
+    plain.map_err(|value| items.insert(at, (key, value))).ok()
+}
+
+/// Returns the name of what is under a key: that of a key which is not text, a number or `None` says what it is.
+fn name_of(key: &Value) -> String {
+    let what = match key {
+        Value::Tuple(_) => "a tuple",
+        Value::Tensor(_) => "a tensor",
+        Value::Opaque(what) => what,
+        _ => "an object",
+    };
+    key.key_text().map_or_else(|| format!("(the key is {what})"), |text| text.to_string())
 }

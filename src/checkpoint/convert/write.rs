@@ -1,17 +1,15 @@
-//! Converts the parts of a checkpoint to PyTorch's values.
+//! Converts the parts of a checkpoint to PyTorch's layout.
 
 use std::collections::BTreeMap;
 
 use tch::Device;
 
-use super::{KEY, MODULE, groups, muon, plain};
-use crate::checkpoint::WRITER;
+use super::optimizer::{ADAMW, MUON, group_options, split};
+use super::{KEY, MODULE};
 use crate::checkpoint::entry::Entry;
-use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
-use crate::checkpoint::pickle::{TensorRef, Value};
-use crate::checkpoint::plain::Plain;
-use crate::error::Result;
-use crate::error::unsaveable;
+use crate::checkpoint::part::{OptimizerPart, Part, StatePart, WRITER};
+use crate::checkpoint::value::{TensorRef, Value};
+use crate::error::{Result, unsaveable};
 use crate::optim::{Algorithm, ParamGroupState, Saved as _};
 
 /// The parts in PyTorch's layout.
@@ -41,10 +39,8 @@ impl<'a> Layout<'a> {
             }
             if let Part::State(StatePart { values, beside_averages: Some(beside), .. }) = part {
                 let beside = beside.keys().map(|name| name.as_str().into()).collect();
-                let noted = vec![
-                    ("beside".into(), Value::List(beside)),
-                    ("values".into(), plain::to_python(values)),
-                ];
+                let noted =
+                    vec![("beside".into(), Value::List(beside)), ("values".into(), values.clone())];
                 averages.push((name.as_str().into(), Value::Dict(noted)));
             }
         }
@@ -68,28 +64,22 @@ impl<'a> Layout<'a> {
         layout
     }
 
-    /// Returns the key and the size in bytes of each storage.
-    pub(crate) fn lengths(&self) -> Vec<(String, u64)> {
-        let key = |(index, entry): (usize, &&Entry)| (index.to_string(), entry.len() as u64);
-        self.storages.iter().enumerate().map(key).collect()
-    }
-
     /// Returns the kind of a part and its value.
     fn part(&mut self, name: &str, part: &'a Part) -> Result<(Option<&'static str>, Value)> {
         Ok(match part {
             Part::Model(tensors) => (Some("model"), self.model(tensors)),
             Part::Optimizer(part) => (Some("optimizer"), self.optimizer(part)),
             Part::Scaler(state) => {
-                let state =
-                    Plain::of(state).map_err(|error| unsaveable(name, error.to_string()))?;
-                (Some("scaler"), plain::to_python(&state))
+                let state = Value::of(state);
+                let state = state.map_err(|error| unsaveable(name, error.to_string()))?;
+                (Some("scaler"), state)
             }
             Part::State(StatePart { tensors, beside_averages: Some(beside), .. }) => {
                 (Some("averages"), self.averages(tensors, beside))
             }
             Part::State(part) => (Some("state"), self.state(part)),
             Part::Tensor(entry) => (Some("tensor"), self.tensor(entry)),
-            Part::Value(value) => (Some("value"), plain::to_python(value)),
+            Part::Value(value) => (Some("value"), value.clone()),
             Part::Empty => (None, Value::Dict(Vec::new())),
             // Unreachable, because `save_as` refuses such parts.
             Part::Unknown(why) => return Err(unsaveable(name, why.as_str()).into()),
@@ -109,7 +99,7 @@ impl<'a> Layout<'a> {
     ) -> Value {
         let averages = tensors
             .iter()
-            .map(|(name, entry)| (Value::Str(format!("{MODULE}{name}")), self.tensor(entry)));
+            .map(|(name, entry)| (format!("{MODULE}{name}").as_str().into(), self.tensor(entry)));
         let mut items: Vec<_> = averages.collect();
         items.extend(beside.iter().map(|(name, entry)| (name.as_str().into(), self.tensor(entry))));
         Value::Dict(items)
@@ -117,10 +107,12 @@ impl<'a> Layout<'a> {
 
     /// Converts the values and the tensors to one dict.
     fn state(&mut self, StatePart { tensors, values, .. }: &'a StatePart) -> Value {
-        let mut items = match plain::to_python(values) {
-            Value::Dict(items) => items,
-            _ => Vec::new(),
-        };
+        let mut items = Vec::new();
+        if let Value::Map(fields) = values {
+            items.extend(
+                fields.iter().map(|(name, value)| (Value::Text(name.clone()), value.clone())),
+            );
+        }
         let tensors =
             tensors.iter().map(|(name, entry)| (name.as_str().into(), self.tensor(entry)));
         items.extend(tensors);
@@ -129,10 +121,10 @@ impl<'a> Layout<'a> {
 
     /// Converts an optimizer, or the two that PyTorch has for Muon.
     fn optimizer(&mut self, part: &'a OptimizerPart) -> Value {
-        match muon::split(part) {
+        match split(part) {
             Some((muon, adamw)) => Value::Dict(vec![
-                (muon::MUON.into(), self.state_dict(part, &muon)),
-                (muon::ADAMW.into(), self.state_dict(part, &adamw)),
+                (MUON.into(), self.state_dict(part, &muon)),
+                (ADAMW.into(), self.state_dict(part, &adamw)),
             ]),
             None => self.state_dict(part, &part.param_groups),
         }
@@ -156,7 +148,7 @@ impl<'a> Layout<'a> {
                 numbers.push(Value::Int(number));
                 number += 1;
             }
-            let mut items = groups::to_python(&group.options, has_fused_kernels(part, group));
+            let mut items = group_options(&group.options, has_fused_kernels(part, group));
             items.push(("params".into(), Value::List(numbers)));
             param_groups.push(Value::Dict(items));
         }
@@ -168,7 +160,7 @@ impl<'a> Layout<'a> {
 
     /// Converts a tensor. Each gets a storage of its own.
     fn tensor(&mut self, entry: &'a Entry) -> Value {
-        let storage = self.storages.len().to_string();
+        let storage = self.storages.len().to_string().into();
         self.storages.push(entry);
         let mut stride = vec![1; entry.size.len()];
         for dim in (1..stride.len()).rev() {
@@ -182,11 +174,10 @@ impl<'a> Layout<'a> {
 
 /// Returns the names of an optimizer's parameters, or of the two that PyTorch has for Muon.
 fn all_names_of(part: &OptimizerPart) -> Value {
-    match muon::split(part) {
-        Some((muon, adamw)) => Value::Dict(vec![
-            (muon::MUON.into(), names_of(&muon)),
-            (muon::ADAMW.into(), names_of(&adamw)),
-        ]),
+    match split(part) {
+        Some((muon, adamw)) => {
+            Value::Dict(vec![(MUON.into(), names_of(&muon)), (ADAMW.into(), names_of(&adamw))])
+        }
         None => names_of(&part.param_groups),
     }
 }

@@ -1,20 +1,22 @@
 //! The state of the pickle machine: an arena of nodes, a stack with marks, and a memo.
 //!
 //! A node is stored once and referred to by its index, as often as the pickle recalls it from the memo. Every value
-//! that is pushed counts against [`Limits`], and a value below the last mark cannot be taken.
+//! that is pushed counts against [`Limits`], and a value below the last mark cannot be taken. A list and a dict are built
+//! in two steps, empty first and then filled, so that a pickle can memorize them before their items: such a container may
+//! contain itself, which `tree` refuses.
 
-use std::borrow::Cow;
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
 
 use tch::Kind;
 
 use super::globals::Global;
-use super::{Declared, Limits, Storages, TensorRef};
+use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
-use crate::error::shown;
+use crate::checkpoint::value::{TensorRef, Text, element_bytes};
 
-/// The index of a node in the arena. A value that a pickle refers to several times is stored once.
+/// The index of a node in the arena.
 pub(super) type Id = usize;
 
 /// A value that the pickle has built.
@@ -25,61 +27,47 @@ pub(super) enum Node {
     /// Only for numbers that an `i64` cannot hold.
     Uint(u64),
     Float(f64),
-    /// A range of the pickle that is valid UTF-8.
-    Text(Range<usize>),
+    Text(Text),
     List(Vec<Id>),
     Tuple(Box<[Id]>),
     Dict(Vec<(Id, Id)>),
     OrderedDict(Vec<(Id, Id)>),
     Global(Global),
-    Device(String),
     Storage(Storage),
     Tensor(Box<TensorRef>),
     /// A TorchScript module, with the dict of its attributes once it was set.
     Module(Option<Id>),
-    /// A value that a checkpoint cannot hold.
-    Opaque(What),
+    /// A value that a checkpoint cannot hold, and what makes it.
+    Opaque(Text),
 }
 
-/// What a value is that a checkpoint cannot hold.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum What {
-    Known(&'static str),
-    /// Something of a class, or from a function, that this crate does not have: the places of its module and its name.
-    Named(Place, Place),
-}
-
-/// The place of a short text in the pickle.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Place {
-    start: u32,
-    len: u16,
-}
-
-impl Place {
-    /// Returns `None` for a text that is longer than names are.
-    fn of(range: &Range<usize>) -> Option<Self> {
-        let len = u16::try_from(range.len()).ok().filter(|&len| len <= MAX_NAME_BYTES)?;
-        Some(Self { start: u32::try_from(range.start).ok()?, len })
-    }
-
-    fn range(self) -> Range<usize> {
-        let start = self.start as usize;
-        start..start + usize::from(self.len)
-    }
-}
-
-/// The longest name of a class or a function.
-const MAX_NAME_BYTES: u16 = 512;
-
-/// A storage as the pickle declares it.
+/// A storage as the pickle refers to it.
 #[derive(Clone)]
 pub(super) struct Storage {
-    pub key: Range<usize>,
+    pub key: Text,
     pub bytes: u64,
     /// `None` for an untyped storage, whose tensors have dtypes of their own.
     pub kind: Option<Kind>,
 }
+
+/// A storage as the pickle declares it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Declared {
+    pub(super) kind: Kind,
+    pub(crate) bytes: u64,
+}
+
+impl Declared {
+    /// The size in bytes of what the number of its elements counts.
+    pub(crate) fn element_bytes(&self) -> u64 {
+        element_bytes(self.kind)
+    }
+}
+
+/// Returns the size in bytes of the storage with a key, if there is one.
+pub(crate) type Storages<'a> = dyn Fn(&str) -> Option<u64> + 'a;
+
+const LONG: &str = "an integer of more than 64 bits";
 
 pub(super) struct Machine<'a> {
     pub bytes: &'a [u8],
@@ -87,7 +75,7 @@ pub(super) struct Machine<'a> {
     /// `None` if the storages come after the pickle.
     pub storages: Option<&'a Storages<'a>>,
     /// Each storage by its key, as it was declared first.
-    pub declared: HashMap<&'a [u8], Declared>,
+    pub declared: HashMap<Text, Declared>,
     pub limits: &'a Limits,
     pub at: usize,
     /// The position of the current opcode.
@@ -96,6 +84,8 @@ pub(super) struct Machine<'a> {
     /// The heights of the stack at which the marks were set.
     pub marks: Vec<usize>,
     pub memo: HashMap<u32, Id>,
+    /// Descriptions that many nodes share.
+    descriptions: RefCell<HashMap<&'static str, Text>>,
     spent: u64,
     tensors: u64,
 }
@@ -115,6 +105,7 @@ impl<'a> Machine<'a> {
             stack: Vec::new(),
             marks: Vec::new(),
             memo: HashMap::new(),
+            descriptions: RefCell::default(),
             spent: 0,
             tensors: 0,
         }
@@ -215,29 +206,16 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Describes what is made by a class or a function of this name.
-    pub fn named(&self, module: &Range<usize>, name: &Range<usize>) -> What {
-        match (Place::of(module), Place::of(name)) {
-            (Some(module), Some(name)) => What::Named(module, name),
-            _ => What::Known("an object of a class with a long name"),
-        }
-    }
-
-    /// Describes a value that a checkpoint cannot hold.
-    pub fn describe(&self, what: What) -> Cow<'static, str> {
-        let text = |place: Place| {
-            String::from_utf8_lossy(self.bytes.get(place.range()).unwrap_or_default())
-        };
-        match what {
-            What::Known(what) => what.into(),
-            What::Named(module, name) => shown(&format!("{}.{}", text(module), text(name))).into(),
-        }
+    /// Makes a node of a value that a checkpoint cannot hold.
+    pub fn opaque(&self, what: &'static str) -> Node {
+        let mut descriptions = self.descriptions.borrow_mut();
+        Node::Opaque(descriptions.entry(what).or_insert_with(|| what.into()).clone())
     }
 
     /// Returns the text of a node, if it is one.
-    pub fn text(&self, id: Id) -> Option<&'a str> {
+    pub fn text(&self, id: Id) -> Option<&Text> {
         match &self.nodes[id] {
-            Node::Text(range) => std::str::from_utf8(self.bytes.get(range.clone())?).ok(),
+            Node::Text(text) => Some(text),
             _ => None,
         }
     }
@@ -256,5 +234,83 @@ impl<'a> Machine<'a> {
             Some(&id) => self.push_id(id),
             None => Err(self.refuse(format!("recalls {index}, which it has not memorized"))),
         }
+    }
+
+    pub fn tuple(&mut self, len: usize) -> Step {
+        let start = self.above(len)?;
+        let items = self.stack.split_off(start);
+        self.push(Node::Tuple(items.into()))
+    }
+
+    /// Pushes the text in the next `len` bytes.
+    pub fn text_of(&mut self, len: usize) -> Step {
+        let range = self.slice(len)?;
+        // Python also has strings with halves of surrogate pairs, such as names of files that are not UTF-8.
+        let node = match std::str::from_utf8(&self.bytes[range]) {
+            Ok(text) => Node::Text(text.into()),
+            Err(_) => self.opaque("a string that is not UTF-8"),
+        };
+        self.push(node)
+    }
+
+    /// Pushes a value that a checkpoint cannot hold, and skips its `len` bytes.
+    pub fn opaque_of(&mut self, len: usize, what: &'static str) -> Step {
+        let _bytes = self.slice(len)?;
+        let node = self.opaque(what);
+        self.push(node)
+    }
+
+    pub fn long(&mut self, len: usize) -> Step {
+        let range = self.slice(len)?;
+        let given = &self.bytes[range];
+        let negative = given.last().is_some_and(|byte| byte & 0x80 != 0);
+        let mut bytes = if negative { [0xff; 16] } else { [0; 16] };
+        let Some(places) = bytes.get_mut(..given.len()) else {
+            return self.opaque_of(0, LONG);
+        };
+        places.copy_from_slice(given);
+        let value = i128::from_le_bytes(bytes);
+        let node = match (i64::try_from(value), u64::try_from(value)) {
+            (Ok(value), _) => Node::Int(value),
+            (_, Ok(value)) => Node::Uint(value),
+            _ => self.opaque(LONG),
+        };
+        self.push(node)
+    }
+
+    pub fn append(&mut self, items: &[Id]) -> Step {
+        let list = self.top()?;
+        match &mut self.nodes[list] {
+            Node::List(values) => values.extend_from_slice(items),
+            Node::Opaque(_) => {}
+            _ => return Err(self.refuse("appends to what is not a list")),
+        }
+        Ok(())
+    }
+
+    /// `ADDITEMS`: adds items to a set, which a checkpoint cannot hold.
+    pub fn add_items(&mut self) -> Step {
+        let set = self.top()?;
+        match self.nodes[set] {
+            Node::Opaque(_) => Ok(()),
+            _ => Err(self.refuse("adds items to what is not a set")),
+        }
+    }
+
+    pub fn set_items(&mut self, items: &[Id]) -> Step {
+        let dict = self.top()?;
+        let (pairs, rest) = items.as_chunks::<2>();
+        match &mut self.nodes[dict] {
+            Node::Dict(entries) | Node::OrderedDict(entries) if rest.is_empty() => {
+                entries.extend(pairs.iter().map(|&[key, value]| (key, value)));
+            }
+            Node::Opaque(_) if rest.is_empty() => {}
+            _ => {
+                return Err(
+                    self.refuse("sets items of what is not a dict, or a key without a value")
+                );
+            }
+        }
+        Ok(())
     }
 }
