@@ -1,5 +1,7 @@
 //! Tests that hostile archives are refused.
 
+use ::zip::{DateTime, System};
+
 use super::*;
 
 fn with_names(names: &[&str]) -> String {
@@ -95,5 +97,37 @@ fn junk_around_the_archive_is_tolerated() {
         let found = opened(&junk).unwrap();
         assert_eq!(found.root, expected.root);
         assert_eq!(found.storages["0"].offset, expected.storages["0"].offset + before as u64);
+    }
+}
+
+/// The zip crate makes the same bytes with these options, apart from names and sizes that this crate refuses.
+#[test]
+fn an_archive_has_the_bytes_that_the_zip_crate_writes() {
+    for lens in [vec![], vec![0, 1, 63, 64, 65, 300], (0..130).collect(), vec![7; 1000]] {
+        let data: Vec<_> = lens.iter().map(|&len: &usize| vec![len as u8; len]).collect();
+        let sizes: Vec<_> = data
+            .iter()
+            .enumerate()
+            .map(|(key, data)| (key.to_string(), data.len() as u64))
+            .collect();
+        let mut fill = |index: usize, out: &mut dyn Write| out.write_all(&data[index]);
+        let pickle = vec![b'p'; 11 * lens.len()];
+        let ours = container::write(Cursor::new(Vec::new()), &pickle, &sizes, &mut fill).unwrap();
+        let options = SimpleFileOptions::default()
+            .compression_method(CompressionMethod::Stored)
+            .last_modified_time(DateTime::default())
+            .system(System::Unix)
+            .unix_permissions(0o644)
+            .with_alignment(64);
+        let mut zip = ZipWriter::new(Cursor::new(Vec::new()));
+        let mut record = |name: &str, data: &[u8]| {
+            zip.start_file(format!("archive/{name}"), options).unwrap();
+            zip.write_all(data).unwrap();
+        };
+        record("data.pkl", &pickle);
+        record("byteorder", b"little");
+        sizes.iter().zip(&data).for_each(|((key, _), data)| record(&format!("data/{key}"), data));
+        record("version", b"3\n");
+        assert!(ours.into_inner() == zip.finish().unwrap().into_inner(), "{lens:?}");
     }
 }

@@ -1,15 +1,16 @@
-//! Finding and reading the records of an archive.
+//! The container of PyTorch's files: a zip archive whose records are not compressed.
 //!
-//! The directory is read entry by entry, and of each only the name and the place of the data are kept. Before a record
-//! is read, the number of records and their names are checked, and that they neither overlap nor reach beyond the
-//! directory.
+//! All records are in one folder. This crate writes `data.pkl`, `byteorder`, a `data/KEY` for each storage, and
+//! `version`, each with a CRC-32. Uncompressed records can be read straight from their place in the file.
+//!
+//! Before a record is read, the number of records and their names are checked, and that they neither overlap nor reach
+//! beyond the directory, which is read entry by entry. Of each only the name and the place of the data are kept.
 
-use std::collections::BTreeMap;
-use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::collections::{BTreeMap, HashSet};
+use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 
-use super::{Record, split};
-use crate::checkpoint::malformed::Malformed;
+use crate::checkpoint::malformed::{Malformed, invalid};
 use crate::error::shown;
 
 const END: &[u8] = b"PK\x05\x06";
@@ -37,6 +38,55 @@ const STORED: u16 = 0;
 /// The flag of an encrypted record.
 const ENCRYPTED: u16 = 1;
 
+/// The folder of the records, which `torch.save` uses if it has no file name.
+const FOLDER: &str = "archive";
+
+/// PyTorch's alignment of storages in bytes, so that they can be mapped into memory, and the identifier of the extra
+/// field that fills the bytes before them.
+const ALIGNMENT: u64 = 64;
+const PADDING: u64 = 0xa11e;
+
+/// The size in bytes from which on a record is written with zip64 sizes, a little below 4 GiB to leave room for the
+/// headers.
+const LARGE: u64 = 0xfff0_0000;
+
+/// The place of the checksum in a local header.
+const LOCAL_CRC32: u64 = 14;
+
+/// The versions of the format that a reader of a stored record must know, and of one with 64-bit sizes.
+const STORED_VERSION: u64 = 10;
+const ZIP64_VERSION: u64 = 45;
+
+/// The date of all records, the first that the format has.
+const DATE: u64 = 0x21;
+
+/// Unix, and the permissions of a file that its owner can write.
+const UNIX: u64 = 3 << 8;
+const ATTRIBUTES: u64 = 0o100_644 << 16;
+
+/// From more records than this on, their number is in the zip64 end record.
+const MANY: u64 = 0xffff;
+
+/// The position and the checksum of a record in the file.
+#[derive(Clone, Debug)]
+pub(crate) struct Record {
+    pub offset: u64,
+    pub len: u64,
+    pub crc32: u32,
+}
+
+/// Whether a file that begins with these bytes is a zip archive.
+pub(crate) fn is_zip(first_bytes: &[u8]) -> bool {
+    first_bytes.starts_with(b"PK\x03\x04")
+}
+
+/// Splits a name into the folder and the rest. Returns `None` for a name that could lead outside of the folder.
+fn split(name: &str) -> Option<(&str, &str)> {
+    let plain = |part: &str| !matches!(part, "" | "." | "..");
+    let fine = !name.contains(['\\', '\0']) && name.split('/').all(plain);
+    name.split_once('/').filter(|_| fine)
+}
+
 /// What the end of an archive says of its directory.
 struct Directory {
     count: u64,
@@ -47,7 +97,7 @@ struct Directory {
 }
 
 /// What the directory says of a record.
-struct Entry {
+struct Listed {
     name: String,
     flags: u16,
     method: u16,
@@ -156,7 +206,7 @@ fn directory<R: Read + Seek>(file: &mut R) -> Result<Directory, Malformed> {
 }
 
 /// Reads the directory.
-fn entries<R: Read + Seek>(file: &mut R, directory: &Directory) -> Result<Vec<Entry>, Malformed> {
+fn entries<R: Read + Seek>(file: &mut R, directory: &Directory) -> Result<Vec<Listed>, Malformed> {
     let Directory { count, place, before } = directory;
     file.seek(SeekFrom::Start(place.start))?;
     let mut rest = BufReader::new(file.take(place.end - place.start));
@@ -172,7 +222,7 @@ fn entries<R: Read + Seek>(file: &mut R, directory: &Directory) -> Result<Vec<En
 }
 
 /// Reads the next entry of the directory. `extra` is memory for its extra fields.
-fn entry(directory: &mut impl Read, extra: &mut Vec<u8>, before: u64) -> Result<Entry, Malformed> {
+fn entry(directory: &mut impl Read, extra: &mut Vec<u8>, before: u64) -> Result<Listed, Malformed> {
     let mut fixed = [0; ENTRY_BYTES];
     directory.read_exact(&mut fixed)?;
     if !fixed.starts_with(ENTRY) {
@@ -192,7 +242,7 @@ fn entry(directory: &mut impl Read, extra: &mut Vec<u8>, before: u64) -> Result<
     // In the order of the wide field.
     let (len, compressed, header) = (size(24), size(20), size(42));
     let name = String::from_utf8(name).map_err(|_| refuse("a name in it is not UTF-8"))?;
-    Ok(Entry {
+    Ok(Listed {
         name,
         flags: number(&fixed, 8, 2) as u16,
         method: number(&fixed, 10, 2) as u16,
@@ -255,4 +305,169 @@ pub(crate) fn read<R: Read + Seek>(
         return Err(refuse("is damaged: its checksum does not match".to_owned()));
     }
     Ok(bytes)
+}
+
+/// Writes an archive of a pickle and its storages, given the key and the size in bytes of each. `storage` is called
+/// once for each storage, in order, and must write exactly that many bytes.
+///
+/// The same content always gives the same bytes, which depend neither on the time nor on the system. After an error the
+/// output is not a valid archive, because its end is missing.
+pub(crate) fn write<W: Write + Seek>(
+    out: W,
+    pickle: &[u8],
+    storages: &[(String, u64)],
+    storage: &mut dyn FnMut(usize, &mut dyn Write) -> io::Result<()>,
+) -> io::Result<W> {
+    let keys: HashSet<_> = storages.iter().map(|(key, _)| key).collect();
+    if keys.len() != storages.len() {
+        return Err(invalid("two storages have the same key"));
+    }
+    let mut archive =
+        Writer { out, at: 0, directory: Vec::new(), count: 0, version: STORED_VERSION };
+    archive.record("data.pkl", pickle.len() as u64, &mut |out| out.write_all(pickle))?;
+    archive.record("byteorder", 6, &mut |out| out.write_all(b"little"))?;
+    for (index, (key, len)) in storages.iter().enumerate() {
+        archive.record(&format!("data/{key}"), *len, &mut |out| storage(index, out))?;
+    }
+    archive.record("version", 2, &mut |out| out.write_all(b"3\n"))?;
+    archive.finish()
+}
+
+/// An archive that is being written.
+struct Writer<W> {
+    out: W,
+    /// The position of the next record.
+    at: u64,
+    directory: Vec<u8>,
+    count: u64,
+    /// The highest version of its records.
+    version: u64,
+}
+
+impl<W: Write + Seek> Writer<W> {
+    /// Writes a record, with its checksum last, and lists it in the directory.
+    fn record(
+        &mut self,
+        name: &str,
+        len: u64,
+        fill: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let name = format!("{FOLDER}/{name}");
+        if split(&name).is_none() || !name.is_ascii() || name.len() > usize::from(u16::MAX) {
+            return Err(invalid(format!("{name:?} cannot be the name of a record")));
+        }
+        let header = self.at;
+        let is_large = len >= LARGE;
+        let (version, size) =
+            if is_large { (ZIP64_VERSION, ELSEWHERE) } else { (STORED_VERSION, len) };
+        let common = |crc32: u32, extra: &[u8]| {
+            let start = [(version, 2), (0, 2), (STORED.into(), 2), (0, 2), (DATE, 2)];
+            let end = [(size, 4), (size, 4), (name.len() as u64, 2), (extra.len() as u64, 2)];
+            [fields(&start), fields(&[(crc32.into(), 4)]), fields(&end)].concat()
+        };
+        let mut wide = if is_large { vec![len, len] } else { Vec::new() };
+        let mut extra = zip64_field(&wide);
+        extra.extend(padding(header + (LOCAL_BYTES + name.len() + extra.len()) as u64));
+        let local = [LOCAL, &common(0, &extra), name.as_bytes(), &extra].concat();
+        self.out.write_all(&local)?;
+        let mut data = Data { out: &mut self.out, left: len, checksum: crc32fast::Hasher::new() };
+        fill(&mut data)?;
+        let Data { left, checksum, .. } = data;
+        if left > 0 {
+            return Err(invalid(format!("{left} bytes are missing in {name}")));
+        }
+        let crc32 = checksum.finalize();
+        self.at = header + local.len() as u64 + len;
+        self.out.seek(SeekFrom::Start(header + LOCAL_CRC32))?;
+        self.out.write_all(&crc32.to_le_bytes())?;
+        self.out.seek(SeekFrom::Start(self.at))?;
+        if header >= ELSEWHERE {
+            wide.push(header);
+        }
+        let extra = zip64_field(&wide);
+        self.directory.extend(ENTRY);
+        self.directory.extend(fields(&[(UNIX | version, 2)]));
+        self.directory.extend(common(crc32, &extra));
+        // No comment, on the first disk, without internal attributes.
+        self.directory.extend(fields(&[(0, 6), (ATTRIBUTES, 4), (header.min(ELSEWHERE), 4)]));
+        self.directory.extend(name.as_bytes());
+        self.directory.extend(extra);
+        self.count += 1;
+        self.version = self.version.max(version);
+        Ok(())
+    }
+
+    /// Writes the directory and the end.
+    fn finish(mut self) -> io::Result<W> {
+        let Self { at, count, version, .. } = self;
+        let len = self.directory.len() as u64;
+        let mut end = Vec::new();
+        let is_wide = count > MANY || at.max(len) > ELSEWHERE;
+        if is_wide {
+            end.extend(END64);
+            end.extend(fields(&[(END64_BYTES as u64 - 12, 8), (version, 2), (version, 2), (0, 8)]));
+            end.extend(fields(&[(count, 8), (count, 8), (len, 8), (at, 8)]));
+            end.extend(LOCATOR);
+            end.extend(fields(&[(0, 4), (at + len, 8), (1, 4)]));
+        }
+        let short = count.min(MANY);
+        let size = if is_wide { ELSEWHERE } else { len };
+        end.extend(END);
+        end.extend(fields(&[
+            (0, 4),
+            (short, 2),
+            (short, 2),
+            (size, 4),
+            (at.min(ELSEWHERE), 4),
+            (0, 2),
+        ]));
+        self.out.write_all(&self.directory)?;
+        self.out.write_all(&end)?;
+        Ok(self.out)
+    }
+}
+
+/// The data of a record: accepts as many bytes as were announced.
+struct Data<'a, W> {
+    out: &'a mut W,
+    left: u64,
+    checksum: crc32fast::Hasher,
+}
+
+impl<W: Write> Write for Data<'_, W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.len() as u64 > self.left {
+            return Err(invalid("a storage has more bytes than were announced"));
+        }
+        let written = self.out.write(bytes)?;
+        self.checksum.update(&bytes[..written]);
+        self.left -= written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}
+
+/// Returns numbers as bytes, each with the number of bytes that it takes. The counterpart of [`number`].
+fn fields(numbers: &[(u64, usize)]) -> Vec<u8> {
+    numbers.iter().flat_map(|(number, len)| number.to_le_bytes().into_iter().take(*len)).collect()
+}
+
+/// Returns the extra field with 64-bit numbers; nothing without any.
+fn zip64_field(numbers: &[u64]) -> Vec<u8> {
+    let len = 8 * numbers.len() as u64;
+    let head = if numbers.is_empty() { Vec::new() } else { fields(&[(ZIP64.into(), 2), (len, 2)]) };
+    head.into_iter().chain(numbers.iter().flat_map(|number| number.to_le_bytes())).collect()
+}
+
+/// Returns the extra field that aligns the data after it, given where the field begins.
+fn padding(start: u64) -> Vec<u8> {
+    let missing = start.next_multiple_of(ALIGNMENT) - start;
+    // The shortest field takes six bytes.
+    let len = if (1..6).contains(&missing) { missing + ALIGNMENT } else { missing };
+    let mut field = fields(&[(PADDING, 2), (len.saturating_sub(4), 2), (ALIGNMENT, 2)]);
+    field.resize(len as usize, 0);
+    field
 }
