@@ -1,8 +1,9 @@
 //! A tensor of a checkpoint: in memory while it is being saved, and in the file after the checkpoint was loaded.
 //!
-//! While it is being saved it is a handle of the tensor, and afterwards the place of the elements in the file, from
+//! While it is being saved it is a handle of the tensor, and afterwards the location of the elements in the file, from
 //! which they are read in chunks into their target.
 
+use std::io;
 use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
@@ -71,10 +72,10 @@ impl Entry {
     }
 
     /// Calls `take` with the bytes of the elements in row-major order, in chunks.
-    pub(crate) fn read<E: From<Error>>(
+    pub(crate) fn read(
         &self,
-        take: &mut dyn FnMut(&[u8]) -> std::result::Result<(), E>,
-    ) -> std::result::Result<(), E> {
+        take: &mut dyn FnMut(&[u8]) -> std::result::Result<(), Failure>,
+    ) -> std::result::Result<(), Failure> {
         match &self.data {
             Data::Memory(tensor) => read_tensor(tensor, self.len(), take),
             Data::Number(number) => take(&number.to_le_bytes()),
@@ -171,11 +172,11 @@ fn plain(tensor: &Tensor) -> Result<(Tensor, usize)> {
     Ok((tensor, width))
 }
 
-fn read_tensor<E: From<Error>>(
+fn read_tensor(
     tensor: &Tensor,
     len: usize,
-    take: &mut dyn FnMut(&[u8]) -> std::result::Result<(), E>,
-) -> std::result::Result<(), E> {
+    take: &mut dyn FnMut(&[u8]) -> std::result::Result<(), Failure>,
+) -> std::result::Result<(), Failure> {
     let (tensor, width) = plain(tensor)?;
     let mut buffer = vec![0; CHUNK.min(len)];
     let mut done = 0;
@@ -186,4 +187,38 @@ fn read_tensor<E: From<Error>>(
         done += size;
     }
     Ok(())
+}
+
+/// Why a tensor could not be copied to a file.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The operating system returned an error, to which [`atomic::replace`](crate::atomic::replace) adds the path.
+    File(io::Error),
+    /// A tensor could not be read.
+    Tensor(Error),
+}
+
+impl Failure {
+    /// Returns an I/O error as it is, and keeps any other error for the caller in `tensor`.
+    pub(crate) fn note(self, tensor: &mut Option<Error>) -> io::Error {
+        match self {
+            Self::File(error) => error,
+            Self::Tensor(error) => {
+                *tensor = Some(error);
+                io::Error::other("a tensor could not be read")
+            }
+        }
+    }
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::File(error)
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Tensor(error)
+    }
 }

@@ -40,11 +40,9 @@
 
 mod add;
 mod archive;
-mod checksum;
 mod convert;
 mod entry;
 mod folder;
-mod format;
 mod limits;
 mod load;
 mod malformed;
@@ -78,8 +76,8 @@ use crate::error::{Error, Result, list};
 pub use crate::atomic::SaveError;
 pub use crate::error::CheckpointError;
 pub use folder::{Better, CheckpointFile, CheckpointFolder, Found, Start};
-pub use format::Format;
 pub use restore::{Restore, Restored};
+pub use save::Format;
 #[cfg(feature = "distributed")]
 pub(crate) use source::Source;
 #[cfg(feature = "distributed")]
@@ -121,11 +119,6 @@ impl Checkpoint {
     /// Creates an empty checkpoint.
     pub fn new() -> Self {
         Self::default()
-    }
-
-    /// Starts a restore of parts of the checkpoint; see [`Restore`].
-    pub fn restore(&self) -> Restore<'_> {
-        Restore::new(self)
     }
 
     /// Returns a value, converted to `T` by serde.

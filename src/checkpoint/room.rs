@@ -5,12 +5,13 @@
 
 use std::io::{self, Write};
 
+use crate::checkpoint::CheckpointError;
 use crate::checkpoint::limits::{
     MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_PARTS, MAX_TENSORS, MAX_VALUES,
 };
 use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
+use crate::checkpoint::safetensors::PartManifest;
 use crate::checkpoint::value::Value;
-use crate::checkpoint::{CheckpointError, safetensors};
 use crate::error::unsaveable;
 
 /// The most values in all parts. A quarter of what a file may hold is left for the names and shapes of tensors, which
@@ -94,7 +95,7 @@ impl Room {
         }
         let mut written = Written::default();
         if levels <= MOST_LEVELS {
-            serde_json::to_writer(&mut written, &(name, safetensors::manifest(part)))?;
+            serde_json::to_writer(&mut written, &(name, PartManifest::of(part)))?;
         }
         self.json += written.bytes;
         self.header += written.bytes + written.escapes;

@@ -1,11 +1,16 @@
-//! Saving a checkpoint.
+//! Saving a checkpoint to a file, and the formats of files.
 
 use std::io;
 use std::path::Path;
 
 use crate::atomic::{self, Target};
-use crate::checkpoint::{Checkpoint, CheckpointError, Format, safetensors, torch};
-use crate::error::{Error, Result, unsaveable};
+#[cfg(doc)]
+use crate::checkpoint::Stateful;
+use crate::checkpoint::entry::Failure;
+use crate::checkpoint::{Checkpoint, CheckpointError, safetensors, torch};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::{Result, unsaveable};
 
 impl Checkpoint {
     /// Saves to a file, in the [`Format`] that belongs to its name. A crash at any point leaves either the old file or
@@ -103,36 +108,69 @@ pub(super) fn replaced(
     }
 }
 
-/// Why the content of a checkpoint could not be written.
-#[derive(Debug)]
-pub(super) enum Failure {
-    /// The operating system returned an error, to which [`atomic::replace`] adds the path.
-    File(io::Error),
-    /// A tensor could not be read.
-    Tensor(Error),
+/// The file format of a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Format {
+    /// A safetensors file with checksums, for weights and for resuming in Rust.
+    ///
+    /// | part | tensors | in the JSON of the metadata entry `tch_amp`, under `parts.NAME` |
+    /// |---|---|---|
+    /// | model | `NAME/VARIABLE` | `kind` |
+    /// | optimizer | `NAME/PARAMETER/exp_avg` and so on | `param_groups`: options, `algorithm` and `params`, the names |
+    /// | scaler | – | `state`, for `GradScaler.load_state_dict` |
+    /// | your own [`Stateful`] | `NAME/TENSOR` | `value`: a map of its values, as below |
+    /// | tensor, random numbers | `NAME` | `kind` |
+    /// | value, loss scale | – | `value`; a non-finite float is the text `inf`, `-inf` or `nan`, and `non_finite` lists the places |
+    Safetensors,
+    /// A file that Python reads with `torch.load(path, weights_only=True)`: a dict of the parts, each as its
+    /// `state_dict()` returns it. Your own [`Stateful`] becomes a dict of its values and tensors.
+    ///
+    /// PyTorch refers to the parameters of an optimizer by number, here in the order of the Rust optimizer. That order
+    /// can differ from `module.parameters()`, because tch creates some variables in another order: `nn::linear` creates
+    /// the bias before the weight. `load_state_dict` does not notice the difference where the shapes agree. The names,
+    /// in order, are therefore saved as well:
+    ///
+    /// ```python
+    /// saved = torch.load("run.pt", weights_only=True)
+    /// named = dict(module.named_parameters())
+    /// groups = saved["tch_amp"]["param_names"]["optimizer"]
+    /// optimizer = torch.optim.AdamW([{"params": [named[n] for n in group]} for group in groups])
+    /// optimizer.load_state_dict(saved["optimizer"])
+    /// ```
+    ///
+    /// PyTorch has two optimizers for Muon, and so its part is a dict of two states. For each group there is one in
+    /// both:
+    ///
+    /// ```python
+    /// for cls, key in [(torch.optim.Muon, "muon"), (torch.optim.AdamW, "adamw")]:
+    ///     groups = saved["tch_amp"]["param_names"]["optimizer"][key]
+    ///     optimizer = cls([{"params": [named[n] for n in group]} for group in groups])
+    ///     optimizer.load_state_dict(saved["optimizer"][key])
+    /// ```
+    ///
+    /// Likewise, `{"muon": muon.state_dict(), "adamw": adamw.state_dict()}` from Python is restored as one optimizer,
+    /// in which each group of the two becomes a group, and those of AdamW have `use_muon: false`.
+    ///
+    /// The groups have PyTorch's options and no others, except that those of Muon have `use_muon` and
+    /// `adamw_lr_factor`, too, which PyTorch keeps; those of Lion, which PyTorch does not have, have the options of
+    /// its authors' implementation, and `maximize`. Their `fused`, which RMSprop, Lion and Muon do not have, is true, except
+    /// for complex parameters and for Adagrad on a GPU: PyTorch takes this option from the file, and an optimizer that
+    /// was built with `fused=True` fails with a scaler if a group is not fused. Where PyTorch's fused kernels do not
+    /// apply, as with sparse gradients, set `group["fused"] = None` after `load_state_dict`. Likewise, create a
+    /// learning-rate scheduler that keeps values in the groups, as `OneCycleLR` keeps its `initial_lr`, after
+    /// `load_state_dict`.
+    Torch,
 }
 
-impl Failure {
-    /// Returns an I/O error as it is, and keeps any other error for the caller in `tensor`.
-    fn note(self, tensor: &mut Option<Error>) -> io::Error {
-        match self {
-            Self::File(error) => error,
-            Self::Tensor(error) => {
-                *tensor = Some(error);
-                io::Error::other("a tensor could not be read")
-            }
+impl Format {
+    /// Returns the format for a path, by its extension: `Torch` for `.pt`, `.pth`, `.bin`, `.ckpt` and `.ot`, and
+    /// `Safetensors` for any other.
+    pub fn from_path(path: &Path) -> Self {
+        let ending = path.extension().and_then(|ending| ending.to_str());
+        match ending {
+            Some("pt" | "pth" | "bin" | "ckpt" | "ot") => Self::Torch,
+            _ => Self::Safetensors,
         }
-    }
-}
-
-impl From<io::Error> for Failure {
-    fn from(error: io::Error) -> Self {
-        Self::File(error)
-    }
-}
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Self::Tensor(error)
     }
 }

@@ -12,9 +12,9 @@ use tch::{Device, Tensor};
 use crate::atomic::Target;
 #[cfg(doc)]
 use crate::checkpoint::CheckpointError;
-use crate::checkpoint::entry::Entry;
+use crate::checkpoint::entry::{Entry, Failure};
 use crate::checkpoint::restore::names::batch_counts;
-use crate::checkpoint::save::{Failure, replaced};
+use crate::checkpoint::save::replaced;
 use crate::checkpoint::stateful::entry;
 use crate::checkpoint::{safetensors, torch};
 use crate::error::{Result, unsaveable};

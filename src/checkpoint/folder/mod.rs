@@ -1,22 +1,21 @@
 //! The checkpoints of a run in a folder: keeping the last and the best ones, and finding the one to resume from.
 
 mod file;
-mod keep;
-mod name;
 #[cfg(test)]
 mod tests;
 
+use std::cmp::Ordering;
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crate::atomic;
-use crate::checkpoint::folder::keep::best_first;
-use crate::checkpoint::{Checkpoint, CheckpointError, Format};
+use crate::checkpoint::folder::file::{name_of, parse};
+use crate::checkpoint::{Checkpoint, CheckpointError, Format, SaveError};
 use crate::error::{Error, Result};
 
 pub use file::{CheckpointFile, Found, Start};
-pub use keep::Better;
 
 /// How often a folder is listed again because a file vanished before it could be loaded.
 const MAX_LISTINGS: usize = 100;
@@ -24,6 +23,18 @@ const MAX_LISTINGS: usize = 100;
 /// How many listings must be empty before the folder counts as empty: while another process replaces files, a listing
 /// may show neither the old nor the new ones.
 const EMPTY_LISTINGS: usize = 3;
+
+/// A running save writes more often than this, so an older temporary file was left behind by a killed process.
+const LEFTOVER_AGE: Duration = Duration::from_secs(3600);
+
+/// Which of two scores is better. The counterpart of the `mode` of Lightning's `ModelCheckpoint`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Better {
+    /// The lower score is better, such as a loss.
+    Lower,
+    /// The higher score is better, such as an accuracy.
+    Higher,
+}
 
 /// A folder of checkpoints that are named after their steps. It keeps the last and the best of them, and finds the one
 /// to resume from.
@@ -149,7 +160,7 @@ impl CheckpointFolder {
         score: Option<f64>,
         checkpoint: &Checkpoint,
     ) -> Result<PathBuf> {
-        let path = self.path.join(name::of(step, score, self.format));
+        let path = self.path.join(name_of(step, score, self.format));
         if let Err(error) = checkpoint.save_as(&path, self.format) {
             if !self.makes_room(&error) {
                 return Err(error);
@@ -230,6 +241,56 @@ impl CheckpointFolder {
         Ok(Start { step: file.step, from: Some(file.path), damaged })
     }
 
+    /// Removes the files that are no longer needed after a checkpoint was saved.
+    fn remove_others(&self, step: u64, saved: &Path) -> Result<()> {
+        let removed = self.superfluous(step, saved).and_then(|files| {
+            for file in files {
+                match fs::remove_file(&file.path) {
+                    Err(error) if error.kind() == ErrorKind::NotFound => {}
+                    removed => removed.map_err(CheckpointError::io("remove", &file.path))?,
+                }
+            }
+            Ok(self.remove_leftovers(LEFTOVER_AGE).map(drop).map_err(CheckpointError::from)?)
+        });
+        removed.map_err(|cause| {
+            CheckpointError::NotRemoved { saved: saved.to_owned(), cause: Box::new(cause) }.into()
+        })
+    }
+
+    /// Makes room after a save has failed for lack of space, by removing what killed saves have left, however young it is.
+    /// Returns whether there was anything.
+    fn makes_room(&self, failed: &Error) -> bool {
+        let Error::Checkpoint(CheckpointError::Save(error)) = failed else { return false };
+        let is_full = is_out_of_space(error);
+        // An error here is not the one to report.
+        is_full && self.remove_leftovers(Duration::ZERO).is_ok_and(|removed| removed > 0)
+    }
+
+    fn remove_leftovers(&self, age: Duration) -> std::result::Result<usize, SaveError> {
+        atomic::remove_leftovers(&self.path, age, |name| parse(name).is_some())
+    }
+
+    fn superfluous(&self, step: u64, saved: &Path) -> Result<Vec<CheckpointFile>> {
+        let mut files = self.files()?;
+        files.retain(|file| file.step <= step);
+        let (same, mut earlier): (Vec<_>, Vec<_>) =
+            files.into_iter().partition(|file| file.step == step);
+        let saved_file = same.iter().find(|file| file.path == saved).cloned();
+        let replaced = same.into_iter().filter(|file| file.path != saved);
+        let kept: Vec<_> = match self.best {
+            Some((count, better)) => {
+                let mut all: Vec<_> = earlier.iter().cloned().chain(saved_file).collect();
+                best_first(&mut all, better);
+                all.truncate(count);
+                all
+            }
+            None => Vec::new(),
+        };
+        earlier.truncate(earlier.len().saturating_sub(self.last - 1));
+        earlier.retain(|file| !kept.contains(file));
+        Ok(earlier.into_iter().chain(replaced).collect())
+    }
+
     /// Loads the first file that is not damaged, in the order of `sort`.
     fn first_valid(
         &self,
@@ -268,4 +329,28 @@ impl CheckpointFolder {
         let problem = io::Error::other("its files vanish faster than they can be loaded");
         Err(CheckpointError::io("list", &self.path)(problem).into())
     }
+}
+
+fn is_out_of_space(error: &SaveError) -> bool {
+    match error {
+        SaveError::Io { cause, .. } => {
+            matches!(cause.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded)
+        }
+        SaveError::Leftover { cause, .. } => is_out_of_space(cause),
+        SaveError::Indeterminate { .. } => false,
+    }
+}
+
+/// Sorts the files by score, the best first, and drops those without a score.
+fn best_first(files: &mut Vec<CheckpointFile>, better: Better) {
+    let key = |file: &CheckpointFile| {
+        let score = file.score.filter(|score| !score.is_nan())?;
+        // A larger key is better. Adding 0 turns -0 into 0.
+        Some(if better == Better::Lower { -score } else { score } + 0.0)
+    };
+    files.retain(|file| file.score.is_some());
+    files.sort_by(|a, b| {
+        let by_score = key(b).partial_cmp(&key(a)).unwrap_or(Ordering::Equal);
+        by_score.then(b.step.cmp(&a.step))
+    });
 }

@@ -1,7 +1,6 @@
 //! Restoring the parts of a checkpoint, all of them or none.
 
 pub(super) mod names;
-mod restored;
 
 use std::fmt;
 
@@ -10,7 +9,7 @@ use tch::nn::VarStore;
 
 #[cfg(doc)]
 use crate::GradScaler;
-use crate::checkpoint::restore::names::Names;
+use crate::checkpoint::restore::names::Renames;
 use crate::checkpoint::stateful::{Model, Prepared};
 use crate::checkpoint::{Checkpoint, CheckpointError, Rng, SavedState, Stateful};
 #[cfg(doc)]
@@ -18,7 +17,8 @@ use crate::error::OptimizerError;
 use crate::error::Result;
 use crate::optim::Optimizer;
 
-pub use restored::Restored;
+pub(crate) use names::Options;
+pub use names::Restored;
 
 /// Selects the parts of a checkpoint to restore and their targets; [`apply`](Self::apply) then restores them.
 ///
@@ -31,17 +31,16 @@ pub struct Restore<'a> {
     targets: Vec<(String, Box<dyn Stateful + 'a>)>,
 }
 
-/// The options of a restore.
-#[derive(Debug)]
-pub(crate) struct Options {
-    pub(crate) strict: bool,
-    pub(crate) cast: bool,
-    pub(crate) names: Names,
+impl Checkpoint {
+    /// Starts a restore of parts of the checkpoint; see [`Restore`].
+    pub fn restore(&self) -> Restore<'_> {
+        Restore::new(self)
+    }
 }
 
 impl<'a> Restore<'a> {
-    pub(crate) fn new(checkpoint: &'a Checkpoint) -> Self {
-        let options = Options { strict: true, cast: false, names: Names::default() };
+    fn new(checkpoint: &'a Checkpoint) -> Self {
+        let options = Options { strict: true, cast: false, names: Renames::default() };
         Self { checkpoint, options, targets: Vec::new() }
     }
 

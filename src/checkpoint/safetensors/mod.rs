@@ -1,21 +1,22 @@
 //! Checkpoints as safetensors files.
 //!
 //! A file is the length of its header (8 bytes, little-endian), the header as JSON, and the bytes of the tensors. The
-//! metadata of the header has one entry, the manifest of `header`: the parts and an XXH3 checksum for each tensor and
-//! for the header itself. `write` computes these while it writes the tensors, and fills in the header last; `parse`
-//! reads a header in bounded memory, and `read` makes parts of it.
+//! metadata of the header has one entry, the `manifest`: the parts and an XXH3 checksum for each tensor and for the
+//! header itself. `write` computes these while it writes the tensors, and fills in the header last; `read` reads a header
+//! in bounded memory, and makes parts of it.
 
-mod header;
-mod parse;
+mod manifest;
 mod read;
 mod write;
 
-pub(crate) use read::{is_safetensors, read};
 use safetensors::Dtype;
 use tch::Kind;
-pub(crate) use write::{Plan, Weights, manifest, write};
 
 use crate::checkpoint::limits::{MAX_MANIFEST_BYTES, MAX_VALUES};
+
+pub(crate) use manifest::PartManifest;
+pub(crate) use read::{is_safetensors, read};
+pub(crate) use write::{Plan, Weights, write};
 
 /// Returns a problem if the manifest's JSON would take too much memory, and `None` otherwise.
 fn too_much(manifest: &str) -> Option<String> {

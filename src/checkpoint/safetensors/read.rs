@@ -1,17 +1,27 @@
-//! Reading a safetensors file.
+//! Reading a safetensors file, which may be hostile: the memory for its header is bounded while it is read.
+//!
+//! The safetensors crate can read headers as well, but it takes about twenty times their size in memory, and of two
+//! tensors with the same name it takes the last, where other readers take the first.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
+
+use safetensors::Dtype;
+use serde::Deserialize;
+use serde::de::value::StrDeserializer;
+use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use tch::Kind;
 
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::archive::{Archive, Check, Region};
 use crate::checkpoint::entry::{Entry, Location};
-use crate::checkpoint::limits::{MAX_HEADER_BYTES, MAX_PARTS};
-use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
-use crate::checkpoint::safetensors::header::{Manifest, PartManifest, VERSION, Version, of_header};
-use crate::checkpoint::safetensors::parse::{self, Header, Info};
-use crate::checkpoint::safetensors::too_much;
+use crate::checkpoint::limits::{MAX_HEADER_BYTES, MAX_PARTS, MAX_TENSORS};
+use crate::checkpoint::part::{Part, StatePart};
+use crate::checkpoint::safetensors::manifest::{KEY, Manifest, VERSION, Version, of_header};
+use crate::checkpoint::safetensors::{kind, too_much};
 use crate::checkpoint::source::Source;
+use crate::checkpoint::value::MAX_DIMS;
 use crate::error::{Result, shown};
 
 /// Whether a file that begins with these bytes can be a safetensors file: a length, followed by JSON.
@@ -22,8 +32,8 @@ pub(crate) fn is_safetensors(start: &[u8]) -> bool {
 /// Reads the header, and checks it against the length of the file. The tensors are not read.
 pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     let header = read_header(&source)?;
-    let Header { manifest, tensors, data_len } = parse::header(&header)
-        .map_err(|problem| source.damaged(format!("its header: {problem}")))?;
+    let Header { manifest, tensors, data_len } =
+        parse(&header).map_err(|problem| source.damaged(format!("its header: {problem}")))?;
     let start = 8 + header.len() as u64;
     if start.checked_add(data_len) != Some(source.len()) {
         let (len, wanted) = (source.len(), start.saturating_add(data_len));
@@ -123,7 +133,7 @@ fn with_manifest(
         return Err(source.damaged("it does not have one checksum for each tensor").into());
     }
     let mut built: BTreeMap<String, Part> =
-        parts.into_iter().filter_map(|(name, part)| Some((name, empty(part)?))).collect();
+        parts.into_iter().filter_map(|(name, part)| Some((name, part.into_part()?))).collect();
     let mut regions = Vec::with_capacity(entries.len());
     for ((name, offset, entry), checksum) in entries.into_iter().zip(checksums) {
         let check = Check::Xxh3(checksum);
@@ -133,30 +143,6 @@ fn with_manifest(
         }
     }
     Ok(Archive { source: Arc::clone(source), parts: built, regions })
-}
-
-/// Makes a part without its tensors; `None` for a part that is a single tensor.
-fn empty(part: PartManifest) -> Option<Part> {
-    Some(match part {
-        PartManifest::Model => Part::Model(BTreeMap::new()),
-        PartManifest::Optimizer { param_groups, params_are_numbers, adam_or_adamw, by_muon } => {
-            let state = BTreeMap::new();
-            Part::Optimizer(OptimizerPart {
-                state,
-                param_groups,
-                params_are_numbers,
-                adam_or_adamw,
-                by_muon,
-            })
-        }
-        PartManifest::Scaler { state } => Part::Scaler(state),
-        PartManifest::Value { value, .. } => Part::Value(value),
-        PartManifest::Empty => Part::Empty,
-        PartManifest::State { value: values, .. } => {
-            Part::State(StatePart::new(BTreeMap::new(), values))
-        }
-        PartManifest::Tensor => return None,
-    })
 }
 
 /// Adds a tensor to its part. Returns `false` if no part can take it.
@@ -176,5 +162,192 @@ fn give(parts: &mut BTreeMap<String, Part>, name: &str, entry: Entry) -> bool {
             None => false,
         },
         _ => false,
+    }
+}
+
+/// The content of a header.
+struct Header {
+    /// The manifest, if this crate has written the file.
+    manifest: Option<String>,
+    /// In the order of the file.
+    tensors: Vec<(String, Info)>,
+    /// The size of all tensors in bytes.
+    data_len: u64,
+}
+
+/// A tensor with a shape that tch supports.
+struct Info {
+    /// The name of the dtype, if tch does not have it.
+    kind: std::result::Result<Kind, Box<str>>,
+    size: Vec<i64>,
+    /// The position of its first byte, relative to the end of the header.
+    start: u64,
+}
+
+/// Reads a header, and checks that its tensors follow each other without gaps.
+fn parse(json: &[u8]) -> std::result::Result<Header, String> {
+    let Entries { manifest, mut tensors } =
+        serde_json::from_slice(json).map_err(|error| error.to_string())?;
+    tensors.sort_by(|(one, _), (other, _)| one.cmp(other));
+    // Readers differ in which of two tensors with the same name they take.
+    if let Some(twice) = tensors.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        return Err(format!("`{}` occurs twice", shown(&twice[0].0)));
+    }
+    tensors.sort_by_key(|(_, entry)| entry.data_offsets);
+    let mut data_len = 0;
+    let mut infos = Vec::with_capacity(tensors.len());
+    for (name, entry) in tensors {
+        let (start, end) = entry.data_offsets;
+        let kind = entry.dtype.0;
+        // Of a dtype that tch does not have, the size is unknown and nothing is read.
+        let bytes = match &kind {
+            Ok(kind) => entry.shape.bytes(*kind),
+            Err(_) => end.checked_sub(start),
+        };
+        let Some(bytes) = bytes else {
+            let name = shown(&name);
+            return Err(format!("`{name}` has a shape that tch does not support"));
+        };
+        if start != data_len || start.checked_add(bytes) != Some(end) {
+            return Err(format!(
+                "the offsets of `{}` do not fit its shape and the other tensors",
+                shown(&name)
+            ));
+        }
+        data_len = end;
+        infos.push((name, Info { kind, size: entry.shape.0, start }));
+    }
+    Ok(Header { manifest, tensors: infos, data_len })
+}
+
+/// The header as written in the file.
+struct Entries {
+    manifest: Option<String>,
+    tensors: Vec<(String, Described)>,
+}
+
+#[derive(Deserialize)]
+struct Described {
+    dtype: Type,
+    shape: Shape,
+    data_offsets: (u64, u64),
+}
+
+/// A dtype, or the name of one that tch does not have.
+struct Type(std::result::Result<Kind, Box<str>>);
+
+impl<'de> Deserialize<'de> for Type {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        let known = Dtype::deserialize(StrDeserializer::<D::Error>::new(&name)).ok();
+        Ok(Self(known.and_then(kind).ok_or_else(|| shown(&name).into())))
+    }
+}
+
+impl Shape {
+    /// Returns the size in bytes, if libtorch supports such a tensor. The product of the sizes must not overflow even
+    /// if sizes of zero count as one.
+    fn bytes(&self, kind: Kind) -> Option<u64> {
+        let product = |least: i64| {
+            let width = kind.elt_size_in_bytes() as i64;
+            self.0.iter().try_fold(width, |bytes, &n| bytes.checked_mul(n.max(least)))
+        };
+        product(1)?;
+        u64::try_from(product(0)?).ok()
+    }
+}
+
+/// Sizes that are not negative, and not more of them than libtorch supports.
+struct Shape(Vec<i64>);
+
+impl<'de> Deserialize<'de> for Shape {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Sizes;
+        impl<'de> Visitor<'de> for Sizes {
+            type Value = Shape;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a shape")
+            }
+            fn visit_seq<A: SeqAccess<'de>>(
+                self,
+                mut seq: A,
+            ) -> std::result::Result<Shape, A::Error> {
+                let mut sizes = Vec::new();
+                while let Some(size) = seq.next_element::<u64>()? {
+                    if sizes.len() == MAX_DIMS {
+                        return Err(A::Error::custom(format!("more than {MAX_DIMS} dimensions")));
+                    }
+                    sizes.push(i64::try_from(size).map_err(A::Error::custom)?);
+                }
+                sizes.shrink_to_fit();
+                Ok(Shape(sizes))
+            }
+        }
+        deserializer.deserialize_seq(Sizes)
+    }
+}
+
+impl<'de> Deserialize<'de> for Entries {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct EntriesVisitor;
+        impl<'de> Visitor<'de> for EntriesVisitor {
+            type Value = Entries;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> std::result::Result<Entries, A::Error> {
+                let (mut metadata, mut tensors) = (None, Vec::new());
+                while let Some(mut name) = map.next_key::<String>()? {
+                    if name == "__metadata__" {
+                        let found = map.next_value::<Option<Metadata>>()?;
+                        if metadata.replace(found).is_some() {
+                            return Err(A::Error::custom("`__metadata__` occurs twice"));
+                        }
+                        continue;
+                    }
+                    if tensors.len() == MAX_TENSORS {
+                        return Err(A::Error::custom(format!("more than {MAX_TENSORS} tensors")));
+                    }
+                    name.shrink_to_fit();
+                    tensors.push((name, map.next_value()?));
+                }
+                let manifest = metadata.flatten().and_then(|Metadata(manifest)| manifest);
+                Ok(Entries { manifest, tensors })
+            }
+        }
+        deserializer.deserialize_map(EntriesVisitor)
+    }
+}
+
+/// The metadata, of which only the entry of this crate is kept.
+struct Metadata(Option<String>);
+
+impl<'de> Deserialize<'de> for Metadata {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Texts;
+        impl<'de> Visitor<'de> for Texts {
+            type Value = Metadata;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of texts")
+            }
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> std::result::Result<Metadata, A::Error> {
+                let mut ours = None;
+                while let Some(name) = map.next_key::<String>()? {
+                    if name != KEY {
+                        let IgnoredAny = map.next_value()?;
+                    } else if ours.replace(map.next_value()?).is_some() {
+                        return Err(A::Error::custom(format!("`{KEY}` occurs twice")));
+                    }
+                }
+                Ok(Metadata(ours))
+            }
+        }
+        deserializer.deserialize_map(Texts)
     }
 }

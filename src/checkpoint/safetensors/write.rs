@@ -7,14 +7,12 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::atomic::Target;
-use crate::checkpoint::checksum::Checksum;
-use crate::checkpoint::entry::Entry;
+use crate::checkpoint::archive::Checksum;
+use crate::checkpoint::entry::{Entry, Failure};
 use crate::checkpoint::limits::{MAX_HEADER_BYTES, MAX_TENSORS};
-use crate::checkpoint::part::{OptimizerPart, Part, StatePart, WRITER, problem_of_name};
-use crate::checkpoint::safetensors::header::{KEY, Manifest, PartManifest, VERSION, of_header};
+use crate::checkpoint::part::{Part, WRITER, problem_of_name};
+use crate::checkpoint::safetensors::manifest::{KEY, Manifest, PartManifest, VERSION, of_header};
 use crate::checkpoint::safetensors::{dtype, too_much};
-use crate::checkpoint::save::Failure;
-use crate::checkpoint::value::Value;
 use crate::error::{Result, unsaveable};
 
 type Parts = BTreeMap<String, Part>;
@@ -46,7 +44,10 @@ impl<'a> Plan<'a> {
             writer: WRITER.to_owned(),
             checksum: Checksum::default(),
             checksums,
-            parts: parts.iter().map(|(name, part)| (name.clone(), manifest(part))).collect(),
+            parts: parts
+                .iter()
+                .map(|(name, part)| (name.clone(), PartManifest::of(part)))
+                .collect(),
         };
         for (name, part) in &manifest.parts {
             read_again(name, part)?;
@@ -201,38 +202,5 @@ fn full_name(name: &str, part: &Part, tensor: &str) -> String {
     match part {
         Part::Tensor(_) => name.to_owned(),
         _ => format!("{name}/{tensor}"),
-    }
-}
-
-/// Returns what the file says of a part besides its tensors.
-pub(crate) fn manifest(part: &Part) -> PartManifest {
-    match part {
-        Part::Model(_) => PartManifest::Model,
-        Part::Optimizer(OptimizerPart {
-            state: _,
-            param_groups,
-            params_are_numbers,
-            adam_or_adamw,
-            by_muon,
-        }) => {
-            let param_groups = param_groups.clone();
-            PartManifest::Optimizer {
-                param_groups,
-                params_are_numbers: *params_are_numbers,
-                adam_or_adamw: *adam_or_adamw,
-                by_muon: by_muon.clone(),
-            }
-        }
-        Part::Scaler(state) => PartManifest::Scaler { state: state.clone() },
-        Part::State(StatePart { values, .. }) => {
-            PartManifest::State { value: values.clone(), non_finite: values.non_finite() }
-        }
-        Part::Tensor(_) => PartManifest::Tensor,
-        Part::Value(value) => {
-            PartManifest::Value { value: value.clone(), non_finite: value.non_finite() }
-        }
-        Part::Empty => PartManifest::Empty,
-        // Unreachable, because `save_as` refuses such parts.
-        Part::Unknown(_) => PartManifest::Value { value: Value::None, non_finite: Vec::new() },
     }
 }

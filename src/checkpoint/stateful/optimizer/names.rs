@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::restore::Restored;
-use crate::checkpoint::restore::names::Names;
+use crate::checkpoint::restore::names::Renames;
 use crate::error::{Result, shown};
 use crate::optim::{AmpOptimizer, Optimizer, ParamGroupState};
 
@@ -38,7 +38,7 @@ pub(super) fn by_place(
 pub(super) fn by_prefix(
     part: &str,
     groups: &mut [ParamGroupState],
-    renames: &Names,
+    renames: &Renames,
 ) -> Result<HashMap<String, String>> {
     let renamed = renames.renamed(part, groups.iter().flat_map(|group| &group.params))?;
     let pairs = renamed.into_iter().map(|(here, name)| (name.to_owned(), here)).collect();
@@ -53,7 +53,7 @@ pub(super) fn by_prefix(
 pub(super) fn skip<T>(
     part: &str,
     optimizer: &Optimizer,
-    renames: &Names,
+    renames: &Renames,
     state: &mut BTreeMap<String, T>,
     groups: &mut [ParamGroupState],
     restored: &mut Restored,

@@ -1,11 +1,12 @@
-//! The header of a safetensors checkpoint: what this crate adds to the format, and the checksums.
+//! The manifest: what this crate adds to the header of a safetensors file.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3Default;
 
-use crate::checkpoint::checksum::Checksum;
+use crate::checkpoint::archive::Checksum;
+use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
 use crate::checkpoint::value::Value;
 use crate::error::shown;
 use crate::optim::ParamGroupState;
@@ -116,6 +117,65 @@ impl TryFrom<Fields> for PartManifest {
             }
             "empty" => Self::Empty,
             _ => return Err(format!("a part has the unknown kind {}", shown(&kind))),
+        })
+    }
+}
+
+impl PartManifest {
+    /// Returns what the file says of a part besides its tensors.
+    pub(crate) fn of(part: &Part) -> Self {
+        match part {
+            Part::Model(_) => Self::Model,
+            Part::Optimizer(OptimizerPart {
+                state: _,
+                param_groups,
+                params_are_numbers,
+                adam_or_adamw,
+                by_muon,
+            }) => {
+                let param_groups = param_groups.clone();
+                Self::Optimizer {
+                    param_groups,
+                    params_are_numbers: *params_are_numbers,
+                    adam_or_adamw: *adam_or_adamw,
+                    by_muon: by_muon.clone(),
+                }
+            }
+            Part::Scaler(state) => Self::Scaler { state: state.clone() },
+            Part::State(StatePart { values, .. }) => {
+                Self::State { value: values.clone(), non_finite: values.non_finite() }
+            }
+            Part::Tensor(_) => Self::Tensor,
+            Part::Value(value) => {
+                Self::Value { value: value.clone(), non_finite: value.non_finite() }
+            }
+            Part::Empty => Self::Empty,
+            // Unreachable, because `save_as` refuses such parts.
+            Part::Unknown(_) => Self::Value { value: Value::None, non_finite: Vec::new() },
+        }
+    }
+
+    /// Makes the part without its tensors; `None` for a part that is a single tensor.
+    pub(crate) fn into_part(self) -> Option<Part> {
+        Some(match self {
+            Self::Model => Part::Model(BTreeMap::new()),
+            Self::Optimizer { param_groups, params_are_numbers, adam_or_adamw, by_muon } => {
+                let state = BTreeMap::new();
+                Part::Optimizer(OptimizerPart {
+                    state,
+                    param_groups,
+                    params_are_numbers,
+                    adam_or_adamw,
+                    by_muon,
+                })
+            }
+            Self::Scaler { state } => Part::Scaler(state),
+            Self::Value { value, .. } => Part::Value(value),
+            Self::Empty => Part::Empty,
+            Self::State { value: values, .. } => {
+                Part::State(StatePart::new(BTreeMap::new(), values))
+            }
+            Self::Tensor => return None,
         })
     }
 }
