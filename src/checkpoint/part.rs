@@ -54,13 +54,17 @@ pub(crate) struct StatePart {
     /// What is neither a tensor nor a value: states within a state of a Python program, and what this crate does not
     /// support. A state with any cannot be saved.
     pub(crate) others: BTreeMap<String, Part>,
+    /// Tensors beside a model at the top of a file from Python, which may be variables of it. They are parts as well, and
+    /// belong to the model if it has variables of these names.
+    pub(crate) maybe: BTreeMap<String, Entry>,
     /// What the state of PyTorch's `AveragedModel` has besides, if the tensors are averages of a model.
     pub(crate) beside_averages: Option<BTreeMap<String, Entry>>,
 }
 
 impl StatePart {
     pub(crate) fn new(tensors: BTreeMap<String, Entry>, values: Value) -> Self {
-        Self { tensors, values, others: BTreeMap::new(), beside_averages: None }
+        let (others, maybe) = (BTreeMap::new(), BTreeMap::new());
+        Self { tensors, values, others, maybe, beside_averages: None }
     }
 }
 
@@ -100,10 +104,11 @@ impl Part {
             Self::Model(_) => "a model",
             Self::Optimizer(_) => "an optimizer",
             Self::Scaler(_) => "a scaler",
-            Self::State(StatePart { others, .. }) => match others.keys().next() {
+            Self::State(StatePart { others, maybe, .. }) => match others.keys().next() {
                 Some(name) => {
                     return format!("a dict that holds others, such as `….{}`", shown(name));
                 }
+                None if !maybe.is_empty() => "a model",
                 None => "a state",
             },
             Self::Tensor(_) => "a tensor",
@@ -116,11 +121,20 @@ impl Part {
 
     /// Makes a model of its tensors, and of what is not supported.
     pub(crate) fn model(tensors: BTreeMap<String, Entry>, others: BTreeMap<String, Self>) -> Self {
-        if others.is_empty() {
+        Self::model_with(tensors, others, BTreeMap::new())
+    }
+
+    /// Makes a model that may have further tensors.
+    pub(crate) fn model_with(
+        tensors: BTreeMap<String, Entry>,
+        others: BTreeMap<String, Self>,
+        maybe: BTreeMap<String, Entry>,
+    ) -> Self {
+        if others.is_empty() && maybe.is_empty() {
             return Self::Model(tensors);
         }
         let values = Value::Map(Vec::new());
-        Self::State(StatePart { others, ..StatePart::new(tensors, values) })
+        Self::State(StatePart { others, maybe, ..StatePart::new(tensors, values) })
     }
 
     /// Returns what a list of one state holds, and any other part itself.

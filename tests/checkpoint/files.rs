@@ -153,6 +153,48 @@ fn what_is_not_a_tensor_in_a_model_is_left_out_and_listed() {
     assert_eq!(name, "model/version");
 }
 
+/// Only the names of variables within layers have a dot, so that a tensor without one beside them may be a variable, too.
+#[test]
+fn a_tensor_beside_a_model_belongs_to_it_if_it_has_such_a_variable() {
+    let Some(files) = files() else { return };
+    let checkpoint = files.load("bare_model_with_tensors.pt");
+    assert_eq!(
+        checkpoint.names().collect::<Vec<_>>(),
+        ["cls_token", "epoch", "mean", "model", "step"]
+    );
+    let folder = Folder::new();
+    for again in [None, Some("again.pt"), Some("again.safetensors")] {
+        let checkpoint = match again {
+            None => files.load("bare_model_with_tensors.pt"),
+            Some(file) => {
+                checkpoint.save(folder.file(file)).unwrap();
+                Checkpoint::load(folder.file(file)).unwrap()
+            }
+        };
+        let run = Run::new();
+        let restored =
+            checkpoint.restore().rename_prefix("fc.", "").model("model", &run.vs).apply();
+        assert_eq!(restored.unwrap(), Restored::default(), "{again:?}");
+        files.check_weights("bare_model_with_tensors.pt", &run);
+        assert_eq!(crate::common::to_f64(&checkpoint.tensor("mean").unwrap()), [0.25]);
+    }
+    let run = Run::new();
+    let token = run.vs.root().sub("vit").zeros("cls_token", &[4]);
+    let rename = || checkpoint.restore().rename_prefix("fc.", "").rename_prefix("cls", "vit.cls");
+    assert_eq!(rename().model("model", &run.vs).apply().unwrap(), Restored::default());
+    let wanted: Vec<_> = (0..4).map(|index| f64::from(index) * 0.5).collect();
+    assert_eq!(crate::common::to_f64(&token), wanted);
+    drop(run.vs.root().zeros("mean", &[2]));
+    let refused = rename().model("model", &run.vs).apply();
+    assert!(
+        matches!(refused, Err(Error::Checkpoint(CheckpointError::Tensor { .. }))),
+        "{refused:?}"
+    );
+    drop(run.vs.root().zeros("std", &[1]));
+    let refused = rename().skip(&["mean"]).model("model", &run.vs).apply();
+    assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Keys { .. }))), "{refused:?}");
+}
+
 #[test]
 fn prefixes_are_renamed_one_after_the_other() {
     let Some(files) = files() else { return };

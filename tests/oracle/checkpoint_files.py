@@ -142,6 +142,10 @@ def shapes(folder):
     files = {
         "bare_model": weights,
         "bare_model_with_others": {**weights, "version": 3, "args": argparse.Namespace(lr=1), "classes": ["a", "b"]},
+        "bare_model_with_tensors": {
+            "mean": torch.tensor([0.25]), "cls_token": torch.arange(4) * 0.5, **{f"fc.{n}": t for n, t in weights.items()},
+            "step": torch.tensor(3.0), "epoch": 3,
+        },
         "run": run,
         "state_dict": {"state_dict": weights, "epoch": 3},
         "model_with_others": {"model": {**weights, "version": 3, "names": ["a"], "meta": {"q": (1, None)}, "f": b"x"}},

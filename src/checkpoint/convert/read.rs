@@ -174,10 +174,12 @@ impl<'a> Reader<'a> {
         Some(Part::model(BTreeMap::new(), self.items_of(items)))
     }
 
-    /// Converts a dict of variables and of other entries, which become parts beside the model. Returns `None` if there are
-    /// too many of those.
+    /// Converts a dict of variables and of other entries, which become parts beside the model. A tensor among those may
+    /// be a variable of the model, too, because only the names of those within layers have a dot. Returns `None` if there
+    /// are too many of those.
     fn model_and_others(&self, items: Vec<(Value, Value)>) -> Option<Parts> {
-        let (mut tensors, mut unsupported, mut parts) =
+        let mut parts = BTreeMap::new();
+        let (mut tensors, mut unsupported, mut maybe) =
             (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         for (key, value) in items {
             let name = name_of(&key);
@@ -186,13 +188,16 @@ impl<'a> Reader<'a> {
                     tensors.extend(self.locations.entry(tensor).map(|entry| (name, entry)));
                     continue;
                 }
+                Value::Tensor(tensor) if key.text().is_some() => {
+                    maybe.extend(self.locations.entry(tensor).map(|entry| (name.clone(), entry)));
+                }
                 Value::Opaque(what) => drop(unsupported.insert(name.clone(), unknown(what))),
                 _ => {}
             }
             self.count(1)?;
             parts.insert(name, self.guess(value));
         }
-        parts.insert(MODEL.to_owned(), Part::model(tensors, unsupported));
+        parts.insert(MODEL.to_owned(), Part::model_with(tensors, unsupported, maybe));
         Some(parts)
     }
 

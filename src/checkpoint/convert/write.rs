@@ -68,6 +68,9 @@ impl<'a> Layout<'a> {
     fn part(&mut self, name: &str, part: &'a Part) -> Result<(Option<&'static str>, Value)> {
         Ok(match part {
             Part::Model(tensors) => (Some("model"), self.model(tensors)),
+            Part::State(StatePart { tensors, maybe, .. }) if !maybe.is_empty() => {
+                (Some("model"), self.model(tensors))
+            }
             Part::Optimizer(part) => (Some("optimizer"), self.optimizer(part)),
             Part::Scaler(state) => {
                 let state = Value::of(state);

@@ -126,6 +126,7 @@ impl PartManifest {
     pub(crate) fn of(part: &Part) -> Self {
         match part {
             Part::Model(_) => Self::Model,
+            Part::State(StatePart { maybe, .. }) if !maybe.is_empty() => Self::Model,
             Part::Optimizer(OptimizerPart {
                 state: _,
                 param_groups,

@@ -13,6 +13,8 @@ use crate::error::Result;
 pub(super) struct Dict<'a> {
     /// By their names in the target, each with its name in the checkpoint.
     pub(super) tensors: BTreeMap<String, (&'a str, &'a Entry)>,
+    /// Tensors that count only if they are asked for.
+    maybe: BTreeMap<String, (&'a str, &'a Entry)>,
     /// Sorted by name.
     values: &'a [(Text, Value)],
     /// What is neither, by names like those of the tensors.
@@ -24,30 +26,35 @@ impl<'a> Dict<'a> {
     pub(super) fn of(checkpoint: &'a Checkpoint, name: &str, options: &Options) -> Result<Self> {
         const NONE: &BTreeMap<String, Entry> = &BTreeMap::new();
         const NO_OTHERS: &BTreeMap<String, Part> = &BTreeMap::new();
-        let (entries, values, others): (_, &[_], _) = match checkpoint.find(name)? {
-            Item::Part(Part::Model(tensors)) => (tensors, &[], NO_OTHERS),
+        let (entries, values, others, more): (_, &[_], _, _) = match checkpoint.find(name)? {
+            Item::Part(Part::Model(tensors)) => (tensors, &[], NO_OTHERS, NONE),
             Item::Part(Part::State(StatePart {
                 tensors,
                 values: Value::Map(values),
                 others,
+                maybe,
                 ..
-            })) => (tensors, values, others),
+            })) => (tensors, values, others, maybe),
             Item::Part(Part::Value(Value::Map(values))) | Item::Value(Value::Map(values)) => {
-                (NONE, values, NO_OTHERS)
+                (NONE, values, NO_OTHERS, NONE)
             }
-            Item::Part(Part::Empty) => (NONE, &[], NO_OTHERS),
+            Item::Part(Part::Empty) => (NONE, &[], NO_OTHERS, NONE),
             other => return Err(other_part(name, "a state", other)),
         };
-        let renamed = options.names.renamed(name, entries.keys().chain(others.keys()))?;
-        let (mut tensors, mut left) = (BTreeMap::new(), BTreeMap::new());
+        let names = entries.keys().chain(others.keys()).chain(more.keys());
+        let renamed = options.names.renamed(name, names)?;
+        let (mut tensors, mut left, mut maybe) =
+            (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         for (here, saved) in renamed {
             if let Some(entry) = entries.get(saved) {
                 tensors.insert(here, (saved, entry));
             } else if let Some(other) = others.get(saved) {
                 left.insert(here, (saved, other));
+            } else if let Some(entry) = more.get(saved) {
+                maybe.insert(here, (saved, entry));
             }
         }
-        Ok(Self { tensors, values, others: left })
+        Ok(Self { tensors, maybe, values, others: left })
     }
 
     /// Removes a prefix from the names of the tensors that have it.
@@ -55,6 +62,11 @@ impl<'a> Dict<'a> {
         let old = std::mem::take(&mut self.tensors);
         let plain = |name: String| name.strip_prefix(prefix).map(str::to_owned).unwrap_or(name);
         self.tensors = old.into_iter().map(|(name, saved)| (plain(name), saved)).collect();
+    }
+
+    /// Returns a tensor by its name in the target, with that and its name in the checkpoint.
+    pub(super) fn tensor(&self, name: &str) -> Option<(&String, &(&'a str, &'a Entry))> {
+        self.tensors.get_key_value(name).or_else(|| self.maybe.get_key_value(name))
     }
 
     /// Returns what is under a name that no tensor has.

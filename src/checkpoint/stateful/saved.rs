@@ -163,7 +163,6 @@ impl<'a> SavedState<'a> {
         place: &'static str,
     ) -> Result<Prepared<'a>> {
         let dict = self.dict()?;
-        let saved = &dict.tensors;
         let tensors = tensors.into_iter();
         let targets = each_once(tensors.map(|(n, t)| (n.as_ref().to_owned(), t.shallow_clone())))?;
         let names = targets.iter().flat_map(|target| target.names.iter().map(String::as_str));
@@ -171,7 +170,7 @@ impl<'a> SavedState<'a> {
         let mut notes = self.notes.borrow_mut();
         let mut copies = Vec::with_capacity(targets.len());
         for Variable { names, tensor } in &targets {
-            let found = names.iter().find_map(|name| saved.get_key_value(name));
+            let found = names.iter().find_map(|name| dict.tensor(name));
             if names.iter().any(|name| self.options.names.skips(name)) {
                 notes.skipped.extend(names.iter().cloned());
             } else if let Some((name, &(saved, entry))) = found {
