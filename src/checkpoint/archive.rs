@@ -1,6 +1,6 @@
 //! A checkpoint file that has been opened.
 //!
-//! Both formats are read into an [`Archive`]. Its parts refer to tensors by their places in the file. Its regions are
+//! Both formats are read into an [`Archive`]. Its parts refer to tensors by their positions in the file. Its regions are
 //! the bytes with a checksum: XXH3 for each tensor of a safetensors file, and CRC-32 for each record of PyTorch's zip
 //! archives.
 

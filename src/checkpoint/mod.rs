@@ -108,7 +108,7 @@ pub use weights::save_weights;
 #[derive(Default)]
 pub struct Checkpoint {
     parts: BTreeMap<String, Part>,
-    /// What the parts take in a file; `None` for those of a file until another one is added.
+    /// The room that the parts take in a file; `None` for parts that were loaded until another one is added.
     room: Option<Room>,
     /// What the parts were loaded from, unless others have been added since.
     #[cfg(feature = "distributed")]

@@ -14,6 +14,10 @@ use crate::scale::GradScalerState;
 /// The name and version of this crate, as written into its files.
 pub(crate) const WRITER: &str = concat!("tch-amp ", env!("CARGO_PKG_VERSION"));
 
+/// The names in the state of PyTorch's `AveragedModel`: that of the number of updates, and the beginning of all others.
+pub(crate) const UPDATES: &str = "n_averaged";
+pub(crate) const MODULE: &str = "module.";
+
 /// One named part of a checkpoint.
 #[derive(Debug)]
 pub(crate) enum Part {

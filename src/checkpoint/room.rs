@@ -1,4 +1,4 @@
-//! How much of the room in a file the parts of a checkpoint take.
+//! Counts what the parts of a checkpoint take in a file.
 //!
 //! Files have limits, so that loading a hostile one takes little memory. A part that would exceed those of either
 //! format is refused when it is added, and not when the checkpoint is saved, which may be after hours of training.

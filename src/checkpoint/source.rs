@@ -1,4 +1,4 @@
-//! Where a checkpoint was loaded from.
+//! The file or the bytes that a checkpoint is read from.
 //!
 //! All reads go through a [`Source`], a file or bytes in memory, and end as an error with the path if the file is too
 //! short.
@@ -20,12 +20,12 @@ pub(crate) const CHUNK: usize = 1 << 18;
 #[derive(Debug)]
 pub(crate) struct Source {
     path: PathBuf,
-    store: Store,
+    backing: Backing,
     len: u64,
 }
 
 #[derive(Debug)]
-enum Store {
+enum Backing {
     File(Mutex<File>),
     Memory(Memory),
 }
@@ -49,12 +49,12 @@ impl Source {
         }
         let file = File::open(path).map_err(&failed)?;
         let len = file.metadata().map_err(&failed)?.len();
-        Ok(Self { path: path.to_owned(), store: Store::File(Mutex::new(file)), len })
+        Ok(Self { path: path.to_owned(), backing: Backing::File(Mutex::new(file)), len })
     }
 
     pub(crate) fn in_memory(bytes: Vec<u8>) -> Self {
         let len = bytes.len() as u64;
-        Self { path: PathBuf::from("(memory)"), store: Store::Memory(Memory(bytes)), len }
+        Self { path: PathBuf::from("(memory)"), backing: Backing::Memory(Memory(bytes)), len }
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -67,12 +67,12 @@ impl Source {
 
     /// Fills the buffer with the bytes from `offset` on.
     pub(crate) fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        let read = match &self.store {
-            Store::File(file) => {
+        let read = match &self.backing {
+            Backing::File(file) => {
                 let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
                 file.seek(SeekFrom::Start(offset)).and_then(|_| file.read_exact(buffer))
             }
-            Store::Memory(Memory(bytes)) => {
+            Backing::Memory(Memory(bytes)) => {
                 let rest = usize::try_from(offset).ok().and_then(|offset| bytes.get(offset..));
                 rest.unwrap_or_default().read_exact(buffer)
             }

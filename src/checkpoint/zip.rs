@@ -69,7 +69,7 @@ const MANY: u64 = 0xffff;
 
 /// The position and the checksum of a record in the file.
 #[derive(Clone, Debug)]
-pub(crate) struct Record {
+pub(crate) struct ZipRecord {
     pub offset: u64,
     pub len: u64,
     pub crc32: u32,
@@ -87,7 +87,7 @@ fn split(name: &str) -> Option<(&str, &str)> {
     name.split_once('/').filter(|_| fine)
 }
 
-/// What the end of an archive says of its directory.
+/// The directory, as the end of an archive describes it.
 struct Directory {
     count: u64,
     /// Its place in the file.
@@ -96,7 +96,7 @@ struct Directory {
     before: u64,
 }
 
-/// What the directory says of a record.
+/// A record, as the directory describes it.
 struct Listed {
     name: String,
     flags: u16,
@@ -112,7 +112,7 @@ struct Listed {
 pub(crate) fn records<R: Read + Seek>(
     file: &mut R,
     max_records: usize,
-) -> Result<BTreeMap<String, Record>, Malformed> {
+) -> Result<BTreeMap<String, ZipRecord>, Malformed> {
     let directory = directory(file)?;
     if directory.count > max_records as u64 {
         return Err(Malformed::TooMuch { what: "records", limit: max_records as u64 });
@@ -148,7 +148,7 @@ pub(crate) fn records<R: Read + Seek>(
         if entry.len != entry.compressed {
             return Err(refuse("is stored, but has two sizes"));
         }
-        let record = Record { offset, len: entry.len, crc32: entry.crc32 };
+        let record = ZipRecord { offset, len: entry.len, crc32: entry.crc32 };
         if records.insert(rest.to_owned(), record).is_some() {
             return Err(Malformed::Archive("two of its records have the same name".to_owned()));
         }
@@ -287,7 +287,7 @@ fn number(bytes: &[u8], at: usize, len: usize) -> u64 {
 pub(crate) fn read<R: Read + Seek>(
     file: &mut R,
     name: &str,
-    record: &Record,
+    record: &ZipRecord,
     limit: u64,
 ) -> Result<Vec<u8>, Malformed> {
     let refuse = |problem: String| Malformed::Record { name: shown(name), problem };
@@ -370,9 +370,10 @@ impl<W: Write + Seek> Writer<W> {
         extra.extend(padding(header + (LOCAL_BYTES + name.len() + extra.len()) as u64));
         let local = [LOCAL, &common(0, &extra), name.as_bytes(), &extra].concat();
         self.out.write_all(&local)?;
-        let mut data = Data { out: &mut self.out, left: len, checksum: crc32fast::Hasher::new() };
+        let mut data =
+            RecordWriter { out: &mut self.out, left: len, checksum: crc32fast::Hasher::new() };
         fill(&mut data)?;
-        let Data { left, checksum, .. } = data;
+        let RecordWriter { left, checksum, .. } = data;
         if left > 0 {
             return Err(invalid(format!("{left} bytes are missing in {name}")));
         }
@@ -428,13 +429,13 @@ impl<W: Write + Seek> Writer<W> {
 }
 
 /// The data of a record: accepts as many bytes as were announced.
-struct Data<'a, W> {
+struct RecordWriter<'a, W> {
     out: &'a mut W,
     left: u64,
     checksum: crc32fast::Hasher,
 }
 
-impl<W: Write> Write for Data<'_, W> {
+impl<W: Write> Write for RecordWriter<'_, W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if bytes.len() as u64 > self.left {
             return Err(invalid("a storage has more bytes than were announced"));

@@ -15,6 +15,3 @@ pub(crate) use write::Layout;
 /// The key, next to those of the parts, of what PyTorch's layout does not hold: the kind of each part, and the names of
 /// parameters.
 const KEY: &str = "tch_amp";
-
-/// The beginning of the names in the state of an `AveragedModel`, except for the number of its updates.
-const MODULE: &str = "module.";

@@ -4,10 +4,10 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use super::KEY;
 use super::optimizer::{Locations, Problem, is_pair};
-use super::{KEY, MODULE};
 use crate::checkpoint::limits::MAX_PARTS;
-use crate::checkpoint::part::{Part, StatePart};
+use crate::checkpoint::part::{MODULE, Part, StatePart};
 use crate::checkpoint::source::Source;
 use crate::checkpoint::value::{Items, Text, Value, get};
 use crate::error::{sentence, shown};
@@ -253,7 +253,7 @@ const MODEL: &str = "model";
 /// The most items that a list may have, unless all of them are values.
 const MAX_LIST: usize = 1000;
 
-/// What is under a key that no name of a part or a tensor can be.
+/// Makes the part of an entry whose key cannot be a name.
 fn without_a_name() -> Part {
     Part::Unknown("its key is not a string, a number or None".to_owned())
 }

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use tch::Device;
 
+use super::KEY;
 use super::optimizer::{ADAMW, MUON, group_options, split};
-use super::{KEY, MODULE};
 use crate::checkpoint::entry::Entry;
-use crate::checkpoint::part::{OptimizerPart, Part, StatePart, WRITER};
+use crate::checkpoint::part::{MODULE, OptimizerPart, Part, StatePart, WRITER};
 use crate::checkpoint::value::{TensorRef, Value};
 use crate::error::{Result, unsaveable};
 use crate::optim::{Algorithm, ParamGroupState, Saved as _};

@@ -83,6 +83,7 @@ pub(super) struct Machine<'a> {
     pub stack: Vec<Id>,
     /// The heights of the stack at which the marks were set.
     pub marks: Vec<usize>,
+    /// By index, which takes at most four bytes in a pickle.
     pub memo: HashMap<u32, Id>,
     /// Descriptions that many nodes share.
     descriptions: RefCell<HashMap<&'static str, Text>>,
@@ -130,17 +131,19 @@ impl<'a> Machine<'a> {
         self.bytes[range].first_chunk().copied().ok_or_else(|| self.refuse("ends within an opcode"))
     }
 
-    pub fn byte(&mut self) -> Step<u8> {
-        Ok(self.take::<1>()?[0])
+    /// Returns the number in the next `width` bytes, at most eight.
+    pub fn number(&mut self, width: usize) -> Step<u64> {
+        let range = self.slice(width)?;
+        let mut wide = [0; 8];
+        wide[..width].copy_from_slice(&self.bytes[range]);
+        Ok(u64::from_le_bytes(wide))
     }
 
-    pub fn u32(&mut self) -> Step<u32> {
-        Ok(u32::from_le_bytes(self.take()?))
-    }
-
-    /// Returns a length of eight bytes. One that no memory holds is longer than the rest of the pickle.
-    pub fn u64(&mut self) -> Step<usize> {
-        Ok(usize::try_from(u64::from_le_bytes(self.take()?)).unwrap_or(usize::MAX))
+    /// Returns the next bytes, whose number comes before them in `width` bytes.
+    fn block(&mut self, width: usize) -> Step<Range<usize>> {
+        // One that no memory holds is longer than the rest of the pickle.
+        let len = usize::try_from(self.number(width)?).unwrap_or(usize::MAX);
+        self.slice(len)
     }
 
     /// Counts values against the limit on them.
@@ -220,8 +223,9 @@ impl<'a> Machine<'a> {
         }
     }
 
-    pub fn put(&mut self, index: u32) -> Step {
-        self.memo.insert(index, self.top()?);
+    /// Memorizes the topmost value.
+    pub fn put(&mut self, index: u64) -> Step {
+        self.memo.insert(index as u32, self.top()?);
         let limit = self.limits.max_values;
         if self.memo.len() as u64 > limit {
             return Err(Malformed::TooMuch { what: "memorized values", limit });
@@ -229,8 +233,9 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    pub fn get(&mut self, index: u32) -> Step {
-        match self.memo.get(&index) {
+    /// Recalls a memorized value.
+    pub fn get(&mut self, index: u64) -> Step {
+        match self.memo.get(&(index as u32)) {
             Some(&id) => self.push_id(id),
             None => Err(self.refuse(format!("recalls {index}, which it has not memorized"))),
         }
@@ -242,9 +247,9 @@ impl<'a> Machine<'a> {
         self.push(Node::Tuple(items.into()))
     }
 
-    /// Pushes the text in the next `len` bytes.
-    pub fn text_of(&mut self, len: usize) -> Step {
-        let range = self.slice(len)?;
+    /// Pushes the next text, whose length takes `width` bytes.
+    pub fn text_of(&mut self, width: usize) -> Step {
+        let range = self.block(width)?;
         // Python also has strings with halves of surrogate pairs, such as names of files that are not UTF-8.
         let node = match std::str::from_utf8(&self.bytes[range]) {
             Ok(text) => Node::Text(text.into()),
@@ -253,15 +258,16 @@ impl<'a> Machine<'a> {
         self.push(node)
     }
 
-    /// Pushes a value that a checkpoint cannot hold, and skips its `len` bytes.
-    pub fn opaque_of(&mut self, len: usize, what: &'static str) -> Step {
-        let _bytes = self.slice(len)?;
+    /// Pushes a value that a checkpoint cannot hold, and skips its bytes, whose number takes `width` bytes.
+    pub fn opaque_of(&mut self, width: usize, what: &'static str) -> Step {
+        let _bytes = self.block(width)?;
         let node = self.opaque(what);
         self.push(node)
     }
 
-    pub fn long(&mut self, len: usize) -> Step {
-        let range = self.slice(len)?;
+    /// Pushes the next integer, whose length takes `width` bytes.
+    pub fn long(&mut self, width: usize) -> Step {
+        let range = self.block(width)?;
         let given = &self.bytes[range];
         let negative = given.last().is_some_and(|byte| byte & 0x80 != 0);
         let mut bytes = if negative { [0xff; 16] } else { [0; 16] };

@@ -13,6 +13,7 @@ mod read;
 mod tree;
 mod write;
 
+pub(crate) use machine::Declared;
 pub(crate) use read::{First, read, read_first};
 pub(crate) use write::write;
 

@@ -117,34 +117,19 @@ impl Machine<'_> {
         }
     }
 
-    fn memoize(&mut self) -> Step {
-        match u32::try_from(self.memo.len()) {
-            Ok(index) => self.put(index),
-            Err(_) => Err(self.refuse("memorizes too much")),
-        }
-    }
-
     /// Executes the next opcode. Returns whether it was `STOP`.
     fn step(&mut self) -> Step<bool> {
         self.opcode_at = self.at;
-        match self.byte()? {
+        let [opcode] = self.take()?;
+        match opcode {
             op::STOP => return Ok(true),
-            op::FRAME => {
-                let len = u64::from_le_bytes(self.take()?);
-                if len > (self.bytes.len() - self.at) as u64 {
-                    return Err(self.refuse("has a frame that is longer than the rest"));
-                }
-            }
+            op::FRAME => self.frame()?,
             op::MARK => self.mark()?,
-            op::BINPUT => {
-                let index = self.byte()?;
-                self.put(index.into())?;
-            }
-            op::LONG_BINPUT => {
-                let index = self.u32()?;
+            op::BINPUT | op::LONG_BINPUT => {
+                let index = self.number(if opcode == op::BINPUT { 1 } else { 4 })?;
                 self.put(index)?;
             }
-            op::MEMOIZE => self.memoize()?,
+            op::MEMOIZE => self.put(self.memo.len() as u64)?,
             op::APPEND => {
                 let item = self.pop()?;
                 self.append(&[item])?;
@@ -165,12 +150,8 @@ impl Machine<'_> {
                 self.pop_mark()?;
                 self.add_items()?;
             }
-            op::POP => {
-                self.pop()?;
-            }
-            op::POP_MARK => {
-                self.pop_mark()?;
-            }
+            op::POP => drop(self.pop()?),
+            op::POP_MARK => drop(self.pop_mark()?),
             op::REDUCE => self.reduce()?,
             op::NEWOBJ => {
                 let args = self.pop()?;
@@ -190,73 +171,41 @@ impl Machine<'_> {
         Ok(false)
     }
 
+    /// `FRAME`: the length of the opcodes that follow, which only a reader of a stream needs.
+    fn frame(&mut self) -> Step {
+        let len = self.number(8)?;
+        if len > (self.bytes.len() - self.at) as u64 {
+            return Err(self.refuse("has a frame that is longer than the rest"));
+        }
+        Ok(())
+    }
+
     /// Executes an opcode that only pushes a value.
     fn push_opcode(&mut self, opcode: u8) -> Step {
         match opcode {
             op::NONE => self.push(Node::None),
             op::NEWTRUE => self.push(Node::Bool(true)),
             op::NEWFALSE => self.push(Node::Bool(false)),
-            op::BININT1 => {
-                let value = self.byte()?;
-                self.push(Node::Int(value.into()))
-            }
-            op::BININT2 => {
-                let value = u16::from_le_bytes(self.take()?);
-                self.push(Node::Int(value.into()))
-            }
+            op::BININT1 => self.short_int(1),
+            op::BININT2 => self.short_int(2),
             op::BININT => {
                 let value = i32::from_le_bytes(self.take()?);
                 self.push(Node::Int(value.into()))
             }
-            op::LONG1 => {
-                let len = self.byte()?;
-                self.long(len.into())
-            }
-            op::LONG4 => {
-                let len = self.u32()?;
-                self.long(len as usize)
-            }
+            op::LONG1 => self.long(1),
+            op::LONG4 => self.long(4),
             op::BINFLOAT => {
                 let value = f64::from_be_bytes(self.take()?);
                 self.push(Node::Float(value))
             }
-            op::SHORT_BINUNICODE => {
-                let len = self.byte()?;
-                self.text_of(len.into())
-            }
-            op::BINUNICODE => {
-                let len = self.u32()?;
-                self.text_of(len as usize)
-            }
-            op::BINUNICODE8 => {
-                let len = self.u64()?;
-                self.text_of(len)
-            }
-            // Strings of Python 2.
-            op::SHORT_BINSTRING => {
-                let len = self.byte()?;
-                self.text_of(len.into())
-            }
-            op::BINSTRING => {
-                let len = self.u32()?;
-                self.text_of(len as usize)
-            }
-            op::SHORT_BINBYTES => {
-                let len = self.byte()?;
-                self.opaque_of(len.into(), "bytes")
-            }
-            op::BINBYTES => {
-                let len = self.u32()?;
-                self.opaque_of(len as usize, "bytes")
-            }
-            op::BINBYTES8 => {
-                let len = self.u64()?;
-                self.opaque_of(len, "bytes")
-            }
-            op::BYTEARRAY8 => {
-                let len = self.u64()?;
-                self.opaque_of(len, "a bytearray")
-            }
+            // Those without `UNI` are strings of Python 2.
+            op::SHORT_BINUNICODE | op::SHORT_BINSTRING => self.text_of(1),
+            op::BINUNICODE | op::BINSTRING => self.text_of(4),
+            op::BINUNICODE8 => self.text_of(8),
+            op::SHORT_BINBYTES => self.opaque_of(1, "bytes"),
+            op::BINBYTES => self.opaque_of(4, "bytes"),
+            op::BINBYTES8 => self.opaque_of(8, "bytes"),
+            op::BYTEARRAY8 => self.opaque_of(8, "a bytearray"),
             op::EMPTY_SET => self.opaque_of(0, "a set"),
             op::FROZENSET => {
                 self.pop_mark()?;
@@ -274,16 +223,18 @@ impl Machine<'_> {
             }
             op::GLOBAL => self.global_of_lines(),
             op::STACK_GLOBAL => self.stack_global(),
-            op::BINGET => {
-                let index = self.byte()?;
-                self.get(index.into())
-            }
-            op::LONG_BINGET => {
-                let index = self.u32()?;
+            op::BINGET | op::LONG_BINGET => {
+                let index = self.number(if opcode == op::BINGET { 1 } else { 4 })?;
                 self.get(index)
             }
             opcode => Err(Malformed::Opcode { opcode, at: self.opcode_at }),
         }
+    }
+
+    /// Pushes the unsigned integer in the next `width` bytes.
+    fn short_int(&mut self, width: usize) -> Step {
+        let value = self.number(width)?;
+        self.push(Node::Int(value as i64))
     }
 
     /// `REDUCE`: calls a function with a tuple of arguments.
@@ -466,7 +417,7 @@ impl Machine<'_> {
     }
 
     /// Makes a tensor. `args` are the four arguments of `_rebuild_tensor` or the first five of `_rebuild_tensor_v2` and
-    /// `_rebuild_tensor_v3`, and `dtype` is that of the latter.
+    /// `_rebuild_tensor_v3`, which has a `dtype` as well.
     fn tensor(&self, args: &[Id], dtype: Option<Id>, extras: &[Id]) -> Step<Node> {
         if !self.is_plain(extras) {
             return Ok(self.opaque(NOT_PLAIN));

@@ -23,7 +23,7 @@ type Placed<'a> = (TensorInfo, String, &'a Entry);
 /// The name in a header that is not that of a tensor.
 const METADATA: &str = "__metadata__";
 
-/// What an error names if it does not concern one part.
+/// The name in errors that concern no single part.
 const WHOLE: &str = "the checkpoint";
 
 /// The layout of a file: the tensors in the order of the file, and the header except for the checksums.

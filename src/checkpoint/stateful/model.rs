@@ -1,4 +1,4 @@
-//! Models.
+//! Models, each saved as its variables by name.
 
 use std::collections::HashSet;
 

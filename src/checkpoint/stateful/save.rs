@@ -7,9 +7,8 @@ use tch::{Kind, Tensor};
 
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::entry::Entry;
-use crate::checkpoint::part::{Part, StatePart};
+use crate::checkpoint::part::{MODULE, Part, StatePart, UPDATES};
 use crate::checkpoint::restore::names::batch_counts;
-use crate::checkpoint::stateful::saved::{MODULE, UPDATES};
 use crate::checkpoint::value::Value;
 use crate::error::{Result, unsaveable};
 use crate::scale::GradScalerState;

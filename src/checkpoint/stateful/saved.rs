@@ -7,7 +7,7 @@ use std::fmt;
 use serde::de::DeserializeOwned;
 use tch::{Kind, Tensor};
 
-use crate::checkpoint::part::{Item, Part};
+use crate::checkpoint::part::{Item, MODULE, Part, UPDATES};
 use crate::checkpoint::restore::names::is_batch_count;
 use crate::checkpoint::restore::{Options, Restored};
 use crate::checkpoint::stateful::Prepared;
@@ -31,10 +31,6 @@ pub struct SavedState<'a> {
     dict: OnceCell<Dict<'a>>,
     notes: RefCell<Notes>,
 }
-
-/// The names of PyTorch's `AveragedModel`: that of the number of updates, and the beginning of all others.
-pub(super) const UPDATES: &str = "n_averaged";
-pub(super) const MODULE: &str = "module.";
 
 /// Which names were read, missing or skipped.
 #[derive(Default)]

@@ -23,7 +23,7 @@ use crate::checkpoint::part::Part;
 use crate::checkpoint::pickle;
 use crate::checkpoint::source::Source;
 use crate::checkpoint::value::{Text, Value};
-use crate::checkpoint::zip::{self, Record};
+use crate::checkpoint::zip::{self, ZipRecord};
 use crate::error::{Result, shown, unsaveable};
 
 pub(crate) use old::is_old;
@@ -38,25 +38,25 @@ const OTHER_RECORDS: usize = 8;
 /// From how many tensors on it is these that take the most values.
 const MANY_TENSORS: usize = 10_000;
 
-/// A file that is to be written.
+/// The content of a file that is to be written.
 #[derive(Debug)]
-pub(crate) struct Plan<'a> {
+pub(crate) struct Pickled<'a> {
     pickle: Vec<u8>,
     /// The tensor of each storage, in the order of their keys.
     storages: Vec<&'a Entry>,
 }
 
 /// Lays out the parts. Returns an error for a part that cannot be represented in Python or could not be loaded again.
-pub(crate) fn plan(parts: &BTreeMap<String, Part>) -> Result<Plan<'_>> {
+pub(crate) fn plan(parts: &BTreeMap<String, Part>) -> Result<Pickled<'_>> {
     planned(Layout::new(parts)?)
 }
 
 /// Lays out the tensors of a model without anything else, as [`plan`] does.
-pub(crate) fn plan_of_weights(tensors: &BTreeMap<String, Entry>) -> Result<Plan<'_>> {
+pub(crate) fn plan_of_weights(tensors: &BTreeMap<String, Entry>) -> Result<Pickled<'_>> {
     planned(Layout::of_weights(tensors))
 }
 
-fn planned(layout: Layout<'_>) -> Result<Plan<'_>> {
+fn planned(layout: Layout<'_>) -> Result<Pickled<'_>> {
     let lengths = lengths(&layout.storages);
     let limits = Limits::default();
     let most = limits.max_records - OTHER_RECORDS;
@@ -72,7 +72,7 @@ fn planned(layout: Layout<'_>) -> Result<Plan<'_>> {
         };
         unsaveable("the checkpoint", format!("{problem}; {advice}"))
     })?;
-    Ok(Plan { pickle, storages: layout.storages })
+    Ok(Pickled { pickle, storages: layout.storages })
 }
 
 /// Returns the key and the size in bytes of each storage.
@@ -83,11 +83,11 @@ fn lengths(storages: &[&Entry]) -> Vec<(String, u64)> {
 
 /// Writes the archive. `note` keeps a failure that is not an I/O error.
 pub(crate) fn write(
-    plan: &Plan<'_>,
+    plan: &Pickled<'_>,
     out: &mut dyn Target,
     note: &mut dyn FnMut(Failure) -> io::Error,
 ) -> io::Result<()> {
-    let Plan { pickle, storages } = plan;
+    let Pickled { pickle, storages } = plan;
     let out = zip::write(BufWriter::new(out), pickle, &lengths(storages), &mut |index, out| {
         let read = storages[index].read(&mut |bytes| Ok(out.write_all(bytes)?));
         read.map_err(&mut *note)
@@ -99,7 +99,7 @@ pub(crate) fn write(
 pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     let opened = open(Cursor { source: &source, at: 0 }, &Limits::default());
     let Opened { root, storages, others } = opened.map_err(failed(&source))?;
-    let region = |name: &str, record: &Record| Region {
+    let region = |name: &str, record: &ZipRecord| Region {
         name: name.to_owned(),
         offset: record.offset,
         len: record.len,
@@ -142,9 +142,9 @@ struct Opened {
     /// The saved object.
     root: Value,
     /// The records of the storages, by key.
-    storages: BTreeMap<Text, Record>,
+    storages: BTreeMap<Text, ZipRecord>,
     /// The other records by name, except compressed ones such as the code in a TorchScript archive.
-    others: BTreeMap<String, Record>,
+    others: BTreeMap<String, ZipRecord>,
 }
 
 /// Reads everything except the storages, whose checksums the caller must verify.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
-use crate::checkpoint::pickle::{self, First};
+use crate::checkpoint::pickle::{self, Declared, First};
 use crate::checkpoint::source::Source;
 use crate::checkpoint::value::{Text, Value, get};
 use crate::error::shown;
@@ -56,10 +56,20 @@ pub(super) fn read(
         let limit = limits.max_records as u64;
         return Err(Malformed::TooMuch { what: "storages", limit });
     }
-    let (First { root: keys, .. }, mut at) = next(FEW + storages.len() as u64)?;
-    let Value::List(keys) = keys else {
-        return Err(refuse("has no list of its storages"));
-    };
+    let (First { root: keys, .. }, end) = next(FEW + storages.len() as u64)?;
+    match keys {
+        Value::List(keys) => Ok((root, positions(keys, &storages, end as u64, source)?)),
+        _ => Err(refuse("has no list of its storages")),
+    }
+}
+
+/// Returns the position of each storage, given their keys in order and where the first one begins.
+fn positions(
+    keys: Vec<Value>,
+    storages: &BTreeMap<Text, Declared>,
+    mut at: u64,
+    source: &Source,
+) -> Result<BTreeMap<Text, u64>, Malformed> {
     let mut offsets = BTreeMap::new();
     for key in keys {
         let Value::Text(key) = key else {
@@ -71,25 +81,25 @@ pub(super) fn read(
             return Err(refuse("is in the list of storages, but in no tensor"));
         };
         let mut count = [0; 8];
-        let start = at as u64 + 8;
+        let start = at + 8;
         let end = start.checked_add(declared.bytes).filter(|&end| end <= source.len());
         let Some(end) = end else {
             return Err(refuse("reaches beyond the end of the file"));
         };
-        source.read_at(at as u64, &mut count).map_err(std::io::Error::other)?;
+        source.read_at(at, &mut count).map_err(std::io::Error::other)?;
         if u64::from_le_bytes(count).checked_mul(declared.element_bytes()) != Some(declared.bytes) {
             return Err(refuse("does not have the size that its tensors say"));
         }
         if offsets.insert(key.clone(), start).is_some() {
             return Err(refuse("is in the list of storages twice"));
         }
-        at = usize::try_from(end).map_err(|_| refuse("is too far from the beginning"))?;
+        at = end;
     }
     if let Some(key) = storages.keys().find(|key| !offsets.contains_key(*key)) {
         let problem = "is not in the list of storages".to_owned();
         return Err(Malformed::Tensor { storage: shown(key), problem });
     }
-    Ok((root, offsets))
+    Ok(offsets)
 }
 
 fn refuse(problem: &str) -> Malformed {

@@ -1,4 +1,4 @@
-//! Optimizers.
+//! Optimizers, each saved as its `state_dict` and restored by the names of its parameters, or by their positions.
 
 mod names;
 
