@@ -1,13 +1,10 @@
-//! The options of the fused optimizers.
+//! The options of the algorithms, their ranges, and what a step of each tells the shim.
 
 use serde::{Deserialize, Serialize};
 
 use crate::builder::builder;
-#[cfg(doc)]
-use crate::error::{Error, OptimizerError};
 use crate::error::{Result, ensure};
 use crate::ffi::{OptimAlgorithm, OptimOptions};
-use crate::optim::{IntoParameters, Lion, MasterWeights, Muon, Optimizer, RmsProp};
 
 /// AdamW: Adam with weight decay that acts on the weights directly, not through their gradients. The counterpart of
 /// `torch.optim.AdamW` with `fused=True`.
@@ -167,6 +164,92 @@ builder!(Adagrad {
     maximize: bool
 });
 
+/// RMSprop, optionally centered and with momentum. The counterpart of `torch.optim.RMSprop`, of which PyTorch has no
+/// fused version.
+///
+/// Source: Hinton, *Neural Networks for Machine Learning*, lecture 6e,
+/// <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>; for the centered version Graves,
+/// *Generating Sequences With Recurrent Neural Networks*, <https://arxiv.org/abs/1308.0850>.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::optim::RmsProp;
+///
+/// let w = Tensor::from_slice(&[1f64]).set_requires_grad(true);
+/// let mut opt = RmsProp::default().alpha(0.75).build(&[w.shallow_clone()], 0.25)?;
+/// opt.backward_step(&w.sum(None))?;
+/// // The update is lr / (0.25 * 1).sqrt().
+/// assert!((w.double_value(&[0]) - 0.5).abs() < 1e-6);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+#[non_exhaustive]
+pub struct RmsProp {
+    /// Smoothing constant: the coefficient used for computing the running average of the squared gradient; at least 0
+    /// and less than 1. Defaults to 0.99.
+    pub alpha: f64,
+    /// Term added to the denominator to improve numerical stability; at least 0. Defaults to 1e-8.
+    pub eps: f64,
+    /// Weight decay (L2 penalty): this multiple of a weight is added to its gradient. At least 0. Defaults to 0.
+    pub weight_decay: f64,
+    /// Momentum factor, by which each step multiplies the momentum buffer; at least 0. Defaults to 0, which keeps no
+    /// buffer.
+    pub momentum: f64,
+    /// Whether to divide by an estimate of the gradient's standard deviation instead of the root of its mean square.
+    /// Defaults to `false`.
+    pub centered: bool,
+    /// Maximize the objective instead of minimizing it. Defaults to `false`.
+    pub maximize: bool,
+}
+
+builder!(RmsProp {
+    alpha: f64,
+    eps: f64,
+    weight_decay: f64,
+    momentum: f64,
+    centered: bool,
+    maximize: bool
+});
+
+/// Lion, whose update is the sign of a running average of the gradient. PyTorch has no counterpart: the options and the
+/// state have the names of its authors' implementation for PyTorch.
+///
+/// Each element moves by the learning rate, whatever the size of its gradient, so that Lion needs a learning rate 3 to
+/// 10 times smaller than AdamW does, and a weight decay that is larger by the same factor.
+///
+/// Source: Chen et al., *Symbolic Discovery of Optimization Algorithms*, <https://arxiv.org/abs/2302.06675>.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::optim::Lion;
+///
+/// let w = Tensor::from_slice(&[1f64, 1.0]).set_requires_grad(true);
+/// let mut opt = Lion::default().weight_decay(0.5).build(&[w.shallow_clone()], 0.25)?;
+/// opt.backward_step(&(&w * Tensor::from_slice(&[1000f64, -0.001])).sum(None))?;
+/// // Decay multiplies the weights by 0.875, and the update is lr for a gradient of any size.
+/// assert_eq!([0, 1].map(|i| w.double_value(&[i])), [0.625, 1.125]);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+#[non_exhaustive]
+pub struct Lion {
+    /// Coefficients used for computing the update and the running average of the gradient; at least 0 and less than 1.
+    /// Defaults to (0.9, 0.99).
+    pub betas: (f64, f64),
+    /// Decoupled weight decay: each step first multiplies a weight by 1 - lr * weight_decay. At least 0. Defaults to 0.
+    pub weight_decay: f64,
+    /// Maximize the objective instead of minimizing it. Defaults to `false`.
+    pub maximize: bool,
+}
+
+builder!(Lion { betas: (f64, f64), weight_decay: f64, maximize: bool });
+
 impl Default for AdamW {
     fn default() -> Self {
         let Adam { betas, eps, amsgrad, maximize, .. } = Adam::default();
@@ -193,80 +276,20 @@ impl Default for Adagrad {
     }
 }
 
-/// The algorithm of a fused optimizer, with its options.
-///
-/// # Examples
-///
-/// ```
-/// use tch::{Device, nn};
-/// use tch_amp::optim::{AdamW, Algorithm};
-///
-/// let configured = r#"{"algorithm": "AdamW", "weight_decay": 0.1}"#;
-/// let algorithm: Algorithm = serde_json::from_str(configured)?;
-/// assert_eq!(algorithm, AdamW::default().weight_decay(0.1).into());
-/// let opt = algorithm.build(&nn::VarStore::new(Device::Cpu), 1e-3)?;
-/// assert_eq!(opt.param_group(0)?.algorithm, algorithm);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(tag = "algorithm")]
-#[non_exhaustive]
-pub enum Algorithm {
-    /// [`AdamW`].
-    AdamW(AdamW),
-    /// [`Adam`].
-    Adam(Adam),
-    /// [`Sgd`].
-    Sgd(Sgd),
-    /// [`Adagrad`].
-    Adagrad(Adagrad),
-    /// [`RmsProp`].
-    RmsProp(RmsProp),
-    /// [`Lion`].
-    Lion(Lion),
-    /// [`Muon`].
-    Muon(Muon),
+impl Default for RmsProp {
+    fn default() -> Self {
+        let (alpha, eps, weight_decay, momentum) = (0.99, 1e-8, 0.0, 0.0);
+        Self { alpha, eps, weight_decay, momentum, centered: false, maximize: false }
+    }
 }
 
-macro_rules! build {
-    ($($config:ident)*) => {$(
-        impl $config {
-            /// Makes an optimizer with the learning rate `lr` for the trainable variables of a `VarStore`, or for a
-            /// list of tensors with or without names, in any of the forms of [`IntoParameters`].
-            ///
-            /// Tensors of a list that do not require a gradient are kept but not updated, like frozen parameters.
-            ///
-            /// The variables of a `VarStore` belong to the groups that their paths were given
-            /// ([`set_group`](tch::nn::Path::set_group)). Variables that are added to it later are taken up as well.
-            ///
-            /// # Errors
-            ///
-            /// [`Error::InvalidArgument`] for an option or a learning rate outside its range;
-            /// [`OptimizerError::SharedMemory`] for two tensors that share memory; [`OptimizerError::Parameter`] for a
-            /// tensor that is not a floating-point tensor, is not a leaf or is listed twice;
-            /// [`OptimizerError::NoParameters`] for an empty list.
-            pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
-                Algorithm::from(self).build(parameters, lr)
-            }
-
-            /// Sets how the optimizer updates half-precision parameters. Set the options of the algorithm before: the
-            /// builder that is returned does not have them.
-            pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
-                Algorithm::from(self).master_weights(masters)
-            }
-        }
-
-        impl From<$config> for Algorithm {
-            fn from(config: $config) -> Self {
-                Self::$config(config)
-            }
-        }
-    )*};
+impl Default for Lion {
+    fn default() -> Self {
+        Self { betas: (0.9, 0.99), weight_decay: 0.0, maximize: false }
+    }
 }
 
-build!(AdamW Adam Sgd Adagrad RmsProp Lion Muon);
-
-macro_rules! from_tch {
+macro_rules! adam {
     ($($config:ident)*) => {$(
         impl From<tch::nn::$config> for $config {
             fn from(config: tch::nn::$config) -> Self {
@@ -274,50 +297,34 @@ macro_rules! from_tch {
                 Self { betas: (beta1, beta2), eps, weight_decay: wd, amsgrad, ..Self::default() }
             }
         }
+
+        impl $config {
+            pub(super) fn check(self) -> Result<()> {
+                let Self { betas, eps, weight_decay, .. } = self;
+                check_betas(betas)?;
+                non_negative("eps", eps)?;
+                non_negative("weight_decay", weight_decay)
+            }
+
+            pub(super) fn options(self, lr: f64) -> OptimOptions {
+                let Self { betas, eps, weight_decay, amsgrad, maximize } = self;
+                let algorithm = OptimAlgorithm::$config;
+                OptimOptions {
+                    algorithm,
+                    lr,
+                    betas,
+                    eps,
+                    weight_decay,
+                    amsgrad,
+                    maximize,
+                    ..OptimOptions::default()
+                }
+            }
+        }
     )*};
 }
 
-/// Builds an optimizer with options beyond those of its [`Algorithm`]: the mode of its master weights.
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[must_use = "an optimizer is made by `build`"]
-pub struct OptimizerBuilder {
-    algorithm: Algorithm,
-    masters: MasterWeights,
-}
-
-impl OptimizerBuilder {
-    /// Makes the optimizer update half-precision parameters in f32, in the given mode.
-    pub fn master_weights(self, masters: MasterWeights) -> Self {
-        Self { masters, ..self }
-    }
-
-    /// Makes the optimizer, like [`AdamW::build`].
-    ///
-    /// # Errors
-    ///
-    /// The same as [`AdamW::build`].
-    pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
-        Optimizer::new(self.algorithm, parameters, lr, self.masters)
-    }
-}
-
-impl Algorithm {
-    /// Makes an optimizer without master weights, like [`AdamW::build`].
-    ///
-    /// # Errors
-    ///
-    /// The same as [`AdamW::build`].
-    pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
-        self.master_weights(MasterWeights::None).build(parameters, lr)
-    }
-
-    /// Makes the optimizer update half-precision parameters in f32, in the given mode.
-    pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
-        OptimizerBuilder { algorithm: self, masters }
-    }
-}
-
-from_tch!(AdamW Adam);
+adam!(AdamW Adam);
 
 impl From<tch::nn::Sgd> for Sgd {
     fn from(config: tch::nn::Sgd) -> Self {
@@ -326,7 +333,107 @@ impl From<tch::nn::Sgd> for Sgd {
     }
 }
 
-pub(crate) fn non_negative(field: &'static str, value: f64) -> Result<()> {
+impl From<tch::nn::RmsProp> for RmsProp {
+    fn from(config: tch::nn::RmsProp) -> Self {
+        let tch::nn::RmsProp { alpha, eps, wd, momentum, centered } = config;
+        Self { alpha, eps, weight_decay: wd, momentum, centered, ..Self::default() }
+    }
+}
+
+impl Sgd {
+    pub(super) fn check(self) -> Result<()> {
+        let Self { momentum, dampening, weight_decay, nesterov, .. } = self;
+        non_negative("momentum", momentum)?;
+        ensure("dampening", dampening, dampening.is_finite(), "finite")?;
+        let fits = !nesterov || momentum > 0.0;
+        ensure("momentum", momentum, fits, "more than 0 with nesterov")?;
+        let fits = !nesterov || dampening == 0.0;
+        ensure("dampening", dampening, fits, "0 with nesterov")?;
+        non_negative("weight_decay", weight_decay)
+    }
+
+    pub(super) fn options(self, lr: f64) -> OptimOptions {
+        let Self { momentum, dampening, weight_decay, nesterov, maximize } = self;
+        OptimOptions {
+            algorithm: OptimAlgorithm::Sgd,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize,
+            ..OptimOptions::default()
+        }
+    }
+}
+
+impl Adagrad {
+    pub(super) fn check(self) -> Result<()> {
+        non_negative("lr_decay", self.lr_decay)?;
+        non_negative("initial_accumulator_value", self.initial_accumulator_value)?;
+        non_negative("eps", self.eps)?;
+        non_negative("weight_decay", self.weight_decay)
+    }
+
+    pub(super) fn options(self, lr: f64) -> OptimOptions {
+        let Self { lr_decay, weight_decay, initial_accumulator_value: _, eps, maximize } = self;
+        OptimOptions {
+            algorithm: OptimAlgorithm::Adagrad,
+            lr,
+            lr_decay,
+            weight_decay,
+            eps,
+            maximize,
+            ..OptimOptions::default()
+        }
+    }
+}
+
+impl RmsProp {
+    pub(super) fn check(self) -> Result<()> {
+        let Self { alpha, eps, weight_decay, momentum, .. } = self;
+        ensure("alpha", alpha, (0.0..1.0).contains(&alpha), "from 0 to below 1")?;
+        non_negative("eps", eps)?;
+        non_negative("momentum", momentum)?;
+        non_negative("weight_decay", weight_decay)
+    }
+
+    pub(super) fn options(self, lr: f64) -> OptimOptions {
+        let Self { alpha, eps, weight_decay, momentum, centered, maximize } = self;
+        OptimOptions {
+            algorithm: OptimAlgorithm::RmsProp,
+            lr,
+            alpha,
+            eps,
+            weight_decay,
+            momentum,
+            centered,
+            maximize,
+            ..OptimOptions::default()
+        }
+    }
+}
+
+impl Lion {
+    pub(super) fn check(self) -> Result<()> {
+        check_betas(self.betas)?;
+        non_negative("weight_decay", self.weight_decay)
+    }
+
+    pub(super) fn options(self, lr: f64) -> OptimOptions {
+        let Self { betas, weight_decay, maximize } = self;
+        OptimOptions {
+            algorithm: OptimAlgorithm::Lion,
+            lr,
+            betas,
+            weight_decay,
+            maximize,
+            ..OptimOptions::default()
+        }
+    }
+}
+
+pub(super) fn non_negative(field: &'static str, value: f64) -> Result<()> {
     ensure(field, value, value >= 0.0 && value.is_finite(), "finite and at least 0")
 }
 
@@ -335,160 +442,4 @@ fn check_betas((first, second): (f64, f64)) -> Result<()> {
         ensure("betas", beta, (0.0..1.0).contains(&beta), "from 0 to below 1")?;
     }
     Ok(())
-}
-
-impl Algorithm {
-    pub(crate) fn name(&self) -> &'static str {
-        match self {
-            Self::AdamW(_) => "AdamW",
-            Self::Adam(_) => "Adam",
-            Self::Sgd(_) => "Sgd",
-            Self::Adagrad(_) => "Adagrad",
-            Self::RmsProp(_) => "RmsProp",
-            Self::Lion(_) => "Lion",
-            Self::Muon(_) => "Muon",
-        }
-    }
-
-    pub(crate) fn check(&self, lr: f64) -> Result<()> {
-        non_negative("lr", lr)?;
-        match *self {
-            Self::AdamW(AdamW { betas, eps, weight_decay, .. })
-            | Self::Adam(Adam { betas, eps, weight_decay, .. }) => {
-                check_betas(betas)?;
-                non_negative("eps", eps)?;
-                non_negative("weight_decay", weight_decay)
-            }
-            Self::Sgd(Sgd { momentum, dampening, weight_decay, nesterov, .. }) => {
-                non_negative("momentum", momentum)?;
-                ensure("dampening", dampening, dampening.is_finite(), "finite")?;
-                let fits = !nesterov || momentum > 0.0;
-                ensure("momentum", momentum, fits, "more than 0 with nesterov")?;
-                let fits = !nesterov || dampening == 0.0;
-                ensure("dampening", dampening, fits, "0 with nesterov")?;
-                non_negative("weight_decay", weight_decay)
-            }
-            Self::Adagrad(Adagrad {
-                lr_decay,
-                weight_decay,
-                initial_accumulator_value,
-                eps,
-                ..
-            }) => {
-                non_negative("lr_decay", lr_decay)?;
-                non_negative("initial_accumulator_value", initial_accumulator_value)?;
-                non_negative("eps", eps)?;
-                non_negative("weight_decay", weight_decay)
-            }
-            Self::RmsProp(RmsProp { alpha, eps, weight_decay, momentum, .. }) => {
-                ensure("alpha", alpha, (0.0..1.0).contains(&alpha), "from 0 to below 1")?;
-                non_negative("eps", eps)?;
-                non_negative("momentum", momentum)?;
-                non_negative("weight_decay", weight_decay)
-            }
-            Self::Lion(Lion { betas, weight_decay, .. }) => {
-                check_betas(betas)?;
-                non_negative("weight_decay", weight_decay)
-            }
-            Self::Muon(muon) => muon.check(lr),
-        }
-    }
-
-    /// The options of a step, as the shim takes them.
-    pub(crate) fn options(&self, lr: f64) -> OptimOptions {
-        let adam = |algorithm, betas, eps, weight_decay, amsgrad, maximize| OptimOptions {
-            algorithm,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize,
-            ..Default::default()
-        };
-        match *self {
-            Self::AdamW(AdamW { betas, eps, weight_decay, amsgrad, maximize }) => {
-                adam(OptimAlgorithm::AdamW, betas, eps, weight_decay, amsgrad, maximize)
-            }
-            Self::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) => {
-                adam(OptimAlgorithm::Adam, betas, eps, weight_decay, amsgrad, maximize)
-            }
-            Self::Sgd(Sgd { momentum, dampening, weight_decay, nesterov, maximize }) => {
-                OptimOptions {
-                    algorithm: OptimAlgorithm::Sgd,
-                    lr,
-                    momentum,
-                    dampening,
-                    weight_decay,
-                    nesterov,
-                    maximize,
-                    ..Default::default()
-                }
-            }
-            Self::Adagrad(Adagrad { lr_decay, weight_decay, eps, maximize, .. }) => OptimOptions {
-                algorithm: OptimAlgorithm::Adagrad,
-                lr,
-                lr_decay,
-                weight_decay,
-                eps,
-                maximize,
-                ..Default::default()
-            },
-            Self::RmsProp(RmsProp { alpha, eps, weight_decay, momentum, centered, maximize }) => {
-                OptimOptions {
-                    algorithm: OptimAlgorithm::RmsProp,
-                    lr,
-                    alpha,
-                    eps,
-                    weight_decay,
-                    momentum,
-                    centered,
-                    maximize,
-                    ..Default::default()
-                }
-            }
-            Self::Lion(Lion { betas, weight_decay, maximize }) => OptimOptions {
-                algorithm: OptimAlgorithm::Lion,
-                lr,
-                betas,
-                weight_decay,
-                maximize,
-                ..Default::default()
-            },
-            Self::Muon(muon) => muon.options(lr),
-        }
-    }
-
-    /// Sets the weight decay, for Muon also that of its AdamW.
-    pub(crate) fn set_weight_decay(&mut self, weight_decay: f64) {
-        match self {
-            Self::AdamW(config) => config.weight_decay = weight_decay,
-            Self::Adam(config) => config.weight_decay = weight_decay,
-            Self::Sgd(config) => config.weight_decay = weight_decay,
-            Self::Adagrad(config) => config.weight_decay = weight_decay,
-            Self::RmsProp(config) => config.weight_decay = weight_decay,
-            Self::Lion(config) => config.weight_decay = weight_decay,
-            Self::Muon(config) => {
-                (config.weight_decay, config.adamw.weight_decay) = (weight_decay, weight_decay);
-            }
-        }
-    }
-
-    /// The momentum; for Adam, AdamW and Lion the first beta, as in tch.
-    pub(crate) fn momentum(mut self) -> Option<f64> {
-        self.momentum_mut().map(|momentum| *momentum)
-    }
-
-    /// The momentum; for Adam, AdamW and Lion the first beta, as in tch.
-    pub(crate) fn momentum_mut(&mut self) -> Option<&mut f64> {
-        match self {
-            Self::AdamW(config) => Some(&mut config.betas.0),
-            Self::Adam(config) => Some(&mut config.betas.0),
-            Self::Sgd(config) => Some(&mut config.momentum),
-            Self::Adagrad(_) => None,
-            Self::RmsProp(config) => Some(&mut config.momentum),
-            Self::Lion(config) => Some(&mut config.betas.0),
-            Self::Muon(config) => Some(&mut config.momentum),
-        }
-    }
 }

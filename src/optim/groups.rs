@@ -1,59 +1,8 @@
-//! Parameter groups and their options.
+//! The parameter groups of an optimizer.
 
-use serde::Serialize;
-
-use crate::builder::builder;
 use crate::error::{Error, OptimizerError, Result};
-use crate::optim::optimizer::Slot;
-use crate::optim::{Algorithm, Optimizer};
-use crate::patterns::matches_any;
-
-/// The options of a parameter group.
-///
-/// # Examples
-///
-/// ```
-/// use tch::{Device, nn};
-/// use tch_amp::optim::{AdamW, ParamGroup};
-///
-/// let mut opt = AdamW::default().build(&nn::VarStore::new(Device::Cpu), 1e-3)?;
-/// let options = ParamGroup::new(1e-4, AdamW::default().weight_decay(0.1));
-/// opt.set_param_group(0, options)?;
-/// assert_eq!(opt.param_group(0)?, &options);
-/// # Ok::<(), tch_amp::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[non_exhaustive]
-pub struct ParamGroup {
-    /// The learning rate.
-    pub lr: f64,
-    /// The algorithm, which is the same for all groups, and its options.
-    #[serde(flatten)]
-    pub algorithm: Algorithm,
-}
-
-builder!(ParamGroup { lr: f64, algorithm: Algorithm });
-
-impl ParamGroup {
-    /// Makes the options of a group, for example from an [`AdamW`](crate::optim::AdamW).
-    pub fn new(lr: f64, algorithm: impl Into<Algorithm>) -> Self {
-        Self { lr, algorithm: algorithm.into() }
-    }
-}
-
-/// Assigns the parameters whose names match one of the patterns to a group.
-#[derive(Debug)]
-pub(crate) struct Rule {
-    patterns: Vec<String>,
-    pub(crate) group: usize,
-}
-
-impl Rule {
-    /// Whether one of the names of a parameter matches.
-    pub(crate) fn matches(&self, slot: &Slot) -> bool {
-        slot.names().any(|name| matches_any(&self.patterns, name))
-    }
-}
+use crate::optim::optimizer::GroupRule;
+use crate::optim::{Algorithm, Optimizer, ParamGroup};
 
 impl Optimizer {
     /// Returns the options of a group. Corresponds to `optimizer.param_groups[group]` in PyTorch.
@@ -119,7 +68,7 @@ impl Optimizer {
         }
         self.make_groups(group);
         let patterns = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
-        let rule = Rule { patterns, group };
+        let rule = GroupRule { patterns, group };
         let moved = self.moving(|optimizer| {
             let slots = optimizer.slots.iter_mut().filter(|slot| rule.matches(slot));
             slots.map(|slot| slot.group = group).count()
@@ -245,6 +194,30 @@ impl Optimizer {
         }
         self.moving(|optimizer| optimizer.groups = groups);
         Ok(())
+    }
+
+    /// The algorithm that steps the parameter at `index`.
+    pub(crate) fn algorithm(&self, index: usize) -> Algorithm {
+        let slot = &self.slots[index];
+        self.groups[slot.group].algorithm.of(slot.is_matrix)
+    }
+
+    /// Calls `change`, and drops the states of the parameters that move between Muon and AdamW by it.
+    pub(crate) fn moving<T>(&mut self, change: impl FnOnce(&mut Self) -> T) -> T {
+        let by_adamw = |optimizer: &Self| -> Vec<_> {
+            let slots = optimizer.slots.iter();
+            let groups = &optimizer.groups;
+            slots.map(|slot| groups[slot.group].algorithm.leaves_to_adamw(slot.is_matrix)).collect()
+        };
+        let before = by_adamw(self);
+        let changed = change(self);
+        let moved = before.into_iter().zip(by_adamw(self));
+        for (slot, (before, after)) in self.slots.iter_mut().zip(moved) {
+            if before != after {
+                slot.state.restart();
+            }
+        }
+        changed
     }
 }
 

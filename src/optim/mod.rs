@@ -19,13 +19,11 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod clip;
-mod composed;
+mod algorithm;
 mod config;
 mod first_step;
 mod groups;
 mod masters;
-mod mixed;
 mod muon;
 mod optimizer;
 pub(crate) mod parameters;
@@ -41,12 +39,11 @@ mod update;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-pub use composed::{Lion, RmsProp};
-pub use config::{Adagrad, Adam, AdamW, Algorithm, OptimizerBuilder, Sgd};
-pub use groups::ParamGroup;
+pub use algorithm::{Algorithm, ParamGroup};
+pub use config::{Adagrad, Adam, AdamW, Lion, RmsProp, Sgd};
 pub use masters::MasterWeights;
 pub use muon::{AdjustLr, Muon};
-pub use optimizer::Optimizer;
+pub use optimizer::{Optimizer, OptimizerBuilder};
 pub use parameters::IntoParameters;
 #[cfg(feature = "distributed")]
 pub(crate) use shards::Ranks;

@@ -6,7 +6,7 @@ use crate::builder::builder;
 use crate::error::{Result, ensure};
 use crate::ffi::{OptimAlgorithm, OptimOptions};
 use crate::optim::AdamW;
-use crate::optim::config::{Algorithm, non_negative};
+use crate::optim::config::non_negative;
 
 /// Muon, which orthogonalizes the momentum of each matrix by Newton-Schulz iterations, and AdamW for all parameters
 /// that are not matrices. The counterpart of `torch.optim.Muon` and `torch.optim.AdamW` in one optimizer.
@@ -130,7 +130,7 @@ impl Default for Muon {
 }
 
 impl Muon {
-    pub(crate) fn check(&self, lr: f64) -> Result<()> {
+    pub(super) fn check(&self, lr: f64) -> Result<()> {
         let Self { momentum, weight_decay, ns_coefficients: (a, b, c), ns_steps, eps, .. } = *self;
         ensure("momentum", momentum, (0.0..1.0).contains(&momentum), "from 0 to below 1")?;
         non_negative("weight_decay", weight_decay)?;
@@ -147,11 +147,12 @@ impl Muon {
             !self.adamw.maximize,
             "false, since Muon does not have it",
         )?;
-        Algorithm::AdamW(self.adamw).check(lr * self.adamw_lr_factor)
+        non_negative("lr", lr * self.adamw_lr_factor)?;
+        self.adamw.check()
     }
 
     /// The options of a step of matrices, as the shim takes them.
-    pub(crate) fn options(&self, lr: f64) -> OptimOptions {
+    pub(super) fn options(&self, lr: f64) -> OptimOptions {
         OptimOptions {
             algorithm: OptimAlgorithm::Muon,
             lr,

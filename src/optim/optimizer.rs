@@ -7,12 +7,14 @@ use tch::Tensor;
 #[cfg(doc)]
 use crate::error::GradientError;
 use crate::error::{Error, OptimizerError, Result};
-use crate::optim::groups::Rule;
+use crate::gradients::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
+use crate::names::matches_any;
 use crate::optim::parameters::{Named, Origin, Store};
 use crate::optim::shards::Shards;
 use crate::optim::state::State;
 use crate::optim::{
-    Algorithm, AmpOptimizer, IntoParameters, MasterWeights, ParamGroup, Parameters, Step,
+    Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, IntoParameters, Lion, MasterWeights, Muon,
+    ParamGroup, Parameters, RmsProp, Sgd, Step,
 };
 use crate::variables::Names;
 use crate::{autocast, ffi};
@@ -46,20 +48,20 @@ use crate::{autocast, ffi};
 #[derive(Debug)]
 pub struct Optimizer {
     pub(crate) groups: Vec<ParamGroup>,
-    pub(crate) rules: Vec<Rule>,
+    pub(super) rules: Vec<GroupRule>,
     store: Option<Store>,
-    pub(crate) parameters: Vec<Tensor>,
+    pub(super) parameters: Vec<Tensor>,
     /// One for each parameter.
-    pub(crate) slots: Vec<Slot>,
+    pub(super) slots: Vec<Slot>,
     /// The identities of the parameters.
     known: HashSet<usize>,
-    pub(crate) masters: MasterWeights,
+    pub(super) masters: MasterWeights,
     /// The versions of the parameters when their masters last matched them.
-    pub(crate) stamps: ffi::Stamps,
+    pub(super) stamps: ffi::Stamps,
     /// Whether the gradients of half-precision parameters are f32.
-    pub(crate) f32_gradients: bool,
+    pub(super) f32_gradients: bool,
     /// The ranks over which the state is divided.
-    pub(crate) shards: Option<Box<Shards>>,
+    pub(super) shards: Option<Box<Shards>>,
 }
 
 /// Groups are kept in a list, so their numbers have to be small.
@@ -67,27 +69,41 @@ const LARGEST_GROUP: usize = 65535;
 
 /// The name, the group and the state of a parameter.
 #[derive(Debug)]
-pub(crate) struct Slot {
-    pub(crate) name: String,
+pub(super) struct Slot {
+    pub(super) name: String,
     /// Its other names, if it has several.
-    pub(crate) aliases: Vec<String>,
-    pub(crate) group: usize,
+    pub(super) aliases: Vec<String>,
+    pub(super) group: usize,
     /// Whether Muon can step it.
-    pub(crate) is_matrix: bool,
-    pub(crate) state: State,
+    pub(super) is_matrix: bool,
+    pub(super) state: State,
     /// Whether another rank keeps the state and steps the parameter.
-    pub(crate) elsewhere: bool,
+    pub(super) elsewhere: bool,
 }
 
 impl Slot {
     /// All names of the parameter.
-    pub(crate) fn names(&self) -> impl Iterator<Item = &String> {
+    pub(super) fn names(&self) -> impl Iterator<Item = &String> {
         std::iter::once(&self.name).chain(&self.aliases)
     }
 }
 
+/// Assigns the parameters whose names match one of the patterns to a group.
+#[derive(Debug)]
+pub(super) struct GroupRule {
+    pub(super) patterns: Vec<String>,
+    pub(super) group: usize,
+}
+
+impl GroupRule {
+    /// Whether one of the names of a parameter matches.
+    pub(super) fn matches(&self, slot: &Slot) -> bool {
+        slot.names().any(|name| matches_any(&self.patterns, name))
+    }
+}
+
 impl Optimizer {
-    pub(crate) fn new(
+    fn new(
         algorithm: Algorithm,
         parameters: impl IntoParameters,
         lr: f64,
@@ -257,6 +273,37 @@ impl Optimizer {
         }
     }
 
+    /// Clips the gradients of all parameters to a common 2-norm, like
+    /// [`clip_grad_norm`](crate::gradients::clip_grad_norm). With a scaler, unscale them first, or use
+    /// [`GradScaler::step_clip_norm`](crate::GradScaler::step_clip_norm).
+    ///
+    /// # Errors
+    ///
+    /// The same as [`clip_grad_norm`](crate::gradients::clip_grad_norm).
+    pub fn clip_grad_norm(&self, max_norm: f64) -> Result<Tensor> {
+        clip_grad_norm(&self.parameters(), max_norm)
+    }
+
+    /// Clips the gradients of all parameters to a common 2-norm, but fails if the norm is infinite or NaN, like
+    /// [`clip_grad_norm_error_if_nonfinite`](crate::gradients::clip_grad_norm_error_if_nonfinite). Synchronizes.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`clip_grad_norm_error_if_nonfinite`](crate::gradients::clip_grad_norm_error_if_nonfinite).
+    pub fn clip_grad_norm_error_if_nonfinite(&self, max_norm: f64) -> Result<Tensor> {
+        clip_grad_norm_error_if_nonfinite(&self.parameters(), max_norm)
+    }
+
+    /// Clamps every element of the gradients of all parameters, like
+    /// [`clip_grad_value`](crate::gradients::clip_grad_value).
+    ///
+    /// # Errors
+    ///
+    /// The same as [`clip_grad_value`](crate::gradients::clip_grad_value).
+    pub fn clip_grad_value(&self, max: f64) -> Result<()> {
+        clip_grad_value(&self.parameters(), max)
+    }
+
     /// Updates the parameters from their gradients, which stay unchanged. Parameters without a gradient and frozen ones
     /// are left out. The counterpart of `step`. With a scaler, call [`GradScaler::step`](crate::GradScaler::step)
     /// instead.
@@ -354,3 +401,75 @@ impl AmpOptimizer for Optimizer {
         self.slots.get(index).map(|slot| slot.name.clone())
     }
 }
+
+/// Builds an optimizer with options beyond those of its [`Algorithm`]: the mode of its master weights.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[must_use = "an optimizer is made by `build`"]
+pub struct OptimizerBuilder {
+    algorithm: Algorithm,
+    masters: MasterWeights,
+}
+
+impl OptimizerBuilder {
+    /// Makes the optimizer update half-precision parameters in f32, in the given mode.
+    pub fn master_weights(self, masters: MasterWeights) -> Self {
+        Self { masters, ..self }
+    }
+
+    /// Makes the optimizer, like [`AdamW::build`].
+    ///
+    /// # Errors
+    ///
+    /// The same as [`AdamW::build`].
+    pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
+        Optimizer::new(self.algorithm, parameters, lr, self.masters)
+    }
+}
+
+impl Algorithm {
+    /// Makes an optimizer without master weights, like [`AdamW::build`].
+    ///
+    /// # Errors
+    ///
+    /// The same as [`AdamW::build`].
+    pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
+        self.master_weights(MasterWeights::None).build(parameters, lr)
+    }
+
+    /// Makes the optimizer update half-precision parameters in f32, in the given mode.
+    pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
+        OptimizerBuilder { algorithm: self, masters }
+    }
+}
+
+macro_rules! build {
+    ($($config:ident)*) => {$(
+        impl $config {
+            /// Makes an optimizer with the learning rate `lr` for the trainable variables of a `VarStore`, or for a
+            /// list of tensors with or without names, in any of the forms of [`IntoParameters`].
+            ///
+            /// Tensors of a list that do not require a gradient are kept but not updated, like frozen parameters.
+            ///
+            /// The variables of a `VarStore` belong to the groups that their paths were given
+            /// ([`set_group`](tch::nn::Path::set_group)). Variables that are added to it later are taken up as well.
+            ///
+            /// # Errors
+            ///
+            /// [`Error::InvalidArgument`] for an option or a learning rate outside its range;
+            /// [`OptimizerError::SharedMemory`] for two tensors that share memory; [`OptimizerError::Parameter`] for a
+            /// tensor that is not a floating-point tensor, is not a leaf or is listed twice;
+            /// [`OptimizerError::NoParameters`] for an empty list.
+            pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
+                Algorithm::from(self).build(parameters, lr)
+            }
+
+            /// Sets how the optimizer updates half-precision parameters. Set the options of the algorithm before: the
+            /// builder that is returned does not have them.
+            pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
+                Algorithm::from(self).master_weights(masters)
+            }
+        }
+    )*};
+}
+
+build!(AdamW Adam Sgd Adagrad RmsProp Lion Muon);

@@ -272,7 +272,7 @@ mod tests {
             (wild.sin() * 43_758.545).sin().reshape(size).to_kind(kind)
         };
         let leaves = [random(&[70]), random(&[3, 5])].map(|t| t.set_requires_grad(true));
-        let mut opt = Optimizer::new(algorithm, &leaves, 0.01, masters).unwrap();
+        let mut opt = algorithm.master_weights(masters).build(&leaves, 0.01).unwrap();
         ffi::testing_as_other_device(other);
         for step in 0..3 {
             opt.zero_grad().unwrap();

@@ -1,14 +1,15 @@
 //! Saving and loading the state of an optimizer.
 
-mod fields;
 mod load;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::Serialize;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 use tch::Tensor;
 
 use crate::error::Result;
+use crate::optim::algorithm::OptionFields;
 use crate::optim::masters::MASTER;
 use crate::optim::shards::Shards;
 use crate::optim::state::{STEP, State, keys};
@@ -56,6 +57,21 @@ impl ParamGroupState {
     /// Makes the saved form of a group.
     pub fn new(options: ParamGroup, params: Vec<String>) -> Self {
         Self { options, params }
+    }
+}
+
+impl<'de> Deserialize<'de> for ParamGroupState {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let mut fields = OptionFields::deserialize(deserializer)?;
+        // Taken out first: there may be far more parameters than options, which are copied.
+        let params = fields.remove("params").ok_or_else(|| D::Error::missing_field("params"))?;
+        let state = || {
+            Ok(Self {
+                options: ParamGroup::read(&fields)?,
+                params: serde_json::from_value(params)?,
+            })
+        };
+        state().map_err(|error: serde_json::Error| D::Error::custom(error))
     }
 }
 
