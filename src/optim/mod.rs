@@ -23,10 +23,17 @@ mod algorithm;
 mod config;
 mod first_step;
 mod groups;
+mod master_weights;
 mod masters;
 mod muon;
 mod optimizer;
 pub(crate) mod parameters;
+mod saved;
+#[cfg_attr(
+    not(feature = "distributed"),
+    expect(dead_code, reason = "there are no ranks without the feature")
+)]
+mod sharded;
 #[cfg_attr(
     not(feature = "distributed"),
     expect(dead_code, reason = "there are no ranks without the feature")
@@ -41,14 +48,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 pub use algorithm::{Algorithm, ParamGroup};
 pub use config::{Adagrad, Adam, AdamW, Lion, RmsProp, Sgd};
-pub use masters::MasterWeights;
+pub use master_weights::MasterWeights;
 pub use muon::{AdjustLr, Muon};
 pub use optimizer::{Optimizer, OptimizerBuilder};
 pub use parameters::IntoParameters;
+pub(crate) use saved::Saved;
+pub use saved::{OptimizerState, ParamGroupState};
 #[cfg(feature = "distributed")]
 pub(crate) use shards::Ranks;
-pub(crate) use state_dict::{Loaded, Saved};
-pub use state_dict::{OptimizerState, ParamGroupState};
+pub(crate) use state_dict::CheckedState;
 pub use step::Step;
 
 use crate::autocast::forgetting_casts;

@@ -32,10 +32,31 @@ impl State {
         let Self { master, loaded, .. } = std::mem::take(self);
         *self = Self { master, loaded, ..Self::default() };
     }
+
+    /// The master weight as f32, or as f64 beside a parameter that is f64 by now.
+    pub(crate) fn master_numbers(
+        &self,
+        master: Master,
+        parameter: &Tensor,
+    ) -> Result<Option<Tensor>> {
+        let Some(kept) = &self.master else { return Ok(None) };
+        Ok(Some(match (master, &self.loaded) {
+            (Master::Remainder, Some(loaded)) => loaded.shallow_clone(),
+            (Master::Remainder, None) if kept.kind() == Kind::Int16 => {
+                ffi::master_join(parameter, kept)?
+            }
+            (Master::Float, _) if kept.kind() == Kind::Float => kept.shallow_clone(),
+            // The parameter has another dtype than when the master was made.
+            _ => ffi::master_numbers(kept, parameter)?,
+        }))
+    }
 }
 
 /// PyTorch's key for the number of steps.
 pub(crate) const STEP: &str = "step";
+
+/// The key of a master weight in a state, as in TransformerEngine. It is f32 in every mode.
+pub(crate) const MASTER: &str = "master_param";
 
 /// From here on, f32 does not have every number of steps.
 pub(crate) const MANY_STEPS: u64 = 1 << f32::MANTISSA_DIGITS;

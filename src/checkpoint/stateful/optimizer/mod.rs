@@ -10,7 +10,9 @@ use crate::checkpoint::restore::{Options, Restored};
 use crate::checkpoint::stateful::save::entry;
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, OptimizerError, Result};
-use crate::optim::{Adam, AdamW, Algorithm, Loaded, Optimizer, OptimizerState, ParamGroupState};
+use crate::optim::{
+    Adam, AdamW, Algorithm, CheckedState, Optimizer, OptimizerState, ParamGroupState,
+};
 
 /// Saves and restores the state of every parameter, and the groups with their options.
 impl Stateful for Optimizer {
@@ -58,7 +60,7 @@ fn prepare(
     optimizer: &mut Optimizer,
     options: &Options,
     restored: &mut Restored,
-) -> Result<Loaded> {
+) -> Result<CheckedState> {
     optimizer.take_added()?;
     let OptimizerPart { state, param_groups, params_are_numbers, adam_or_adamw, by_muon: _ } = part;
     let Options { strict, names: renames, .. } = options;
@@ -85,7 +87,7 @@ fn prepare(
     let mut state: BTreeMap<_, BTreeMap<_, _>> = state
         .iter()
         .map(|(name, entries)| {
-            let entries = entries.iter().map(|(key, entry)| (key.clone(), entry));
+            let entries = entries.iter().map(|(key, entry)| (key.clone(), &**entry));
             (renamed(name), entries.collect())
         })
         .collect();

@@ -1,104 +1,123 @@
-//! Loading the state of an optimizer.
+//! Saving and loading the state of an optimizer.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::ops::Deref;
 
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Number, OptimizerError, Result, shown};
-use crate::ffi::{self, Master, OutsideRegions};
+use crate::ffi::Master;
 use crate::optim::first_step::FirstStep;
-use crate::optim::masters::MASTER;
+use crate::optim::saved::Saved;
+use crate::optim::shards::Shards;
 use crate::optim::state::{
-    KEPT, STEP, State, Wanted, complete, counts_steps, keys, required, uses_steps,
+    KEPT, MASTER, STEP, State, Wanted, complete, counts_steps, keys, required, uses_steps,
 };
 use crate::optim::{
     Algorithm, MasterWeights, Optimizer, OptimizerState, ParamGroup, ParamGroupState,
 };
 
-/// The tensors of each parameter.
-pub(crate) type SavedState<T> = BTreeMap<String, BTreeMap<String, T>>;
-
-/// A tensor of a saved state, in memory or in a file.
-pub(crate) trait Saved {
-    fn shape(&self) -> Vec<i64>;
-
-    fn is_complex(&self) -> bool;
-
-    /// Returns the only element.
-    fn item(&self) -> Result<f64>;
-
-    /// Overwrites a tensor that has as many elements.
-    fn copy_to(&self, to: &mut Tensor) -> Result<()>;
-}
-
-impl<T: Saved> Saved for Box<T> {
-    fn shape(&self) -> Vec<i64> {
-        (**self).shape()
-    }
-
-    fn is_complex(&self) -> bool {
-        (**self).is_complex()
-    }
-
-    fn item(&self) -> Result<f64> {
-        (**self).item()
-    }
-
-    fn copy_to(&self, to: &mut Tensor) -> Result<()> {
-        (**self).copy_to(to)
-    }
-}
-
-impl<T: Saved> Saved for &T {
-    fn shape(&self) -> Vec<i64> {
-        (**self).shape()
-    }
-
-    fn is_complex(&self) -> bool {
-        (**self).is_complex()
-    }
-
-    fn item(&self) -> Result<f64> {
-        (**self).item()
-    }
-
-    fn copy_to(&self, to: &mut Tensor) -> Result<()> {
-        (**self).copy_to(to)
-    }
-}
-
-impl Saved for Tensor {
-    fn shape(&self) -> Vec<i64> {
-        // A tensor without a shape gets one that no parameter has.
-        ffi::sizes(self).unwrap_or_else(|_| vec![-1])
-    }
-
-    fn is_complex(&self) -> bool {
-        Tensor::is_complex(self)
-    }
-
-    fn item(&self) -> Result<f64> {
-        let _own = OutsideRegions::enter();
-        Ok(self.f_reshape([1i64])?.f_double_value(&[0])?)
-    }
-
-    fn copy_to(&self, to: &mut Tensor) -> Result<()> {
-        let _own = OutsideRegions::enter();
-        let from = self.f_detach()?.f_reshape(to.size())?;
-        tch::no_grad(|| to.f_copy_(&from))?;
-        Ok(())
-    }
-}
-
 /// A checked state that is ready to be loaded into an optimizer.
 #[derive(Debug)]
-pub(crate) struct Loaded {
+pub(crate) struct CheckedState {
     groups: Vec<ParamGroup>,
     /// The group and the state of each parameter.
     slots: Vec<(usize, State)>,
 }
 
 impl Optimizer {
+    /// The names of the parameters in each group, in order. For Muon, those that it steps come first.
+    pub(crate) fn state_names(&self) -> Vec<Vec<String>> {
+        let mut names = vec![Vec::new(); self.groups.len()];
+        for by_adamw in [false, true] {
+            for slot in &self.slots {
+                let algorithm = &self.groups[slot.group].algorithm;
+                if algorithm.leaves_to_adamw(slot.is_matrix) == by_adamw {
+                    names[slot.group].push(slot.name.clone());
+                }
+            }
+        }
+        names
+    }
+
+    /// The names of the parameters that Muon steps.
+    pub(crate) fn stepped_by_muon(&self) -> BTreeSet<String> {
+        let all = self.slots.iter().enumerate();
+        let by_muon = all.filter(|(index, _)| matches!(self.algorithm(*index), Algorithm::Muon(_)));
+        by_muon.map(|(_, slot)| slot.name.clone()).collect()
+    }
+
+    /// Returns the state. The counterpart of `state_dict`.
+    ///
+    /// The tensors are the optimizer's own, not copies: later steps change them, as in PyTorch. Save or copy them
+    /// before the next step.
+    ///
+    /// Tensors that are no longer used, such as `max_exp_avg_sq` after `amsgrad` was switched off, are included.
+    /// Synchronizes only for an SGD with momentum whose first step on a GPU may have been skipped.
+    ///
+    /// If the state is divided among ranks, all of them call this. Rank 0 gets the complete state, which is the same
+    /// whatever the number of ranks, and the others get the tensors that they keep themselves.
+    ///
+    /// # Errors
+    ///
+    /// [`OptimizerError::Parameter`](crate::optim::OptimizerError::Parameter) for a variable that was added to the `VarStore`
+    /// and cannot be taken up; [`Error::Torch`](crate::Error::Torch) if libtorch fails.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, nn};
+    /// use tch_amp::optim::Sgd;
+    ///
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let w = vs.root().var("w", &[1], nn::Init::Const(4.0));
+    /// let mut opt = Sgd::default().momentum(0.9).build(&vs, 0.25)?;
+    /// opt.backward_step(&(&w * 3.0).sum(None))?;
+    /// let state = opt.state_dict()?;
+    /// assert_eq!(state.state["w"]["momentum_buffer"].double_value(&[0]), 3.0);
+    /// assert_eq!(state.param_groups[0].options.lr, 0.25);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn state_dict(&mut self) -> Result<OptimizerState> {
+        let state = self.state_here();
+        match self.shards.as_deref().map(Shards::ranks) {
+            Some(ranks) => ranks.gather_state(state),
+            None => state,
+        }
+    }
+
+    /// Returns the state, without the tensors that other ranks keep.
+    fn state_here(&mut self) -> Result<OptimizerState> {
+        self.take_added()?;
+        self.renew_known_masters()?;
+        self.settle_loaded_masters()?;
+        if let Algorithm::Adagrad(_) = self.groups[0].algorithm {
+            // PyTorch makes the sums with the optimizer, and requires them for every parameter.
+            let here = (0..self.slots.len()).filter(|&index| !self.slots[index].elsewhere);
+            self.complete(&here.collect::<Vec<_>>())?;
+        }
+        let groups = self.groups.iter().map(|&options| ParamGroupState { options, params: vec![] });
+        let mut param_groups: Vec<_> = groups.collect();
+        let mut state = BTreeMap::new();
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            param_groups[slot.group].params.push(slot.name.clone());
+            let algorithm = self.groups[slot.group].algorithm.of(slot.is_matrix);
+            // A momentum buffer that is not in use yet is not saved.
+            let unused =
+                matches!(algorithm, Algorithm::Sgd(_)) && slot.state.first_step.is_ahead()?;
+            let parameter = &self.parameters[index];
+            let master = self.masters.of(parameter, index);
+            let mut entries = entries(&slot.state, &algorithm, unused);
+            if let Some(numbers) = slot.state.master_numbers(master, parameter)? {
+                entries.insert(MASTER.to_owned(), numbers);
+            }
+            if !entries.is_empty() {
+                state.insert(slot.name.clone(), entries);
+            }
+        }
+        Ok(OptimizerState { state, param_groups })
+    }
+
     /// Loads a state: copies its tensors, converted to the dtypes and devices of the parameters, and takes over its
     /// groups and their options. The counterpart of `load_state_dict`, except that parameters are matched by name, a tied
     /// weight by any of its names.
@@ -136,18 +155,21 @@ impl Optimizer {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn load_state_dict(&mut self, loaded: &OptimizerState) -> Result<()> {
-        let loaded = self.prepare_load(&loaded.state, &loaded.param_groups)?;
+        let state = loaded.state.iter().map(|(name, tensors)| {
+            (name.clone(), tensors.iter().map(|(key, tensor)| (key.clone(), tensor)).collect())
+        });
+        let loaded = self.prepare_load(&state.collect(), &loaded.param_groups)?;
         self.finish_load(loaded);
         Ok(())
     }
 
     /// Checks a state and copies it. The optimizer does not change, except that it takes up variables that were added
     /// to its `VarStore`.
-    pub(crate) fn prepare_load<T: Saved>(
+    pub(crate) fn prepare_load<T: Deref<Target: Saved>>(
         &mut self,
-        state: &SavedState<T>,
+        state: &BTreeMap<String, BTreeMap<String, T>>,
         param_groups: &[ParamGroupState],
-    ) -> Result<Loaded> {
+    ) -> Result<CheckedState> {
         self.take_added()?;
         let listed = self.listed_names()?;
         let listed = |name: &'_ String| listed.get(name).unwrap_or(name).clone();
@@ -185,12 +207,12 @@ impl Optimizer {
             });
         }
         let states = copies(&slots, &self.parameters, self.masters)?;
-        Ok(Loaded { groups, slots: places.into_iter().zip(states).collect() })
+        Ok(CheckedState { groups, slots: places.into_iter().zip(states).collect() })
     }
 
     /// Takes over a state that was prepared from this optimizer, which has not changed since.
-    pub(crate) fn finish_load(&mut self, loaded: Loaded) {
-        let Loaded { groups, slots } = loaded;
+    pub(crate) fn finish_load(&mut self, loaded: CheckedState) {
+        let CheckedState { groups, slots } = loaded;
         self.rules.retain(|rule| rule.group < groups.len());
         self.groups = groups;
         for (index, (slot, (group, state))) in self.slots.iter_mut().zip(slots).enumerate() {
@@ -228,6 +250,14 @@ impl Optimizer {
     }
 }
 
+fn entries(state: &State, algorithm: &Algorithm, unused: bool) -> BTreeMap<String, Tensor> {
+    let step = state.step.iter().map(|step| (STEP, step));
+    let tensors = keys(algorithm).iter().copied().zip(&state.tensors);
+    let tensors = tensors.filter_map(|(key, tensor)| Some((key, tensor.as_ref()?)));
+    let tensors = step.chain(tensors.filter(|_| !unused));
+    tensors.map(|(key, tensor)| (key.to_owned(), tensor.shallow_clone())).collect()
+}
+
 /// The group of each parameter, by the name under which it is listed.
 fn members(
     param_groups: &[ParamGroupState],
@@ -256,7 +286,7 @@ fn members(
 
 /// The tensors of one parameter.
 #[derive(Debug)]
-struct Entries<'a, T> {
+struct CheckedTensors<'a, T> {
     step: Option<&'a T>,
     most_steps: u64,
     /// In the order of [`keys`].
@@ -265,7 +295,7 @@ struct Entries<'a, T> {
     master: Option<&'a T>,
 }
 
-impl<T> Entries<'_, T> {
+impl<T> CheckedTensors<'_, T> {
     /// What a rank loads whose parameter another one steps: the master that becomes the parameter on all ranks.
     fn elsewhere(self, is_half: bool) -> Option<Self> {
         let Self { master, .. } = self;
@@ -282,13 +312,13 @@ const MOST_STEPS: f64 = (1u64 << 62) as f64;
 /// Finds the tensors that the algorithm keeps and checks their shapes. Unknown tensors are refused. Those that the
 /// algorithm uses with any options are required once a state was begun; others are made by the first step that needs
 /// them.
-fn check<'a, T: Saved>(
+fn check<'a, T: Deref<Target: Saved>>(
     entries: &'a BTreeMap<String, T>,
     algorithm: &Algorithm,
     parameter: &Tensor,
     master: Master,
     refuse: &dyn Fn(String) -> Error,
-) -> Result<Entries<'a, T>> {
+) -> Result<CheckedTensors<'a, T::Target>> {
     let keys = keys(algorithm);
     let known = |key: &str| keys.contains(&key) || [STEP, MASTER].contains(&key);
     if let Some(key) = entries.keys().find(|key| !known(key)) {
@@ -303,7 +333,7 @@ fn check<'a, T: Saved>(
     check_missing(entries, algorithm, refuse)?;
     let shape = parameter.size();
     let of_shape = |key: &str| {
-        let Some(tensor) = entries.get(key) else { return Ok(None) };
+        let Some(tensor) = entries.get(key).map(Deref::deref) else { return Ok(None) };
         let found = tensor.shape();
         if found != shape {
             return Err(refuse(format!("{key} has the shape {found:?}, but must have {shape:?}")));
@@ -317,11 +347,11 @@ fn check<'a, T: Saved>(
     for (place, key) in tensors.iter_mut().zip(keys) {
         *place = of_shape(key)?;
     }
-    let step = entries.get(STEP);
+    let step = entries.get(STEP).map(Deref::deref);
     let steps = step.map(|step| count(step, refuse)).transpose()?;
     let step = step.filter(|_| counts_steps(algorithm, master));
     let most_steps = steps.map_or(0, |steps| steps.ceil() as u64);
-    Ok(Entries { step, most_steps, tensors, master: of_shape(MASTER)? })
+    Ok(CheckedTensors { step, most_steps, tensors, master: of_shape(MASTER)? })
 }
 
 /// Refuses a state that was begun and lacks what the algorithm always keeps. One that has only a master was not.
@@ -359,7 +389,7 @@ fn count<T: Saved>(step: &T, refuse: &dyn Fn(String) -> Error) -> Result<f64> {
 
 /// Copies the tensors, in the dtypes and to the devices of the parameters.
 fn copies<T: Saved>(
-    slots: &[Option<Entries<'_, T>>],
+    slots: &[Option<CheckedTensors<'_, T>>],
     parameters: &[Tensor],
     masters: MasterWeights,
 ) -> Result<Vec<State>> {
@@ -391,7 +421,7 @@ fn copies<T: Saved>(
 /// Copies the tensors of one parameter into a state that has places for them.
 fn copy<T: Saved>(
     state: &mut State,
-    entries: &Entries<'_, T>,
+    entries: &CheckedTensors<'_, T>,
     parameter: &Tensor,
     master: Master,
 ) -> Result<()> {
