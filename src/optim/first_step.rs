@@ -16,12 +16,12 @@ pub(crate) enum FirstStep {
     #[default]
     Ahead,
     /// It was taken unless all steps since were skipped.
-    Unless(Shared),
+    Unless(SharedAnswer),
     Taken,
 }
 
 /// Shared by many parameters.
-type Shared = Arc<Mutex<Skipped>>;
+type SharedAnswer = Arc<Mutex<Skipped>>;
 
 /// Whether all of some steps were skipped. Only a device has the answer until it has arrived on the host.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ pub(crate) enum Skipped {
 }
 
 impl Skipped {
-    fn new(flag: Tensor) -> Result<Shared> {
+    fn new(flag: Tensor) -> Result<SharedAnswer> {
         // On the CPU the flag can be read at once.
         let arrives = flag.device() != Device::Cpu;
         let arrival = arrives.then(|| Arrival::new(&flag)).transpose()?;
@@ -61,7 +61,7 @@ impl Skipped {
     }
 }
 
-fn lock(skipped: &Shared) -> MutexGuard<'_, Skipped> {
+fn lock(skipped: &SharedAnswer) -> MutexGuard<'_, Skipped> {
     skipped.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -80,7 +80,7 @@ impl FirstStep {
 pub(crate) struct Launch<'a> {
     found_inf: Option<&'a Tensor>,
     /// For the unknown steps before this one, a flag whether these and this one are all skipped.
-    flags: Vec<(Option<Shared>, Shared)>,
+    flags: Vec<(Option<SharedAnswer>, SharedAnswer)>,
 }
 
 impl<'a> Launch<'a> {
@@ -120,8 +120,8 @@ impl<'a> Launch<'a> {
         *first_step = flag.map_or(FirstStep::Taken, FirstStep::Unless);
     }
 
-    fn flag(&self, before: Option<&Shared>) -> Option<Shared> {
-        let same = |(known, _): &&(Option<Shared>, Shared)| match (known, before) {
+    fn flag(&self, before: Option<&SharedAnswer>) -> Option<SharedAnswer> {
+        let same = |(known, _): &&(Option<SharedAnswer>, SharedAnswer)| match (known, before) {
             (None, None) => true,
             (Some(known), Some(before)) => Arc::ptr_eq(known, before),
             _ => false,
@@ -131,7 +131,7 @@ impl<'a> Launch<'a> {
 }
 
 /// The unknown steps before: `None` if one was taken, and `Some(None)` if all were skipped.
-fn unknown(first_step: &FirstStep) -> Option<Option<Shared>> {
+fn unknown(first_step: &FirstStep) -> Option<Option<SharedAnswer>> {
     match first_step {
         FirstStep::Taken => None,
         FirstStep::Ahead => Some(None),

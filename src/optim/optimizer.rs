@@ -9,9 +9,9 @@ use crate::error::GradientError;
 use crate::error::{Error, OptimizerError, Result};
 use crate::gradients::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
 use crate::names::matches_any;
-use crate::optim::parameters::{Named, Origin, Store};
+use crate::optim::parameters::{Given, Named, TrackedVariables};
 use crate::optim::shards::Shards;
-use crate::optim::state::State;
+use crate::optim::state::ParameterState;
 use crate::optim::{
     Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, IntoParameters, Lion, MasterWeights, Muon,
     ParamGroup, Parameters, RmsProp, Sgd, Step,
@@ -49,7 +49,7 @@ use crate::{autocast, ffi};
 pub struct Optimizer {
     pub(crate) groups: Vec<ParamGroup>,
     pub(super) rules: Vec<GroupRule>,
-    store: Option<Store>,
+    store: Option<TrackedVariables>,
     pub(super) parameters: Vec<Tensor>,
     /// One for each parameter.
     pub(super) slots: Vec<Slot>,
@@ -76,7 +76,7 @@ pub(super) struct Slot {
     pub(super) group: usize,
     /// Whether Muon can step it.
     pub(super) is_matrix: bool,
-    pub(super) state: State,
+    pub(super) state: ParameterState,
     /// Whether another rank keeps the state and steps the parameter.
     pub(super) elsewhere: bool,
 }
@@ -123,7 +123,7 @@ impl Optimizer {
             shards: None,
         };
         match parameters.into_parameters().0 {
-            Origin::Store(store) => {
+            Given::VarStore(store) => {
                 optimizer.store = Some(store);
                 optimizer.take_added()?;
             }
@@ -223,7 +223,7 @@ impl Optimizer {
         }
         self.known = known;
         for (name, aliases, tensor, group) in added {
-            let (is_matrix, state) = (tensor.dim() == 2, State::default());
+            let (is_matrix, state) = (tensor.dim() == 2, ParameterState::default());
             let mut slot = Slot { name, aliases, group, is_matrix, state, elsewhere: false };
             let ruled = self.rules.iter().rev().find(|rule| rule.matches(&slot));
             slot.group = ruled.map_or(group, |rule| rule.group);

@@ -32,49 +32,51 @@ use crate::variables::{Names, Variable, each_once};
 /// ```
 pub trait IntoParameters: sealed::Sealed {
     #[doc(hidden)]
-    fn into_parameters(self) -> Source;
+    fn into_parameters(self) -> GivenParameters;
 }
 
 impl IntoParameters for &VarStore {
-    fn into_parameters(self) -> Source {
-        Source(Origin::Store(Store::new(self)))
+    fn into_parameters(self) -> GivenParameters {
+        GivenParameters(Given::VarStore(TrackedVariables::new(self)))
     }
 }
 
 impl IntoParameters for Vec<Tensor> {
-    fn into_parameters(self) -> Source {
-        Source(Origin::List(self.into_iter().map(|tensor| (None, tensor)).collect()))
+    fn into_parameters(self) -> GivenParameters {
+        GivenParameters(Given::List(self.into_iter().map(|tensor| (None, tensor)).collect()))
     }
 }
 
 impl IntoParameters for &[Tensor] {
-    fn into_parameters(self) -> Source {
+    fn into_parameters(self) -> GivenParameters {
         self.iter().map(Tensor::shallow_clone).collect::<Vec<_>>().into_parameters()
     }
 }
 
 impl<const N: usize> IntoParameters for &[Tensor; N] {
-    fn into_parameters(self) -> Source {
+    fn into_parameters(self) -> GivenParameters {
         self.as_slice().into_parameters()
     }
 }
 
 impl IntoParameters for &Vec<Tensor> {
-    fn into_parameters(self) -> Source {
+    fn into_parameters(self) -> GivenParameters {
         self.as_slice().into_parameters()
     }
 }
 
 /// The parameters are in the order of their names.
 impl IntoParameters for HashMap<String, Tensor> {
-    fn into_parameters(self) -> Source {
-        Source(Origin::Map(self))
+    fn into_parameters(self) -> GivenParameters {
+        GivenParameters(Given::Map(self))
     }
 }
 
 impl<N: Into<String>> IntoParameters for Vec<(N, Tensor)> {
-    fn into_parameters(self) -> Source {
-        Source(Origin::List(self.into_iter().map(|(name, t)| (Some(name.into()), t)).collect()))
+    fn into_parameters(self) -> GivenParameters {
+        GivenParameters(Given::List(
+            self.into_iter().map(|(name, t)| (Some(name.into()), t)).collect(),
+        ))
     }
 }
 
@@ -93,20 +95,20 @@ mod sealed {
 
 /// The source of an optimizer's parameters.
 #[derive(Debug)]
-pub struct Source(pub(crate) Origin);
+pub struct GivenParameters(pub(crate) Given);
 
 #[derive(Debug)]
-pub(crate) enum Origin {
-    Store(Store),
+pub(crate) enum Given {
+    VarStore(TrackedVariables),
     Map(HashMap<String, Tensor>),
     List(Vec<(Option<String>, Tensor)>),
 }
 
-impl Origin {
+impl Given {
     /// The parameters, those of a list or map in this group.
     pub(crate) fn parameters(self, group: usize) -> Result<Vec<Named>> {
         match self {
-            Self::Store(store) => Ok(store.added(&HashSet::new())?.0),
+            Self::VarStore(variables) => Ok(variables.added(&HashSet::new())?.0),
             Self::Map(map) => {
                 let named =
                     |Variable { names, tensor }| Named { names: Some(names), tensor, group };
@@ -136,12 +138,12 @@ pub(crate) struct Named {
 
 /// The variables of a `VarStore`, and the number of those that were taken.
 #[derive(Debug)]
-pub(crate) struct Store {
+pub(crate) struct TrackedVariables {
     variables: Arc<Mutex<Variables>>,
     taken: usize,
 }
 
-impl Store {
+impl TrackedVariables {
     pub(crate) fn new(vs: &VarStore) -> Self {
         Self { variables: vs.variables_.clone(), taken: 0 }
     }

@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 use crate::error::{Error, Result};
 use crate::ffi;
 use crate::optim::shards::{Ranks, Shards};
-use crate::optim::state::{State, used};
+use crate::optim::state::{ParameterState, used};
 use crate::optim::{MasterWeights, Optimizer, Step};
 
 impl Optimizer {
@@ -80,7 +80,7 @@ impl Optimizer {
         for (slot, owner) in self.slots.iter_mut().zip(shards.owners()).skip(first) {
             slot.elsewhere = *owner != here;
             if slot.elsewhere {
-                slot.state = State::default();
+                slot.state = ParameterState::default();
             }
         }
         self.shards = Some(shards);

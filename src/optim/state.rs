@@ -12,7 +12,7 @@ use crate::optim::{Adagrad, Adam, AdamW, Algorithm, RmsProp};
 
 /// The state of one parameter; empty until its first gradient.
 #[derive(Debug, Default)]
-pub(crate) struct State {
+pub(crate) struct ParameterState {
     pub(crate) step: Option<Tensor>,
     /// At least as many as `step` says, which only a device may know.
     pub(crate) most_steps: u64,
@@ -26,7 +26,7 @@ pub(crate) struct State {
     pub(crate) first_step: FirstStep,
 }
 
-impl State {
+impl ParameterState {
     /// Makes the next step the first one. The master weight stays.
     pub(crate) fn restart(&mut self) {
         let Self { master, loaded, .. } = std::mem::take(self);
@@ -111,7 +111,7 @@ pub(crate) fn counts_steps(algorithm: &Algorithm, master: Master) -> bool {
 }
 
 /// Whether the state has everything that a step of the parameter needs.
-pub(crate) fn is_complete(state: &State, algorithm: &Algorithm, master: Master) -> bool {
+pub(crate) fn is_complete(state: &ParameterState, algorithm: &Algorithm, master: Master) -> bool {
     let mut tensors = state.tensors.iter().zip(used(algorithm));
     tensors.all(|(tensor, used)| tensor.is_some() || !used)
         && (state.step.is_some() || !counts_steps(algorithm, master))
@@ -123,7 +123,7 @@ pub(crate) fn is_complete(state: &State, algorithm: &Algorithm, master: Master) 
 
 /// A state to complete, and the tensors that it has to have.
 pub(crate) struct Wanted<'a> {
-    pub(crate) state: &'a mut State,
+    pub(crate) state: &'a mut ParameterState,
     pub(crate) parameter: &'a Tensor,
     /// The dtype of the tensors; `None` for the parameter's.
     pub(crate) kind: Option<Kind>,
@@ -137,7 +137,7 @@ pub(crate) struct Wanted<'a> {
 impl<'a> Wanted<'a> {
     /// What a step needs.
     pub(crate) fn by_step(
-        state: &'a mut State,
+        state: &'a mut ParameterState,
         algorithm: &Algorithm,
         parameter: &'a Tensor,
         master: Master,
@@ -155,7 +155,7 @@ impl<'a> Wanted<'a> {
 }
 
 /// A tensor to be made in the shape of a parameter.
-struct Missing<'a> {
+struct MissingTensor<'a> {
     place: &'a mut Option<Tensor>,
     /// `None` for the parameter's dtype.
     kind: Option<Kind>,
@@ -176,7 +176,7 @@ pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Resu
         }
         for (place, wanted) in state.tensors.iter_mut().zip(tensors) {
             if wanted && place.is_none() {
-                missing.push(Missing { place, kind, value, parameter });
+                missing.push(MissingTensor { place, kind, value, parameter });
             }
         }
         if let (None, Some(kind)) = (&state.master, master.kind()) {
@@ -185,7 +185,7 @@ pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Resu
                 copies.push((place, parameter));
             } else {
                 // With a remainder of zeros, the master equals the parameter.
-                missing.push(Missing { place, kind: Some(kind), value: 0.0, parameter });
+                missing.push(MissingTensor { place, kind: Some(kind), value: 0.0, parameter });
             }
         }
     }
@@ -216,9 +216,9 @@ fn zeros(mut places: Vec<(&mut Option<Tensor>, Device)>) -> Result<Vec<Made<'_>>
 }
 
 /// Makes tensors that are filled with a value, with one call for each kind.
-fn filled(mut missing: Vec<Missing<'_>>) -> Result<Vec<Made<'_>>> {
+fn filled(mut missing: Vec<MissingTensor<'_>>) -> Result<Vec<Made<'_>>> {
     let mut made = Vec::with_capacity(missing.len());
-    while let Some(&Missing { kind, value, .. }) = missing.first() {
+    while let Some(&MissingTensor { kind, value, .. }) = missing.first() {
         let (alike, others): (Vec<_>, Vec<_>) =
             missing.into_iter().partition(|other| other.kind == kind && other.value == value);
         let parameters: Vec<_> = alike.iter().map(|missing| missing.parameter).collect();

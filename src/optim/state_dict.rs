@@ -11,7 +11,7 @@ use crate::optim::first_step::FirstStep;
 use crate::optim::saved::Saved;
 use crate::optim::shards::Shards;
 use crate::optim::state::{
-    KEPT, MASTER, STEP, State, Wanted, complete, counts_steps, keys, required, uses_steps,
+    KEPT, MASTER, ParameterState, STEP, Wanted, complete, counts_steps, keys, required, uses_steps,
 };
 use crate::optim::{
     Algorithm, MasterWeights, Optimizer, OptimizerState, ParamGroup, ParamGroupState,
@@ -22,7 +22,7 @@ use crate::optim::{
 pub(crate) struct CheckedState {
     groups: Vec<ParamGroup>,
     /// The group and the state of each parameter.
-    slots: Vec<(usize, State)>,
+    slots: Vec<(usize, ParameterState)>,
 }
 
 impl Optimizer {
@@ -250,7 +250,11 @@ impl Optimizer {
     }
 }
 
-fn entries(state: &State, algorithm: &Algorithm, unused: bool) -> BTreeMap<String, Tensor> {
+fn entries(
+    state: &ParameterState,
+    algorithm: &Algorithm,
+    unused: bool,
+) -> BTreeMap<String, Tensor> {
     let step = state.step.iter().map(|step| (STEP, step));
     let tensors = keys(algorithm).iter().copied().zip(&state.tensors);
     let tensors = tensors.filter_map(|(key, tensor)| Some((key, tensor.as_ref()?)));
@@ -392,8 +396,8 @@ fn copies<T: Saved>(
     slots: &[Option<CheckedTensors<'_, T>>],
     parameters: &[Tensor],
     masters: MasterWeights,
-) -> Result<Vec<State>> {
-    let mut states: Vec<_> = slots.iter().map(|_| State::default()).collect();
+) -> Result<Vec<ParameterState>> {
+    let mut states: Vec<_> = slots.iter().map(|_| ParameterState::default()).collect();
     let loaded = states.iter_mut().zip(slots).zip(parameters).enumerate();
     complete(loaded.filter_map(|(index, ((state, entries), parameter))| {
         let entries = entries.as_ref()?;
@@ -420,7 +424,7 @@ fn copies<T: Saved>(
 
 /// Copies the tensors of one parameter into a state that has places for them.
 fn copy<T: Saved>(
-    state: &mut State,
+    state: &mut ParameterState,
     entries: &CheckedTensors<'_, T>,
     parameter: &Tensor,
     master: Master,
@@ -442,7 +446,7 @@ fn copy<T: Saved>(
 }
 
 fn load_master<T: Saved>(
-    state: &mut State,
+    state: &mut ParameterState,
     loaded: &T,
     parameter: &Tensor,
     master: Master,

@@ -11,7 +11,7 @@ use crate::distributed::group::ProcessGroup;
 use crate::error::Result;
 use crate::ffi::distributed::unwritable;
 use crate::ffi::sizes;
-use crate::optim::parameters::{Named, Store};
+use crate::optim::parameters::{Named, TrackedVariables};
 use crate::variables::{named, variables};
 
 /// What the ranks have to agree on.
@@ -19,7 +19,7 @@ use crate::variables::{named, variables};
 pub(super) struct Model {
     // Before the parameters, because it counts on their being alive.
     pub(super) averaged: Arc<Averaged>,
-    store: Store,
+    store: TrackedVariables,
     /// How many names the variables had when the ranks compared them.
     names: usize,
     /// The variables that require gradients, in the order in which they were added.
@@ -39,7 +39,7 @@ fn form(tensor: &Tensor) -> Result<(Kind, Device, Vec<i64>)> {
 
 impl Model {
     pub(super) fn new(vs: &VarStore) -> Result<Self> {
-        let mut store = Store::new(vs);
+        let mut store = TrackedVariables::new(vs);
         let (added, count) = store.added(&HashSet::new())?;
         store.taken(count);
         let names = store.named();
