@@ -8,6 +8,8 @@ use crate::autocast::forgetting_casts;
 use crate::error::{Error, OptimizerError, Result};
 use crate::ffi::OptimScale;
 use crate::gradients::parameters::Parameters;
+#[cfg(doc)]
+use crate::optim::Optimizer;
 use crate::panics;
 
 /// An optimizer that a [`GradScaler`](crate::GradScaler) can step. The counterpart of `torch.optim.Optimizer`, reduced

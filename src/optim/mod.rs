@@ -35,10 +35,6 @@ mod saved;
     expect(dead_code, reason = "there are no ranks without the feature")
 )]
 mod sharded;
-#[cfg_attr(
-    not(feature = "distributed"),
-    expect(dead_code, reason = "there are no ranks without the feature")
-)]
 mod shards;
 mod state;
 mod state_dict;

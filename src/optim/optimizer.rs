@@ -8,7 +8,6 @@ use tch::Tensor;
 use crate::error::GradientError;
 use crate::error::{Error, OptimizerError, Result};
 use crate::gradients::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
-use crate::names::matches_any;
 use crate::optim::parameters::{Given, Named, TrackedVariables};
 use crate::optim::shards::Shards;
 use crate::optim::state::ParameterState;
@@ -16,6 +15,7 @@ use crate::optim::{
     Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, IntoParameters, Lion, MasterWeights, Muon,
     ParamGroup, Parameters, RmsProp, Sgd, Step,
 };
+use crate::patterns::matches_any;
 use crate::variables::Names;
 use crate::{autocast, ffi};
 
