@@ -560,6 +560,22 @@ fn a_model_that_is_converted_in_place_goes_on_with_its_optimizers_own_state() {
     });
 }
 
+/// A bf16 parameter, its optimizer after one step, and the optimizer's state with another number of steps.
+fn stepped(
+    masters: MasterWeights,
+    device: Device,
+    steps: Tensor,
+) -> (Tensor, Optimizer, OptimizerState) {
+    let w = leaf(&[1.0], Kind::BFloat16, device);
+    let builder = AdamW::default().master_weights(masters);
+    let mut opt = builder.build(vec![w.shallow_clone()], 0.1).unwrap();
+    set_grad(&w, &[1.0]);
+    opt.step().unwrap();
+    let mut state = opt.state_dict().unwrap();
+    state.state.get_mut("0").unwrap().insert("step".to_owned(), steps);
+    (w, opt, state)
+}
+
 #[rstest]
 #[case::infinite_in_f32(1e300)]
 #[case::beyond_every_integer(1e30)]
@@ -567,13 +583,7 @@ fn a_model_that_is_converted_in_place_goes_on_with_its_optimizers_own_state() {
 fn a_number_of_steps_that_cannot_be_counted_is_refused(#[case] steps: f64) {
     for_each_device(|device| {
         for masters in MODES {
-            let w = leaf(&[1.0], Kind::BFloat16, device);
-            let builder = AdamW::default().master_weights(masters);
-            let mut opt = builder.build(vec![w.shallow_clone()], 0.1).unwrap();
-            set_grad(&w, &[1.0]);
-            opt.step().unwrap();
-            let mut state = opt.state_dict().unwrap();
-            state.state.get_mut("0").unwrap().insert("step".to_owned(), Tensor::from(steps));
+            let (_w, mut opt, state) = stepped(masters, device, Tensor::from(steps));
             let error = opt.load_state_dict(&state).unwrap_err();
             assert!(matches!(error, Error::Optimizer(OptimizerError::State { .. })), "{error}");
             let kept = to_f64(&opt.state_dict().unwrap().state["0"]["step"]);
@@ -587,13 +597,7 @@ fn a_skipped_step_does_not_change_a_large_number_of_steps() {
     for_each_device(|device| {
         for masters in MODES {
             for steps in [16_777_215f32, 16_777_216.0, 16_777_218.0, 3e9] {
-                let w = leaf(&[1.0], Kind::BFloat16, device);
-                let builder = AdamW::default().master_weights(masters);
-                let mut opt = builder.build(vec![w.shallow_clone()], 0.1).unwrap();
-                set_grad(&w, &[1.0]);
-                opt.step().unwrap();
-                let mut state = opt.state_dict().unwrap();
-                state.state.get_mut("0").unwrap().insert("step".to_owned(), Tensor::from(steps));
+                let (w, mut opt, state) = stepped(masters, device, Tensor::from(steps));
                 opt.load_state_dict(&state).unwrap();
                 let mut scaler = GradScaler::new(device).unwrap();
                 set_grad(&w, &[INF]);
