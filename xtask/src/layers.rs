@@ -11,9 +11,6 @@ use source::{Path, Source};
 
 use crate::workspace;
 
-/// Circles of files that are still open, each by its files. The check fails at an entry that is no longer needed.
-const OPEN: &[&[&str]] = &[];
-
 /// The files, by the paths of their modules from the root of the crate.
 type Files = BTreeMap<Path, Source>;
 
@@ -26,25 +23,10 @@ pub(crate) fn check() -> Result<()> {
     collect(&workspace::root().join("src"), &Path::new(), &mut files)?;
     let uses = uses(&files);
     let modules = of_modules(&uses);
-    let in_modules = circles(&modules);
-    ensure!(in_modules.is_empty(), "these modules of src/ use one another:{}", list(&in_modules));
-    check_files(circles(&uses), OPEN)?;
-    println!("{} modules and {} files, each above those that it uses", modules.len(), uses.len());
-    Ok(())
-}
-
-/// Fails at a circle that is not part of an open one, and at an open one that is gone.
-fn check_files(circles: Vec<BTreeSet<String>>, open: &[&[&str]]) -> Result<()> {
-    let is_within = |circle: &BTreeSet<String>, open: &[&str]| {
-        circle.iter().all(|file| open.contains(&file.as_str()))
-    };
-    let is_new = |circle: &BTreeSet<String>| !open.iter().any(|open| is_within(circle, open));
-    let new: Vec<_> = circles.iter().filter(|circle| is_new(circle)).cloned().collect();
-    ensure!(new.is_empty(), "these files of src/ use one another:{}", list(&new));
-    for open in open {
-        let is_needed = circles.iter().any(|circle| is_within(circle, open));
-        ensure!(is_needed, "take {} from the list OPEN: it is no circle any more", open.join(", "));
+    for (what, circles) in [("modules", circles(&modules)), ("files", circles(&uses))] {
+        ensure!(circles.is_empty(), "these {what} of src/ use one another:{}", list(&circles));
     }
+    println!("{} modules and {} files, each above those that it uses", modules.len(), uses.len());
     Ok(())
 }
 
@@ -224,15 +206,5 @@ mod tests {
             ("d", "use crate::c;\npub struct D;\nfn f() { c::g() }"),
         ]);
         assert!(files.is_empty() && modules.is_empty(), "{files:?} {modules:?}");
-    }
-
-    #[test]
-    fn only_open_circles_are_allowed_and_only_while_they_are_there() {
-        let circle = |files: &[&str]| files.iter().map(|file| (*file).to_owned()).collect();
-        let open: &[&[&str]] = &[&["a", "b", "c"]];
-        assert!(check_files(vec![circle(&["a", "b"])], open).is_ok());
-        let new = check_files(vec![circle(&["a", "b"]), circle(&["c", "d"])], open).unwrap_err();
-        assert_eq!(new.to_string(), "these files of src/ use one another:\n  c, d");
-        assert!(check_files(Vec::new(), open).unwrap_err().to_string().contains("a, b, c"));
     }
 }
