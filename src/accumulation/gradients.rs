@@ -25,7 +25,7 @@ pub struct WithGradients<'w> {
 
 /// Where a window is.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-struct Progress {
+struct WindowState {
     shares: Vec<f64>,
     taken: usize,
     /// Whether each of the micro-batches was left out; empty if the window leaves none out.
@@ -104,9 +104,9 @@ impl WithGradients<'_> {
     }
 
     /// Where the window is. Synchronizes if micro-batches may have been left out.
-    fn progress(&self) -> Result<Progress> {
+    fn progress(&self) -> Result<WindowState> {
         let Accumulation { shares, next, kept } = &*self.window;
-        Ok(Progress { shares: shares.clone(), taken: *next, dropped: kept.answers()? })
+        Ok(WindowState { shares: shares.clone(), taken: *next, dropped: kept.answers()? })
     }
 
     /// Replaces the window and the gradients. On failure both are as before.
@@ -123,8 +123,8 @@ impl WithGradients<'_> {
 
 impl Loaded {
     /// Checks what was loaded. The gradients are in the order of the parameters.
-    fn new(progress: Progress, gradients: Vec<Option<Tensor>>) -> Result<Self> {
-        let Progress { shares, taken, dropped } = progress;
+    fn new(progress: WindowState, gradients: Vec<Option<Tensor>>) -> Result<Self> {
+        let WindowState { shares, taken, dropped } = progress;
         check(&shares)?;
         let all = shares.len();
         ensure(

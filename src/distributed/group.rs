@@ -10,7 +10,7 @@ use tch::{Cuda, Device};
 use crate::builder::builder;
 use crate::distributed::deadline::{GRACE, within};
 use crate::distributed::environment::{self, MOST_RANKS, optional};
-use crate::distributed::place::Place;
+use crate::distributed::membership::Membership;
 use crate::distributed::rendezvous::job;
 use crate::distributed::store::{Store, is_loopback};
 use crate::error::{DistributedError, Error, Result};
@@ -123,13 +123,13 @@ impl GroupOptions {
     }
 
     /// The place of a rank in a new group.
-    pub(super) fn place_in(&self, store: &Store, rank: usize, size: usize) -> Place {
+    pub(super) fn place_in(&self, store: &Store, rank: usize, size: usize) -> Membership {
         let (name, prefix) = (self.name.clone(), store.prefix(self.name.as_deref(), rank));
-        Place { store: store.clone(), prefix, name, rank, size }
+        Membership { store: store.clone(), prefix, name, rank, size }
     }
 
     /// Forms the group of a place.
-    fn form(&self, place: Place) -> Result<ProcessGroup> {
+    fn form(&self, place: Membership) -> Result<ProcessGroup> {
         let prepared = self.interface_for(&place.store).and_then(|name| Ok((name, job()?)));
         let (interface, job) = prepared.map_err(|error| place.refuse(error))?;
         let (here, timeout, cuda) = (place.clone(), self.timeout, Cuda::is_available());
@@ -229,7 +229,7 @@ pub struct ProcessGroup(Arc<Shared>);
 struct Shared {
     /// `None` after a failure: the connections are closed, so that the ranks on the other side fail, too.
     handle: Mutex<Option<Arc<ffi::Group>>>,
-    place: Place,
+    place: Membership,
     options: GroupOptions,
     /// Whether CUDA tensors can be communicated.
     cuda: bool,
@@ -333,7 +333,7 @@ impl ProcessGroup {
         let number = self.0.models.fetch_add(1, Ordering::Relaxed);
         let place = self.0.place.clone();
         let prefix = format!("model {number} of {}", place.prefix);
-        Ok((number, self.0.options.form(Place { prefix, ..place })?))
+        Ok((number, self.0.options.form(Membership { prefix, ..place })?))
     }
 
     /// Whether an operation has failed.

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::distributed::deadline::{GRACE, within};
 use crate::distributed::environment::optional;
-use crate::distributed::place::Place;
+use crate::distributed::membership::Membership;
 use crate::error::{DistributedError, Error, Result};
 
 /// What the last rank to come says to all: they can connect.
@@ -43,7 +43,7 @@ pub(super) fn new_job() -> (&'static str, String) {
     (JOBS[0], format!("tch-amp {} {since}", std::process::id()))
 }
 
-impl Place {
+impl Membership {
     /// Blocks until all ranks of the group have come. Returns an error if they do not belong together, on every rank
     /// that waits for the others: another job uses the store, a rank comes twice, or expects another number of ranks.
     /// A process that comes after the group is complete gets the error alone.

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::sys;
 
 /// The type and the index of a device, as numbered by libtorch.
-pub(crate) type Place = (i8, i8);
+pub(crate) type DeviceCode = (i8, i8);
 
 /// The description of a parameter and its gradient.
 #[derive(Clone, Copy, Debug, Default)]
@@ -63,7 +63,7 @@ impl Gradient {
     }
 
     /// Returns the device of the gradient.
-    pub(crate) fn place(&self) -> Place {
+    pub(crate) fn place(&self) -> DeviceCode {
         (self.0.device_type, self.0.device_index)
     }
 

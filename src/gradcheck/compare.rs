@@ -7,7 +7,7 @@ use crate::ffi;
 
 use super::GradCheck;
 use super::checked::{Checked, check_inputs, requires_grad};
-use super::jacobian::{Analytic, Place, numeric, unravel};
+use super::jacobian::{Analytic, JacobianElement, numeric, unravel};
 
 impl GradCheck {
     /// Refuses tolerances with which every gradient would pass, or none.
@@ -47,7 +47,7 @@ impl GradCheck {
     ) -> Option<Difference> {
         numeric.iter().enumerate().find_map(|(output, slopes)| {
             slopes.iter().enumerate().find_map(|(row, &numeric)| {
-                let place = Place { input, element, output, row };
+                let place = JacobianElement { input, element, output, row };
                 let analytic = analytic.gradient(place)?;
                 let close = (analytic - numeric).abs() <= self.atol + self.rtol * numeric.abs();
                 // Not `>`, which a NaN would pass.
@@ -59,14 +59,14 @@ impl GradCheck {
 
 /// Two gradients that should be the same.
 struct Difference {
-    place: Place,
+    place: JacobianElement,
     analytic: f64,
     numeric: f64,
 }
 
 impl Difference {
     fn into_error(self, input_index: Vec<i64>, output_size: &[i64]) -> Error {
-        let Self { place: Place { input, output, row, .. }, analytic, numeric } = self;
+        let Self { place: JacobianElement { input, output, row, .. }, analytic, numeric } = self;
         let output_index = unravel(row, output_size);
         Error::Function(FunctionError::GradientMismatch {
             input,

@@ -14,7 +14,7 @@ use super::checked::{Checked, requires_grad};
 /// The place of one derivative: that of an element of an output with respect to an element of an input, both counted in
 /// row-major order.
 #[derive(Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct JacobianElement {
     pub(super) input: usize,
     pub(super) element: usize,
     pub(super) output: usize,
@@ -59,7 +59,7 @@ impl Analytic {
     }
 
     /// Returns the gradient at a place; `None` if it is not to be compared.
-    pub(super) fn gradient(&self, place: Place) -> Option<f64> {
+    pub(super) fn gradient(&self, place: JacobianElement) -> Option<f64> {
         let output = &self.outputs[place.output];
         let known = output.gradients.get(place.row).and_then(|inputs| inputs[place.input].as_ref());
         output.is_checked.then(|| known.map_or(0.0, |gradient| gradient[place.element]))

@@ -7,7 +7,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, GradientError, Result};
-use crate::ffi::{self, FoundInf, Gradient, Interrupted, Place, Unscaling};
+use crate::ffi::{self, DeviceCode, FoundInf, Gradient, Interrupted, Unscaling};
 use crate::gradients::Gradients;
 
 /// How the gradients of an optimizer are prepared for its step.
@@ -33,7 +33,7 @@ pub(crate) struct Findings {
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
     /// Indices of the parameters whose gradients are to be unscaled, by device.
-    pub(crate) groups: Vec<(Place, Vec<usize>)>,
+    pub(crate) groups: Vec<(DeviceCode, Vec<usize>)>,
 }
 
 /// Drops the gradients that frozen parameters still have, which no optimizer may apply. `now` describes the gradients.
@@ -71,7 +71,7 @@ impl Plan {
         Ok(plan)
     }
 
-    fn add(&mut self, place: Place, index: usize) {
+    fn add(&mut self, place: DeviceCode, index: usize) {
         match self.groups.iter_mut().find(|(known, _)| *known == place) {
             Some((_, indices)) => indices.push(index),
             None => self.groups.push((place, vec![index])),

@@ -81,12 +81,12 @@ pub fn named<T>(name: &str, f: impl FnOnce() -> T) -> T {
 /// A model's parameters by name, and the module of each: its name without the last part. A parameter at the root is its
 /// own module.
 #[derive(Debug)]
-pub(super) struct Model {
+pub(super) struct RecordedModel {
     parameters: Vec<(String, Tensor)>,
     modules: Arc<[String]>,
 }
 
-impl Model {
+impl RecordedModel {
     pub(super) fn new(parameters: Vec<(String, Tensor)>) -> Self {
         let module = |name: &String| {
             name.rsplit_once('.').map_or(name.as_str(), |(module, _)| module).to_owned()
@@ -121,7 +121,7 @@ const COPIES: &[&str] =
 impl Recording {
     /// Records what `f` runs on this thread. It ends if `f` panics, too.
     pub(super) fn of<T>(
-        model: &Model,
+        model: &RecordedModel,
         mode: RecordingMode<'_>,
         f: impl FnOnce() -> Result<T>,
     ) -> Result<(Self, T)> {

@@ -3,7 +3,7 @@
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use super::recording::{Model, Recording, named};
+use super::recording::{RecordedModel, Recording, named};
 use crate::buffers::{self, BufferSnapshot};
 use crate::error::Result;
 use crate::ffi::insight::RecordingMode;
@@ -17,7 +17,7 @@ pub(super) const SCALED_LOSS: &str = "scaled loss";
 /// A model whose iterations can be run again.
 #[derive(Debug)]
 pub(super) struct Repeatable {
-    model: Model,
+    model: RecordedModel,
     devices: Vec<Device>,
     /// The variables that are not trainable.
     buffers: Vec<Tensor>,
@@ -36,7 +36,7 @@ pub(super) struct Beginning {
 /// gradients and random numbers after every run.
 #[derive(Debug)]
 pub(super) struct Rerun<'a> {
-    model: &'a Model,
+    model: &'a RecordedModel,
     beginning: &'a mut Beginning,
     present: BufferSnapshot,
 }
@@ -60,7 +60,7 @@ impl Repeatable {
             }
         }
         let buffers = buffers::buffers(vs)?.into_iter().map(|(_, buffer)| buffer).collect();
-        Ok(Self { model: Model::new(parameters), devices, buffers })
+        Ok(Self { model: RecordedModel::new(parameters), devices, buffers })
     }
 
     pub(super) fn parameters(&self) -> &[(String, Tensor)] {

@@ -21,7 +21,7 @@ pub(crate) use config::{LARGEST, SMALLEST, check_interval};
 pub(crate) use number::{Number, Prepared};
 pub(crate) use rule::Mirror;
 pub use state::GradScalerState;
-pub(crate) use state::{Progress, required};
+pub(crate) use state::{Trackers, required};
 
 /// A scale, its options, and the number of consecutive overflowing iterations.
 #[derive(Debug)]
@@ -127,7 +127,7 @@ impl AdaptiveScale {
     pub(crate) fn state_dict(&self) -> Result<GradScalerState> {
         Ok(match self.value()? {
             Some(mirror) => {
-                GradScalerState::save(&self.config, Progress { mirror, skips: self.skips })
+                GradScalerState::save(&self.config, Trackers { mirror, skips: self.skips })
             }
             None => GradScalerState::default(),
         })
@@ -138,7 +138,7 @@ impl AdaptiveScale {
         let Some(number) = &self.number else {
             return Ok(None);
         };
-        let (config, Progress { mirror, skips }) = state.load(&self.config)?;
+        let (config, Trackers { mirror, skips }) = state.load(&self.config)?;
         let number = number.prepare(mirror, config.tolerates_overflows(), config.is_one())?;
         Ok(Some(LoadedState { number, config, skips }))
     }

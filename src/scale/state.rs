@@ -88,13 +88,13 @@ pub struct GradScalerState {
 
 /// The part of the state that changes from one iteration to the next.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Progress {
+pub(crate) struct Trackers {
     pub(crate) mirror: Mirror,
     pub(crate) skips: u32,
 }
 
 impl GradScalerState {
-    pub(crate) fn save(config: &GradScalerConfig, progress: Progress) -> Self {
+    pub(crate) fn save(config: &GradScalerConfig, trackers: Trackers) -> Self {
         // Destructured exhaustively, so that a new field does not compile until it is saved.
         let GradScalerConfig {
             init_scale: _,
@@ -111,7 +111,7 @@ impl GradScalerState {
             error_at_min_scale,
             allow_fp16_gradients,
         } = *config;
-        let Progress { mirror: Mirror { scale, tracker, counts }, skips } = progress;
+        let Trackers { mirror: Mirror { scale, tracker, counts }, skips } = trackers;
         let OverflowCounts { hysteresis: left, iterations, overflows } = counts;
         let usual = GradScalerConfig::default();
         let counted = |count| config.tolerates_overflows().then_some(count);
@@ -136,8 +136,8 @@ impl GradScalerState {
         }
     }
 
-    /// The configuration and progress of a scaler with `config` after loading this state.
-    pub(crate) fn load(&self, config: &GradScalerConfig) -> Result<(GradScalerConfig, Progress)> {
+    /// The configuration and trackers of a scaler with `config` after loading this state.
+    pub(crate) fn load(&self, config: &GradScalerConfig) -> Result<(GradScalerConfig, Trackers)> {
         if *self == Self::default() {
             return Err(Error::Scaler(ScalerError::EmptyState));
         }
@@ -169,9 +169,9 @@ impl GradScalerState {
             .ok_or(Error::out_of_range("_growth_tracker", tracker as f64, rule))?;
         let tracker = clamp_tracker(tracker, loaded.growth_interval);
         let mirror = Mirror { scale: scale as f32, tracker, counts: self.counts(&loaded)? };
-        let progress = Progress { mirror, skips: self.consecutive_skips.unwrap_or(0) };
+        let trackers = Trackers { mirror, skips: self.consecutive_skips.unwrap_or(0) };
         let config = GradScalerConfig { init_scale: config.init_scale, ..loaded };
-        Ok((config, progress))
+        Ok((config, trackers))
     }
 
     /// The counts for a scaler with `config`: those of a new one if the state has none.

@@ -21,7 +21,7 @@ use crate::ffi::gradients_drop;
 use crate::panics;
 use crate::scaler::{self, GradScaler};
 pub(crate) use averaged::any_is_averaged;
-use model::Model;
+use model::DistributedModel;
 pub use options::DdpOptions;
 
 /// Averages the gradients of a model over the ranks of a group while the backward pass runs, so that all ranks train
@@ -80,7 +80,7 @@ pub struct DistributedDataParallel {
     own: ProcessGroup,
     /// The group in which the ranks compare their passes.
     group: ProcessGroup,
-    model: Model,
+    model: DistributedModel,
     _living: LivingModel,
     /// The number of the model in the group.
     number: usize,
@@ -434,9 +434,9 @@ fn prepared(
     group: &ProcessGroup,
     vs: &VarStore,
     options: &DdpOptions,
-) -> Result<(ReducerOptions, Model)> {
+) -> Result<(ReducerOptions, DistributedModel)> {
     let reducer_options = options.to_ffi()?;
-    let model = Model::new(vs)?;
+    let model = DistributedModel::new(vs)?;
     let refuse = |problem| Err(Error::InvalidArgument { name: "vs", problem });
     if model.parameters.is_empty() {
         return refuse("has no variable that requires gradients".to_owned());

@@ -16,7 +16,7 @@ use crate::variables::{named, variables};
 
 /// What the ranks have to agree on.
 #[derive(Debug)]
-pub(super) struct Model {
+pub(super) struct DistributedModel {
     // Before the parameters, because it counts on their being alive.
     pub(super) averaged: Arc<Averaged>,
     store: TrackedVariables,
@@ -37,7 +37,7 @@ fn form(tensor: &Tensor) -> Result<(Kind, Device, Vec<i64>)> {
     Ok((tensor.f_kind()?, tensor.device(), sizes(tensor)?))
 }
 
-impl Model {
+impl DistributedModel {
     pub(super) fn new(vs: &VarStore) -> Result<Self> {
         let mut store = TrackedVariables::new(vs);
         let (added, count) = store.added(&HashSet::new())?;

@@ -14,7 +14,7 @@ use std::time::Instant;
 use tch::nn::VarStore;
 use tch::{Cuda, Device};
 
-use super::recording::{Model, Recording};
+use super::recording::{RecordedModel, Recording};
 use crate::error::{Error, Result};
 use crate::ffi::insight::RecordingMode;
 use crate::precision::Precision;
@@ -59,7 +59,7 @@ pub use report::{
 /// ```
 #[derive(Debug)]
 pub struct Profiler {
-    model: Model,
+    model: RecordedModel,
     device: Device,
     warm_up: usize,
     runs: usize,
@@ -70,7 +70,7 @@ impl Profiler {
     /// Creates a profiler for the model of `vs`, whose variables, as they are now, give the parts of the model their
     /// names. It runs a closure twice to warm up, and then records one run.
     pub fn new(vs: &VarStore) -> Self {
-        let model = Model::new(listed(vs));
+        let model = RecordedModel::new(listed(vs));
         Self { model, device: vs.device(), warm_up: 2, runs: 1, precision: None }
     }
 

@@ -17,7 +17,7 @@ const LONGEST: usize = 2000;
 
 /// Where a rank belongs.
 #[derive(Clone, Debug)]
-pub(super) struct Place {
+pub(super) struct Membership {
     pub(super) store: Store,
     /// That of the keys of the group in the store. No other group has it.
     pub(super) prefix: String,
@@ -36,7 +36,7 @@ struct Reports {
     cause: Option<String>,
 }
 
-impl Place {
+impl Membership {
     /// Reports a failure of this rank. To be called before its connections are closed, so that the rank that has failed
     /// first is also the first one to report it.
     pub(super) fn report(&self, message: &str) {
