@@ -1,6 +1,7 @@
 //! One safe function for each function of the shim. `unsafe` is allowed only here and in `sys.rs`.
 
 mod autocast;
+mod average;
 mod callbacks;
 mod checkpoint;
 mod clip;
@@ -25,11 +26,11 @@ pub(crate) mod processes;
 #[cfg(feature = "distributed")]
 pub(crate) mod random;
 mod scale;
+mod spikes;
 #[cfg(all(test, tamp_testing))]
 mod testing;
 #[cfg(test)]
 mod tests;
-mod training;
 mod unscale;
 
 use std::ffi::{CStr, c_char};
@@ -41,6 +42,7 @@ use crate::error::{Error, Result};
 use crate::sys;
 
 pub(crate) use autocast::*;
+pub(crate) use average::*;
 pub(crate) use callbacks::{Borrowed, Node, Recorded, SavedValues};
 pub(crate) use checkpoint::*;
 pub(crate) use clip::*;
@@ -50,16 +52,16 @@ pub(crate) use function::{
     FunctionCall, FunctionInput, backward_accumulates, function_begin, function_record,
 };
 pub(crate) use gradients::*;
-pub(crate) use heap::heap_keep;
+pub(crate) use heap::*;
 pub(crate) use loss_scale::*;
 pub(crate) use memory::{Stamps, elements, numel, overlapping, sizes};
 pub(crate) use numbers::*;
 pub(crate) use optim::*;
 pub(crate) use optim_state::*;
 pub(crate) use scale::*;
+pub(crate) use spikes::*;
 #[cfg(all(test, tamp_testing))]
 pub(crate) use testing::*;
-pub(crate) use training::*;
 pub(crate) use unscale::*;
 
 /// Calls a function of the shim with `err` as its last argument, and returns a message in it as an error.

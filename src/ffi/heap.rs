@@ -1,9 +1,42 @@
-//! The memory of the process.
+//! The memory of the process, and that of devices.
 
+use tch::Device;
+
+use super::{call, device_type};
+use crate::error::{Error, Result};
 use crate::sys;
 
-/// Has the C library keep freed memory. Returns whether it can.
+/// Makes the C library keep freed memory. Returns whether it can.
 pub(crate) fn heap_keep() -> bool {
     // SAFETY: takes nothing, and sets options of the C library's allocator under that one's own lock.
     unsafe { sys::tamp_heap_keep() != 0 }
+}
+
+/// The type and the index of a device, as libtorch numbers them.
+fn device_codes(device: Device) -> Result<(i8, i8)> {
+    let index = match device {
+        Device::Cuda(index) => i8::try_from(index)
+            .map_err(|_| Error::Torch(format!("there is no CUDA device {index}")))?,
+        _ => 0,
+    };
+    Ok((device_type(device)?, index))
+}
+
+/// The bytes that libtorch's allocator of a device counts: in tensors now and at most, and taken from the device now
+/// and at most.
+pub(crate) fn device_memory(device: Device) -> Result<[i64; 4]> {
+    let (device_type, index) = device_codes(device)?;
+    let mut out = sys::training::DeviceMemory::default();
+    // SAFETY: `out` and `err` are valid for writes.
+    call(|err| unsafe {
+        sys::training::tamp_device_memory_read(device_type, index, &mut out, err)
+    })?;
+    Ok([out.allocated, out.max_allocated, out.reserved, out.max_reserved])
+}
+
+/// Resets the peaks of a device.
+pub(crate) fn device_memory_reset(device: Device) -> Result<()> {
+    let (device_type, index) = device_codes(device)?;
+    // SAFETY: `err` is valid for a write.
+    call(|err| unsafe { sys::training::tamp_device_memory_reset(device_type, index, err) })
 }

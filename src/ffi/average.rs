@@ -1,10 +1,10 @@
-//! What a training run needs besides the scaler and the optimizers: averages of weights, and the memory of devices.
+//! Averages of weights, and the statistics of batch normalization.
 
 use std::ptr::{self, NonNull};
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
-use super::{call, device_type, given, pointers};
+use super::{call, given, pointers};
 use crate::error::{Error, Result};
 use crate::sys;
 
@@ -154,89 +154,4 @@ pub(crate) fn statistics_momentum(
     call(|err| unsafe {
         sys::training::tamp_statistics_momentum(mean, variance, trains.into(), momentum, err)
     })
-}
-
-/// When a number is a spike: see `tamp_spike_options`.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct SpikeOptions {
-    pub(crate) deviations: f64,
-    pub(crate) window: u32,
-    pub(crate) warmup: u32,
-    pub(crate) max_in_a_row: u32,
-}
-
-/// Judges the next number of a history, and returns the new one: see `tamp_spikes_judge`. Does not synchronize.
-pub(crate) fn spikes_judge(
-    history: Option<&Tensor>,
-    value: &Tensor,
-    other: Option<&Tensor>,
-    options: SpikeOptions,
-) -> Result<Tensor> {
-    let [history, other] =
-        [history, other].map(|tensor| tensor.map_or(ptr::null(), |tensor| tensor.as_ptr()));
-    let raw = sys::training::SpikeOptions {
-        deviations: options.deviations,
-        window: options.window.into(),
-        warmup: options.warmup.into(),
-        max_in_a_row: options.max_in_a_row.into(),
-    };
-    let value = value.as_ptr();
-    // SAFETY: every tensor is null or live, `value` is live, and the options and `err` are valid.
-    given(call(|err| unsafe {
-        sys::training::tamp_spikes_judge(history, value, other, &raw, err)
-    })?)
-}
-
-/// Returns whether the last step of a history is skipped, as an f32 of no dimensions on its device.
-pub(crate) fn spikes_flag(history: &Tensor) -> Result<Tensor> {
-    // SAFETY: `history` is a live tensor, and `err` is valid for a write.
-    given(call(|err| unsafe { sys::training::tamp_spikes_flag(history.as_ptr(), err) })?)
-}
-
-/// Returns the spikes that a history has counted, and the numbers that were not finite. Synchronizes on a device.
-pub(crate) fn spikes_counts(history: &Tensor) -> Result<[f64; 2]> {
-    let place = |place: u8| Ok(history.f_narrow(0, place.into(), 1)?);
-    let [spikes, non_finite]: [Result<Tensor>; 2] =
-        [place(sys::training::SPIKES_FOUND), place(sys::training::SPIKES_NON_FINITE)];
-    let numbers = super::numbers_read(&[&spikes?, &non_finite?])?;
-    Ok([numbers[0], numbers[1]])
-}
-
-/// Returns what a history of spikes, which is on the CPU, has before its window: counts of steps.
-pub(crate) fn spikes_state(history: &Tensor) -> Result<Vec<f64>> {
-    Ok(Vec::try_from(history.f_narrow(0, 0, sys::training::SPIKES_WINDOW.into())?)?)
-}
-
-/// Returns the length of the history of a window.
-pub(crate) fn spikes_length(window: u32) -> i64 {
-    i64::from(sys::training::SPIKES_WINDOW) + i64::from(window)
-}
-
-/// The type and the index of a device, as libtorch numbers them.
-fn device_codes(device: Device) -> Result<(i8, i8)> {
-    let index = match device {
-        Device::Cuda(index) => i8::try_from(index)
-            .map_err(|_| Error::Torch(format!("there is no CUDA device {index}")))?,
-        _ => 0,
-    };
-    Ok((device_type(device)?, index))
-}
-
-/// The bytes that libtorch's allocator of a device counts: in tensors now and at most, and taken from the device now
-/// and at most.
-pub(crate) fn device_memory(device: Device) -> Result<[i64; 4]> {
-    let (device_type, index) = device_codes(device)?;
-    let mut out = sys::training::DeviceMemory::default();
-    // SAFETY: `out` and `err` are valid for writes.
-    call(|err| unsafe {
-        sys::training::tamp_device_memory_read(device_type, index, &mut out, err)
-    })?;
-    Ok([out.allocated, out.max_allocated, out.reserved, out.max_reserved])
-}
-
-/// Resets the peaks of a device.
-pub(crate) fn device_memory_reset(device: Device) -> Result<()> {
-    let (device_type, index) = device_codes(device)?;
-    // SAFETY: `err` is valid for a write.
-    call(|err| unsafe { sys::training::tamp_device_memory_reset(device_type, index, err) })
 }
