@@ -296,7 +296,7 @@ mod tests {
             "--resume=yes",
         ] {
             let error = format!("{:#}", parse(line).unwrap_err());
-            let flag = line.split_whitespace().next().unwrap();
+            let flag = line.split([' ', '=']).next().unwrap();
             assert!(error.contains(flag), "{line}: {error}");
         }
     }

@@ -60,6 +60,7 @@ fn cargo_test<'a>(
     names: impl IntoIterator<Item = &'a str>,
 ) -> Command {
     let mut tests = workspace.cargo_full("test");
+    tests.args(["--package", "tch-amp"]);
     for name in names {
         tests.args(["--test", name]);
     }
