@@ -38,6 +38,12 @@ impl Taken {
         ffi::gradients_add(&self.parameters, &self.gradients)
     }
 
+    /// Returns the present gradients, and puts the earlier ones back.
+    #[cfg(feature = "insight")]
+    pub(crate) fn exchange(self) -> Result<Vec<Option<Tensor>>> {
+        ffi::gradients_take(&self.parameters)
+    }
+
     /// Leaves the present gradients where they are.
     pub(crate) fn settle(mut self) {
         self.is_settled = true;

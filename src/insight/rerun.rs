@@ -8,6 +8,7 @@ use crate::buffers::{self, BufferSnapshot};
 use crate::error::Result;
 use crate::ffi::insight::RecordingMode;
 use crate::ffi::{self, OutsideRegions};
+use crate::gradients::Taken;
 use crate::recompute::random::RandomStates;
 use crate::variables;
 
@@ -114,13 +115,13 @@ impl Rerun<'_> {
         self.present.restore()?;
         self.beginning.statistics.restore()?;
         let parameters = self.parameters().iter().map(|(_, tensor)| tensor.shallow_clone());
-        let taken = TakenGradients::new(parameters.collect())?;
+        let taken = Taken::from(parameters.collect())?;
         let mut others = Vec::new();
         let mut passes = || {
             let loss = loss()?;
             let scaled = named(SCALED_LOSS, || scaled(&loss, scale))?;
-            let leaves = ffi::insight::other_leaves(&scaled, &taken.parameters)?;
-            let leaves = TakenGradients::new(leaves)?;
+            let leaves = ffi::insight::other_leaves(&scaled, taken.parameters())?;
+            let leaves = Taken::from(leaves)?;
             ffi::backward(&scaled, false)?;
             others.extend(leaves.exchange()?.into_iter().flatten());
             Ok(scaled)
@@ -135,31 +136,6 @@ impl Drop for Rerun<'_> {
     fn drop(&mut self) {
         // The same copies were possible the other way round.
         drop(self.present.restore());
-    }
-}
-
-/// Gradients that are put back when this is dropped.
-struct TakenGradients {
-    parameters: Vec<Tensor>,
-    taken: Vec<Option<Tensor>>,
-}
-
-impl TakenGradients {
-    fn new(parameters: Vec<Tensor>) -> Result<Self> {
-        let taken = ffi::gradients_take(&parameters)?;
-        Ok(Self { parameters, taken })
-    }
-
-    /// The gradients that have been computed since, in exchange for those of before.
-    fn exchange(self) -> Result<Vec<Option<Tensor>>> {
-        ffi::gradients_take(&self.parameters)
-    }
-}
-
-impl Drop for TakenGradients {
-    fn drop(&mut self) {
-        let dropped = ffi::gradients_drop(&self.parameters);
-        drop(dropped.and_then(|()| ffi::gradients_add(&self.parameters, &self.taken)));
     }
 }
 
