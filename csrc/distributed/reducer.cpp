@@ -140,8 +140,8 @@ void convert_gradient(const at::Tensor &parameter, at::ScalarType dtype) {
   tamp::replace_gradient(parameter, dtype, gradient.defined() ? gradient.detach().to(dtype) : at::Tensor());
 }
 
-// Makes autograd accumulate gradients in their parameters' dtypes, which are those of the buckets. An optimizer with master
-// weights has made them f32.
+// Makes autograd accumulate gradients in their parameters' dtypes, which are those of the buckets. An optimizer with
+// master weights has made them f32.
 void narrow(tamp_reducer &r) {
   for (size_t i = 0; i < r.parameters.size(); ++i) {
     const at::ScalarType dtype = r.parameters[i].scalar_type();

@@ -130,8 +130,8 @@ typedef struct tamp_reducer_options {
   uint8_t gradient_as_bucket_view;
 } tamp_reducer_options;
 
-// Averages the gradients of the `count` parameters from now on. `names` has the name of each. All ranks call this with the
-// same parameters and options.
+// Averages the gradients of the `count` parameters from now on. `names` has the name of each. All ranks call this with
+// the same parameters and options.
 tamp_reducer *tamp_reducer_new(const tamp_group *group, tamp_tensor *const *parameters, const char *const *names,
                                size_t count, const tamp_reducer_options *options, char **err) TAMP_NOEXCEPT;
 

@@ -104,7 +104,7 @@ impl WithGradients<'_> {
     }
 
     /// Where the window is. Synchronizes if micro-batches may have been left out.
-    fn progress(&self) -> Result<WindowState> {
+    fn state(&self) -> Result<WindowState> {
         let Accumulation { shares, next, kept } = &*self.window;
         Ok(WindowState { shares: shares.clone(), taken: *next, dropped: kept.answers()? })
     }
@@ -123,8 +123,8 @@ impl WithGradients<'_> {
 
 impl Loaded {
     /// Checks what was loaded. The gradients are in the order of the parameters.
-    fn new(progress: WindowState, gradients: Vec<Option<Tensor>>) -> Result<Self> {
-        let WindowState { shares, taken, dropped } = progress;
+    fn new(state: WindowState, gradients: Vec<Option<Tensor>>) -> Result<Self> {
+        let WindowState { shares, taken, dropped } = state;
         check(&shares)?;
         let all = shares.len();
         ensure(
@@ -148,7 +148,7 @@ impl Loaded {
 
 impl Stateful for WithGradients<'_> {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
-        state.value(WINDOW, &self.progress()?)?;
+        state.value(WINDOW, &self.state()?)?;
         for Variable { names, tensor } in self.parameters()? {
             let gradient = tensor.f_grad()?;
             if gradient.defined() {

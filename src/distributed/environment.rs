@@ -9,7 +9,7 @@ use crate::error::{DistributedError, Error, Result};
 pub(super) const MOST_RANKS: usize = 1 << 16;
 
 /// Returns the rank of this process, and the number of ranks.
-pub(super) fn place() -> Result<(usize, usize)> {
+pub(super) fn rank_and_size() -> Result<(usize, usize)> {
     let (rank, size) = (parsed("RANK")?, parsed("WORLD_SIZE")?);
     if !(1..=MOST_RANKS).contains(&size) {
         return Err(invalid(

@@ -69,7 +69,7 @@ impl GroupOptions {
         if let Some(name) = self.name.as_ref().filter(|name| name.contains('\0')) {
             return invalid("name", format!("is {name:?}, but must have no NUL character"));
         }
-        self.form(self.place_in(store, rank, size))
+        self.form(self.membership_in(store, rank, size))
     }
 
     /// Forms the group that the environment variables `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` describe.
@@ -100,8 +100,8 @@ impl GroupOptions {
         let attempt = optional("TORCHELASTIC_RESTART_COUNT")?.unwrap_or_default();
         let scoped =
             |store: Store| if agent { store.of_attempt(&attempt) } else { store.of_rank(0) };
-        let (rank, size) = match environment::place() {
-            Ok(place) => place,
+        let (rank, size) = match environment::rank_and_size() {
+            Ok(known) => known,
             Err(error) => {
                 // Otherwise the other ranks would wait for this one.
                 let rank = environment::parsed("RANK").unwrap_or(0);
@@ -109,7 +109,7 @@ impl GroupOptions {
                     return Err(error);
                 }
                 return Err(match Store::connect_within(&host, port, GRACE).map(scoped) {
-                    Ok(store) => self.place_in(&store, rank, MOST_RANKS).refuse(error),
+                    Ok(store) => self.membership_in(&store, rank, MOST_RANKS).refuse(error),
                     Err(_) => error,
                 });
             }
@@ -122,17 +122,17 @@ impl GroupOptions {
         self.join(&scoped(store), rank, size)
     }
 
-    /// The place of a rank in a new group.
-    pub(super) fn place_in(&self, store: &Store, rank: usize, size: usize) -> Membership {
+    /// The membership of a rank in a new group.
+    pub(super) fn membership_in(&self, store: &Store, rank: usize, size: usize) -> Membership {
         let (name, prefix) = (self.name.clone(), store.prefix(self.name.as_deref(), rank));
         Membership { store: store.clone(), prefix, name, rank, size }
     }
 
-    /// Forms the group of a place.
-    fn form(&self, place: Membership) -> Result<ProcessGroup> {
-        let prepared = self.interface_for(&place.store).and_then(|name| Ok((name, job()?)));
-        let (interface, job) = prepared.map_err(|error| place.refuse(error))?;
-        let (here, timeout, cuda) = (place.clone(), self.timeout, Cuda::is_available());
+    /// Forms the group of which a rank is a member.
+    fn form(&self, membership: Membership) -> Result<ProcessGroup> {
+        let prepared = self.interface_for(&membership.store).and_then(|name| Ok((name, job()?)));
+        let (interface, job) = prepared.map_err(|error| membership.refuse(error))?;
+        let (here, timeout, cuda) = (membership.clone(), self.timeout, Cuda::is_available());
         let form = move || {
             here.meet(&job, timeout)?;
             let member = ffi::Member {
@@ -150,12 +150,12 @@ impl GroupOptions {
             Ok(group)
         };
         let handle = within(timeout.saturating_add(GRACE), form).map_err(|error| match error {
-            Error::Torch(message) => place.failure("forming the group", message, || ()),
+            Error::Torch(message) => membership.failure("forming the group", message, || ()),
             other => other,
         })?;
         Ok(ProcessGroup(Arc::new(Shared {
             handle: Mutex::new(Some(Arc::new(handle))),
-            place,
+            membership,
             options: self.clone(),
             cuda,
             order: Mutex::default(),
@@ -229,7 +229,7 @@ pub struct ProcessGroup(Arc<Shared>);
 struct Shared {
     /// `None` after a failure: the connections are closed, so that the ranks on the other side fail, too.
     handle: Mutex<Option<Arc<ffi::Group>>>,
-    place: Membership,
+    membership: Membership,
     options: GroupOptions,
     /// Whether CUDA tensors can be communicated.
     cuda: bool,
@@ -274,12 +274,12 @@ impl ProcessGroup {
 
     /// Returns the number of this rank, starting at 0.
     pub fn rank(&self) -> usize {
-        self.0.place.rank
+        self.0.membership.rank
     }
 
     /// Returns the number of ranks.
     pub fn size(&self) -> usize {
-        self.0.place.size
+        self.0.membership.size
     }
 
     /// Returns how long an operation waits for the other ranks.
@@ -289,7 +289,7 @@ impl ProcessGroup {
 
     /// Returns the store through which the ranks have found each other, to form another group of them.
     pub fn store(&self) -> &Store {
-        &self.0.place.store
+        &self.0.membership.store
     }
 
     /// Returns the reason why the group cannot communicate tensors on a device, if there is one.
@@ -331,9 +331,9 @@ impl ProcessGroup {
     /// model uses: its backward passes communicate from threads of libtorch.
     pub(super) fn for_model(&self) -> Result<(usize, Self)> {
         let number = self.0.models.fetch_add(1, Ordering::Relaxed);
-        let place = self.0.place.clone();
-        let prefix = format!("model {number} of {}", place.prefix);
-        Ok((number, self.0.options.form(Membership { prefix, ..place })?))
+        let membership = self.0.membership.clone();
+        let prefix = format!("model {number} of {}", membership.prefix);
+        Ok((number, self.0.options.form(Membership { prefix, ..membership })?))
     }
 
     /// Whether an operation has failed.
@@ -355,12 +355,12 @@ impl ProcessGroup {
 
     /// Reports why this rank is about to close the group: the operations of the other ranks fail with this cause.
     pub(super) fn report(&self, cause: &dyn Display) {
-        self.0.place.report(&cause.to_string());
+        self.0.membership.report(&cause.to_string());
     }
 
     /// Waits until the other ranks have noticed that the group is closed, for at most a few seconds.
     pub(super) fn await_reports(&self) {
-        self.0.place.await_reports();
+        self.0.membership.await_reports();
     }
 
     /// Closes the connections, whatever else uses them: operations that have begun would keep them open until their
@@ -393,7 +393,7 @@ impl ProcessGroup {
     /// The error of an operation that communicates. The group cannot be used any more.
     pub(super) fn failure(&self, operation: &'static str, error: Error) -> Error {
         match error {
-            Error::Torch(message) => self.0.place.failure(operation, message, || self.close()),
+            Error::Torch(message) => self.0.membership.failure(operation, message, || self.close()),
             other => other,
         }
     }

@@ -1,4 +1,4 @@
-//! The place of a rank in a group, and what the ranks tell each other after a failure.
+//! The membership of a rank in a group, and what the ranks tell each other after a failure.
 
 use std::time::Duration;
 

@@ -63,7 +63,7 @@ impl Gradient {
     }
 
     /// Returns the device of the gradient.
-    pub(crate) fn place(&self) -> DeviceCode {
+    pub(crate) fn device(&self) -> DeviceCode {
         (self.0.device_type, self.0.device_index)
     }
 

@@ -66,15 +66,15 @@ impl Plan {
             if let Some(problem) = problem(gradient, allow_fp16) {
                 return Err(refuse(problem));
             }
-            plan.add(gradient.place(), index);
+            plan.add(gradient.device(), index);
         }
         Ok(plan)
     }
 
-    fn add(&mut self, place: DeviceCode, index: usize) {
-        match self.groups.iter_mut().find(|(known, _)| *known == place) {
+    fn add(&mut self, device: DeviceCode, index: usize) {
+        match self.groups.iter_mut().find(|(known, _)| *known == device) {
             Some((_, indices)) => indices.push(index),
-            None => self.groups.push((place, vec![index])),
+            None => self.groups.push((device, vec![index])),
         }
     }
 }
