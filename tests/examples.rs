@@ -5,12 +5,10 @@ mod accumulation;
 #[path = "../examples/clipping.rs"]
 mod clipping;
 mod common;
-#[cfg(feature = "distributed")]
 #[path = "../examples/distributed.rs"]
 mod distributed;
 #[path = "../examples/fused.rs"]
 mod fused;
-#[cfg(feature = "insight")]
 #[path = "../examples/insight.rs"]
 #[allow(dead_code, reason = "the test chooses the path of the page")]
 mod insight;
@@ -66,7 +64,6 @@ fn accumulation_runs() -> anyhow::Result<()> {
     accumulation::main()
 }
 
-#[cfg(feature = "distributed")]
 #[test]
 fn distributed_runs() -> anyhow::Result<()> {
     distributed::main()
@@ -249,7 +246,6 @@ fn a_downloaded_bert_has_the_outputs_of_python() -> anyhow::Result<()> {
 }
 
 /// The bad batch is skipped, and the attention is to blame.
-#[cfg(feature = "insight")]
 #[test]
 fn insight_runs() -> anyhow::Result<()> {
     let folder = Folder::new();

@@ -149,7 +149,6 @@ send_and_sync!(Recomputed<Linear>, RecomputedT<BatchNorm>);
 // It holds outcomes of steps, which are tensors.
 only_send!(Scheduler);
 
-#[cfg(feature = "insight")]
 mod insight {
     use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
     use tch_amp::insight::{
@@ -196,7 +195,6 @@ mod insight {
     only_send!(Profiler, ScaleHealth, ScaleHistory, Tracer);
 }
 
-#[cfg(feature = "distributed")]
 mod distributed {
     use tch_amp::distributed::{
         DdpOptions, DistributedDataParallel, DistributedError, DistributedSampler, GroupOptions,

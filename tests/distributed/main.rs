@@ -10,7 +10,6 @@ mod causes;
 mod collectives;
 mod data_parallel;
 mod ddp;
-#[cfg(feature = "insight")]
 mod explained;
 mod failures;
 #[cfg(target_os = "linux")]

@@ -48,7 +48,6 @@ fn a_killed_run_goes_on_with_the_same_bits_and_without_recomputing() {
     assert!(!html.contains("NaN") && !html.contains("<script"), "{html}");
 }
 
-#[cfg(feature = "distributed")]
 #[test]
 fn killed_ranks_go_on_with_the_same_bits_and_without_zero() {
     let (calm, killed) = (Folder::new(), Folder::new());

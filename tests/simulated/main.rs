@@ -12,12 +12,9 @@ mod allocations;
 mod average;
 mod controls;
 mod counts;
-#[cfg(feature = "distributed")]
 mod distributed;
 mod failing_steps;
-#[cfg(feature = "insight")]
 mod health;
-#[cfg(feature = "insight")]
 mod insight;
 mod iteration;
 mod kernels;
@@ -25,7 +22,6 @@ mod launches;
 mod looks;
 mod memory;
 mod muon;
-#[cfg(feature = "insight")]
 mod operators;
 mod planted;
 mod recipes;

@@ -5,10 +5,8 @@
 #[path = "../common/mod.rs"]
 mod common;
 
-#[cfg(feature = "distributed")]
 mod collectives;
 mod functions;
-#[cfg(feature = "insight")]
 mod insight;
 mod kinds;
 mod optimizers;
