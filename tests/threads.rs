@@ -159,7 +159,7 @@ mod insight {
         Suspicion, Tracer, Values, Verdict, Wrappers,
     };
 
-    send_and_sync!(Document, Plot, Series, Spacing, Table);
+    send_and_sync!(Document, Plot, Series, Spacing, Table<2>);
     send_and_sync!(
         AtScale,
         Audit,

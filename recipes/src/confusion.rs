@@ -49,7 +49,7 @@ impl Confusion {
     }
 
     /// A row for each class with its scores, and their mean. `things` are what was classified.
-    pub fn scores_table(&self, labels: &[String], things: &str) -> Table {
+    pub fn scores_table(&self, labels: &[String], things: &str) -> Table<5> {
         let mut table = Table::new(["class", "precision", "recall", "F1", things]);
         let mut row = |name: &str, scores: [f64; 3], support: usize| {
             let [p, r, f] = scores.map(|score| format!("{score:.3}"));

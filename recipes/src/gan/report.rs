@@ -23,7 +23,7 @@ pub fn write(options: &Options, run: &Run, device: Device) -> Result<()> {
 }
 
 /// The result in numbers.
-pub fn table(options: &Options, run: &Run) -> Table {
+pub fn table(options: &Options, run: &Run) -> Table<7> {
     let last = |column| run.log.last(column);
     let loss = |column| or_dash(last(column).map(|loss| format!("{loss:.4}")));
     let mut table = Table::new([

@@ -25,7 +25,7 @@ pub fn write(
 }
 
 /// The result in numbers.
-pub fn table(options: &Options, run: &Run) -> Table {
+pub fn table(options: &Options, run: &Run) -> Table<7> {
     let losses = run.log.series(measure::LOSS);
     let tail = &losses[losses.len() - LAST.min(losses.len().div_ceil(2))..];
     let loss = tail.iter().map(|point| point.1).sum::<f64>() / tail.len() as f64;

@@ -30,7 +30,7 @@ pub fn write(
 }
 
 /// The result in numbers, with a row for each run.
-pub fn table(runs: &[Run]) -> Table {
+pub fn table(runs: &[Run]) -> Table<9> {
     let mut table = Table::new([
         "run",
         "test accuracy",

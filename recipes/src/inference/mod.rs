@@ -84,7 +84,7 @@ pub struct Compared {
     /// The outputs of the file.
     pub outputs: Tensor,
     /// The error and the speed of each way.
-    pub table: Table,
+    pub table: Table<4>,
     /// The variables that the policy keeps in f32.
     kept: Vec<String>,
 }

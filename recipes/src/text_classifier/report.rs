@@ -27,7 +27,7 @@ pub fn write(
 }
 
 /// The result in numbers.
-pub fn table(options: &Options, run: &Run, task: &Task<'_>) -> Table {
+pub fn table(options: &Options, run: &Run, task: &Task<'_>) -> Table<8> {
     let mut table = Table::new([
         "run",
         "accuracy",

@@ -54,7 +54,7 @@ impl Document {
     }
 
     /// Adds a table.
-    pub fn table(self, table: &Table) -> Self {
+    pub fn table<const N: usize>(self, table: &Table<N>) -> Self {
         self.html(&format!(r#"<div class="scroll">{}</div>"#, table.html()))
     }
 

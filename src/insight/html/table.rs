@@ -4,27 +4,26 @@ use std::fmt;
 
 use super::escape::escape;
 
-/// A table, as text by `Display` and as HTML, whose first column names its rows and is aligned to the left.
+/// A table with `N` columns, as text by `Display` and as HTML. The first column names the rows and is aligned to the left.
 #[derive(Clone, Debug)]
-pub struct Table {
-    header: Vec<String>,
-    rows: Vec<Vec<String>>,
+pub struct Table<const N: usize> {
+    header: [String; N],
+    rows: Vec<[String; N]>,
 }
 
-impl Table {
+impl<const N: usize> Table<N> {
     /// Creates a table without rows.
-    pub fn new<const N: usize>(header: [&str; N]) -> Self {
-        Self { header: header.map(str::to_owned).into(), rows: Vec::new() }
+    pub fn new(header: [&str; N]) -> Self {
+        Self { header: header.map(str::to_owned), rows: Vec::new() }
     }
 
     /// Adds a row.
-    pub fn row<const N: usize>(&mut self, cells: [String; N]) {
-        debug_assert_eq!(N, self.header.len(), "a cell for each column");
-        self.rows.push(cells.into());
+    pub fn row(&mut self, cells: [String; N]) {
+        self.rows.push(cells);
     }
 
     /// Returns the rows.
-    pub fn rows(&self) -> &[Vec<String>] {
+    pub fn rows(&self) -> &[[String; N]] {
         &self.rows
     }
 
@@ -33,7 +32,7 @@ impl Table {
         let cells = |tag: &str, cells: &[String]| -> String {
             cells.iter().map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect()
         };
-        let row = |row: &Vec<String>| {
+        let row = |row: &[String; N]| {
             let name = row.first().map_or_else(String::new, |name| escape(name));
             format!(r#"<tr class="{name}">{}</tr>"#, cells("td", row))
         };
@@ -43,7 +42,7 @@ impl Table {
     }
 }
 
-impl fmt::Display for Table {
+impl<const N: usize> fmt::Display for Table<N> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut widths: Vec<usize> = self.header.iter().map(|cell| cell.chars().count()).collect();
         for row in &self.rows {

@@ -19,13 +19,13 @@ const HEADER: [&str; 7] = [
 ];
 
 /// One row for each run, with `-` where a value does not apply.
-pub fn table(results: &[RunResult]) -> Table {
+pub fn table(results: &[RunResult]) -> Table<{ HEADER.len() }> {
     let mut table = Table::new(HEADER);
     results.iter().for_each(|run| table.row(row(run)));
     table
 }
 
-fn row(run: &RunResult) -> [String; 7] {
+fn row(run: &RunResult) -> [String; HEADER.len()] {
     [
         run.precision.name().to_owned(),
         format!("{:.4}", run.final_loss),

@@ -33,7 +33,7 @@ pub fn verdict(fp32: &Run, bf16: &Run) -> String {
 }
 
 /// The table: bytes per second, milliseconds per step, final loss and memory.
-pub fn table(runs: &[Run]) -> Table {
+pub fn table(runs: &[Run]) -> Table<5> {
     let mut table = Table::new(["run", "tokens/s", "ms per step", "final loss", "activations"]);
     for run in runs {
         let rate = run.tokens_per_second();
