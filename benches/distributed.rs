@@ -17,7 +17,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use common::{Python, Row, is_quick, median, nanoseconds, print_ratio};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
-use tch_amp::distributed::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Store};
+use tch_amp::distributed::{DdpConfig, DistributedDataParallel, ProcessGroup, ReduceOp, Store};
 use tch_amp::optim::AdamW;
 
 const RANKS: usize = 2;
@@ -42,8 +42,8 @@ fn train(request: &str, group: &ProcessGroup, iterations: usize) -> (f64, i64) {
     let weights: Vec<_> =
         (0..count).map(|i| vs.root().var_copy(&format!("w{i}"), &values(i, shape))).collect();
     let compression = (name == "half").then_some(Kind::BFloat16);
-    let options = DdpOptions::default().gradient_as_bucket_view(name == "views");
-    let mut ddp = options.compression(compression).build(group, &vs).unwrap();
+    let options = DdpConfig { gradient_as_bucket_view: name == "views", ..Default::default() };
+    let mut ddp = DdpConfig { compression, ..options }.build(group, &vs).unwrap();
     let mut optimizer = AdamW::default().build(&vs, 1e-4).unwrap();
     let xs = values(7 + group.rank() as i64, if is_small { &[16] } else { &[8, 1024] });
     let forward = || {

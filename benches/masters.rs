@@ -103,7 +103,7 @@ impl Training {
         }
         let grads = params.iter().map(Tensor::grad).collect();
         let loss = Tensor::from(1f32).set_requires_grad(true);
-        let config = GradScalerConfig::default().init_scale(SCALE);
+        let config = GradScalerConfig { init_scale: SCALE, ..Default::default() };
         let scaler = config.build(Device::Cpu).unwrap();
         Self { loss, params, grads, fresh, optimizer, scaler }
     }

@@ -44,7 +44,8 @@ impl Training {
         let model = model(name, &vs.root());
         weights.restore().model("model", &vs).apply().unwrap();
         let optimizer = AdamW::default().build(&vs, 1e-4).unwrap();
-        let scaler = GradScalerConfig::default().enabled(amp).build(Device::Cpu).unwrap();
+        let scaler =
+            GradScalerConfig { enabled: amp, ..Default::default() }.build(Device::Cpu).unwrap();
         tch::manual_seed(1);
         let batch = model.batch.batch();
         Self { _vs: vs, model, batch, amp, optimizer, scaler }

@@ -22,7 +22,7 @@ pub fn main() -> anyhow::Result<()> {
     let net = nn::linear(vs.root(), 8, 1, Default::default());
     let mut opt = nn::Sgd::default().build(&vs, 1e-2)?;
     // A smaller scale than the default, so that none of the few steps here is skipped.
-    let config = GradScalerConfig::default().init_scale(1024.0);
+    let config = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
     let mut scaler = config.build(device)?;
     let xs = Tensor::randn([32, 8], (Kind::Float, device));
     let ys = xs.sum_dim_intlist(1, true, Kind::Float);

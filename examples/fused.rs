@@ -24,7 +24,7 @@ pub fn main() -> Result<()> {
         .add_fn(Tensor::relu)
         .add(nn::linear(&root / "out", 64, 1, Default::default()));
 
-    let mut opt = AdamW::default().weight_decay(0.1).build(&vs, 0.0)?;
+    let mut opt = AdamW { weight_decay: 0.1, ..Default::default() }.build(&vs, 0.0)?;
     opt.assign_group(1, &["*.bias", "norm.*"])?;
     opt.set_weight_decay_group(1, 0.0)?;
 

@@ -16,7 +16,7 @@ pub fn main() -> anyhow::Result<()> {
     let mut opt_a = nn::Sgd::default().build(&vs_a, 1e-2)?;
     let mut opt_b = nn::Adam::default().build(&vs_b, 1e-2)?;
     // A smaller scale than the default, so that only the planted overflow skips a step.
-    let config = GradScalerConfig::default().init_scale(1024.0);
+    let config = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
     let mut scaler = config.build(device)?;
 
     let xs = Tensor::randn([32, 8], (Kind::Float, device));

@@ -42,7 +42,7 @@ impl Run {
             .add(nn::linear(&root / "out", 32, 1, Default::default()));
         let opt = optim::AdamW::default().build(&vs, 1e-3)?;
         // A short interval, so that the scale changes during the run.
-        let config = GradScalerConfig::default().growth_interval(50);
+        let config = GradScalerConfig { growth_interval: 50, ..Default::default() };
         Ok(Self { vs, net, opt, scaler: config.build(device)?, losses: Vec::new() })
     }
 

@@ -9,10 +9,10 @@
 //! modules have an error type, for instance `scaler::ScalerError`, which a variant of [`Error`] wraps:
 //! `Error::Scaler(ScalerError::…)`. The other modules return these errors, too.
 //!
-//! Options are set by methods named after the fields: `GradScalerConfig::default().growth_interval(100).build(device)`.
-//! The options structs and the error enums are `#[non_exhaustive]`, because a minor version may add fields and
-//! variants. Other crates therefore cannot write such options as struct literals, and a `match` on an error needs a
-//! wildcard arm.
+//! Options are structs with public fields, as in tch:
+//! `GradScalerConfig { growth_interval: 100, ..Default::default() }.build(device)`. A later
+//! version may add fields, for which the `..` stands. The error enums are `#[non_exhaustive]`, so that a `match` on an
+//! error needs a wildcard arm.
 #![deny(unsafe_code)]
 
 pub mod accumulation;
@@ -20,7 +20,6 @@ mod atomic;
 pub mod autocast;
 pub mod average;
 pub mod buffers;
-mod builder;
 pub mod checkpoint;
 mod device;
 #[cfg(feature = "distributed")]

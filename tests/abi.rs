@@ -98,7 +98,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_store", "Store"),
         ("tamp_gathering", "Gathering"),
         ("tamp_group", "Group"),
-        ("tamp_group_options", "GroupOptions"),
+        ("tamp_group_options", "GroupConfig"),
         ("tamp_reducer", "Reducer"),
         ("tamp_reducer_options", "ReducerOptions"),
     ];

@@ -32,7 +32,8 @@ impl Shuffled {
         let vs = VarStore::new(device);
         let net = nn::linear(vs.root(), 4, 3, Default::default());
         let opt = algorithm.build(&vs, 0.1);
-        let config = GradScalerConfig::default().init_scale(64.0).growth_interval(2);
+        let config =
+            GradScalerConfig { init_scale: 64.0, growth_interval: 2, ..Default::default() };
         let scaler = config.build(device).unwrap();
         let data = Tensor::arange(32, (Kind::Float, device)).view([8, 4]) / 32.0;
         Self { vs, net, opt: opt.unwrap(), scaler, data, step: 0 }
@@ -121,11 +122,11 @@ fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
     let folder = Folder::new();
     let path = folder.file("x.safetensors");
     let algorithms: [Algorithm; 7] = [
-        AdamW::default().amsgrad(true).into(),
-        Sgd::default().momentum(0.9).into(),
-        Sgd::default().momentum(0.9).dampening(0.5).into(),
+        AdamW { amsgrad: true, ..Default::default() }.into(),
+        Sgd { momentum: 0.9, ..Default::default() }.into(),
+        Sgd { momentum: 0.9, dampening: 0.5, ..Default::default() }.into(),
         Adagrad::default().into(),
-        RmsProp::default().momentum(0.9).centered(true).into(),
+        RmsProp { momentum: 0.9, centered: true, ..Default::default() }.into(),
         Lion::default().into(),
         Muon::default().into(),
     ];

@@ -73,7 +73,7 @@ impl Training {
         let net = nn::linear(vs.root(), 4, 2, Default::default());
         let optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&vs, 1e-3).unwrap();
         // The scale grows as often as the overflows back it off, so it stays in the usual range.
-        let config = GradScalerConfig::default().growth_interval(8);
+        let config = GradScalerConfig { growth_interval: 8, ..Default::default() };
         let scaler = config.build(Device::Cpu).unwrap();
         Self { rng: Rng::new(13), net, optimizer, scaler, stepped: 0, skipped: 0 }
     }

@@ -197,13 +197,13 @@ mod insight {
 
 mod distributed {
     use tch_amp::distributed::{
-        DdpOptions, DistributedDataParallel, DistributedError, DistributedSampler, GroupOptions,
-        Mean, ProcessGroup, ReduceOp, SamplerOptions, SpawnOptions, Spawned, Store, SyncBatchNorm,
+        DdpConfig, DistributedDataParallel, DistributedError, DistributedSampler, GroupConfig,
+        Mean, ProcessGroup, ReduceOp, SamplerConfig, SpawnConfig, Spawned, Store, SyncBatchNorm,
     };
 
     // A store and a group have locks of their own.
-    send_and_sync!(DdpOptions, DistributedError, GroupOptions, ProcessGroup, ReduceOp, Store);
-    send_and_sync!(DistributedSampler, SamplerOptions, SpawnOptions, Spawned);
+    send_and_sync!(DdpConfig, DistributedError, GroupConfig, ProcessGroup, ReduceOp, Store);
+    send_and_sync!(DistributedSampler, SamplerConfig, SpawnConfig, Spawned);
     only_send!(DistributedDataParallel, Mean, SyncBatchNorm);
 }
 

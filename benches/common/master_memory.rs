@@ -45,8 +45,8 @@ pub fn setups() -> Vec<Setup> {
     let (none, float, remainder) =
         (MasterWeights::None, MasterWeights::Float, MasterWeights::Remainder);
     let adamw = Algorithm::from(AdamW::default());
-    let amsgrad = AdamW::default().amsgrad(true).into();
-    let sgd = Sgd::default().momentum(0.9).into();
+    let amsgrad = AdamW { amsgrad: true, ..Default::default() }.into();
+    let sgd = Sgd { momentum: 0.9, ..Default::default() }.into();
     let setup = |name, kind, masters, algorithm, wide, stated| Setup {
         name,
         kind,
@@ -110,7 +110,7 @@ pub fn measure(setup: &Setup) -> Option<Held> {
     train(&mut opt, &weights);
     let held = (anonymous()? - before) / each;
     let step = peak(|| opt.step().expect("a step is taken")) / each;
-    let config = GradScalerConfig::default().init_scale(2.0);
+    let config = GradScalerConfig { init_scale: 2.0, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).expect("a scaler can be made");
     drop(scaler.scale(&Tensor::from(1f32)).expect("a loss is scaled"));
     let unscaling = peak(|| {

@@ -186,7 +186,8 @@ pub fn explained(case: &Case) -> Result<([bool; 2], Explanation)> {
             last.forward(&hidden.to_kind(F32)).to_kind(F32).square().mean(None)
         })
     };
-    let scaler = GradScalerConfig::default().init_scale(case.scale).build(Device::Cpu)?;
+    let scaler =
+        GradScalerConfig { init_scale: case.scale, ..Default::default() }.build(Device::Cpu)?;
     let mut tracer = Tracer::new(&vs)?;
     tracer.begin(&scaler)?;
     let value = loss()?;

@@ -4,7 +4,6 @@ use serde::{Deserialize, Serialize};
 
 #[cfg(doc)]
 use crate::average::AveragedWeights;
-use crate::builder::builder;
 
 /// An exponential moving average: each update moves it by 1 - decay of the way to the weights. The first one copies
 /// them. The counterpart of `AveragedModel` with `get_ema_multi_avg_fn`, whose numbers it has on a CPU.
@@ -30,7 +29,6 @@ use crate::builder::builder;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct Ema {
     /// The share of the average that an update keeps; at least 0 and less than 1. Defaults to 0.999.
     pub decay: f64,
@@ -46,8 +44,6 @@ pub struct Ema {
     /// `AveragedModel`.
     pub use_buffers: bool,
 }
-
-builder!(Ema { decay: f64, warmup: bool, debias: bool, use_buffers: bool });
 
 impl Default for Ema {
     fn default() -> Self {
@@ -71,13 +67,10 @@ impl Ema {
 /// et al., *Averaging Weights Leads to Wider Optima and Better Generalization*, <https://arxiv.org/abs/1803.05407>.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct Swa {
     /// Whether floating-point variables that are not trainable are averaged, too. Defaults to `false`.
     pub use_buffers: bool,
 }
-
-builder!(Swa { use_buffers: bool });
 
 /// Any kind of average.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]

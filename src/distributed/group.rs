@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use tch::{Cuda, Device};
 
-use crate::builder::builder;
 use crate::distributed::deadline::{GRACE, within};
 use crate::distributed::environment::{self, MOST_RANKS, optional};
 use crate::distributed::membership::Membership;
@@ -21,8 +20,7 @@ const TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// How a group is formed.
 #[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct GroupOptions {
+pub struct GroupConfig {
     /// How long an operation waits for the other ranks before it fails; 30 minutes by default, as in PyTorch.
     pub timeout: Duration,
     /// The network interface to communicate through, such as `eth0`. By default it is the loopback interface if only
@@ -34,15 +32,13 @@ pub struct GroupOptions {
     pub name: Option<String>,
 }
 
-builder!(GroupOptions { timeout: Duration, interface: Option<String>, name: Option<String> });
-
-impl Default for GroupOptions {
+impl Default for GroupConfig {
     fn default() -> Self {
         Self { timeout: TIMEOUT, interface: None, name: None }
     }
 }
 
-impl GroupOptions {
+impl GroupConfig {
     /// Forms a group of `size` ranks, which all call this with the same store and options. Blocks until all have.
     /// Corresponds to `torch.distributed.init_process_group`.
     ///
@@ -230,7 +226,7 @@ struct Shared {
     /// `None` after a failure: the connections are closed, so that the ranks on the other side fail, too.
     handle: Mutex<Option<Arc<ffi::Group>>>,
     membership: Membership,
-    options: GroupOptions,
+    options: GroupConfig,
     /// Whether CUDA tensors can be communicated.
     cuda: bool,
     /// Held while a collective runs.
@@ -254,22 +250,22 @@ impl Drop for LivingModel {
 }
 
 impl ProcessGroup {
-    /// Forms a group with the default options: see [`GroupOptions::join`].
+    /// Forms a group with the default options: see [`GroupConfig::join`].
     ///
     /// # Errors
     ///
-    /// As for [`GroupOptions::join`].
+    /// As for [`GroupConfig::join`].
     pub fn new(store: &Store, rank: usize, size: usize) -> Result<Self> {
-        GroupOptions::default().join(store, rank, size)
+        GroupConfig::default().join(store, rank, size)
     }
 
-    /// Forms the group that the environment describes, with the default options: see [`GroupOptions::from_env`].
+    /// Forms the group that the environment describes, with the default options: see [`GroupConfig::from_env`].
     ///
     /// # Errors
     ///
-    /// As for [`GroupOptions::from_env`].
+    /// As for [`GroupConfig::from_env`].
     pub fn from_env() -> Result<Self> {
-        GroupOptions::default().from_env()
+        GroupConfig::default().from_env()
     }
 
     /// Returns the number of this rank, starting at 0.

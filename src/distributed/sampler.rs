@@ -2,15 +2,13 @@
 
 use tch::Tensor;
 
-use crate::builder::builder;
 use crate::distributed::group::ProcessGroup;
 use crate::error::{Error, Result};
 use crate::ffi::{self, OutsideRegions};
 
 /// How the examples of a data set are divided among ranks, with PyTorch's defaults. All ranks need the same options.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct SamplerOptions {
+pub struct SamplerConfig {
     /// Whether the examples are shuffled, in a new order in each epoch; `true` by default. Otherwise the ranks take
     /// turns in the order of the data set.
     pub shuffle: bool,
@@ -25,15 +23,13 @@ pub struct SamplerOptions {
     pub pad: bool,
 }
 
-builder!(SamplerOptions { shuffle: bool, seed: i64, drop_last: bool, pad: bool });
-
-impl Default for SamplerOptions {
+impl Default for SamplerConfig {
     fn default() -> Self {
         Self { shuffle: true, seed: 0, drop_last: false, pad: true }
     }
 }
 
-impl SamplerOptions {
+impl SamplerConfig {
     /// Divides the examples of a data set of this length among the ranks of a group. Nothing is communicated.
     ///
     /// # Errors
@@ -72,8 +68,8 @@ impl SamplerOptions {
 /// `torch.utils.data.DistributedSampler`, and has the same orders for the same seed and epoch.
 ///
 /// All ranks need the same length, options and epoch. By default all shares have the same size, and a few examples are
-/// repeated if necessary. To leave examples out instead, set [`SamplerOptions::drop_last`]. For evaluation, let the
-/// shares differ by one example with [`SamplerOptions::pad`].
+/// repeated if necessary. To leave examples out instead, set [`SamplerConfig::drop_last`]. For evaluation, let the
+/// shares differ by one example with [`SamplerConfig::pad`].
 ///
 /// # Examples
 ///
@@ -95,7 +91,7 @@ impl SamplerOptions {
 /// ```
 #[derive(Clone, Debug)]
 pub struct DistributedSampler {
-    options: SamplerOptions,
+    options: SamplerConfig,
     length: usize,
     rank: usize,
     size: usize,
@@ -104,13 +100,13 @@ pub struct DistributedSampler {
 
 impl DistributedSampler {
     /// Divides the examples of a data set of this length among the ranks of a group, with the default options: see
-    /// [`SamplerOptions::build`].
+    /// [`SamplerConfig::build`].
     ///
     /// # Errors
     ///
-    /// As for [`SamplerOptions::build`].
+    /// As for [`SamplerConfig::build`].
     pub fn new(group: &ProcessGroup, length: usize) -> Result<Self> {
-        SamplerOptions::default().build(group, length)
+        SamplerConfig::default().build(group, length)
     }
 
     /// Sets the epoch, which determines the order. It is 0 at first. Without this call, every epoch has the same order.
@@ -128,7 +124,7 @@ impl DistributedSampler {
         self.end().saturating_sub(self.rank).div_ceil(self.size)
     }
 
-    /// Returns whether this rank has no examples. That happens only if [`SamplerOptions::pad`] is `false` and there are
+    /// Returns whether this rank has no examples. That happens only if [`SamplerConfig::pad`] is `false` and there are
     /// fewer examples than ranks.
     pub fn is_empty(&self) -> bool {
         self.len() == 0

@@ -4,7 +4,6 @@ use std::env;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::builder::builder;
 use crate::distributed::processes::Ranks;
 use crate::distributed::store::Store;
 use crate::error::{Error, Result};
@@ -15,15 +14,12 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// How ranks are started and ended.
 #[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct SpawnOptions {
+pub struct SpawnConfig {
     /// How long ranks that are asked to end may take before they are killed; 30 seconds by default, as with torchrun.
     pub grace_period: Duration,
 }
 
-builder!(SpawnOptions { grace_period: Duration });
-
-impl Default for SpawnOptions {
+impl Default for SpawnConfig {
     fn default() -> Self {
         Self { grace_period: Duration::from_secs(30) }
     }
@@ -39,16 +35,16 @@ pub enum Spawned {
     Finished,
 }
 
-/// Starts ranks with the default options: see [`SpawnOptions::spawn`].
+/// Starts ranks with the default options: see [`SpawnConfig::spawn`].
 ///
 /// # Errors
 ///
-/// As for [`SpawnOptions::spawn`].
+/// As for [`SpawnConfig::spawn`].
 pub fn spawn(ranks: usize) -> Result<Spawned> {
-    SpawnOptions::default().spawn(ranks)
+    SpawnConfig::default().spawn(ranks)
 }
 
-impl SpawnOptions {
+impl SpawnConfig {
     /// Starts this program `ranks` times, as the ranks of a group on this machine, and waits until all of them have
     /// ended. Call it before anything is loaded: each rank runs the program from its beginning, with the same
     /// arguments, and in a rank this returns [`Spawned::Rank`] at once. Corresponds to `torch.multiprocessing.spawn`,

@@ -16,7 +16,7 @@ use crate::error::text::Number;
 ///
 /// # let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
 /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1)?;
-/// let mut scaler = GradScalerConfig::default().max_consecutive_skips(Some(2)).build(Device::Cpu)?;
+/// let mut scaler = GradScalerConfig { max_consecutive_skips: Some(2), ..Default::default() }.build(Device::Cpu)?;
 /// let mut train = || {
 ///     opt.zero_grad()?;
 ///     scaler.backward(&(&w * f64::NAN).sum(None))?;

@@ -8,7 +8,6 @@ use std::borrow::Borrow;
 
 use tch::{Tensor, no_grad_guard, with_grad};
 
-use crate::builder::builder;
 #[cfg(doc)]
 use crate::error::FunctionError;
 use crate::error::{BoxError, Result};
@@ -115,11 +114,10 @@ where
 /// use tch_amp::gradcheck::GradCheck;
 ///
 /// let x = Tensor::ones([3], (Kind::Double, Device::Cpu)).set_requires_grad(true);
-/// GradCheck::default().atol(1e-8).rtol(1e-7).gradcheck(|x| x[0].f_tanh(), &[x])?;
+/// GradCheck { atol: 1e-8, rtol: 1e-7, ..Default::default() }.gradcheck(|x| x[0].f_tanh(), &[x])?;
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
 pub struct GradCheck {
     /// The step of the finite differences, finite and more than 0. Defaults to 1e-6.
     pub eps: f64,
@@ -128,8 +126,6 @@ pub struct GradCheck {
     /// The relative tolerance, finite and at least 0. Defaults to 1e-3.
     pub rtol: f64,
 }
-
-builder!(GradCheck { eps: f64, atol: f64, rtol: f64 });
 
 impl Default for GradCheck {
     fn default() -> Self {

@@ -3,7 +3,6 @@
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::builder::builder;
 use crate::device::check_usable;
 use crate::error::{Error, Result, ScalerError, ensure};
 use crate::ffi::{OutsideRegions, OverflowCounts, ScaleRule};
@@ -161,13 +160,12 @@ impl LossScale for DynamicLossScale {
 /// use tch::Device;
 /// use tch_amp::loss_scale::DynamicLossScaleState;
 ///
-/// let loss_scale = DynamicLossScaleState::default().period(500).build(Device::Cpu)?;
+/// let loss_scale = DynamicLossScaleState { period: 500, ..Default::default() }.build(Device::Cpu)?;
 /// assert_eq!(loss_scale.state()?.loss_scale, 32768.0);
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct DynamicLossScaleState {
     /// The scale. Defaults to 2^15.
     pub loss_scale: f64,
@@ -181,14 +179,6 @@ pub struct DynamicLossScaleState {
     /// Lower bound of the scale, rounded to f32; at least 2^-126. Defaults to 1.
     pub min_loss_scale: f64,
 }
-
-builder!(DynamicLossScaleState {
-    loss_scale: f64,
-    counter: i64,
-    period: i64,
-    factor: f64,
-    min_loss_scale: f64
-});
 
 impl Default for DynamicLossScaleState {
     fn default() -> Self {

@@ -77,7 +77,11 @@ pub trait LossScale: Debug + Send {
     /// use tch::{Device, Tensor};
     /// use tch_amp::loss_scale::{DynamicLossScaleState, LossScale};
     ///
-    /// let mut loss_scale = DynamicLossScaleState::default().loss_scale(8.0).period(2).build(Device::Cpu)?;
+    /// let mut loss_scale = DynamicLossScaleState {
+    ///     loss_scale: 8.0,
+    ///     period: 2,
+    ///     ..Default::default()
+    /// }.build(Device::Cpu)?;
     /// let mut scales = Vec::new();
     /// for finite in [true, true, false] {
     ///     loss_scale.adjust(&Tensor::from(finite))?;

@@ -7,7 +7,6 @@ use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
-use crate::builder::builder;
 use crate::error::Result;
 use crate::ffi::OptimOptions;
 use crate::optim::config::non_negative;
@@ -23,7 +22,7 @@ use crate::optim::{Adagrad, Adam, AdamW, Lion, Muon, RmsProp, Sgd};
 ///
 /// let configured = r#"{"algorithm": "AdamW", "weight_decay": 0.1}"#;
 /// let algorithm: Algorithm = serde_json::from_str(configured)?;
-/// assert_eq!(algorithm, AdamW::default().weight_decay(0.1).into());
+/// assert_eq!(algorithm, AdamW { weight_decay: 0.1, ..Default::default() }.into());
 /// let opt = algorithm.build(&nn::VarStore::new(Device::Cpu), 1e-3)?;
 /// assert_eq!(opt.param_group(0)?.algorithm, algorithm);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -155,13 +154,12 @@ impl Algorithm {
 /// use tch_amp::optim::{AdamW, ParamGroup};
 ///
 /// let mut opt = AdamW::default().build(&nn::VarStore::new(Device::Cpu), 1e-3)?;
-/// let options = ParamGroup::new(1e-4, AdamW::default().weight_decay(0.1));
+/// let options = ParamGroup::new(1e-4, AdamW { weight_decay: 0.1, ..Default::default() });
 /// opt.set_param_group(0, options)?;
 /// assert_eq!(opt.param_group(0)?, &options);
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[non_exhaustive]
 pub struct ParamGroup {
     /// The learning rate.
     pub lr: f64,
@@ -169,8 +167,6 @@ pub struct ParamGroup {
     #[serde(flatten)]
     pub algorithm: Algorithm,
 }
-
-builder!(ParamGroup { lr: f64, algorithm: Algorithm });
 
 impl ParamGroup {
     /// Makes the options of a group, for example from an [`AdamW`](crate::optim::AdamW).

@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::builder::builder;
 use crate::error::{Result, ensure};
 use crate::ffi::{OptimAlgorithm, OptimOptions};
 
@@ -18,7 +17,7 @@ use crate::ffi::{OptimAlgorithm, OptimOptions};
 /// use tch_amp::optim::AdamW;
 ///
 /// let w = Tensor::from_slice(&[1f64]).set_requires_grad(true);
-/// let mut opt = AdamW::default().weight_decay(0.5).build(&[w.shallow_clone()], 0.1)?;
+/// let mut opt = AdamW { weight_decay: 0.5, ..Default::default() }.build(&[w.shallow_clone()], 0.1)?;
 /// opt.backward_step(&w.sum(None))?;
 /// // Decay multiplies the weight by 0.95, and the first update is lr for a gradient of any size.
 /// assert!((w.double_value(&[0]) - 0.85).abs() < 1e-6);
@@ -26,7 +25,6 @@ use crate::ffi::{OptimAlgorithm, OptimOptions};
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct AdamW {
     /// Coefficients used for computing running averages of the gradient and its square; at least 0 and less than 1.
     /// Defaults to (0.9, 0.999).
@@ -43,8 +41,6 @@ pub struct AdamW {
     pub maximize: bool,
 }
 
-builder!(AdamW { betas: (f64, f64), eps: f64, weight_decay: f64, amsgrad: bool, maximize: bool });
-
 /// Adam, whose weight decay is added to the gradients. The counterpart of `torch.optim.Adam` with `fused=True`.
 ///
 /// Source: Kingma and Ba, *Adam: A Method for Stochastic Optimization*, <https://arxiv.org/abs/1412.6980>.
@@ -56,7 +52,7 @@ builder!(AdamW { betas: (f64, f64), eps: f64, weight_decay: f64, amsgrad: bool, 
 /// use tch_amp::optim::Adam;
 ///
 /// let w = Tensor::from_slice(&[1f64, 1.0]).set_requires_grad(true);
-/// let mut opt = Adam::default().betas((0.9, 0.95)).build(&[w.shallow_clone()], 0.25)?;
+/// let mut opt = Adam { betas: (0.9, 0.95), ..Default::default() }.build(&[w.shallow_clone()], 0.25)?;
 /// opt.backward_step(&(&w * Tensor::from_slice(&[1000f64, -0.001])).sum(None))?;
 /// // The first update is lr for a gradient of any size.
 /// let [a, b] = [0, 1].map(|i| w.double_value(&[i]));
@@ -65,7 +61,6 @@ builder!(AdamW { betas: (f64, f64), eps: f64, weight_decay: f64, amsgrad: bool, 
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct Adam {
     /// Coefficients used for computing running averages of the gradient and its square; at least 0 and less than 1.
     /// Defaults to (0.9, 0.999).
@@ -81,8 +76,6 @@ pub struct Adam {
     pub maximize: bool,
 }
 
-builder!(Adam { betas: (f64, f64), eps: f64, weight_decay: f64, amsgrad: bool, maximize: bool });
-
 /// Stochastic gradient descent, optionally with momentum. The counterpart of `torch.optim.SGD` with `fused=True`.
 ///
 /// Source: Sutskever et al., *On the importance of initialization and momentum in deep learning*. As in PyTorch, the
@@ -95,7 +88,7 @@ builder!(Adam { betas: (f64, f64), eps: f64, weight_decay: f64, amsgrad: bool, m
 /// use tch_amp::optim::Sgd;
 ///
 /// let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
-/// let mut opt = Sgd::default().momentum(0.5).build(&[w.shallow_clone()], 0.25)?;
+/// let mut opt = Sgd { momentum: 0.5, ..Default::default() }.build(&[w.shallow_clone()], 0.25)?;
 /// opt.backward_step(&w.sum(None))?;
 /// assert_eq!(w.double_value(&[0]), 0.75);
 /// opt.backward_step(&w.sum(None))?;
@@ -104,7 +97,6 @@ builder!(Adam { betas: (f64, f64), eps: f64, weight_decay: f64, amsgrad: bool, m
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct Sgd {
     /// Momentum factor, by which each step multiplies the momentum buffer; at least 0. Defaults to 0, which keeps no
     /// buffer.
@@ -120,8 +112,6 @@ pub struct Sgd {
     pub maximize: bool,
 }
 
-builder!(Sgd { momentum: f64, dampening: f64, weight_decay: f64, nesterov: bool, maximize: bool });
-
 /// Adagrad. The counterpart of `torch.optim.Adagrad` with `fused=True`; it also runs on GPUs if libtorch has the kernel
 /// for them.
 ///
@@ -134,7 +124,7 @@ builder!(Sgd { momentum: f64, dampening: f64, weight_decay: f64, nesterov: bool,
 /// use tch_amp::optim::Adagrad;
 ///
 /// let w = Tensor::from_slice(&[1f64]).set_requires_grad(true);
-/// let mut opt = Adagrad::default().initial_accumulator_value(3.0).build(&[w.shallow_clone()], 0.5)?;
+/// let mut opt = Adagrad { initial_accumulator_value: 3.0, ..Default::default() }.build(&[w.shallow_clone()], 0.5)?;
 /// opt.backward_step(&w.sum(None))?;
 /// // The update is lr / (3 + 1).sqrt().
 /// assert!((w.double_value(&[0]) - 0.75).abs() < 1e-6);
@@ -142,7 +132,6 @@ builder!(Sgd { momentum: f64, dampening: f64, weight_decay: f64, nesterov: bool,
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct Adagrad {
     /// Learning rate decay: step t uses lr / (1 + (t - 1) * lr_decay). At least 0. Defaults to 0.
     pub lr_decay: f64,
@@ -155,14 +144,6 @@ pub struct Adagrad {
     /// Maximize the objective instead of minimizing it. Defaults to `false`.
     pub maximize: bool,
 }
-
-builder!(Adagrad {
-    lr_decay: f64,
-    weight_decay: f64,
-    initial_accumulator_value: f64,
-    eps: f64,
-    maximize: bool
-});
 
 /// RMSprop, optionally centered and with momentum. The counterpart of `torch.optim.RMSprop`, of which PyTorch has no
 /// fused version.
@@ -178,7 +159,7 @@ builder!(Adagrad {
 /// use tch_amp::optim::RmsProp;
 ///
 /// let w = Tensor::from_slice(&[1f64]).set_requires_grad(true);
-/// let mut opt = RmsProp::default().alpha(0.75).build(&[w.shallow_clone()], 0.25)?;
+/// let mut opt = RmsProp { alpha: 0.75, ..Default::default() }.build(&[w.shallow_clone()], 0.25)?;
 /// opt.backward_step(&w.sum(None))?;
 /// // The update is lr / (0.25 * 1).sqrt().
 /// assert!((w.double_value(&[0]) - 0.5).abs() < 1e-6);
@@ -186,7 +167,6 @@ builder!(Adagrad {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct RmsProp {
     /// Smoothing constant: the coefficient used for computing the running average of the squared gradient; at least 0
     /// and less than 1. Defaults to 0.99.
@@ -205,15 +185,6 @@ pub struct RmsProp {
     pub maximize: bool,
 }
 
-builder!(RmsProp {
-    alpha: f64,
-    eps: f64,
-    weight_decay: f64,
-    momentum: f64,
-    centered: bool,
-    maximize: bool
-});
-
 /// Lion, whose update is the sign of a running average of the gradient. PyTorch has no counterpart: the options and the
 /// state have the names of its authors' implementation for PyTorch.
 ///
@@ -229,7 +200,7 @@ builder!(RmsProp {
 /// use tch_amp::optim::Lion;
 ///
 /// let w = Tensor::from_slice(&[1f64, 1.0]).set_requires_grad(true);
-/// let mut opt = Lion::default().weight_decay(0.5).build(&[w.shallow_clone()], 0.25)?;
+/// let mut opt = Lion { weight_decay: 0.5, ..Default::default() }.build(&[w.shallow_clone()], 0.25)?;
 /// opt.backward_step(&(&w * Tensor::from_slice(&[1000f64, -0.001])).sum(None))?;
 /// // Decay multiplies the weights by 0.875, and the update is lr for a gradient of any size.
 /// assert_eq!([0, 1].map(|i| w.double_value(&[i])), [0.625, 1.125]);
@@ -237,7 +208,6 @@ builder!(RmsProp {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct Lion {
     /// Coefficients used for computing the update and the running average of the gradient; at least 0 and less than 1.
     /// Defaults to (0.9, 0.99).
@@ -247,8 +217,6 @@ pub struct Lion {
     /// Maximize the objective instead of minimizing it. Defaults to `false`.
     pub maximize: bool,
 }
-
-builder!(Lion { betas: (f64, f64), weight_decay: f64, maximize: bool });
 
 impl Default for AdamW {
     fn default() -> Self {

@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::builder::builder;
 use crate::error::{Result, ensure};
 use crate::ffi::{OptimAlgorithm, OptimOptions};
 use crate::optim::AdamW;
@@ -41,10 +40,10 @@ use crate::optim::config::non_negative;
 /// let head = nn::linear(vs.root() / "head", 8, 100, Default::default());
 ///
 /// // With this adjustment, both take the learning rate of AdamW.
-/// let muon = Muon::default().adjust_lr_fn(AdjustLr::MatchRmsAdamW);
+/// let muon = Muon { adjust_lr_fn: AdjustLr::MatchRmsAdamW, ..Default::default() };
 /// let mut opt = muon.build(&vs, 1e-3)?;
 /// opt.assign_group(1, &["embedding.*", "head.*"])?;
-/// opt.set_param_group(1, ParamGroup::new(1e-3, muon.use_muon(false)))?;
+/// opt.set_param_group(1, ParamGroup::new(1e-3, Muon { use_muon: false, ..muon }))?;
 ///
 /// let words = Tensor::from_slice(&[3i64, 14, 15]);
 /// let logits = words.apply(&embedding).apply(&hidden).relu().apply(&head);
@@ -57,7 +56,6 @@ use crate::optim::config::non_negative;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct Muon {
     /// Momentum factor: each step moves the momentum buffer towards the gradient by the fraction 1 - momentum.
     /// At least 0 and less than 1. Defaults to 0.95.
@@ -83,19 +81,6 @@ pub struct Muon {
     /// The learning rate of AdamW divided by that of the group; at least 0. Defaults to 1.
     pub adamw_lr_factor: f64,
 }
-
-builder!(Muon {
-    momentum: f64,
-    nesterov: bool,
-    weight_decay: f64,
-    ns_coefficients: (f64, f64, f64),
-    ns_steps: u32,
-    eps: f64,
-    adjust_lr_fn: AdjustLr,
-    use_muon: bool,
-    adamw: AdamW,
-    adamw_lr_factor: f64
-});
 
 /// How [`Muon`] adjusts the learning rate to the shape of a matrix, so that the size of its updates does not depend on
 /// it.

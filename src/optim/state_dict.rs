@@ -71,7 +71,7 @@ impl Optimizer {
     ///
     /// let vs = nn::VarStore::new(Device::Cpu);
     /// let w = vs.root().var("w", &[1], nn::Init::Const(4.0));
-    /// let mut opt = Sgd::default().momentum(0.9).build(&vs, 0.25)?;
+    /// let mut opt = Sgd { momentum: 0.9, ..Default::default() }.build(&vs, 0.25)?;
     /// opt.backward_step(&(&w * 3.0).sum(None))?;
     /// let state = opt.state_dict()?;
     /// assert_eq!(state.state["w"]["momentum_buffer"].double_value(&[0]), 3.0);
@@ -144,7 +144,7 @@ impl Optimizer {
     ///
     /// let vs = nn::VarStore::new(Device::Cpu);
     /// let w = vs.root().var("w", &[1], nn::Init::Const(1.0));
-    /// let mut opt = Sgd::default().momentum(0.5).build(&vs, 0.25)?;
+    /// let mut opt = Sgd { momentum: 0.5, ..Default::default() }.build(&vs, 0.25)?;
     /// opt.backward_step(&w.sum(None))?;
     ///
     /// let mut resumed = Sgd::default().build(&vs, 0.1)?;

@@ -1,6 +1,5 @@
 //! The options of an adaptive scale, and their ranges.
 
-use crate::builder::builder;
 use crate::error::{Result, ensure};
 use crate::ffi::ScaleRule;
 #[cfg(doc)]
@@ -21,17 +20,21 @@ pub(crate) const LARGEST: f64 = f32::MAX as f64;
 /// use tch::Device;
 /// use tch_amp::scaler::GradScalerConfig;
 ///
-/// let scaler = GradScalerConfig::default().growth_interval(100).build(Device::Cpu)?;
+/// let scaler = GradScalerConfig { growth_interval: 100, ..Default::default() }.build(Device::Cpu)?;
 /// assert_eq!(scaler.get_growth_interval(), 100);
 ///
 /// // DeepSpeed's defaults.
-/// let deepspeed = GradScalerConfig::default().growth_interval(1000).hysteresis(2).consecutive_hysteresis(false);
+/// let deepspeed = GradScalerConfig {
+///     growth_interval: 1000,
+///     hysteresis: 2,
+///     consecutive_hysteresis: false,
+///     ..Default::default()
+/// };
 /// let scaler = deepspeed.min_scale(1.0).error_at_min_scale(true).build(Device::Cpu)?;
 /// # assert!(scaler.is_enabled());
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
 pub struct GradScalerConfig {
     /// The initial scale. Defaults to 65536.
     pub init_scale: f64,
@@ -76,8 +79,6 @@ pub struct GradScalerConfig {
     /// which is why PyTorch refuses it. Defaults to `false`.
     pub allow_fp16_gradients: bool,
 }
-
-builder!(GradScalerConfig { init_scale: f64, growth_factor: f64, backoff_factor: f64, growth_interval: i64, enabled: bool, min_scale: f64, max_scale: f64, hysteresis: u32, consecutive_hysteresis: bool, tolerance: f64, max_consecutive_skips: Option<u32>, error_at_min_scale: bool, allow_fp16_gradients: bool });
 
 impl Default for GradScalerConfig {
     fn default() -> Self {

@@ -3,7 +3,6 @@
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::builder::builder;
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Number, Result, ensure};
 use crate::ffi::{self, OutsideRegions, SpikeOptions};
@@ -28,7 +27,7 @@ use crate::scaler::outcome::Taken;
 /// let w = Tensor::from_slice(&[0f32]).set_requires_grad(true);
 /// let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0)?;
 /// let mut scaler = GradScaler::new(Device::Cpu)?;
-/// let mut spikes = SpikeConfig::default().window(16).warmup(4).build()?;
+/// let mut spikes = SpikeConfig { window: 16, warmup: 4, ..Default::default() }.build()?;
 /// for gradient in [1.0, 1.1, 0.9, 1.0, 50.0, 1.0, f64::NAN] {
 ///     opt.zero_grad()?;
 ///     scaler.backward(&(&w * gradient).sum(None))?;
@@ -42,7 +41,6 @@ use crate::scaler::outcome::Taken;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct SpikeConfig {
     /// By how many standard deviations of the window a number must exceed its mean to be a spike; more than 0. The
     /// standard deviation counts as at least 1 % of the mean. Defaults to 6.
@@ -55,8 +53,6 @@ pub struct SpikeConfig {
     /// loss has risen for good goes on. Defaults to 8.
     pub max_in_a_row: u32,
 }
-
-builder!(SpikeConfig { deviations: f64, window: u32, warmup: u32, max_in_a_row: u32 });
 
 impl Default for SpikeConfig {
     fn default() -> Self {

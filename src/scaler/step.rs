@@ -400,7 +400,11 @@ impl GradScaler {
     ///
     /// # let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
     /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1)?;
-    /// let mut scaler = GradScalerConfig::default().init_scale(4.0).growth_interval(2).build(Device::Cpu)?;
+    /// let mut scaler = GradScalerConfig {
+    ///     init_scale: 4.0,
+    ///     growth_interval: 2,
+    ///     ..Default::default()
+    /// }.build(Device::Cpu)?;
     /// let mut scales = Vec::new();
     /// for gradient in [1.0, 1.0, f64::INFINITY] {
     ///     opt.zero_grad()?;

@@ -4,7 +4,6 @@ use std::f64::consts::PI;
 
 use serde::{Deserialize, Serialize};
 
-use crate::builder::builder;
 use crate::error::{Result, ensure};
 use crate::schedule::progress::{Cycle, Part, Progress, Rule, at_least_one};
 use crate::schedule::rates::Rates;
@@ -15,7 +14,6 @@ use crate::schedule::rates::Rates;
 /// Source: Loshchilov and Hutter, *SGDR: Stochastic Gradient Descent with Warm Restarts*,
 /// <https://arxiv.org/abs/1608.03983>, without the restarts.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
 pub struct CosineAnnealingLr {
     /// The number of steps from the first learning rate to the minimum; at least 1.
     pub t_max: u64,
@@ -30,7 +28,6 @@ pub struct CosineAnnealingLr {
 /// Source: Loshchilov and Hutter, *SGDR: Stochastic Gradient Descent with Warm Restarts*,
 /// <https://arxiv.org/abs/1608.03983>.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
 pub struct CosineAnnealingWarmRestarts {
     /// The number of steps of the first cycle; at least 1.
     pub t_0: u64,
@@ -41,9 +38,6 @@ pub struct CosineAnnealingWarmRestarts {
     #[serde(default)]
     pub eta_min: f64,
 }
-
-builder!(CosineAnnealingLr { t_max: u64, eta_min: f64 });
-builder!(CosineAnnealingWarmRestarts { t_0: u64, t_mult: u64, eta_min: f64 });
 
 fn one() -> u64 {
     1

@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::builder::builder;
 use crate::error::{Result, ensure};
 use crate::schedule::progress::{Part, Progress, Rule, at_least_one};
 use crate::schedule::rates::Rates;
@@ -10,7 +9,6 @@ use crate::schedule::rates::Rates;
 /// Multiplies the learning rate by `gamma` every `step_size` steps. The counterpart of
 /// `torch.optim.lr_scheduler.StepLR`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
 pub struct StepLr {
     /// Period of learning rate decay, in steps; at least 1.
     pub step_size: u64,
@@ -22,7 +20,6 @@ pub struct StepLr {
 /// Multiplies the learning rate by `gamma` at each milestone. The counterpart of
 /// `torch.optim.lr_scheduler.MultiStepLR`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
 pub struct MultiStepLr {
     /// The numbers of steps after which the learning rate is multiplied. One that is listed twice counts twice.
     pub milestones: Vec<u64>,
@@ -35,7 +32,6 @@ pub struct MultiStepLr {
 /// `torch.optim.lr_scheduler.ConstantLR`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct ConstantLr {
     /// The factor, from above 0 to 1. Defaults to 1/3.
     pub factor: f64,
@@ -47,7 +43,6 @@ pub struct ConstantLr {
 /// `torch.optim.lr_scheduler.LinearLR`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct LinearLr {
     /// The factor of the first step, from above 0 to 1. Defaults to 1/3.
     pub start_factor: f64,
@@ -60,7 +55,6 @@ pub struct LinearLr {
 /// Multiplies the learning rate by `gamma` at each step. The counterpart of
 /// `torch.optim.lr_scheduler.ExponentialLR`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
 pub struct ExponentialLr {
     /// Multiplicative factor of learning rate decay; at least 0.
     pub gamma: f64,
@@ -70,20 +64,12 @@ pub struct ExponentialLr {
 /// `power`. The counterpart of `torch.optim.lr_scheduler.PolynomialLR`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct PolynomialLr {
     /// The number of steps until 0; at least 1. Defaults to 5.
     pub total_iters: u64,
     /// The power of the polynomial; at least 0. Defaults to 1, which is linear.
     pub power: f64,
 }
-
-builder!(StepLr { step_size: u64, gamma: f64 });
-builder!(MultiStepLr { milestones: Vec<u64>, gamma: f64 });
-builder!(ConstantLr { factor: f64, total_iters: u64 });
-builder!(LinearLr { start_factor: f64, end_factor: f64, total_iters: u64 });
-builder!(ExponentialLr { gamma: f64 });
-builder!(PolynomialLr { total_iters: u64, power: f64 });
 
 fn tenth() -> f64 {
     0.1

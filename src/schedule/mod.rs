@@ -32,7 +32,7 @@
 //! let mut opt = AdamW::default().build(&[w.shallow_clone()], 1e-3)?;
 //! let mut scaler = GradScaler::new(Device::Cpu)?;
 //!
-//! let warmup = LinearLr::default().start_factor(0.01).total_iters(100);
+//! let warmup = LinearLr { start_factor: 0.01, total_iters: 100, ..Default::default() };
 //! let mut scheduler =
 //!     SequentialLr::new(warmup).then_at(100, CosineAnnealingLr::new(900)).build(&mut opt)?;
 //! for gradient in [1.0, f64::INFINITY, 1.0] {

@@ -4,7 +4,6 @@ use std::f64::consts::PI;
 
 use serde::{Deserialize, Serialize};
 
-use crate::builder::builder;
 use crate::error::{Error, Result, ensure};
 use crate::schedule::progress::{Part, Progress, Rule, at_least_one};
 use crate::schedule::rates::Rates;
@@ -19,7 +18,6 @@ use crate::schedule::rates::Rates;
 /// Source: Smith and Topin, *Super-Convergence: Very Fast Training of Neural Networks Using Large Learning Rates*,
 /// <https://arxiv.org/abs/1708.07120>.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
 pub struct OneCycleLr {
     /// The largest learning rate: one for all groups, or one for each.
     pub max_lr: Vec<f64>,
@@ -62,19 +60,6 @@ pub enum Annealing {
     /// A straight line.
     Linear,
 }
-
-builder!(OneCycleLr {
-    max_lr: Vec<f64>,
-    total_steps: u64,
-    pct_start: f64,
-    anneal_strategy: Annealing,
-    cycle_momentum: bool,
-    base_momentum: f64,
-    max_momentum: f64,
-    div_factor: f64,
-    final_div_factor: f64,
-    three_phase: bool,
-});
 
 mod defaults {
     pub(super) fn pct_start() -> f64 {

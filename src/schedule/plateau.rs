@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::builder::builder;
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ensure};
 use crate::optim::Optimizer;
@@ -20,7 +19,7 @@ use crate::schedule::rates::Rates;
 ///
 /// let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
 /// let mut opt = Sgd::default().build(&[w], 1.0)?;
-/// let mut scheduler = ReduceLrOnPlateau::default().patience(1).build(&opt)?;
+/// let mut scheduler = ReduceLrOnPlateau { patience: 1, ..Default::default() }.build(&opt)?;
 /// for loss in [3.0, 2.0, 2.5, 2.0] {
 ///     scheduler.step(&mut opt, loss)?;
 /// }
@@ -29,7 +28,6 @@ use crate::schedule::rates::Rates;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[non_exhaustive]
 pub struct ReduceLrOnPlateau {
     /// Whether the metric should fall or rise. Defaults to falling.
     pub mode: MetricGoal,
@@ -71,17 +69,6 @@ pub enum Threshold {
     /// The difference: for a falling metric, it must be less than best - threshold.
     Abs,
 }
-
-builder!(ReduceLrOnPlateau {
-    mode: MetricGoal,
-    factor: f64,
-    patience: u64,
-    threshold: f64,
-    threshold_mode: Threshold,
-    cooldown: u64,
-    min_lr: f64,
-    eps: f64,
-});
 
 impl Default for ReduceLrOnPlateau {
     fn default() -> Self {

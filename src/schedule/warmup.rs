@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::builder::builder;
 use crate::error::Result;
 use crate::schedule::decay::from_bases;
 use crate::schedule::progress::{Part, Progress, Rule, at_least_one};
@@ -17,7 +16,6 @@ use crate::schedule::rates::Rates;
 /// Source: Devlin et al., *BERT: Pre-training of Deep Bidirectional Transformers*, section A.2,
 /// <https://arxiv.org/abs/1810.04805>.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
 pub struct LinearWithWarmup {
     /// The number of steps of the warm-up; may be 0.
     pub warmup_steps: u64,
@@ -33,14 +31,10 @@ pub struct LinearWithWarmup {
 ///
 /// Source: Vaswani et al., *Attention Is All You Need*, section 5.3, <https://arxiv.org/abs/1706.03762>.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
 pub struct InverseSqrtLr {
     /// The number of steps of the warm-up, at least 1.
     pub warmup_steps: u64,
 }
-
-builder!(LinearWithWarmup { warmup_steps: u64, total_steps: u64 });
-builder!(InverseSqrtLr { warmup_steps: u64 });
 
 impl LinearWithWarmup {
     /// Makes the options.

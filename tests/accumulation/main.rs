@@ -29,7 +29,8 @@ fn both(kind: Kind, sizes: &[i64], xs: &Tensor, ys: &Tensor) -> [Vec<Vec<f64>>; 
         let mut vs = VarStore::new(Device::Cpu);
         let net = nn::linear(vs.root(), 4, 2, Default::default());
         vs.set_kind(kind);
-        let mut scaler = GradScalerConfig::default().init_scale(8.0).build(Device::Cpu).unwrap();
+        let mut scaler =
+            GradScalerConfig { init_scale: 8.0, ..Default::default() }.build(Device::Cpu).unwrap();
         let weights: Vec<_> = sizes.iter().map(|size| *size as f64).collect();
         let mut window = Accumulation::of_weights(&weights).unwrap();
         let parts = xs.split_with_sizes(sizes, 0).into_iter().zip(ys.split_with_sizes(sizes, 0));
@@ -95,7 +96,8 @@ fn exact_arithmetic_has_the_same_bits() {
 fn dropping(kind: Kind, batches: &[(f64, f64)]) -> (f64, Vec<usize>, bool) {
     let w = leaf(&[1.0, 1.0], kind, Device::Cpu);
     let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
-    let config = GradScalerConfig::default().init_scale(4.0).allow_fp16_gradients(true);
+    let config =
+        GradScalerConfig { init_scale: 4.0, allow_fp16_gradients: true, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).unwrap();
     let weights: Vec<_> = batches.iter().map(|(weight, _)| *weight).collect();
     let mut window = Accumulation::of_weights(weights).unwrap();

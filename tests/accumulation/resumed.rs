@@ -57,7 +57,7 @@ impl Case {
         let w = vs.root().ones("w", &[3]);
         let unused = vs.root().ones("unused", &[2]);
         vs.set_kind(self.kind);
-        let sgd = Sgd::default().momentum(0.9);
+        let sgd = Sgd { momentum: 0.9, ..Default::default() };
         let mut opt = match self.in_f32 {
             true => sgd.master_weights(MasterWeights::Float).build(&vs, 0.1).unwrap(),
             false => sgd.build(&vs, 0.1).unwrap(),
@@ -65,7 +65,8 @@ impl Case {
         if self.in_f32 {
             opt.accumulate_in_f32().unwrap();
         }
-        let config = GradScalerConfig::default().init_scale(4.0).allow_fp16_gradients(true);
+        let config =
+            GradScalerConfig { init_scale: 4.0, allow_fp16_gradients: true, ..Default::default() };
         let weights: Vec<_> = self.batches.iter().map(|(weight, _)| *weight).collect();
         let window = Accumulation::of_weights(weights).unwrap();
         Run { vs, w, unused, opt, scaler: config.build(Device::Cpu).unwrap(), window }

@@ -81,7 +81,7 @@ fn a_step_inside_a_region_forgets_the_casts(#[case] enabled: bool) {
         let vs = nn::VarStore::new(device);
         let w = vs.root().ones("w", &[2, 2]);
         let mut opt = nn::Sgd::default().build(&vs, 1.0).unwrap();
-        let config = GradScalerConfig::default().enabled(enabled);
+        let config = GradScalerConfig { enabled, ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         let _guard = AutocastGuard::new(device).unwrap();
         assert_eq!(sum_of_product(&w), 8.0);
@@ -195,7 +195,7 @@ fn a_step_that_panics_inside_a_region_forgets_the_casts(
     let _alone = alone();
     for_each_device(|device| {
         let w = weight(device);
-        let config = GradScalerConfig::default().enabled(enabled);
+        let config = GradScalerConfig { enabled, ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         let mut opt = Panics { w: [w.shallow_clone()], scales };
         let _guard = AutocastGuard::new(device).unwrap();

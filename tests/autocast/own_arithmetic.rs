@@ -30,7 +30,7 @@ fn gradients(list: &[Tensor]) -> Vec<Tensor> {
 }
 
 fn scaler(device: Device, scale: f64) -> GradScaler {
-    GradScalerConfig::default().init_scale(scale).build(device).unwrap()
+    GradScalerConfig { init_scale: scale, ..Default::default() }.build(device).unwrap()
 }
 
 const JOBS: &[Job] = &[
@@ -84,8 +84,12 @@ const JOBS: &[Job] = &[
         ],
         run: |device, within, results| {
             for tolerance in [0.0, 0.3] {
-                let config = GradScalerConfig::default().init_scale(1024.0).growth_interval(2);
-                let config = config.hysteresis(2).tolerance(tolerance);
+                let config = GradScalerConfig {
+                    init_scale: 1024.0,
+                    growth_interval: 2,
+                    ..Default::default()
+                };
+                let config = GradScalerConfig { hysteresis: 2, tolerance, ..config };
                 let mut scaler = config.build(device).unwrap();
                 for bad in [false, false, true, true, false] {
                     let list = leaves(device, F32);
@@ -281,7 +285,8 @@ const JOBS: &[Job] = &[
                 }
                 let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1).unwrap();
                 let mut scaler = scaler(device, 1024.0);
-                let mut ema = Ema::new(0.9).warmup(true).debias(true).build(&vs).unwrap();
+                let mut ema =
+                    Ema { warmup: true, debias: true, ..Ema::new(0.9) }.build(&vs).unwrap();
                 let mut swa = Swa::default().build(&vs).unwrap();
                 for _ in 0..3 {
                     (&w * 100.0).sum(kind).backward();
@@ -409,7 +414,7 @@ const JOBS: &[Job] = &[
             let list = leaves(device, F32);
             let mut opt = Sgd::default().build(&list, 1e-6).unwrap();
             let mut scaler = scaler(device, 1024.0);
-            let config = SpikeConfig::default().window(4).warmup(2);
+            let config = SpikeConfig { window: 4, warmup: 2, ..Default::default() };
             let mut spikes = config.build().unwrap();
             for factor in [1.0, 1.0003, 0.9991, 1.0004, 5000.0, 1.0] {
                 let loss = large(device, F32).max() * factor;
@@ -584,7 +589,7 @@ const JOBS: &[Job] = &[
             let x = large(device, Kind::Double).set_requires_grad(true);
             within(&mut || {
                 let f = |x: &[&Tensor]| Ok::<_, tch_amp::Error>([x[0].sin()]);
-                let closer = tch_amp::gradcheck::GradCheck::default().eps(1e-4);
+                let closer = tch_amp::gradcheck::GradCheck { eps: 1e-4, ..Default::default() };
                 results.value(closer.gradcheck(f, &[&x]).is_ok());
                 results.value(
                     gradcheck(|x: &[&Tensor]| Ok::<_, tch_amp::Error>([x[0].tr()]), &[&x]).is_ok(),
@@ -606,13 +611,15 @@ fn build(algorithm: usize, list: &[Tensor], masters: usize) -> Optimizer {
         _ => MasterWeights::StochasticRounding { seed: 1 },
     };
     let built = match algorithm {
-        0 => AdamW::default().amsgrad(true).master_weights(masters).build(list, 0.1),
+        0 => AdamW { amsgrad: true, ..Default::default() }.master_weights(masters).build(list, 0.1),
         1 => Adam::default().master_weights(masters).build(list, 0.1),
-        2 => Sgd::default().momentum(0.9).dampening(0.1).master_weights(masters).build(list, 0.1),
+        2 => Sgd { momentum: 0.9, dampening: 0.1, ..Default::default() }
+            .master_weights(masters)
+            .build(list, 0.1),
         3 => Adagrad::default().master_weights(masters).build(list, 0.1),
-        4 => {
-            RmsProp::default().momentum(0.9).centered(true).master_weights(masters).build(list, 0.1)
-        }
+        4 => RmsProp { momentum: 0.9, centered: true, ..Default::default() }
+            .master_weights(masters)
+            .build(list, 0.1),
         5 => Lion::default().master_weights(masters).build(list, 0.1),
         _ => Muon::default().master_weights(masters).build(list, 0.1),
     };

@@ -76,7 +76,7 @@ fn warmup_and_debiasing_are_weighted_means() {
     let mut rng = Rng::new(4);
     for warmup in [false, true] {
         for debias in [false, true] {
-            let ema = Ema::new(0.97).warmup(warmup).debias(debias);
+            let ema = Ema { warmup, debias, ..Ema::new(0.97) };
             let (vs, w) = model(Kind::Double, 1);
             let mut average = ema.build(&vs).unwrap();
             let mut updates = Vec::new();

@@ -15,8 +15,8 @@ fn a_restored_average_continues_with_the_same_numbers() {
     let mut rng = Rng::new(8);
     let options: [Averaging; 4] = [
         Ema::new(0.9).into(),
-        Ema::new(0.99).warmup(true).into(),
-        Ema::new(0.99).debias(true).into(),
+        Ema { warmup: true, ..Ema::new(0.99) }.into(),
+        Ema { debias: true, ..Ema::new(0.99) }.into(),
         Swa::default().into(),
     ];
     for averaging in options {

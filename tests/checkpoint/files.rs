@@ -83,8 +83,8 @@ impl Run {
         let net = nn::linear(vs.root(), 3, 2, Default::default());
         let named = [("weight", &net.ws), ("bias", net.bs.as_ref().unwrap())];
         let named: Vec<_> = named.map(|(name, tensor)| (name, tensor.shallow_clone())).into();
-        let opt = Sgd::default().momentum(0.9).build(named, 0.75).unwrap();
-        let scaler = GradScalerConfig::default().init_scale(2.0).growth_interval(7);
+        let opt = Sgd { momentum: 0.9, ..Default::default() }.build(named, 0.75).unwrap();
+        let scaler = GradScalerConfig { init_scale: 2.0, growth_interval: 7, ..Default::default() };
         Self { vs, opt, scaler: scaler.build(Device::Cpu).unwrap() }
     }
 
@@ -311,7 +311,7 @@ fn an_averaged_model_becomes_averages_and_back() {
 }
 
 fn built(vs: &VarStore) -> AveragedWeights {
-    Ema::new(0.5).debias(true).build(vs).unwrap()
+    Ema { debias: true, ..Ema::new(0.5) }.build(vs).unwrap()
 }
 
 #[test]

@@ -106,8 +106,13 @@ fn through(saved: &mut dyn Stateful, restored: &mut dyn Stateful) -> Result<()> 
 
 #[test]
 fn loss_scales_are_restored_only_to_their_own_kind() {
-    let state = DynamicLossScaleState::default().loss_scale(0.1f32.into()).counter(3).period(5);
-    let state = state.min_loss_scale(0.01);
+    let state = DynamicLossScaleState {
+        loss_scale: 0.1f32.into(),
+        counter: 3,
+        period: 5,
+        ..Default::default()
+    };
+    let state = DynamicLossScaleState { min_loss_scale: 0.01, ..state };
     let mut saved = state.build(CPU).unwrap();
     let mut dynamic = DynamicLossScale::new(CPU).unwrap();
     let before = dynamic.loss_scale().unwrap().shallow_clone();

@@ -44,7 +44,7 @@ impl Run {
         let mut opt = AdamW::default().build(&vs, 1e-2).unwrap();
         opt.assign_group(1, &["*bias"]).unwrap();
         opt.set_weight_decay_group(1, 0.0).unwrap();
-        let config = GradScalerConfig::default().init_scale(8.0).growth_interval(3);
+        let config = GradScalerConfig { init_scale: 8.0, growth_interval: 3, ..Default::default() };
         Self { vs, net, opt, scaler: config.build(device).unwrap() }
     }
 

@@ -219,7 +219,7 @@ fn names_of_parameters_are_shown_harmlessly() {
     let evil = evil();
     let vs = VarStore::new(Device::Cpu);
     let _w = vs.root().var("w", &[2], Init::Const(0.0));
-    let mut opt = Sgd::default().momentum(0.5).build(&vs, 0.1).unwrap();
+    let mut opt = Sgd { momentum: 0.5, ..Default::default() }.build(&vs, 0.1).unwrap();
     let with_state = |opt: &mut Optimizer, parameter: &str, key: &str| {
         let mut state = opt.state_dict().unwrap();
         let zeros = Tensor::zeros([2], (Kind::Float, Device::Cpu));

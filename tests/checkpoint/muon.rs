@@ -59,27 +59,36 @@ fn build(net: &Net) -> Optimizer {
     let muon = every_option();
     let mut opt = muon.build(&net.vs, 0.1).unwrap();
     opt.assign_group(1, &["head.weight"]).unwrap();
-    opt.set_param_group(1, ParamGroup::new(0.3, muon.use_muon(false).momentum(0.5))).unwrap();
+    opt.set_param_group(1, ParamGroup::new(0.3, Muon { use_muon: false, momentum: 0.5, ..muon }))
+        .unwrap();
     opt
 }
 
 /// No option has its default, and no two have one value.
 fn every_option() -> Muon {
-    Muon::default()
-        .momentum(0.875)
-        .nesterov(false)
-        .weight_decay(0.25)
-        .ns_coefficients((2.5, -2.75, 1.25))
-        .ns_steps(3)
-        .eps(0.0625)
-        .adjust_lr_fn(AdjustLr::MatchRmsAdamW)
-        .adamw(AdamW::default().betas((0.5, 0.75)).eps(0.125).weight_decay(0.375).amsgrad(true))
-        .adamw_lr_factor(0.7)
+    Muon {
+        momentum: 0.875,
+        nesterov: false,
+        weight_decay: 0.25,
+        ns_coefficients: (2.5, -2.75, 1.25),
+        ns_steps: 3,
+        eps: 0.0625,
+        adjust_lr_fn: AdjustLr::MatchRmsAdamW,
+        adamw: AdamW {
+            betas: (0.5, 0.75),
+            eps: 0.125,
+            weight_decay: 0.375,
+            amsgrad: true,
+            ..Default::default()
+        },
+        adamw_lr_factor: 0.7,
+        ..Default::default()
+    }
 }
 
 fn with_factor(group: ParamGroup, factor: f64) -> Algorithm {
     match group.algorithm {
-        Algorithm::Muon(muon) => muon.adamw_lr_factor(factor).into(),
+        Algorithm::Muon(muon) => Muon { adamw_lr_factor: factor, ..muon }.into(),
         other => other,
     }
 }
@@ -130,9 +139,9 @@ fn training_resumes_from_pythons_two_optimizers() {
     let mut opt = Muon::default().build(&net.vs, 1.0).unwrap();
     net.restore(&load("named.pt"), &mut opt).unwrap();
     assert_eq!(net.train(&mut opt, 4), expected);
-    let muon = Muon::default().adjust_lr_fn(AdjustLr::MatchRmsAdamW);
-    let adamw = AdamW::default().weight_decay(0.5);
-    let rest = Muon::default().use_muon(false).adamw(adamw);
+    let muon = Muon { adjust_lr_fn: AdjustLr::MatchRmsAdamW, ..Default::default() };
+    let adamw = AdamW { weight_decay: 0.5, ..Default::default() };
+    let rest = Muon { use_muon: false, adamw, ..Default::default() };
     assert_eq!(groups(&opt), [ParamGroup::new(0.1, muon), ParamGroup::new(0.02, rest)]);
     // Without names, the groups and the order have to be Python's.
     let net = Net::new();
@@ -178,7 +187,7 @@ fn python_resumes_with_two_optimizers_and_back() {
             if let (Algorithm::Muon(muon), Some(_)) = (group.algorithm, line) {
                 // The learning rate of AdamW was halved, to the last bit.
                 assert_eq!(group.lr * muon.adamw_lr_factor, want.lr * 0.7 * 0.5);
-                want = want.algorithm(with_factor(want, muon.adamw_lr_factor));
+                want = ParamGroup { algorithm: with_factor(want, muon.adamw_lr_factor), ..want };
             }
             assert_eq!(group, want);
         }

@@ -19,7 +19,7 @@ fn model(names: &[(&str, i64)], value: f64, gradient: Option<f64>) -> (VarStore,
         let path = parts.fold(vs.root(), |path, part| path / part);
         let _variable = path.var(name, &[*size], tch::nn::Init::Const(value));
     }
-    let mut opt = Sgd::default().momentum(0.5).build(&vs, 0.25).unwrap();
+    let mut opt = Sgd { momentum: 0.5, ..Default::default() }.build(&vs, 0.25).unwrap();
     if let Some(gradient) = gradient {
         for variable in vs.trainable_variables() {
             (variable * gradient).sum(Kind::Float).backward();

@@ -31,23 +31,24 @@ impl Twin {
             ("bias", net.bs.as_ref().unwrap().shallow_clone()),
         ];
         let opt = match algorithm {
-            "adamw" => AdamW::default().amsgrad(true).build(parameters, 0.05),
-            "adam" => Adam::default().weight_decay(0.1).build(parameters, 0.05),
+            "adamw" => AdamW { amsgrad: true, ..Default::default() }.build(parameters, 0.05),
+            "adam" => Adam { weight_decay: 0.1, ..Default::default() }.build(parameters, 0.05),
             "sgd" => {
-                let sgd = Sgd::default().momentum(0.9).weight_decay(0.1);
+                let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, ..Default::default() };
                 sgd.build(parameters, 0.05)
             }
             "plain" => Sgd::default().build(parameters, 0.05),
             "rmsprop" => {
-                let rmsprop = RmsProp::default().momentum(0.5).centered(true);
-                rmsprop.weight_decay(0.1).build(parameters, 0.05)
+                let rmsprop = RmsProp { momentum: 0.5, centered: true, ..Default::default() };
+                RmsProp { weight_decay: 0.1, ..rmsprop }.build(parameters, 0.05)
             }
-            _ => Adagrad::default().lr_decay(0.1).build(parameters, 0.05),
+            _ => Adagrad { lr_decay: 0.1, ..Default::default() }.build(parameters, 0.05),
         };
         let mut opt = opt.unwrap();
         opt.assign_group(1, &["bias"]).unwrap();
         opt.set_weight_decay_group(1, 0.0).unwrap();
-        let config = GradScalerConfig::default().init_scale(16.0).growth_interval(3);
+        let config =
+            GradScalerConfig { init_scale: 16.0, growth_interval: 3, ..Default::default() };
         Self { vs, net, opt, scaler: config.build(Device::Cpu).unwrap() }
     }
 
@@ -249,7 +250,7 @@ fn parameters_without_names_keep_their_groups() {
         let tensors: Vec<_> = (0..3)
             .map(|n| Tensor::full([2], n, (Kind::Float, Device::Cpu)).set_requires_grad(true))
             .collect();
-        let mut opt = Sgd::default().momentum(0.5).build(&tensors, 0.1).unwrap();
+        let mut opt = Sgd { momentum: 0.5, ..Default::default() }.build(&tensors, 0.1).unwrap();
         opt.assign_group(1, &[group]).unwrap();
         opt.set_lr_group(1, 0.7).unwrap();
         (tensors, opt)

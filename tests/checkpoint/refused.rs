@@ -98,7 +98,7 @@ fn names_are_compared_unless_strict_is_off() {
         vs
     };
     let mut source = model(&["a", "b"]);
-    let mut sgd = Sgd::default().momentum(0.5).build(&source, 0.5).unwrap();
+    let mut sgd = Sgd { momentum: 0.5, ..Default::default() }.build(&source, 0.5).unwrap();
     source.trainable_variables().iter().for_each(|w| w.sum(Kind::Float).backward());
     sgd.step().unwrap();
     source.freeze();
@@ -113,7 +113,7 @@ fn names_are_compared_unless_strict_is_off() {
         panic!("another error");
     };
     assert_eq!((missing, unexpected), (vec!["c".to_owned()], vec!["a".to_owned()]));
-    let mut opt = Sgd::default().momentum(0.9).build(&target, 0.1).unwrap();
+    let mut opt = Sgd { momentum: 0.9, ..Default::default() }.build(&target, 0.1).unwrap();
     let refused = whole.restore().optimizer("opt", &mut opt).apply();
     assert!(matches!(refused, Err(Error::Optimizer(OptimizerError::State { .. }))), "{refused:?}");
     let restore = whole.restore().model("model", &target).optimizer("opt", &mut opt);
@@ -239,7 +239,7 @@ fn saving_refuses_values_that_would_not_load() {
 fn complex_state_is_not_converted_to_real() {
     let vs = VarStore::new(Device::Cpu);
     let _w = vs.root().zeros("w", &[2]);
-    let mut opt = Sgd::default().momentum(0.5).build(&vs, 0.1).unwrap();
+    let mut opt = Sgd { momentum: 0.5, ..Default::default() }.build(&vs, 0.1).unwrap();
     let mut state = opt.state_dict().unwrap();
     let complex = Tensor::zeros([2], (Kind::ComplexFloat, Device::Cpu));
     state.state.insert("w".to_owned(), [("momentum_buffer".to_owned(), complex)].into());

@@ -273,30 +273,36 @@ fn master_weights_are_restored() {
 /// Algorithms with options other than the defaults. The numbers differ, so that none is taken for another, and each flag
 /// is set alone.
 pub(crate) fn every_option() -> Vec<Algorithm> {
-    let adam = Adam::default().betas((0.5, 0.75)).eps(0.125).weight_decay(0.25);
-    let adamw = AdamW::default().betas((0.5, 0.75)).eps(0.125).weight_decay(0.25);
-    let sgd = Sgd::default().momentum(0.5).weight_decay(0.25);
-    let adagrad = Adagrad::default().lr_decay(0.5).eps(0.125).weight_decay(0.25);
-    let adagrad = adagrad.initial_accumulator_value(0.75);
-    let rmsprop = RmsProp::default().alpha(0.5).eps(0.125).weight_decay(0.25).momentum(0.75);
-    let lion = Lion::default().betas((0.5, 0.75)).weight_decay(0.25);
+    let adam = Adam { betas: (0.5, 0.75), eps: 0.125, weight_decay: 0.25, ..Default::default() };
+    let adamw = AdamW { betas: (0.5, 0.75), eps: 0.125, weight_decay: 0.25, ..Default::default() };
+    let sgd = Sgd { momentum: 0.5, weight_decay: 0.25, ..Default::default() };
+    let adagrad = Adagrad { lr_decay: 0.5, eps: 0.125, weight_decay: 0.25, ..Default::default() };
+    let adagrad = Adagrad { initial_accumulator_value: 0.75, ..adagrad };
+    let rmsprop = RmsProp {
+        alpha: 0.5,
+        eps: 0.125,
+        weight_decay: 0.25,
+        momentum: 0.75,
+        ..Default::default()
+    };
+    let lion = Lion { betas: (0.5, 0.75), weight_decay: 0.25, ..Default::default() };
     vec![
         adam.into(),
-        adam.amsgrad(true).into(),
-        adam.maximize(true).into(),
+        Adam { amsgrad: true, ..adam }.into(),
+        Adam { maximize: true, ..adam }.into(),
         adamw.into(),
-        adamw.amsgrad(true).into(),
-        adamw.maximize(true).into(),
-        sgd.dampening(0.125).into(),
-        sgd.nesterov(true).into(),
-        sgd.maximize(true).into(),
+        AdamW { amsgrad: true, ..adamw }.into(),
+        AdamW { maximize: true, ..adamw }.into(),
+        Sgd { dampening: 0.125, ..sgd }.into(),
+        Sgd { nesterov: true, ..sgd }.into(),
+        Sgd { maximize: true, ..sgd }.into(),
         adagrad.into(),
-        adagrad.maximize(true).into(),
+        Adagrad { maximize: true, ..adagrad }.into(),
         rmsprop.into(),
-        rmsprop.centered(true).into(),
-        rmsprop.maximize(true).into(),
+        RmsProp { centered: true, ..rmsprop }.into(),
+        RmsProp { maximize: true, ..rmsprop }.into(),
         lion.into(),
-        lion.maximize(true).into(),
+        Lion { maximize: true, ..lion }.into(),
     ]
 }
 

@@ -24,7 +24,7 @@ fn optimizer(fused: bool) -> (Tensor, Box<dyn AmpOptimizer>) {
 fn scaler(group: &ProcessGroup) -> GradScaler {
     // Rank 0's scale is the one that all get.
     let scale = 1024.0 * (group.rank() as f64 + 1.0);
-    let config = GradScalerConfig::default().init_scale(scale).growth_interval(2);
+    let config = GradScalerConfig { init_scale: scale, growth_interval: 2, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).unwrap();
     scaler.agree_over(group).unwrap();
     scaler

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::distributed::{
-    DdpOptions, DistributedDataParallel, DistributedError, ProcessGroup, ReduceOp, SyncBatchNorm,
+    DdpConfig, DistributedDataParallel, DistributedError, ProcessGroup, ReduceOp, SyncBatchNorm,
 };
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 use tch_amp::optim::Sgd;
@@ -73,11 +73,11 @@ struct Model {
 }
 
 impl Model {
-    fn new(group: &ProcessGroup, options: DdpOptions) -> Self {
+    fn new(group: &ProcessGroup, options: DdpConfig) -> Self {
         let vs = VarStore::new(Device::Cpu);
         let weights =
             (0..3).map(|i| vs.root().var(&format!("w{i}"), &[3], nn::Init::Const(1.0))).collect();
-        let ddp = options.bucket_cap_mb(Some(0.000_01)).build(group, &vs).unwrap();
+        let ddp = DdpConfig { bucket_cap_mb: Some(0.000_01), ..options }.build(group, &vs).unwrap();
         Self { weights, ddp, vs }
     }
 
@@ -122,7 +122,7 @@ fn an_error_in_a_backward_pass_of_one_rank_is_reported_with_its_cause_by_all() {
         for before in [0, 2] {
             for size in [2, 3, 4] {
                 let guilty = (case + before) % size;
-                let options = DdpOptions::default().compare_passes(size != 3);
+                let options = DdpConfig { compare_passes: size != 3, ..Default::default() };
                 let found = messages(size, |group| {
                     let mut model = Model::new(group, options);
                     let mut opt = Sgd::default().build(&model.vs, 0.1).unwrap();
@@ -161,7 +161,8 @@ fn an_operation_that_is_interrupted_within_a_message_ends_on_all_ranks() {
     // Connections that are closed at such moments, while large messages go through them, leave a part of one behind.
     for delay in [150, 300] {
         let found = messages(3, |group| {
-            let mut model = Model::new(group, DdpOptions::default().compare_passes(false));
+            let mut model =
+                Model::new(group, DdpConfig { compare_passes: false, ..Default::default() });
             let mut large = Tensor::zeros([1 << 26], F32);
             let mut error_of_sums = || loop {
                 if let Err(error) = group.all_reduce(&mut large, ReduceOp::Sum) {
@@ -189,7 +190,7 @@ fn an_operation_that_is_interrupted_within_a_message_ends_on_all_ranks() {
 #[test]
 fn a_parameter_that_one_rank_does_not_use_is_named_on_all() {
     let found = messages(3, |group| {
-        let mut model = Model::new(group, DdpOptions::default());
+        let mut model = Model::new(group, DdpConfig::default());
         let used = if group.rank() == 1 { 2 } else { 3 };
         let weights = &model.weights;
         let loss = model.ddp.forward(|| weights[..used].iter().map(|w| w.sum(Kind::Float)).sum());
@@ -261,7 +262,7 @@ fn a_buffer_that_changes_on_one_rank_is_named_on_all_before_anything_is_sent() {
                 let mut vs = VarStore::new(Device::Cpu);
                 let weight = vs.root().ones("weight", &[1]);
                 let mut buffer = vs.root().ones_no_train("buffer", &[4]);
-                let options = DdpOptions::default().compare_passes(compare);
+                let options = DdpConfig { compare_passes: compare, ..Default::default() };
                 let mut ddp = options.build(group, &vs).unwrap();
                 let loss = ddp.forward(|| &weight * 1.0).unwrap();
                 ddp.backward(&loss).unwrap();
@@ -298,7 +299,7 @@ fn a_parameter_that_changes_on_one_rank_is_named_on_all_in_a_pass_without_buffer
     ];
     for (change, what) in changes {
         let found = messages(2, |group| {
-            let mut model = Model::new(group, DdpOptions::default());
+            let mut model = Model::new(group, DdpConfig::default());
             for _ in 0..2 {
                 model.backward(None).unwrap();
             }

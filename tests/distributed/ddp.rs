@@ -3,7 +3,7 @@
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{
-    DdpOptions, DistributedDataParallel, DistributedError, ProcessGroup, ReduceOp,
+    DdpConfig, DistributedDataParallel, DistributedError, ProcessGroup, ReduceOp,
 };
 use tch_amp::gradients::GradientError;
 use tch_amp::optim::{MasterWeights, Sgd};
@@ -94,13 +94,13 @@ fn different_options_and_unusable_ones_are_refused() {
     ranks(2, |group| {
         let vs = VarStore::new(Device::Cpu);
         let _model = model(&vs);
-        let unused = DdpOptions::default().find_unused_parameters(group.rank() == 0);
+        let unused = DdpConfig { find_unused_parameters: group.rank() == 0, ..Default::default() };
         let calls = calls(unused.build(&group, &vs).unwrap_err());
         assert!(calls[0].contains("find_unused_parameters: true"), "{calls:?}");
         for wrong in [
-            DdpOptions::default().compression(Some(Kind::Float)),
-            DdpOptions::default().bucket_cap_mb(Some(0.0)),
-            DdpOptions::default().bucket_cap_mb(Some(f64::NAN)),
+            DdpConfig { compression: Some(Kind::Float), ..Default::default() },
+            DdpConfig { bucket_cap_mb: Some(0.0), ..Default::default() },
+            DdpConfig { bucket_cap_mb: Some(f64::NAN), ..Default::default() },
         ] {
             let refused = wrong.build(&group, &vs).unwrap_err();
             assert!(matches!(refused, Error::InvalidArgument { .. }), "{refused}");
@@ -218,7 +218,7 @@ fn gradients_of_one_rank_alone_are_neither_unscaled_nor_stepped() {
             let rank = group.rank() as f64;
             let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
             let mut opt = Sgd::default().build(&vs, 0.5).unwrap();
-            let config = GradScalerConfig::default().init_scale(8.0).enabled(enabled);
+            let config = GradScalerConfig { init_scale: 8.0, enabled, ..Default::default() };
             let mut scaler = config.build(Device::Cpu).unwrap();
             let loss = || (&weight * (rank + 1.0)).sum(Kind::Float);
             ddp.no_sync(|ddp| step(ddp, &mut scaler, loss)).unwrap();
@@ -263,9 +263,12 @@ fn is_unsynced<T: std::fmt::Debug>(refused: Result<T>) -> bool {
 
 #[test]
 fn a_model_that_accumulates_does_not_keep_another_one_from_stepping() {
-    let fixed = GradScalerConfig::default().init_scale(8.0).min_scale(8.0).max_scale(8.0);
-    let adaptive = GradScalerConfig::default().init_scale(8.0).growth_interval(1);
-    for (config, updates) in [(fixed, true), (fixed.enabled(false), true), (adaptive, false)] {
+    let fixed =
+        GradScalerConfig { init_scale: 8.0, min_scale: 8.0, max_scale: 8.0, ..Default::default() };
+    let adaptive = GradScalerConfig { init_scale: 8.0, growth_interval: 1, ..Default::default() };
+    for (config, updates) in
+        [(fixed, true), (GradScalerConfig { enabled: false, ..fixed }, true), (adaptive, false)]
+    {
         ranks(2, |group| {
             let stores = [0, 1].map(|_| VarStore::new(Device::Cpu));
             let weights = stores.each_ref().map(|vs| vs.root().ones("weight", &[1]));
@@ -307,7 +310,7 @@ fn a_model_whose_sum_was_dropped_does_not_keep_the_scale() {
         let mut ddps =
             stores.each_ref().map(|vs| DistributedDataParallel::new(&group, vs).unwrap());
         let mut opts = stores.each_ref().map(|vs| Sgd::default().build(vs, 0.5).unwrap());
-        let config = GradScalerConfig::default().init_scale(8.0).growth_interval(1);
+        let config = GradScalerConfig { init_scale: 8.0, growth_interval: 1, ..Default::default() };
         let mut scaler = config.build(Device::Cpu).unwrap();
         ddps[0].no_sync(|ddp| step(ddp, &mut scaler, || &weights[0] * 1.0)).unwrap();
         step(&mut ddps[1], &mut scaler, || &weights[1] * 1.0).unwrap();
@@ -350,8 +353,8 @@ fn dividing_first_keeps_what_fp16_cannot_hold() {
         ranks(4, |group| {
             let vs = VarStore::new(Device::Cpu);
             let weight = vs.root().ones("weight", &[1]);
-            let options = DdpOptions::default().compression(Some(Kind::Half));
-            let mut ddp = options.divide_first(divide_first).build(&group, &vs).unwrap();
+            let options = DdpConfig { compression: Some(Kind::Half), ..Default::default() };
+            let mut ddp = DdpConfig { divide_first, ..options }.build(&group, &vs).unwrap();
             let factor = if group.rank() == 0 { 80_000.0 } else { 0.0 };
             let loss = ddp.forward(|| &weight * factor).unwrap();
             ddp.backward(&loss).unwrap();
@@ -366,7 +369,8 @@ fn dividing_first_keeps_what_fp16_cannot_hold() {
 fn scalers_become_that_of_rank_0() {
     ranks(3, |group: ProcessGroup| {
         let scale = [1024.0, 8.0, 16.0][group.rank()];
-        let config = GradScalerConfig::default().init_scale(scale).growth_interval(100);
+        let config =
+            GradScalerConfig { init_scale: scale, growth_interval: 100, ..Default::default() };
         let mut scaler = config.build(Device::Cpu).unwrap();
         group.broadcast_scaler(&mut scaler).unwrap();
         assert_eq!(scaler.get_scale().unwrap(), 1024.0);
@@ -432,7 +436,8 @@ fn several_backward_passes_of_a_forward_pass_are_all_averaged() {
         let vs = VarStore::new(Device::Cpu);
         let weight = vs.root().var("weight", &[3], nn::Init::Const(1.0));
         let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
-        let mut scaler = GradScalerConfig::default().init_scale(1.0).build(Device::Cpu).unwrap();
+        let mut scaler =
+            GradScalerConfig { init_scale: 1.0, ..Default::default() }.build(Device::Cpu).unwrap();
         for step in 0..4 {
             weight.shallow_clone().zero_grad();
             let loss = || (&weight * (1.0 + group.rank() as f64)).sum(Kind::Float);
@@ -455,13 +460,15 @@ fn gradients_that_an_optimizer_keeps_in_f32_are_averaged_and_stay_f32() {
             let mut vs = VarStore::new(Device::Cpu);
             let weight = vs.root().var("weight", &[3], nn::Init::Const(1.0));
             vs.bfloat16();
-            let options = DdpOptions::default().gradient_as_bucket_view(view);
-            let mut ddp = options.find_unused_parameters(unused).build(&group, &vs).unwrap();
+            let options = DdpConfig { gradient_as_bucket_view: view, ..Default::default() };
+            let mut ddp =
+                DdpConfig { find_unused_parameters: unused, ..options }.build(&group, &vs).unwrap();
             let builder = Sgd::default().master_weights(MasterWeights::Float);
             let mut opt = builder.build(&vs, 0.0).unwrap();
             opt.accumulate_in_f32().unwrap();
-            let mut scaler =
-                GradScalerConfig::default().init_scale(1.0).build(Device::Cpu).unwrap();
+            let mut scaler = GradScalerConfig { init_scale: 1.0, ..Default::default() }
+                .build(Device::Cpu)
+                .unwrap();
             for step in 0..3 {
                 opt.zero_grad().unwrap();
                 let mut backward = |ddp: &mut DistributedDataParallel, value: f64| {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use tch::Tensor;
 use tch_amp::Error;
-use tch_amp::distributed::{DistributedError, GroupOptions, ProcessGroup, ReduceOp, Store};
+use tch_amp::distributed::{DistributedError, GroupConfig, ProcessGroup, ReduceOp, Store};
 
 use super::ranks;
 
@@ -57,7 +57,7 @@ fn a_failure_reaches_the_ranks_that_are_not_neighbours() {
 #[test]
 fn after_a_hang_a_new_group_goes_on() {
     let store = Store::in_process().unwrap();
-    let short = GroupOptions::default().timeout(Duration::from_millis(1500));
+    let short = GroupConfig { timeout: Duration::from_millis(1500), ..Default::default() };
     let start = Instant::now();
     std::thread::scope(|scope| {
         for rank in 0..2 {
@@ -73,7 +73,7 @@ fn after_a_hang_a_new_group_goes_on() {
                     assert!(start.elapsed() < Duration::from_secs(12));
                 }
                 drop(group);
-                let longer = GroupOptions::default().timeout(super::TIMEOUT);
+                let longer = GroupConfig { timeout: super::TIMEOUT, ..Default::default() };
                 assert_eq!(sum(&longer.join(store, rank, 2).unwrap()).unwrap(), 2);
             });
         }
@@ -83,7 +83,7 @@ fn after_a_hang_a_new_group_goes_on() {
 #[test]
 fn a_rank_that_never_comes_is_named() {
     let store = Store::in_process().unwrap();
-    let options = GroupOptions::default().timeout(Duration::from_millis(500));
+    let options = GroupConfig { timeout: Duration::from_millis(500), ..Default::default() };
     let error = options.join(&store, 0, 2).unwrap_err();
     let is_named = matches!(
         &error,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::distributed::{DistributedDataParallel, GroupOptions, ProcessGroup, Store};
+use tch_amp::distributed::{DistributedDataParallel, GroupConfig, ProcessGroup, Store};
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, Result};
@@ -40,8 +40,9 @@ impl Training {
         let vs = VarStore::new(Device::Cpu);
         let config = nn::LinearConfig { ws_init: nn::Init::Const(0.25), ..Default::default() };
         let net = nn::linear(vs.root(), 6, 3, nn::LinearConfig { bias: false, ..config });
-        let mut opt = Sgd::default().momentum(0.9).build(&vs, 0.05)?;
-        let mut scaler = GradScalerConfig::default().growth_interval(3).build(Device::Cpu)?;
+        let mut opt = Sgd { momentum: 0.9, ..Default::default() }.build(&vs, 0.05)?;
+        let mut scaler =
+            GradScalerConfig { growth_interval: 3, ..Default::default() }.build(Device::Cpu)?;
         if let Some(saved) = saved {
             let restore = saved.restore().model("model", &vs);
             restore.optimizer("optimizer", &mut opt).scaler("scaler", &mut scaler).apply()?;
@@ -155,8 +156,8 @@ impl Drop for Rank {
 
 fn group(rank: usize, port: u16) -> Result<ProcessGroup> {
     let store = if rank == 0 { Store::serve(port) } else { Store::connect(ADDRESSES[0], port) };
-    let options = GroupOptions::default().timeout(TIMEOUT);
-    options.interface(Some(INTERFACE.to_owned())).join(&store?, rank, 2)
+    let options = GroupConfig { timeout: TIMEOUT, ..Default::default() };
+    GroupConfig { interface: Some(INTERFACE.to_owned()), ..options }.join(&store?, rank, 2)
 }
 
 #[test]

@@ -40,14 +40,14 @@ mod training;
 
 use std::time::Duration;
 
-use tch_amp::distributed::{GroupOptions, ProcessGroup, Store};
+use tch_amp::distributed::{GroupConfig, ProcessGroup, Store};
 
 /// Long enough for a busy machine, and short enough for a test that fails.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Runs `rank` on threads that form a group, and returns the results in the order of the ranks.
 fn ranks<T: Send>(size: usize, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    let options = GroupOptions::default().timeout(TIMEOUT);
+    let options = GroupConfig { timeout: TIMEOUT, ..Default::default() };
     let store = Store::in_process().unwrap();
     std::thread::scope(|scope| {
         let spawn = |number| {

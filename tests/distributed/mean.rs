@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
-use tch_amp::distributed::{DistributedError, Mean, SamplerOptions};
+use tch_amp::distributed::{DistributedError, Mean, SamplerConfig};
 
 use super::ranks;
 use crate::common::rng::Rng;
@@ -112,7 +112,9 @@ fn an_evaluation_sees_every_example_exactly_once() {
         let data: Vec<f64> = (0..length).map(|i| f64::from(i * i)).collect();
         let expected = data.iter().sum::<f64>() / f64::from(length);
         let results = ranks(size, |group| {
-            let sampler = SamplerOptions::default().pad(false).build(&group, data.len()).unwrap();
+            let sampler = SamplerConfig { pad: false, ..Default::default() }
+                .build(&group, data.len())
+                .unwrap();
             let mut mean = Mean::new();
             for batch in sampler.indices().unwrap().split(2, 0) {
                 let values = Tensor::from_slice(&data).index_select(0, &batch);

@@ -4,7 +4,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::distributed::{
-    DdpOptions, Mean, ReduceOp, SamplerOptions, SyncBatchNorm, data_parallel,
+    DdpConfig, Mean, ReduceOp, SamplerConfig, SyncBatchNorm, data_parallel,
 };
 use tch_amp::optim::AdamW;
 use tch_amp::{Autocast, GradScaler};
@@ -35,7 +35,7 @@ const JOBS: &[Job] = &[
                     }
                     results.tensors(&group.all_gather(&large(CPU, F32).tr()).unwrap());
                     results.tensor(&group.reduce_scatter(&large(CPU, F32)).unwrap());
-                    let sampler = SamplerOptions::default().build(&group, 4099).unwrap();
+                    let sampler = SamplerConfig::default().build(&group, 4099).unwrap();
                     results.tensor(&sampler.indices().unwrap());
                     let mut checkpoint = Checkpoint::new();
                     checkpoint.add_rngs("rngs", &group, CPU).unwrap();
@@ -91,7 +91,7 @@ const JOBS: &[Job] = &[
                     let vs = VarStore::new(CPU);
                     let [v, w] = ["v", "w"]
                         .map(|name| vs.root().var_copy(name, &Tensor::from_slice(&[2.7f32])));
-                    let options = DdpOptions::default().compression(compression);
+                    let options = DdpConfig { compression, ..Default::default() };
                     let mut ddp = options.build(&group, &vs).unwrap();
                     let mut opt = AdamW::default().build(&vs, 0.1).unwrap();
                     let mut scaler = GradScaler::new(CPU).unwrap();

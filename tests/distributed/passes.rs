@@ -8,7 +8,7 @@ use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::distributed::{
-    DdpOptions, DistributedDataParallel, DistributedError, GroupOptions, Store, SyncBatchNorm,
+    DdpConfig, DistributedDataParallel, DistributedError, GroupConfig, Store, SyncBatchNorm,
 };
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 use tch_amp::optim::{MasterWeights, Sgd};
@@ -38,14 +38,15 @@ fn gradients(weights: &[Tensor]) -> Vec<Option<f64>> {
 
 #[test]
 fn a_pass_that_the_other_rank_does_not_run_changes_no_gradients() {
-    let (options, small) = (DdpOptions::default(), DdpOptions::default().bucket_cap_mb(SMALL));
+    let (options, small) =
+        (DdpConfig::default(), DdpConfig { bucket_cap_mb: SMALL, ..Default::default() });
     for options in [
         options,
         small,
-        options.gradient_as_bucket_view(true),
-        small.find_unused_parameters(true),
-        small.compression(Some(Kind::BFloat16)),
-        small.compression(Some(Kind::Half)).divide_first(true),
+        DdpConfig { gradient_as_bucket_view: true, ..options },
+        DdpConfig { find_unused_parameters: true, ..small },
+        DdpConfig { compression: Some(Kind::BFloat16), ..small },
+        DdpConfig { compression: Some(Kind::Half), divide_first: true, ..small },
     ] {
         ranks(2, |group| {
             let vs = VarStore::new(Device::Cpu);
@@ -83,7 +84,9 @@ fn a_first_pass_that_the_other_rank_does_not_run_leaves_the_buckets_alike() {
         ranks(2, |group| {
             let vs = VarStore::new(Device::Cpu);
             let weights = weights(&vs);
-            let mut ddp = DdpOptions::default().bucket_cap_mb(SMALL).build(&group, &vs).unwrap();
+            let mut ddp = DdpConfig { bucket_cap_mb: SMALL, ..Default::default() }
+                .build(&group, &vs)
+                .unwrap();
             let mut optimizer = Sgd::default().build(&vs, 0.1).unwrap();
             let value = 1.0 + 2.0 * group.rank() as f64;
             for _ in 0..4 {
@@ -112,7 +115,7 @@ fn ranks_whose_functions_communicate_disagree_without_waiting_for_each_other() {
         let vs = VarStore::new(Device::Cpu);
         let config = nn::BatchNormConfig::default();
         let layer = SyncBatchNorm::new(vs.root(), 3, config, &group);
-        let options = DdpOptions::default().broadcast_buffers(false);
+        let options = DdpConfig { broadcast_buffers: false, ..Default::default() };
         let mut ddp = options.build(&group, &vs).unwrap();
         let mut optimizer = Sgd::default().build(&vs, 0.1).unwrap();
         // Otherwise the layer communicates in the forward pass only.
@@ -216,7 +219,7 @@ fn a_rank_computes_its_gradients_while_another_one_has_not_begun() {
         let vs = VarStore::new(Device::Cpu);
         let weights: Vec<_> =
             (0..3).map(|i| vs.root().var(&format!("w{i}"), &[4], nn::Init::Const(2.0))).collect();
-        let options = DdpOptions::default().bucket_cap_mb(SMALL);
+        let options = DdpConfig { bucket_cap_mb: SMALL, ..Default::default() };
         let mut ddp = options.build(&group, &vs).unwrap();
         let mut optimizer = Sgd::default().build(&vs, 0.1).unwrap();
         // The buckets are those of the weights after the first pass.
@@ -248,7 +251,7 @@ fn a_rank_computes_its_gradients_while_another_one_has_not_begun() {
 fn a_rank_that_does_not_come_to_a_pass_is_named_by_all_that_did() {
     for has_gradients in [false, true] {
         let store = Store::in_process().unwrap();
-        let options = GroupOptions::default().timeout(Duration::from_secs(30));
+        let options = GroupConfig { timeout: Duration::from_secs(30), ..Default::default() };
         std::thread::scope(|scope| {
             for rank in 0..3 {
                 let (store, options) = (&store, &options);

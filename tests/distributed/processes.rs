@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use tch::Tensor;
-use tch_amp::distributed::{GroupOptions, ReduceOp};
+use tch_amp::distributed::{GroupConfig, ReduceOp};
 
 use crate::common::python::Oracle;
 
@@ -60,7 +60,7 @@ pub fn only_line(mut child: Child) -> String {
 #[ignore = "a rank of the other tests"]
 fn rank() {
     let Ok(task) = std::env::var(TASK) else { return };
-    let options = GroupOptions::default().timeout(Duration::from_secs(30));
+    let options = GroupConfig { timeout: Duration::from_secs(30), ..Default::default() };
     let group = match options.from_env() {
         Ok(group) => group,
         Err(error) => return println!("rank: {error}"),

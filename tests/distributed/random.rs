@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
-use tch_amp::distributed::{DdpOptions, DistributedDataParallel, ProcessGroup};
+use tch_amp::distributed::{DdpConfig, DistributedDataParallel, ProcessGroup};
 use tch_amp::optim::{AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler};
@@ -22,7 +22,7 @@ const STEPS: usize = 10;
 #[derive(Clone, Debug)]
 struct Program {
     size: usize,
-    options: DdpOptions,
+    options: DdpConfig,
     kind: Kind,
     algorithm: Algorithm,
     masters: MasterWeights,
@@ -33,13 +33,15 @@ struct Program {
 
 impl Program {
     fn new(rng: &mut Rng) -> Self {
-        let options = DdpOptions::default()
-            .bucket_cap_mb(*rng.pick(&[None, Some(0.0001), Some(0.001)]))
-            .find_unused_parameters(rng.one_in(2))
-            .gradient_as_bucket_view(rng.one_in(2))
-            .compression(*rng.pick(&[None, Some(Kind::Half), Some(Kind::BFloat16)]))
-            .divide_first(rng.one_in(2))
-            .compare_passes(!rng.one_in(4));
+        let options = DdpConfig {
+            bucket_cap_mb: *rng.pick(&[None, Some(0.0001), Some(0.001)]),
+            find_unused_parameters: rng.one_in(2),
+            gradient_as_bucket_view: rng.one_in(2),
+            compression: *rng.pick(&[None, Some(Kind::Half), Some(Kind::BFloat16)]),
+            divide_first: rng.one_in(2),
+            compare_passes: !rng.one_in(4),
+            ..Default::default()
+        };
         let kind = *rng.pick(&[Kind::Float, Kind::Float, Kind::BFloat16]);
         let masters = [
             MasterWeights::Float,
@@ -47,7 +49,8 @@ impl Program {
             MasterWeights::StochasticRounding { seed: rng.next() },
         ];
         let masters = if kind == Kind::Float { MasterWeights::None } else { *rng.pick(&masters) };
-        let algorithm = *rng.pick(&[AdamW::default().into(), Sgd::default().momentum(0.9).into()]);
+        let algorithm = *rng
+            .pick(&[AdamW::default().into(), Sgd { momentum: 0.9, ..Default::default() }.into()]);
         let size = 2 + rng.below(3);
         let mut chance = || rng.one_in(2);
         let (sharded, autocast, clips) = (chance(), chance(), chance());
@@ -108,7 +111,7 @@ impl Replica {
 }
 
 fn new_scaler() -> GradScaler {
-    let config = GradScalerConfig::default().init_scale(4096.0).growth_interval(2);
+    let config = GradScalerConfig { init_scale: 4096.0, growth_interval: 2, ..Default::default() };
     config.build(Device::Cpu).unwrap()
 }
 

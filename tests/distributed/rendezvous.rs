@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 use tch_amp::distributed::{
-    DistributedDataParallel, DistributedError, GroupOptions, ProcessGroup, ReduceOp, Store,
+    DistributedDataParallel, DistributedError, GroupConfig, ProcessGroup, ReduceOp, Store,
 };
 use tch_amp::{Error, Result};
 
@@ -18,8 +18,8 @@ use super::{TIMEOUT, ranks};
 /// Far less than the timeout of the groups.
 const SECONDS: Duration = Duration::from_secs(20);
 
-fn options() -> GroupOptions {
-    GroupOptions::default().timeout(TIMEOUT)
+fn options() -> GroupConfig {
+    GroupConfig { timeout: TIMEOUT, ..Default::default() }
 }
 
 fn sum(group: &ProcessGroup) -> i64 {
@@ -56,7 +56,7 @@ fn ranks_that_expect_different_sizes_all_learn_it() {
 
 #[test]
 fn two_processes_of_one_rank_are_refused_before_the_group_is_complete() {
-    let named = options().name(Some("a".to_owned()));
+    let named = GroupConfig { name: Some("a".to_owned()), ..options() };
     let store = Store::in_process().unwrap();
     let start = Instant::now();
     thread::scope(|scope| {
@@ -74,7 +74,7 @@ fn two_processes_of_one_rank_are_refused_before_the_group_is_complete() {
 #[test]
 fn a_name_that_was_used_is_refused_on_all_ranks_and_the_group_goes_on() {
     let store = Store::in_process().unwrap();
-    let named = options().name(Some("a".to_owned()));
+    let named = GroupConfig { name: Some("a".to_owned()), ..options() };
     let start = Instant::now();
     thread::scope(|scope| {
         for rank in 0..2 {
@@ -114,7 +114,7 @@ fn names_of_groups_do_not_meet_those_of_models_and_of_unnamed_groups() {
             "",
         ];
         let others: Vec<_> = names
-            .map(|name| options().name(Some(name.to_owned())))
+            .map(|name| GroupConfig { name: Some(name.to_owned()), ..options() })
             .iter()
             .map(|named| named.join(group.store(), group.rank(), 2).unwrap())
             .collect();
@@ -157,7 +157,7 @@ fn absurd_numbers_of_ranks_cost_neither_time_nor_memory() {
         assert!(matches!(refused, Error::InvalidArgument { name: "size", .. }), "{refused}");
     }
     let start = Instant::now();
-    let short = GroupOptions::default().timeout(Duration::from_millis(500));
+    let short = GroupConfig { timeout: Duration::from_millis(500), ..Default::default() };
     let error = short.join(&store, 0, 65_536).unwrap_err();
     assert!(start.elapsed() < SECONDS, "{:?}", start.elapsed());
     let Error::Distributed(DistributedError::Communication { missing, .. }) = &error else {
@@ -174,7 +174,7 @@ fn an_interface_that_one_rank_lacks_is_named_on_all() {
         thread::scope(|scope| {
             for rank in 0..3 {
                 let interface = (rank == lacking).then(|| "lacking0".to_owned());
-                let (store, options) = (&store, options().interface(interface));
+                let (store, options) = (&store, GroupConfig { interface, ..options() });
                 scope.spawn(move || {
                     let error = options.join(store, rank, 3).unwrap_err().to_string();
                     assert!(error.contains("lacking0") && !error.contains("answer"), "{error}");

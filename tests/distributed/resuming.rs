@@ -41,7 +41,9 @@ impl Run {
             .add(nn::batch_norm1d(&root / "norm", 16, Default::default()))
             .add_fn_t(|xs, train| xs.relu().dropout(0.5, train))
             .add(nn::linear(&root / "two", 16, 1, Default::default()));
-        let scaler = GradScalerConfig::default().growth_interval(2).build(Device::Cpu).unwrap();
+        let scaler = GradScalerConfig { growth_interval: 2, ..Default::default() }
+            .build(Device::Cpu)
+            .unwrap();
         Self {
             group: group.clone(),
             ddp: DistributedDataParallel::new(group, &vs).unwrap(),

@@ -3,14 +3,14 @@
 use serde_json::json;
 use tch::Kind;
 use tch_amp::Error;
-use tch_amp::distributed::{DistributedSampler, SamplerOptions};
+use tch_amp::distributed::{DistributedSampler, SamplerConfig};
 
 use super::ranks;
 use crate::common::python::Oracle;
 use crate::common::rng::Rng;
 
 /// The indices of each rank.
-fn shares(options: SamplerOptions, length: usize, size: usize, epoch: u64) -> Vec<Vec<i64>> {
+fn shares(options: SamplerConfig, length: usize, size: usize, epoch: u64) -> Vec<Vec<i64>> {
     let share = |rank| {
         let mut sampler = options.build_for(length, rank, size).unwrap();
         sampler.set_epoch(epoch);
@@ -30,19 +30,24 @@ fn the_shares_are_those_of_pytorch() {
         // Every third data set is about as small as the group.
         let length = 1 + rng.below(if i.is_multiple_of(3) { 8 } else { 300 });
         let seed = *rng.pick(&[0, 1, 42, -3, i64::from(u32::MAX) + 7, i64::MAX - 100, i64::MIN]);
-        let options = SamplerOptions::default().shuffle(rng.below(4) > 0).seed(seed);
-        (options.drop_last(rng.one_in(2)), length, 1 + rng.below(9), rng.below(30) as u64)
+        let options = SamplerConfig { shuffle: rng.below(4) > 0, seed, ..Default::default() };
+        (
+            SamplerConfig { drop_last: rng.one_in(2), ..options },
+            length,
+            1 + rng.below(9),
+            rng.below(30) as u64,
+        )
     };
     let mut cases: Vec<_> = (0..200).map(&mut case).collect();
     // Long ones, for which libtorch might use another algorithm, and one where padding repeats everything several
     // times.
-    cases.push((SamplerOptions::default().seed(5), 70_001, 3, 2));
-    cases.push((SamplerOptions::default(), 2, 9, 1));
-    cases.push((SamplerOptions::default(), 0, 2, 1));
+    cases.push((SamplerConfig { seed: 5, ..Default::default() }, 70_001, 3, 2));
+    cases.push((SamplerConfig::default(), 2, 9, 1));
+    cases.push((SamplerConfig::default(), 0, 2, 1));
     let input: Vec<_> = cases
         .iter()
         .map(|(options, length, size, epoch)| {
-            let SamplerOptions { shuffle, seed, drop_last, .. } = options;
+            let SamplerConfig { shuffle, seed, drop_last, .. } = options;
             json!([length, size, seed, epoch, shuffle, drop_last])
         })
         .collect();
@@ -71,7 +76,7 @@ fn without_padding_every_example_is_in_one_share() {
     let mut rng = Rng::new(12);
     for _ in 0..200 {
         let (length, size) = (1 + rng.below(40), 1 + rng.below(12));
-        let options = SamplerOptions::default().pad(false).shuffle(rng.one_in(2));
+        let options = SamplerConfig { pad: false, shuffle: rng.one_in(2), ..Default::default() };
         let shares = shares(options, length, size, 3);
         let lengths: Vec<_> = shares.iter().map(Vec::len).collect();
         assert!(lengths.iter().all(|len| (length / size..=length.div_ceil(size)).contains(len)));
@@ -95,20 +100,20 @@ fn a_group_shares_the_examples_anew_in_each_epoch() {
     });
     for epoch in 0..2 {
         let of_epoch: Vec<_> = results.iter().map(|epochs| epochs[epoch].clone()).collect();
-        assert_eq!(of_epoch, shares(SamplerOptions::default(), 10, 3, epoch as u64));
+        assert_eq!(of_epoch, shares(SamplerConfig::default(), 10, 3, epoch as u64));
     }
     assert!(results.iter().all(|[first, second, again]| first == again && first != second));
 }
 
 #[test]
 fn what_cannot_be_shared_is_refused() {
-    let options = SamplerOptions::default();
+    let options = SamplerConfig::default();
     for (refused, argument) in [
         (options.build_for(0, 0, 2), "length"),
         (options.build_for(usize::MAX, 0, 2), "length"),
         (options.build_for(5, 2, 2), "rank"),
         (options.build_for(5, 0, 0), "rank"),
-        (options.drop_last(true).build_for(2, 0, 3), "drop_last"),
+        (SamplerConfig { drop_last: true, ..options }.build_for(2, 0, 3), "drop_last"),
     ] {
         let refused = refused.unwrap_err();
         assert!(

@@ -72,11 +72,11 @@ fn state_bits(state: &OptimizerState) -> Vec<(String, String, Vec<u8>)> {
 fn algorithms() -> [Algorithm; 8] {
     [
         AdamW::default().into(),
-        Adam::default().amsgrad(true).into(),
+        Adam { amsgrad: true, ..Default::default() }.into(),
         Sgd::default().into(),
-        Sgd::default().momentum(0.9).dampening(0.1).into(),
+        Sgd { momentum: 0.9, dampening: 0.1, ..Default::default() }.into(),
         Adagrad::default().into(),
-        RmsProp::default().centered(true).into(),
+        RmsProp { centered: true, ..Default::default() }.into(),
         Lion::default().into(),
         Muon::default().into(),
     ]

@@ -69,7 +69,7 @@ fn train(group: &ProcessGroup, steps: usize, barrier: &Barrier) -> (usize, Vec<H
     let mut ddp = DistributedDataParallel::new(group, &vs).unwrap();
     let mut opt = AdamW::default().build(&vs, 1e-3).unwrap();
     opt.shard_over(group).unwrap();
-    let config = GradScalerConfig::default().growth_interval(8);
+    let config = GradScalerConfig { growth_interval: 8, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).unwrap();
     let xs = Tensor::ones([4, 16], (Kind::Float, Device::Cpu)) * (group.rank() as f64 / 8.0);
     let mut rng = Rng::new(group.rank() as u64);

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tch::Tensor;
 use tch_amp::Error;
-use tch_amp::distributed::{self, GroupOptions, ReduceOp, SpawnOptions, Spawned};
+use tch_amp::distributed::{self, GroupConfig, ReduceOp, SpawnConfig, Spawned};
 
 use super::system::{children, ignores, is_alive, is_stopped, kill, wait_until};
 
@@ -46,7 +46,7 @@ fn said(who: &str, output: &Output) -> Vec<String> {
 fn program() {
     let Ok(task) = std::env::var(TASK) else { return };
     let grace = Duration::from_millis(std::env::var(GRACE).unwrap().parse().unwrap());
-    match SpawnOptions::default().grace_period(grace).spawn(2) {
+    match (SpawnConfig { grace_period: grace }).spawn(2) {
         Ok(Spawned::Rank) => rank(&task),
         Ok(Spawned::Finished) => println!("parent: finished"),
         Err(error) => println!("parent: {error}"),
@@ -78,7 +78,7 @@ fn rank(task: &str) -> ! {
 }
 
 fn sum() -> ! {
-    let options = GroupOptions::default().timeout(super::TIMEOUT);
+    let options = GroupConfig { timeout: super::TIMEOUT, ..Default::default() };
     let group = options.from_env().unwrap();
     let mut sum = Tensor::from(group.rank() as i64 + 1);
     group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();

@@ -3,7 +3,7 @@
 use std::net::TcpListener;
 
 use tch_amp::Error;
-use tch_amp::distributed::{DistributedError, GroupOptions, Store};
+use tch_amp::distributed::{DistributedError, GroupConfig, Store};
 
 use super::TIMEOUT;
 
@@ -26,7 +26,7 @@ fn processes_of_one_machine_meet_on_the_loopback_interface_only() {
     #[cfg(target_os = "linux")]
     assert_eq!(listening(port), [format!("0100007F:{port:04X}")]);
     let other = Store::connect("127.0.0.1", port).unwrap();
-    let options = GroupOptions::default().timeout(TIMEOUT);
+    let options = GroupConfig { timeout: TIMEOUT, ..Default::default() };
     std::thread::scope(|scope| {
         scope.spawn(|| options.join(&other, 1, 2).unwrap().barrier().unwrap());
         options.join(&store, 0, 2).unwrap().barrier().unwrap();
@@ -55,7 +55,7 @@ fn a_port_that_the_other_ranks_cannot_know_is_refused() {
 #[test]
 fn names_with_nul_are_refused() {
     let store = Store::in_process().unwrap();
-    let options = GroupOptions::default().name(Some("a\0b".to_owned()));
+    let options = GroupConfig { name: Some("a\0b".to_owned()), ..Default::default() };
     let refused = options.join(&store, 0, 1).unwrap_err();
     assert!(matches!(refused, Error::InvalidArgument { name: "name", .. }), "{refused}");
     assert!(Store::connect("local\0host", 1).is_err());

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
-use tch_amp::distributed::{DdpOptions, ProcessGroup};
+use tch_amp::distributed::{DdpConfig, ProcessGroup};
 use tch_amp::optim::Sgd;
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler};
@@ -125,20 +125,24 @@ fn hex(tensor: &Tensor) -> String {
 fn train(group: &ProcessGroup, config: Config) -> (f64, Vec<String>) {
     let rank = group.rank() as i64;
     let net = Net::new(7 + rank);
-    let mut ddp = DdpOptions::default()
-        .bucket_cap_mb(config.bucket_cap_mb)
-        .find_unused_parameters(config.unused)
-        .gradient_as_bucket_view(config.bucket_view)
-        .compression(config.compression)
-        .build(group, &net.vs)
-        .unwrap();
-    let mut scaler: GradScaler = GradScalerConfig::default()
-        .init_scale(SCALE)
-        .growth_interval(GROWTH_INTERVAL)
-        .enabled(config.scaled)
-        .build(Device::Cpu)
-        .unwrap();
-    let mut opt = Sgd::default().momentum(0.5).build(&net.vs, 0.0625).unwrap();
+    let mut ddp = DdpConfig {
+        bucket_cap_mb: config.bucket_cap_mb,
+        find_unused_parameters: config.unused,
+        gradient_as_bucket_view: config.bucket_view,
+        compression: config.compression,
+        ..Default::default()
+    }
+    .build(group, &net.vs)
+    .unwrap();
+    let mut scaler: GradScaler = GradScalerConfig {
+        init_scale: SCALE,
+        growth_interval: GROWTH_INTERVAL,
+        enabled: config.scaled,
+        ..Default::default()
+    }
+    .build(Device::Cpu)
+    .unwrap();
+    let mut opt = Sgd { momentum: 0.5, ..Default::default() }.build(&net.vs, 0.0625).unwrap();
     if config.zero {
         opt.shard_over(group).unwrap();
     }

@@ -270,9 +270,11 @@ fn the_callers_tolerances_are_used() {
         let off = function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.01));
         let x = [leaf(&[1.0], Kind::Double, device)];
         assert!(gradcheck(|x| off.apply(x), &x).is_err());
-        GradCheck::default().rtol(0.01).gradcheck(|x| off.apply(x), &x).unwrap();
-        GradCheck::default().atol(0.011).gradcheck(|x| off.apply(x), &x).unwrap();
-        assert!(GradCheck::default().eps(1e-3).gradcheck(|x| off.apply(x), &x).is_err());
+        GradCheck { rtol: 0.01, ..Default::default() }.gradcheck(|x| off.apply(x), &x).unwrap();
+        GradCheck { atol: 0.011, ..Default::default() }.gradcheck(|x| off.apply(x), &x).unwrap();
+        assert!(
+            GradCheck { eps: 1e-3, ..Default::default() }.gradcheck(|x| off.apply(x), &x).is_err()
+        );
     });
 }
 
@@ -289,7 +291,7 @@ fn the_relative_tolerance_is_relative_to_the_numeric_gradient(
     for_each_device(|device| {
         let off = function(move |_, x| Ok(x[0] * numeric), move |_, g| Ok(&g[0] * analytic));
         let x = [leaf(&[1.0], Kind::Double, device)];
-        let checked = GradCheck::default().rtol(0.6).gradcheck(|x| off.apply(x), &x);
+        let checked = GradCheck { rtol: 0.6, ..Default::default() }.gradcheck(|x| off.apply(x), &x);
         assert_eq!(checked.is_ok(), passes, "{checked:?}");
     });
 }
@@ -310,12 +312,12 @@ fn tolerances_outside_of_their_ranges_are_refused() {
     };
     let default = GradCheck::default;
     for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -1e-9] {
-        refused(default().eps(value), "eps");
-        refused(default().atol(value), "atol");
-        refused(default().rtol(value), "rtol");
+        refused(GradCheck { eps: value, ..default() }, "eps");
+        refused(GradCheck { atol: value, ..default() }, "atol");
+        refused(GradCheck { rtol: value, ..default() }, "rtol");
     }
-    refused(default().eps(0.0), "eps");
-    let exact = GradCheck::default().eps(0.5).atol(0.0).rtol(0.0);
+    refused(GradCheck { eps: 0.0, ..default() }, "eps");
+    let exact = GradCheck { eps: 0.5, atol: 0.0, rtol: 0.0 };
     exact
         .gradcheck(|x| x[0].f_mul_scalar(2.0), &[leaf(&[1.0], Kind::Double, Device::Cpu)])
         .unwrap();

@@ -17,7 +17,8 @@ fn audited(kind: Kind, scale: f64, planted: impl Fn(&Tensor) -> Tensor) -> Audit
     let last = nn::linear(vs.root() / "last", 32, 32, Default::default());
     let x = Tensor::randn([16, 32], (Kind::Float, Device::Cpu));
     let region = Autocast::new(Device::Cpu).dtype(kind).enabled(kind != Kind::Float);
-    let scaler = GradScalerConfig::default().init_scale(scale).build(Device::Cpu).unwrap();
+    let scaler =
+        GradScalerConfig { init_scale: scale, ..Default::default() }.build(Device::Cpu).unwrap();
     let loss = |region: Autocast| {
         region.run(|| {
             let hidden = named("planted", || planted(&x.apply(&first)));

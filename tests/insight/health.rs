@@ -40,7 +40,7 @@ fn numbers(tensor: &Tensor) -> Vec<f64> {
 }
 
 fn scaler(scale: f64, device: Device) -> GradScaler {
-    let config = GradScalerConfig::default().init_scale(scale);
+    let config = GradScalerConfig { init_scale: scale, ..Default::default() };
     config.build(device).unwrap()
 }
 

@@ -21,7 +21,7 @@ impl Training {
     fn new(device: Device) -> Self {
         let w = Tensor::zeros([1], (Kind::Float, device)).set_requires_grad(true);
         let opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
-        let spikes = SpikeConfig::default().window(8).warmup(4).build().unwrap();
+        let spikes = SpikeConfig { window: 8, warmup: 4, ..Default::default() }.build().unwrap();
         Self { w, opt, scaler: GradScaler::new(device).unwrap(), spikes }
     }
 
@@ -285,7 +285,7 @@ fn a_damaged_history_is_refused_and_changes_nothing() {
 #[test]
 fn a_scale_that_keeps_falling_below_one_is_named() {
     let mut training = Training::new(Device::Cpu);
-    let config = GradScalerConfig::default().init_scale(2.0);
+    let config = GradScalerConfig { init_scale: 2.0, ..Default::default() };
     training.scaler = config.build(Device::Cpu).unwrap();
     let mut history = ScaleHistory::new(10).unwrap();
     for gradient in [1.0, INFINITE, INFINITE, INFINITE] {

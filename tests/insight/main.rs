@@ -76,7 +76,7 @@ pub(crate) fn explain(
     scale: f64,
     loss: impl Fn() -> Tensor,
 ) -> Result<Explanation> {
-    let scaler = GradScalerConfig::default().init_scale(scale).build(Device::Cpu)?;
+    let scaler = GradScalerConfig { init_scale: scale, ..Default::default() }.build(Device::Cpu)?;
     let mut tracer = Tracer::new(vs)?;
     tracer.begin(&scaler)?;
     let region = Autocast::new(Device::Cpu).dtype(kind).enabled(kind != Kind::Float);

@@ -19,7 +19,7 @@ const JOBS: &[Job] = &[
             let vs = VarStore::new(device);
             let [v, w] = ["v", "w"]
                 .map(|name| vs.root().sub("part").var_copy(name, &large(device, Kind::Float)));
-            let config = GradScalerConfig::default().init_scale(1e5);
+            let config = GradScalerConfig { init_scale: 1e5, ..Default::default() };
             let mut scaler = config.build(device).unwrap();
             let mut opt = Sgd::default().build(&vs, 1e-3).unwrap();
             let mut health = ScaleHealth::new(&vs);
@@ -51,7 +51,8 @@ const JOBS: &[Job] = &[
             let vs = VarStore::new(device);
             let w = vs.root().sub("part").var_copy("w", &Tensor::from(1e30f32));
             let mean = vs.root().sub("part").zeros_no_train("mean", &[2]);
-            let mut scaler = GradScalerConfig::default().init_scale(1e10).build(device).unwrap();
+            let mut scaler =
+                GradScalerConfig { init_scale: 1e10, ..Default::default() }.build(device).unwrap();
             let mut opt = Sgd::default().build(&vs, 1e-3).unwrap();
             let mut tracer = Tracer::new(&vs).unwrap();
             within(&mut || {

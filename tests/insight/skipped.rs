@@ -46,7 +46,7 @@ fn skipped_steps_are_explained_up_to_the_limit() {
 
 #[test]
 fn spikes_are_not_explained_and_overflows_are() {
-    let spikes = SpikeConfig::default().window(8).warmup(4).build().unwrap();
+    let spikes = SpikeConfig { window: 8, warmup: 4, ..Default::default() }.build().unwrap();
     let factors = [1.0, 1.01, 0.99, 1.0, 1.02, 1e4, 1.0, f64::INFINITY];
     assert_eq!(iterations(&explained(10, &factors, Some(spikes))), [108]);
 }
@@ -83,7 +83,7 @@ fn advice(factors: &[f64]) -> Vec<String> {
     let model = Model::new();
     let x = batch();
     let mut optimizer = Sgd::default().build(&model.vs, 1e-6).unwrap();
-    let config = GradScalerConfig::default().growth_interval(1);
+    let config = GradScalerConfig { growth_interval: 1, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).unwrap();
     let mut tracer = Tracer::new(&model.vs).unwrap();
     let region = tch_amp::Autocast::new(Device::Cpu).dtype(Kind::Half);

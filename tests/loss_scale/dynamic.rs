@@ -49,12 +49,8 @@ fn the_scale_adapts_as_jmps(#[case] options: [f64; 4], #[case] program: &str) {
     let [loss_scale, period, factor, min_loss_scale] = options;
     for_each_device(|device| {
         let period = period as i64;
-        let state = DynamicLossScaleState::default()
-            .loss_scale(loss_scale)
-            .counter(0)
-            .period(period)
-            .factor(factor)
-            .min_loss_scale(min_loss_scale);
+        let state =
+            DynamicLossScaleState { loss_scale, counter: 0, period, factor, min_loss_scale };
         let mut loss_scale = state.build(device).unwrap();
         for step in program.split(',') {
             let [finite, scale, counter] = *step.split_whitespace().collect::<Vec<_>>() else {
@@ -89,12 +85,13 @@ fn long_random_runs_match_the_pseudo_code() {
     for_each_device(|device| {
         for seed in 0..30 {
             let mut rng = Rng::new(seed);
-            let mut want = DynamicLossScaleState::default()
-                .loss_scale(f64::from(1.0 + rng.below(1 << 20) as f32 / 3.0))
-                .counter(0)
-                .period(1 + rng.below(6) as i64)
-                .factor([2.0, 3.0, 4.0, 10.0][rng.below(4)])
-                .min_loss_scale([1.0, 0.5, 1e-3f32.into()][rng.below(3)]);
+            let mut want = DynamicLossScaleState {
+                loss_scale: f64::from(1.0 + rng.below(1 << 20) as f32 / 3.0),
+                counter: 0,
+                period: 1 + rng.below(6) as i64,
+                factor: [2.0, 3.0, 4.0, 10.0][rng.below(4)],
+                min_loss_scale: [1.0, 0.5, 1e-3f32.into()][rng.below(3)],
+            };
             let mut loss_scale = want.build(device).unwrap();
             let rare = 1 + rng.below(8);
             for step in 0..300 {
@@ -111,7 +108,7 @@ fn long_random_runs_match_the_pseudo_code() {
 #[test]
 fn a_factor_that_is_not_an_f32_is_multiplied_in_f64_and_rounded_once() {
     for_each_device(|device| {
-        let state = DynamicLossScaleState::default().factor(1.1).period(1);
+        let state = DynamicLossScaleState { factor: 1.1, period: 1, ..Default::default() };
         let (mut loss_scale, mut jmp) = (state.build(device).unwrap(), state);
         let mut want = state.loss_scale;
         for finite in [[true; 50], [false; 50]].concat() {
@@ -171,7 +168,7 @@ fn other_tensors_are_refused_and_change_nothing() {
 #[test]
 fn an_adjustment_leaves_tensors_clones_and_graphs_unchanged() {
     for_each_device(|device| {
-        let state = DynamicLossScaleState::default().loss_scale(8.0).period(1);
+        let state = DynamicLossScaleState { loss_scale: 8.0, period: 1, ..Default::default() };
         let mut loss_scale = state.build(device).unwrap();
         let before = loss_scale.loss_scale().unwrap().shallow_clone();
         let clone = loss_scale.clone();
@@ -189,7 +186,7 @@ fn an_adjustment_leaves_tensors_clones_and_graphs_unchanged() {
 #[test]
 fn a_loss_scale_and_its_clone_are_adjusted_independently() {
     for_each_device(|device| {
-        let state = DynamicLossScaleState::default().loss_scale(8.0);
+        let state = DynamicLossScaleState { loss_scale: 8.0, ..Default::default() };
         let flag = |finite: bool| Tensor::from(finite).to_device(device);
         for (finite, want) in [(true, (8.0, 2)), (false, (4.0, 0))] {
             let mut one = state.build(device).unwrap();

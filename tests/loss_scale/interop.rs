@@ -30,12 +30,14 @@ fn a_loss_scale_built_from_a_scaler_behaves_like_it() {
         for seed in 0..10 {
             let mut rng = Rng::new(seed);
             let factor = *rng.pick(&[2.0, 3.0, 10.0]);
-            let config = GradScalerConfig::default()
-                .init_scale(1.0 + rng.below(1000) as f64)
-                .growth_factor(factor)
-                .backoff_factor(1.0 / factor)
-                .growth_interval(1 + rng.below(4) as i64)
-                .min_scale(0.5);
+            let config = GradScalerConfig {
+                init_scale: 1.0 + rng.below(1000) as f64,
+                growth_factor: factor,
+                backoff_factor: 1.0 / factor,
+                growth_interval: 1 + rng.below(4) as i64,
+                min_scale: 0.5,
+                ..Default::default()
+            };
             let mut scaler = config.build(device).unwrap();
             let state = DynamicLossScaleState::try_from(&scaler.state_dict().unwrap()).unwrap();
             let mut loss_scale = state.build(device).unwrap();
@@ -59,7 +61,7 @@ fn a_loss_scale_built_from_a_scaler_behaves_like_it() {
 
 #[test]
 fn a_loss_scale_can_be_continued_as_a_scaler() {
-    let state = DynamicLossScaleState::default().counter(3).period(4);
+    let state = DynamicLossScaleState { counter: 3, period: 4, ..Default::default() };
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
     iterate(&mut scaler, Device::Cpu, true);
@@ -70,19 +72,21 @@ fn a_loss_scale_can_be_continued_as_a_scaler() {
     }
     assert_eq!(scaler.get_scale().unwrap(), 1.0);
     let back = DynamicLossScaleState::try_from(&scaler.state_dict().unwrap()).unwrap();
-    assert_eq!(back, state.loss_scale(1.0).counter(0));
+    assert_eq!(back, DynamicLossScaleState { loss_scale: 1.0, counter: 0, ..state });
 }
 
 /// Loading a loss scale disables the options that only scalers have.
 #[test]
 fn a_scaler_with_any_options_continues_like_the_loss_scale() {
-    let config = GradScalerConfig::default()
-        .max_scale(65536.0)
-        .hysteresis(3)
-        .tolerance(0.5)
-        .error_at_min_scale(true);
+    let config = GradScalerConfig {
+        max_scale: 65536.0,
+        hysteresis: 3,
+        tolerance: 0.5,
+        error_at_min_scale: true,
+        ..Default::default()
+    };
     let mut scaler = config.build(Device::Cpu).unwrap();
-    let state = DynamicLossScaleState::default().period(1).loss_scale(65536.0);
+    let state = DynamicLossScaleState { period: 1, loss_scale: 65536.0, ..Default::default() };
     let mut loss_scale = state.build(Device::Cpu).unwrap();
     scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
     for finite in [[true; 20], [false; 20]].concat() {
@@ -98,10 +102,12 @@ fn a_state_from_python_becomes_a_loss_scale() {
         r#"{"scale": 131072.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}"#,
     );
     let state = DynamicLossScaleState::try_from(&python).unwrap();
-    let want = DynamicLossScaleState::default()
-        .loss_scale(131072.0)
-        .counter(3)
-        .min_loss_scale(f32::MIN_POSITIVE.into());
+    let want = DynamicLossScaleState {
+        loss_scale: 131072.0,
+        counter: 3,
+        min_loss_scale: f32::MIN_POSITIVE.into(),
+        ..Default::default()
+    };
     assert_eq!(state, want);
 }
 
@@ -140,11 +146,13 @@ fn a_state_without_a_key_is_refused() {
 
 #[test]
 fn loading_a_loss_scale_disables_options_that_only_scalers_have() {
-    let config = GradScalerConfig::default()
-        .max_scale(65536.0)
-        .hysteresis(3)
-        .tolerance(0.5)
-        .error_at_min_scale(true);
+    let config = GradScalerConfig {
+        max_scale: 65536.0,
+        hysteresis: 3,
+        tolerance: 0.5,
+        error_at_min_scale: true,
+        ..Default::default()
+    };
     let mut scaler = config.build(Device::Cpu).unwrap();
     let state = DynamicLossScaleState::default();
     scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();

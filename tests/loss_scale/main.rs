@@ -32,7 +32,7 @@ fn answer(flag: &Tensor) -> bool {
 
 /// One loss scale of each kind, with a scale of 8 if it has one.
 fn all_three(device: Device) -> [Box<dyn LossScale>; 3] {
-    let dynamic = DynamicLossScaleState::default().loss_scale(8.0);
+    let dynamic = DynamicLossScaleState { loss_scale: 8.0, ..Default::default() };
     [
         Box::new(NoOpLossScale),
         Box::new(StaticLossScale::new(device, 8.0).unwrap()),

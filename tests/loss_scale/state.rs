@@ -10,12 +10,13 @@ use crate::all_three;
 use crate::common::for_each_device;
 
 fn saved() -> DynamicLossScaleState {
-    DynamicLossScaleState::default()
-        .loss_scale(1234.5)
-        .counter(7)
-        .period(11)
-        .factor(3.5)
-        .min_loss_scale(0.25)
+    DynamicLossScaleState {
+        loss_scale: 1234.5,
+        counter: 7,
+        period: 11,
+        factor: 3.5,
+        min_loss_scale: 0.25,
+    }
 }
 
 /// Here jmp itself loses `min_loss_scale`.
@@ -44,7 +45,8 @@ fn every_field_survives_the_round_trip() {
 #[case(0.1, 0.1)]
 #[case(8.0, 1e-4)]
 fn a_scale_that_sank_to_its_bound_is_saved_and_loaded(#[case] start: f64, #[case] min: f64) {
-    let state = DynamicLossScaleState::default().loss_scale(start).min_loss_scale(min);
+    let state =
+        DynamicLossScaleState { loss_scale: start, min_loss_scale: min, ..Default::default() };
     let mut loss_scale = state.build(Device::Cpu).unwrap();
     for _ in 0..20 {
         let saved = loss_scale.state_dict().unwrap();
@@ -96,12 +98,12 @@ fn the_state_of_another_kind_is_refused() {
 #[test]
 fn absent_fields_have_the_defaults() {
     let state: DynamicLossScaleState = serde_json::from_str(r#"{"period": 5}"#).unwrap();
-    assert_eq!(state, DynamicLossScaleState::default().period(5));
+    assert_eq!(state, DynamicLossScaleState { period: 5, ..Default::default() });
 }
 
 #[test]
 fn a_counter_beyond_a_shorter_period_grows_the_scale_at_the_next_step() {
-    let state = saved().period(5);
+    let state = DynamicLossScaleState { period: 5, ..saved() };
     let mut loss_scale = state.build(Device::Cpu).unwrap();
     assert_eq!(loss_scale.state().unwrap().counter, 4);
     loss_scale.adjust(&Tensor::from(true)).unwrap();
@@ -109,16 +111,16 @@ fn a_counter_beyond_a_shorter_period_grows_the_scale_at_the_next_step() {
 }
 
 #[rstest]
-#[case("loss_scale", saved().loss_scale(0.1))]
-#[case("loss_scale", saved().loss_scale(f64::NAN))]
-#[case("loss_scale", saved().loss_scale(f64::INFINITY))]
-#[case("counter", saved().counter(-1))]
-#[case("period", saved().period(0))]
-#[case("period", saved().period(1 << 31))]
-#[case("factor", saved().factor(1.0))]
-#[case("factor", saved().factor(f64::INFINITY))]
-#[case("min_loss_scale", saved().min_loss_scale(0.0))]
-#[case("min_loss_scale", saved().min_loss_scale(f64::NAN))]
+#[case("loss_scale", DynamicLossScaleState { loss_scale: 0.1, ..saved() })]
+#[case("loss_scale", DynamicLossScaleState { loss_scale: f64::NAN, ..saved() })]
+#[case("loss_scale", DynamicLossScaleState { loss_scale: f64::INFINITY, ..saved() })]
+#[case("counter", DynamicLossScaleState { counter: -1, ..saved() })]
+#[case("period", DynamicLossScaleState { period: 0, ..saved() })]
+#[case("period", DynamicLossScaleState { period: 1 << 31, ..saved() })]
+#[case("factor", DynamicLossScaleState { factor: 1.0, ..saved() })]
+#[case("factor", DynamicLossScaleState { factor: f64::INFINITY, ..saved() })]
+#[case("min_loss_scale", DynamicLossScaleState { min_loss_scale: 0.0, ..saved() })]
+#[case("min_loss_scale", DynamicLossScaleState { min_loss_scale: f64::NAN, ..saved() })]
 fn impossible_states_are_refused(#[case] name: &str, #[case] state: DynamicLossScaleState) {
     let mut loss_scale = saved().build(Device::Cpu).unwrap();
     let loaded = loss_scale.load_state_dict(&LossScaleState::Dynamic(state));

@@ -6,7 +6,7 @@ use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
 use tch_amp::scaler::ScalerError;
 
 fn dynamic(loss_scale: f64) -> LossScaleState {
-    LossScaleState::Dynamic(DynamicLossScaleState::default().loss_scale(loss_scale))
+    LossScaleState::Dynamic(DynamicLossScaleState { loss_scale, ..Default::default() })
 }
 
 fn fixed(loss_scale: f64) -> LossScaleState {

@@ -88,18 +88,8 @@ fn our_optimizer(case: Case, params: &[Tensor]) -> Optimizer {
     let Case { weight_decay, eps, decoupled, .. } = case;
     let (amsgrad, maximize, betas) = (false, false, BETAS);
     let masters = MasterWeights::Float;
-    let adam = Adam::default()
-        .betas(betas)
-        .eps(eps)
-        .weight_decay(weight_decay)
-        .amsgrad(amsgrad)
-        .maximize(maximize);
-    let adamw = AdamW::default()
-        .betas(betas)
-        .eps(eps)
-        .weight_decay(weight_decay)
-        .amsgrad(amsgrad)
-        .maximize(maximize);
+    let adam = Adam { betas, eps, weight_decay, amsgrad, maximize };
+    let adamw = AdamW { betas, eps, weight_decay, amsgrad, maximize };
     if decoupled {
         adamw.master_weights(masters).build(params, LR).unwrap()
     } else {
@@ -111,7 +101,7 @@ fn ours(case: Case, data: &Data) -> Vec<Told> {
     let leaf = |values: &Tensor| values.copy().set_requires_grad(true);
     let params: Vec<_> = data.params.iter().map(leaf).collect();
     let mut opt = our_optimizer(case, &params);
-    let config = GradScalerConfig::default().init_scale(case.scale);
+    let config = GradScalerConfig { init_scale: case.scale, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).unwrap();
     drop(scaler.scale(&Tensor::from(1f32)).unwrap());
     let mut step = |(index, grads): (usize, &Vec<Tensor>)| {

@@ -154,35 +154,47 @@ fn a_parameter_that_is_no_longer_a_leaf_is_refused_and_no_other_changes() {
 fn options_outside_their_range_are_refused_by_their_names() {
     let none = || Vec::<Tensor>::new();
     let refused = [
-        (AdamW::default().betas((1.0, 0.9)).build(none(), 0.1), "betas"),
-        (AdamW::default().betas((0.9, -0.1)).build(none(), 0.1), "betas"),
-        (Adam::default().eps(-1.0).build(none(), 0.1), "eps"),
-        (Adam::default().weight_decay(NAN).build(none(), 0.1), "weight_decay"),
+        (AdamW { betas: (1.0, 0.9), ..Default::default() }.build(none(), 0.1), "betas"),
+        (AdamW { betas: (0.9, -0.1), ..Default::default() }.build(none(), 0.1), "betas"),
+        (Adam { eps: -1.0, ..Default::default() }.build(none(), 0.1), "eps"),
+        (Adam { weight_decay: NAN, ..Default::default() }.build(none(), 0.1), "weight_decay"),
         (Adam::default().build(none(), -0.1), "lr"),
         (Adam::default().build(none(), f64::INFINITY), "lr"),
-        (Sgd::default().momentum(-0.5).build(none(), 0.1), "momentum"),
-        (Sgd::default().nesterov(true).build(none(), 0.1), "momentum"),
+        (Sgd { momentum: -0.5, ..Default::default() }.build(none(), 0.1), "momentum"),
+        (Sgd { nesterov: true, ..Default::default() }.build(none(), 0.1), "momentum"),
         (
-            Sgd::default().nesterov(true).momentum(0.9).dampening(0.1).build(none(), 0.1),
+            Sgd { nesterov: true, momentum: 0.9, dampening: 0.1, ..Default::default() }
+                .build(none(), 0.1),
             "dampening",
         ),
-        (Adagrad::default().lr_decay(-1.0).build(none(), 0.1), "lr_decay"),
-        (RmsProp::default().alpha(1.0).build(none(), 0.1), "alpha"),
-        (RmsProp::default().eps(-1.0).build(none(), 0.1), "eps"),
-        (RmsProp::default().momentum(-0.5).build(none(), 0.1), "momentum"),
-        (RmsProp::default().weight_decay(NAN).build(none(), 0.1), "weight_decay"),
-        (Lion::default().betas((0.9, 1.0)).build(none(), 0.1), "betas"),
-        (Lion::default().weight_decay(-1.0).build(none(), 0.1), "weight_decay"),
-        (Muon::default().momentum(1.0).build(none(), 0.1), "momentum"),
-        (Muon::default().weight_decay(-1.0).build(none(), 0.1), "weight_decay"),
-        (Muon::default().ns_coefficients((1.0, NAN, 1.0)).build(none(), 0.1), "ns_coefficients"),
-        (Muon::default().ns_steps(100).build(none(), 0.1), "ns_steps"),
-        (Muon::default().eps(0.0).build(none(), 0.1), "eps"),
-        (Muon::default().adamw_lr_factor(-1.0).build(none(), 0.1), "adamw_lr_factor"),
-        (Muon::default().adamw_lr_factor(1e308).build(none(), 10.0), "lr"),
-        (Muon::default().adamw(AdamW::default().eps(-1.0)).build(none(), 0.1), "eps"),
+        (Adagrad { lr_decay: -1.0, ..Default::default() }.build(none(), 0.1), "lr_decay"),
+        (RmsProp { alpha: 1.0, ..Default::default() }.build(none(), 0.1), "alpha"),
+        (RmsProp { eps: -1.0, ..Default::default() }.build(none(), 0.1), "eps"),
+        (RmsProp { momentum: -0.5, ..Default::default() }.build(none(), 0.1), "momentum"),
+        (RmsProp { weight_decay: NAN, ..Default::default() }.build(none(), 0.1), "weight_decay"),
+        (Lion { betas: (0.9, 1.0), ..Default::default() }.build(none(), 0.1), "betas"),
+        (Lion { weight_decay: -1.0, ..Default::default() }.build(none(), 0.1), "weight_decay"),
+        (Muon { momentum: 1.0, ..Default::default() }.build(none(), 0.1), "momentum"),
+        (Muon { weight_decay: -1.0, ..Default::default() }.build(none(), 0.1), "weight_decay"),
         (
-            Muon::default().adamw(AdamW::default().maximize(true)).build(none(), 0.1),
+            Muon { ns_coefficients: (1.0, NAN, 1.0), ..Default::default() }.build(none(), 0.1),
+            "ns_coefficients",
+        ),
+        (Muon { ns_steps: 100, ..Default::default() }.build(none(), 0.1), "ns_steps"),
+        (Muon { eps: 0.0, ..Default::default() }.build(none(), 0.1), "eps"),
+        (
+            Muon { adamw_lr_factor: -1.0, ..Default::default() }.build(none(), 0.1),
+            "adamw_lr_factor",
+        ),
+        (Muon { adamw_lr_factor: 1e308, ..Default::default() }.build(none(), 10.0), "lr"),
+        (
+            Muon { adamw: AdamW { eps: -1.0, ..Default::default() }, ..Default::default() }
+                .build(none(), 0.1),
+            "eps",
+        ),
+        (
+            Muon { adamw: AdamW { maximize: true, ..Default::default() }, ..Default::default() }
+                .build(none(), 0.1),
             "adamw.maximize",
         ),
     ];
@@ -288,16 +300,19 @@ fn tchs_configurations_are_accepted() {
     // Each field has a value of its own, so that none is lost or taken for another.
     for amsgrad in [true, false] {
         let adam = nn::Adam { beta1: 0.8, beta2: 0.7, wd: 0.1, eps: 1e-6, amsgrad };
-        let want = Adam::default().betas((0.8, 0.7)).weight_decay(0.1).eps(1e-6).amsgrad(amsgrad);
-        assert_eq!(Adam::from(adam), want.maximize(false));
+        let want =
+            Adam { betas: (0.8, 0.7), weight_decay: 0.1, eps: 1e-6, amsgrad, maximize: false };
+        assert_eq!(Adam::from(adam), want);
         let adamw = nn::AdamW { beta1: 0.8, beta2: 0.7, wd: 0.1, eps: 1e-6, amsgrad };
-        let want = AdamW::default().betas((0.8, 0.7)).weight_decay(0.1).eps(1e-6).amsgrad(amsgrad);
-        assert_eq!(AdamW::from(adamw), want.maximize(false));
+        let want =
+            AdamW { betas: (0.8, 0.7), weight_decay: 0.1, eps: 1e-6, amsgrad, maximize: false };
+        assert_eq!(AdamW::from(adamw), want);
     }
     for nesterov in [true, false] {
         let sgd = nn::Sgd { momentum: 0.9, dampening: 0.2, wd: 0.5, nesterov };
-        let want = Sgd::default().momentum(0.9).dampening(0.2).weight_decay(0.5).nesterov(nesterov);
-        assert_eq!(Sgd::from(sgd), want.maximize(false));
+        let want =
+            Sgd { momentum: 0.9, dampening: 0.2, weight_decay: 0.5, nesterov, maximize: false };
+        assert_eq!(Sgd::from(sgd), want);
     }
     assert_eq!(Adam::from(nn::Adam::default()), Adam::default());
 }

@@ -209,7 +209,8 @@ fn a_norm_beyond_f32_is_not_infinite() {
             let list = vec![w.shallow_clone()];
             let lr = if clip.is_some() { 1.0 } else { 1e-38 };
             let mut opt = Sgd::default().build(list, lr).unwrap();
-            let config = GradScalerConfig::default().init_scale(scale).min_scale(0.5);
+            let config =
+                GradScalerConfig { init_scale: scale, min_scale: 0.5, ..Default::default() };
             let mut scaler = config.build(Device::Cpu).unwrap();
             let outcome = match clip {
                 Some(max) => scaler.step_clip_norm(&mut opt, max).unwrap(),
@@ -225,7 +226,7 @@ fn a_norm_beyond_f32_is_not_infinite() {
         }
         // 4e38 is infinite in f32, the dtype of unscaled gradients.
         let mut opt = Sgd::default().build(vec![made()], 1.0).unwrap();
-        let config = GradScalerConfig::default().init_scale(0.75).min_scale(0.5);
+        let config = GradScalerConfig { init_scale: 0.75, min_scale: 0.5, ..Default::default() };
         let mut scaler = config.build(Device::Cpu).unwrap();
         assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
     }
@@ -277,9 +278,11 @@ fn the_norm_in_the_step_rounds_the_last_elements_like_the_others() {
                 let w = leaf(&vec![1.0; count], kind, Device::Cpu);
                 let mut opt = Sgd::default().build(vec![w.shallow_clone()], 0.0).unwrap();
                 let allow_fp16_gradients = true;
-                let config = GradScalerConfig::default()
-                    .init_scale(3.0)
-                    .allow_fp16_gradients(allow_fp16_gradients);
+                let config = GradScalerConfig {
+                    init_scale: 3.0,
+                    allow_fp16_gradients,
+                    ..Default::default()
+                };
                 let mut scaler = config.build(Device::Cpu).unwrap();
                 set_grad(&w, &(0..count).map(|i| i as f64 / 7.0 + 0.1).collect::<Vec<_>>());
                 if folded {
@@ -307,7 +310,7 @@ fn the_total_norm_is_unscaled_on_every_path() {
                 no_grad(|| w.grad().set_data(&wide));
             }
             let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
-            let config = GradScalerConfig::default().init_scale(8.0);
+            let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
             let mut scaler = config.build(device).unwrap();
             let outcome = scaler.step_clip_norm(&mut opt, 1.0).unwrap();
             let norm = outcome.total_norm().unwrap().double_value(&[]);
@@ -483,7 +486,7 @@ fn gradients_on_two_devices_have_one_norm() {
         // The same in the step.
         give();
         let mut opt = Sgd::default().build(&all, 1.0).unwrap();
-        let config = GradScalerConfig::default().init_scale(1.0);
+        let config = GradScalerConfig { init_scale: 1.0, ..Default::default() };
         let outcome = config.build(on[0]).unwrap().step_clip_norm(&mut opt, 2.5).unwrap();
         assert_eq!(outcome.total_norm().unwrap().double_value(&[]), 5.0, "on {on:?}");
         let changes = [0, 1].map(|i| -to_f64(&all[i])[0]);
@@ -515,7 +518,7 @@ fn a_norm_over_the_cpu_and_a_gpu_may_exceed_f32() {
         // The same in the step.
         give();
         let mut opt = Sgd::default().build(&all, 1e-18).unwrap();
-        let config = GradScalerConfig::default().init_scale(1.0);
+        let config = GradScalerConfig { init_scale: 1.0, ..Default::default() };
         let outcome = config.build(Device::Cpu).unwrap().step_clip_norm(&mut opt, 2e38).unwrap();
         assert!(is_near(outcome.total_norm().unwrap().double_value(&[]), total));
         assert!(all_near(to_f64(&all[0]), -2e20 / total), "{gpu:?}");
@@ -596,7 +599,9 @@ fn a_step_with_f64_gradients_whose_squares_overflow_is_taken_on_every_path() {
         for path in 0..4 {
             let w = leaf(&[1.0, 2.0], Kind::Double, device);
             let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.5).unwrap();
-            let mut scaler = GradScalerConfig::default().init_scale(1024.0).build(device).unwrap();
+            let mut scaler = GradScalerConfig { init_scale: 1024.0, ..Default::default() }
+                .build(device)
+                .unwrap();
             let factors = Tensor::from_slice(&gradients).to_device(device);
             scaler.backward(&(&w * factors).sum(None)).unwrap();
             let outcome = match path {
@@ -636,7 +641,8 @@ fn a_norm_beyond_f32_has_one_answer_on_every_path() {
             let mut own = Sgd::default().build(&vs, 0.5).unwrap();
             let mut host = nn::Sgd::default().build(&vs, 0.5).unwrap();
             let opt: &mut dyn AmpOptimizer = if fused { &mut own } else { &mut host };
-            let mut scaler = GradScalerConfig::default().init_scale(1.0).build(device).unwrap();
+            let mut scaler =
+                GradScalerConfig { init_scale: 1.0, ..Default::default() }.build(device).unwrap();
             let factors = Tensor::from_slice(&[3e38f32, -3e38]).to_device(device);
             scaler.backward(&(&w * factors).sum(None)).unwrap();
             let outcome = match path {

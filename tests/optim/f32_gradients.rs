@@ -127,7 +127,8 @@ fn an_optimizer_without_masters_goes_on_after_one_with_masters(
         let mut early = Sgd::default().build(list(&w), 0.5).unwrap();
         let adamw = AdamW::default().master_weights(MasterWeights::Float);
         let mut opt = adamw.build(list(&w), 0.0).unwrap();
-        let mut scaler = GradScalerConfig::default().init_scale(1.0).build(device).unwrap();
+        let mut scaler =
+            GradScalerConfig { init_scale: 1.0, ..Default::default() }.build(device).unwrap();
         drop(scaler.scale(&Tensor::from(1f32).to_device(device)).unwrap());
         backward(&w);
         match by {

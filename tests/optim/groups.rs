@@ -4,7 +4,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, OptimizerError, RmsProp, Sgd,
+    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, OptimizerError, ParamGroup, RmsProp, Sgd,
 };
 
 use crate::common::tensors::leaf;
@@ -38,7 +38,7 @@ fn the_groups_of_tchs_paths_are_used() {
 fn names_assign_groups_and_the_last_rule_applies() {
     let all = weights(&["l1.weight", "l1.bias", "norm.weight", "norm.bias"]);
     let tensors: Vec<_> = all.iter().map(|(_, w)| w.shallow_clone()).collect();
-    let mut opt = Sgd::default().weight_decay(0.5).build(all, 1.0).unwrap();
+    let mut opt = Sgd { weight_decay: 0.5, ..Default::default() }.build(all, 1.0).unwrap();
     assert_eq!(opt.assign_group(1, &["*.bias", "norm.*"]).unwrap(), 3);
     opt.set_weight_decay_group(1, 0.0).unwrap();
     opt.assign_group(2, &["norm.bias"]).unwrap();
@@ -84,12 +84,12 @@ fn a_rule_that_matches_nothing_yet_applies_to_parameters_that_are_added_later() 
 fn every_group_starts_with_its_own_accumulator() {
     let all = weights(&["a", "b"]);
     let tensors: Vec<_> = all.iter().map(|(_, w)| w.shallow_clone()).collect();
-    let adagrad = Adagrad::default().initial_accumulator_value(0.5);
+    let adagrad = Adagrad { initial_accumulator_value: 0.5, ..Default::default() };
     let mut opt = adagrad.build(all, 1.0).unwrap();
     opt.assign_group(1, &["b"]).unwrap();
-    let other = adagrad.initial_accumulator_value(2.0);
+    let other = Adagrad { initial_accumulator_value: 2.0, ..adagrad };
     let group = *opt.param_group(1).unwrap();
-    opt.set_param_group(1, group.algorithm(other.into())).unwrap();
+    opt.set_param_group(1, ParamGroup { algorithm: other.into(), ..group }).unwrap();
     for w in &tensors {
         set_grad(w, &[1.0]);
     }
@@ -140,7 +140,7 @@ fn a_refused_value_leaves_the_old_one() {
     let before = *opt.param_group(0).unwrap();
     assert!(matches!(opt.set_lr(-1.0), Err(Error::InvalidArgument { name: "lr", .. })));
     assert!(matches!(opt.set_momentum(1.0), Err(Error::InvalidArgument { name: "betas", .. })));
-    let other = before.algorithm(Sgd::default().into());
+    let other = ParamGroup { algorithm: Sgd::default().into(), ..before };
     assert!(matches!(
         opt.set_param_group(0, other),
         Err(Error::Optimizer(OptimizerError::OtherAlgorithm { .. }))
@@ -163,7 +163,7 @@ fn momentum_is_the_first_beta_of_adam() {
     assert_eq!(config.betas, (0.5, 0.999));
     let mut opt = Lion::default().build(weights(&["w"]), 0.1).unwrap();
     opt.set_momentum(0.5).unwrap();
-    let lion = Lion::default().betas((0.5, 0.99));
+    let lion = Lion { betas: (0.5, 0.99), ..Default::default() };
     assert_eq!(opt.param_group(0).unwrap().algorithm, lion.into());
 }
 
@@ -173,7 +173,7 @@ fn momentum_of_rmsprop_can_be_changed() {
     for centered in [false, true] {
         let all = weights(&["w"]);
         let w = all[0].1.shallow_clone();
-        let rmsprop = RmsProp::default().alpha(0.0).eps(1.0).centered(centered);
+        let rmsprop = RmsProp { alpha: 0.0, eps: 1.0, centered, ..Default::default() };
         let mut opt = rmsprop.build(all, 1.0).unwrap();
         let start = to_f64(&w)[0];
         // Each update is 3 / (3 + 1), or 3 / (0 + 1) if it is centered; momentum adds half of the one before.
@@ -226,12 +226,12 @@ fn assigning_a_group_counts_the_parameters_already_in_it() {
 /// An option that one of the groups refuses changes none of them.
 #[test]
 fn a_value_that_a_later_group_refuses_changes_no_earlier_group() {
-    let sgd = Sgd::default().momentum(0.9);
+    let sgd = Sgd { momentum: 0.9, ..Default::default() };
     let mut opt = sgd.build(weights(&["a", "b"]), 0.1).unwrap();
     opt.assign_group(1, &["b"]).unwrap();
     let group = *opt.param_group(1).unwrap();
-    let nesterov = sgd.nesterov(true);
-    opt.set_param_group(1, group.algorithm(nesterov.into())).unwrap();
+    let nesterov = Sgd { nesterov: true, ..sgd };
+    opt.set_param_group(1, ParamGroup { algorithm: nesterov.into(), ..group }).unwrap();
     assert!(matches!(opt.set_momentum(0.0), Err(Error::InvalidArgument { name: "momentum", .. })));
     let Algorithm::Sgd(first) = opt.param_group(0).unwrap().algorithm else {
         panic!("the algorithm of an SGD stays SGD");
@@ -247,8 +247,8 @@ fn each_group_has_the_bias_corrections_of_its_betas() {
     let mut opt = Adam::default().build(all, 0.5).unwrap();
     opt.assign_group(1, &["b"]).unwrap();
     let group = *opt.param_group(1).unwrap();
-    let other = Adam::default().betas((0.25, 0.5));
-    opt.set_param_group(1, group.algorithm(other.into())).unwrap();
+    let other = Adam { betas: (0.25, 0.5), ..Default::default() };
+    opt.set_param_group(1, ParamGroup { algorithm: other.into(), ..group }).unwrap();
     tensors.iter().for_each(|w| set_grad(w, &[2.0]));
     opt.step().unwrap();
     for w in &tensors {

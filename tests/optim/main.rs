@@ -27,28 +27,28 @@ use tch_amp::optim::{
 
 /// One of each algorithm, with all the options that affect its arithmetic.
 fn algorithms() -> Vec<Algorithm> {
-    let adam = Adam::default().weight_decay(0.1);
-    let sgd = Sgd::default().momentum(0.9).weight_decay(0.1);
-    let rmsprop = RmsProp::default().alpha(0.9).weight_decay(0.1);
-    let lion = Lion::default().weight_decay(0.1);
+    let adam = Adam { weight_decay: 0.1, ..Default::default() };
+    let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, ..Default::default() };
+    let rmsprop = RmsProp { alpha: 0.9, weight_decay: 0.1, ..Default::default() };
+    let lion = Lion { weight_decay: 0.1, ..Default::default() };
     vec![
         AdamW::default().into(),
-        AdamW::default().amsgrad(true).maximize(true).betas((0.4, 0.9)).into(),
+        AdamW { amsgrad: true, maximize: true, betas: (0.4, 0.9), ..Default::default() }.into(),
         adam.into(),
-        adam.amsgrad(true).into(),
-        Sgd::default().weight_decay(0.1).maximize(true).into(),
+        Adam { amsgrad: true, ..adam }.into(),
+        Sgd { weight_decay: 0.1, maximize: true, ..Default::default() }.into(),
         sgd.into(),
-        sgd.dampening(0.3).into(),
-        sgd.nesterov(true).into(),
-        Adagrad::default().initial_accumulator_value(0.5).lr_decay(0.1).into(),
+        Sgd { dampening: 0.3, ..sgd }.into(),
+        Sgd { nesterov: true, ..sgd }.into(),
+        Adagrad { initial_accumulator_value: 0.5, lr_decay: 0.1, ..Default::default() }.into(),
         rmsprop.into(),
-        rmsprop.momentum(0.9).maximize(true).into(),
-        rmsprop.centered(true).into(),
-        rmsprop.centered(true).momentum(0.5).weight_decay(0.0).into(),
+        RmsProp { momentum: 0.9, maximize: true, ..rmsprop }.into(),
+        RmsProp { centered: true, ..rmsprop }.into(),
+        RmsProp { centered: true, momentum: 0.5, weight_decay: 0.0, ..rmsprop }.into(),
         lion.into(),
-        lion.betas((0.5, 0.75)).maximize(true).into(),
+        Lion { betas: (0.5, 0.75), maximize: true, ..lion }.into(),
         // Steps vectors by AdamW.
-        Muon::default().adamw_lr_factor(0.5).into(),
+        Muon { adamw_lr_factor: 0.5, ..Default::default() }.into(),
     ]
 }
 

@@ -99,7 +99,7 @@ fn a_scaler_steps_the_masters() {
                 let config = AdamW::default().into();
                 let mut opt = build(config, &parameters, MasterWeights::Float);
                 let mut twin = build(config, &twins, MasterWeights::None);
-                let scale = GradScalerConfig::default().init_scale(1024.0);
+                let scale = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
                 let [mut scaler, mut other] = [0, 1].map(|_| scale.build(device).unwrap());
                 for step in 0..3 {
                     let gradients = random_gradients(&parameters);
@@ -299,7 +299,7 @@ fn masters_are_saved_and_recreated() {
         AdamW::default().into(),
         Sgd::default().into(),
         Adagrad::default().into(),
-        RmsProp::default().momentum(0.5).centered(true).into(),
+        RmsProp { momentum: 0.5, centered: true, ..Default::default() }.into(),
         Lion::default().into(),
         Muon::default().into(),
     ];

@@ -87,15 +87,15 @@ fn largest_difference(one: &[f64], other: &[f64]) -> f64 {
 
 fn options() -> Vec<Muon> {
     let muon = Muon::default();
-    let gentle = muon.ns_coefficients((2.0, -1.5, 0.5)).ns_steps(3);
+    let gentle = Muon { ns_coefficients: (2.0, -1.5, 0.5), ns_steps: 3, ..muon };
     vec![
         muon,
-        muon.nesterov(false).momentum(0.5).weight_decay(0.0),
-        muon.adjust_lr_fn(AdjustLr::MatchRmsAdamW),
-        gentle.momentum(0.5),
-        gentle.momentum(0.0),
-        muon.ns_steps(0).momentum(0.5),
-        muon.ns_steps(0).eps(100.0),
+        Muon { nesterov: false, momentum: 0.5, weight_decay: 0.0, ..muon },
+        Muon { adjust_lr_fn: AdjustLr::MatchRmsAdamW, ..muon },
+        Muon { momentum: 0.5, ..gentle },
+        Muon { momentum: 0.0, ..gentle },
+        Muon { ns_steps: 0, momentum: 0.5, ..muon },
+        Muon { ns_steps: 0, eps: 100.0, ..muon },
     ]
 }
 
@@ -143,7 +143,12 @@ fn an_iteration_is_exact_where_bf16_is() {
     for_each_device(|device| {
         let sign = |i: u32, j: u32| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
         let hadamard: Rows = (0..4).map(|i| (0..4).map(|j| sign(i, j)).collect()).collect();
-        let muon = Muon::default().ns_coefficients((2.0, -1.5, 0.5)).ns_steps(1).weight_decay(0.5);
+        let muon = Muon {
+            ns_coefficients: (2.0, -1.5, 0.5),
+            ns_steps: 1,
+            weight_decay: 0.5,
+            ..Default::default()
+        };
         for (kind, masters) in [
             (Kind::Double, MasterWeights::None),
             (Kind::Float, MasterWeights::None),
@@ -210,11 +215,15 @@ const BY_MUON: [&str; 1] = ["momentum_buffer"];
 #[test]
 fn adamw_steps_all_parameters_but_the_matrices_of_groups_that_use_muon() {
     for_each_device(|device| {
-        let muon = Muon::default().adamw(AdamW::default().betas((0.5, 0.75))).adamw_lr_factor(0.25);
+        let muon = Muon {
+            adamw: AdamW { betas: (0.5, 0.75), ..Default::default() },
+            adamw_lr_factor: 0.25,
+            ..Default::default()
+        };
         let list = network(device);
         let mut opt = muon.build(list, 0.5).unwrap();
         opt.assign_group(1, &["head"]).unwrap();
-        opt.set_param_group(1, ParamGroup::new(0.5, muon.use_muon(false))).unwrap();
+        opt.set_param_group(1, ParamGroup::new(0.5, Muon { use_muon: false, ..muon })).unwrap();
         let rest: Vec<_> =
             network(device).into_iter().filter(|(name, _)| *name != "hidden").collect();
         let mut adamw = muon.adamw.build(rest, 0.125).unwrap();
@@ -245,7 +254,9 @@ fn adamw_steps_all_parameters_but_the_matrices_of_groups_that_use_muon() {
 
 #[test]
 fn the_learning_rate_drives_both_and_weight_decay_is_that_of_both() {
-    let mut opt = Muon::default().adamw_lr_factor(0.0).build(network(Device::Cpu), 0.5).unwrap();
+    let mut opt = Muon { adamw_lr_factor: 0.0, ..Default::default() }
+        .build(network(Device::Cpu), 0.5)
+        .unwrap();
     let before: Vec<_> = opt.trainable_variables().iter().map(to_f64).collect();
     train(&mut opt, 0..1);
     let changed = |opt: &Optimizer, before: &[Vec<f64>]| {
@@ -259,8 +270,9 @@ fn the_learning_rate_drives_both_and_weight_decay_is_that_of_both() {
     assert_eq!(changed(&opt, &before), [false; 5]);
     opt.set_weight_decay(0.25).unwrap();
     opt.set_momentum(0.5).unwrap();
-    let want = Muon::default().adamw_lr_factor(0.0).weight_decay(0.25).momentum(0.5);
-    let want = want.adamw(AdamW::default().weight_decay(0.25));
+    let want =
+        Muon { adamw_lr_factor: 0.0, weight_decay: 0.25, momentum: 0.5, ..Default::default() };
+    let want = Muon { adamw: AdamW { weight_decay: 0.25, ..Default::default() }, ..want };
     assert_eq!(opt.param_group(0).unwrap().algorithm, want.into());
 }
 
@@ -271,7 +283,7 @@ fn a_parameter_that_moves_between_muon_and_adamw_starts_anew() {
     train(&mut opt, 0..2);
     opt.assign_group(1, &["head", "bias"]).unwrap();
     assert!(keys(&mut opt).contains_key("head"), "an equal group changes nothing");
-    opt.set_param_group(1, ParamGroup::new(0.1, muon.use_muon(false))).unwrap();
+    opt.set_param_group(1, ParamGroup::new(0.1, Muon { use_muon: false, ..muon })).unwrap();
     assert!(!keys(&mut opt).contains_key("head"));
     let steps =
         |opt: &mut Optimizer, name: &str| to_f64(&opt.state_dict().unwrap().state[name]["step"])[0];
@@ -288,7 +300,8 @@ fn a_parameter_that_moves_between_muon_and_adamw_starts_anew() {
 #[test]
 fn a_state_of_the_other_algorithm_is_refused() {
     let mut by_muon = Muon::default().build(network(Device::Cpu), 0.1).unwrap();
-    let mut by_adamw = Muon::default().use_muon(false).build(network(Device::Cpu), 0.1).unwrap();
+    let mut by_adamw =
+        Muon { use_muon: false, ..Default::default() }.build(network(Device::Cpu), 0.1).unwrap();
     train(&mut by_muon, 0..1);
     train(&mut by_adamw, 0..1);
     let mut state = by_adamw.state_dict().unwrap();
@@ -348,7 +361,7 @@ fn a_scaler_steps_matrices_and_the_rest_with_the_same_scale() {
     for_each_device(|device| {
         let [mut plain, mut scaled] =
             [(); 2].map(|()| Muon::default().build(network(device), 0.1).unwrap());
-        let config = tch_amp::scaler::GradScalerConfig::default().init_scale(3.0);
+        let config = tch_amp::scaler::GradScalerConfig { init_scale: 3.0, ..Default::default() };
         let mut scaler: GradScaler = config.build(device).unwrap();
         for step in 0..3 {
             for (opt, factor) in [(&plain, 1.0), (&scaled, 3.0)] {
@@ -410,8 +423,8 @@ fn matrices_of_any_layout_are_stepped() {
     let none = Tensor::zeros([3, 0], (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let zero = leaf(&[1.0, 2.0], Kind::Float, Device::Cpu).detach().reshape([1, 2]);
     let zero = zero.set_requires_grad(true);
-    let mut opt =
-        Muon::default().weight_decay(0.0).build(&[none.shallow_clone(), zero.shallow_clone()], 1.0);
+    let mut opt = Muon { weight_decay: 0.0, ..Default::default() }
+        .build(&[none.shallow_clone(), zero.shallow_clone()], 1.0);
     set_grad(&none, &[]);
     set_grad(&zero, &[0.0, 0.0]);
     opt.as_mut().unwrap().step().unwrap();

@@ -142,10 +142,12 @@ fn every_algorithm_computes_what_a_plain_loop_does(#[case] kind: Kind, #[case] t
 /// and the average that it decays to nothing do not move a weight, except by weight decay.
 #[test]
 fn lion_computes_exactly_what_its_paper_says() {
-    let config = Lion::default().betas((0.5, 0.75)).weight_decay(0.5);
+    let config = Lion { betas: (0.5, 0.75), weight_decay: 0.5, ..Default::default() };
     for_each_device(|device| {
         for kind in [Kind::Double, Kind::Float] {
-            for algorithm in [config, config.maximize(true), config.weight_decay(0.0)] {
+            for algorithm in
+                [config, Lion { maximize: true, ..config }, Lion { weight_decay: 0.0, ..config }]
+            {
                 let algorithm = algorithm.into();
                 let start: Vec<f64> = (0..37).map(|i| f64::from(i - 18) / 4.0).collect();
                 let w = leaf(&start, kind, device);
@@ -272,7 +274,7 @@ fn a_gradient_with_a_negative_bit_is_negated() {
 #[test]
 fn momentum_can_be_disabled() {
     let w = leaf(&[1.0], Kind::Double, Device::Cpu);
-    let sgd = Sgd::default().momentum(0.5);
+    let sgd = Sgd { momentum: 0.5, ..Default::default() };
     let mut opt = build(sgd.into(), vec![w.shallow_clone()], 1.0);
     for (momentum, want) in [(0.5, 0.0), (0.5, -1.5), (0.0, -2.5)] {
         opt.set_momentum(momentum).unwrap();
@@ -355,9 +357,13 @@ fn a_gradient_whose_square_is_infinite_changes_no_parameter(
     #[case] gradient: f64,
     #[values(1, 8, 37)] count: usize,
 ) {
-    let (adam, adamw) = (Adam::default(), AdamW::default().weight_decay(0.0));
-    let adams: [Algorithm; 4] =
-        [adam.into(), adam.amsgrad(true).into(), adamw.into(), adamw.maximize(true).into()];
+    let (adam, adamw) = (Adam::default(), AdamW { weight_decay: 0.0, ..Default::default() });
+    let adams: [Algorithm; 4] = [
+        adam.into(),
+        Adam { amsgrad: true, ..adam }.into(),
+        adamw.into(),
+        AdamW { maximize: true, ..adamw }.into(),
+    ];
     for_each_device(|device| {
         let others = [Adagrad::default().into(), RmsProp::default().into()];
         for algorithm in adams.into_iter().chain(others) {
@@ -406,8 +412,10 @@ fn amsgrad_does_not_hide_a_nan(
     #[values(false, true)] has_masters: bool,
 ) {
     let masters = if has_masters { MasterWeights::Float } else { MasterWeights::None };
-    let algorithms: [Algorithm; 2] =
-        [AdamW::default().amsgrad(true).into(), Adam::default().amsgrad(true).into()];
+    let algorithms: [Algorithm; 2] = [
+        AdamW { amsgrad: true, ..Default::default() }.into(),
+        Adam { amsgrad: true, ..Default::default() }.into(),
+    ];
     for algorithm in algorithms {
         // Of 19 elements some are processed in vectors and some are not.
         let w = leaf(&[1.0; 19], kind, Device::Cpu);

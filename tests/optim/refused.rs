@@ -143,7 +143,7 @@ fn memory_in_any_order_gives_the_same_numbers() {
             let made = |w: &Tensor| {
                 let second = leaf(&[1.0, 2.0], Kind::BFloat16, Device::Cpu);
                 let list = vec![w.shallow_clone(), second.shallow_clone()];
-                let adamw = AdamW::default().amsgrad(true);
+                let adamw = AdamW { amsgrad: true, ..Default::default() };
                 (adamw.master_weights(masters).build(list, 1e-2).unwrap(), second)
             };
             let (mut one, first) = made(&dense);
@@ -252,7 +252,8 @@ fn an_argument_that_no_step_can_use_changes_nothing() {
     };
     let mut runs: Vec<_> = devices().into_iter().map(|device| vec![device]).collect();
     runs.push(devices());
-    let algorithms = algorithms().into_iter().chain([Muon::default().use_muon(false).into()]);
+    let algorithms =
+        algorithms().into_iter().chain([Muon { use_muon: false, ..Default::default() }.into()]);
     for algorithm in algorithms {
         for (kinds, masters) in [
             (&[Kind::Float, Kind::Double][..], MasterWeights::None),

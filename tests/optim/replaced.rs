@@ -33,9 +33,11 @@ fn build(rng: &mut Rng, list: &[Tensor]) -> Optimizer {
     let list: Vec<_> = list.iter().map(Tensor::shallow_clone).collect();
     let built = match rng.below(6) {
         0 => AdamW::default().master_weights(masters).build(list, 0.01),
-        1 => Sgd::default().momentum(0.9).master_weights(masters).build(list, 0.01),
+        1 => Sgd { momentum: 0.9, ..Default::default() }.master_weights(masters).build(list, 0.01),
         2 => Adagrad::default().master_weights(masters).build(list, 0.01),
-        3 => RmsProp::default().momentum(0.9).master_weights(masters).build(list, 0.01),
+        3 => RmsProp { momentum: 0.9, ..Default::default() }
+            .master_weights(masters)
+            .build(list, 0.01),
         4 => Lion::default().master_weights(masters).build(list, 0.01),
         _ => Muon::default().master_weights(masters).build(list, 0.01),
     };
@@ -53,7 +55,7 @@ impl World {
         let parameters: Vec<_> =
             kinds.into_iter().map(|kind| values(rng, kind).set_requires_grad(true)).collect();
         let init_scale = *rng.pick(&[1.0, 8.0]);
-        let config = GradScalerConfig::default().init_scale(init_scale);
+        let config = GradScalerConfig { init_scale, ..Default::default() };
         let scaler = config.build(Device::Cpu).unwrap();
         let fused = build(rng, &parameters);
         let kept = keeps.then(Vec::new);

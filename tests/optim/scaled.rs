@@ -20,7 +20,7 @@ use crate::{INF, set_grad, to_f64};
 fn training(device: Device) -> (Tensor, Optimizer, GradScaler) {
     let w = leaf(&[1.0; 3], Kind::Float, device);
     let opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
-    let scaler = GradScalerConfig::default().init_scale(8.0);
+    let scaler = GradScalerConfig { init_scale: 8.0, ..Default::default() };
     (w, opt, scaler.build(device).unwrap())
 }
 
@@ -86,8 +86,9 @@ fn an_overflow_backs_the_scale_off() {
 fn an_overflow_at_the_smallest_scale_is_an_error() {
     for_each_device(|device| {
         let (w, mut opt, _) = training(device);
-        let config = GradScalerConfig::default().init_scale(8.0).min_scale(8.0);
-        let mut scaler = config.error_at_min_scale(true).build(device).unwrap();
+        let config = GradScalerConfig { init_scale: 8.0, min_scale: 8.0, ..Default::default() };
+        let mut scaler =
+            GradScalerConfig { error_at_min_scale: true, ..config }.build(device).unwrap();
         set_grad(&w, &[INF; 3]);
         drop(scaler.step(&mut opt).unwrap());
         let error = scaler.update().unwrap_err();
@@ -121,7 +122,7 @@ fn fp16_gradients_need_no_permission_if_nothing_is_written_back() {
         let w = leaf(&[1.0; 3], Kind::Half, device);
         let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
         // More than fp16 can hold: libtorch's kernels must not round the scale to fp16 either.
-        let config = GradScalerConfig::default().init_scale(2f64.powi(17));
+        let config = GradScalerConfig { init_scale: 2f64.powi(17), ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         set_grad(&w, &[32768.0; 3]);
         assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
@@ -268,7 +269,7 @@ fn a_user_defined_optimizer_can_do_the_same() {
     for_each_device(|device| {
         let w = leaf(&[1.0; 2], Kind::Float, device);
         let mut opt = Own(vec![w.shallow_clone()]);
-        let config = GradScalerConfig::default().init_scale(8.0);
+        let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         set_grad(&w, &[24.0, 32.0]);
         let outcome = scaler.step_clip_norm(&mut opt, 2.5).unwrap();
@@ -307,7 +308,7 @@ fn a_step_that_fails_can_be_retried() {
     }
     let w = leaf(&[1.0; 2], Kind::Float, Device::Cpu);
     let mut opt = Fails(Own(vec![w.shallow_clone()]), true);
-    let config = GradScalerConfig::default().init_scale(8.0);
+    let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).unwrap();
     set_grad(&w, &[8.0; 2]);
     assert!(matches!(scaler.step(&mut opt), Err(Error::Optimizer(OptimizerError::Step(_)))));
@@ -322,7 +323,7 @@ fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
     for_each_device(|device| {
         let w = leaf(&[1.0; 3], Kind::Float, device);
         let mut opt = AdamW::default().build(vec![w.shallow_clone()], 0.1).unwrap();
-        let config = GradScalerConfig::default().init_scale(2f64.powi(-100));
+        let config = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         set_grad(&w, &[2f64.powi(30); 3]);
         let outcome = scaler.step(&mut opt).unwrap();
@@ -352,7 +353,7 @@ fn momentum_starts_with_the_first_step_that_was_taken() {
     for_each_device(|device| {
         for skipped in 0..4 {
             let w = leaf(&[1.0; 2], Kind::Float, device);
-            let sgd = Sgd::default().momentum(0.9);
+            let sgd = Sgd { momentum: 0.9, ..Default::default() };
             let mut opt = sgd.build(vec![("w", w.shallow_clone())], 0.1).unwrap();
             let mut scaler = GradScaler::new(device).unwrap();
             let mut step = |gradient| {
@@ -391,7 +392,8 @@ fn a_step_that_fails_after_the_norm_was_taken_gives_gradients_their_dtype_back()
         let [a, b] = &leaves;
         let masters = Sgd::default().master_weights(MasterWeights::Float);
         let mut opt = masters.build(&leaves, 1.0).unwrap();
-        let mut scaler = GradScalerConfig::default().init_scale(8.0).build(device).unwrap();
+        let mut scaler =
+            GradScalerConfig { init_scale: 8.0, ..Default::default() }.build(device).unwrap();
         scaler.backward(&(a * 3.0 + b * 4.0).sum(Kind::Float)).unwrap();
         let own = b.detach().copy();
         no_grad(|| b.shallow_clone().set_data(&a.detach()));

@@ -28,7 +28,7 @@ fn all(opt: &mut Optimizer) -> Vec<Vec<u8>> {
 fn training(algorithm: Algorithm, device: Device) -> (Tensor, Optimizer, GradScaler) {
     let w = leaf(&[1.0, -2.0, 3.0], Kind::Float, device);
     let opt = build(algorithm, vec![w.shallow_clone()], 0.1);
-    let scaler = GradScalerConfig::default().init_scale(8.0).growth_interval(1000);
+    let scaler = GradScalerConfig { init_scale: 8.0, growth_interval: 1000, ..Default::default() };
     (w, opt, scaler.build(device).unwrap())
 }
 
@@ -87,8 +87,8 @@ fn a_step_after_unknown_ones_knows_whether_one_of_them_was_taken() {
         let cases =
             [vec![INF, 4.0], vec![8.0, INF], vec![INF, NAN], vec![INF, NAN, 2.0], vec![8.0; 2]];
         for (first, dampening) in cases.iter().flat_map(|first| [(first, 0.0), (first, 0.5)]) {
-            let sgd = Sgd::default().momentum(0.9);
-            let (w, mut opt, mut scaler) = training(sgd.dampening(dampening).into(), device);
+            let sgd = Sgd { momentum: 0.9, ..Default::default() };
+            let (w, mut opt, mut scaler) = training(Sgd { dampening, ..sgd }.into(), device);
             set_grad(&w, &[0.0; 3]);
             let step = |opt: &mut Optimizer, scaler: &mut GradScaler, gradient: f64| {
                 // A copy from the host would let the answer of the step before arrive.
@@ -100,7 +100,7 @@ fn a_step_after_unknown_ones_knows_whether_one_of_them_was_taken() {
                 step(&mut opt, &mut scaler, gradient);
             }
             // Only the first step of all enters the momentum buffer without dampening.
-            opt.set_param_group(0, ParamGroup::new(0.1, sgd.dampening(0.5))).unwrap();
+            opt.set_param_group(0, ParamGroup::new(0.1, Sgd { dampening: 0.5, ..sgd })).unwrap();
             let skipped = first.iter().filter(|gradient| !gradient.is_finite()).count();
             step(&mut opt, &mut scaler, 8.0 / f64::from(1 << skipped));
             let (mut weight, mut buffer) = (1.0, None);

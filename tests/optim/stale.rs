@@ -152,7 +152,7 @@ fn with_masters() -> Vec<(Kind, MasterWeights)> {
 /// Three numbers that were stepped with gradients other than 1.
 fn stepped(kind: Kind, masters: MasterWeights, device: Device) -> (Tensor, Optimizer) {
     let w = leaf(&[1.0, 2.0, 3.0], kind, device);
-    let sgd = Sgd::default().momentum(0.5);
+    let sgd = Sgd { momentum: 0.5, ..Default::default() };
     let mut opt = sgd.master_weights(masters).build(vec![w.shallow_clone()], 1e-4).unwrap();
     for _ in 0..3 {
         set_grad(&w, &[1.0, -1.0, 0.5]);
@@ -186,7 +186,7 @@ fn a_state_may_be_loaded_before_its_model() {
             let (w, mut opt) = stepped(kind, masters, device);
             let saved = opt.state_dict().unwrap();
             let other = leaf(&[9.0, 9.0, 9.0], kind, device);
-            let sgd = Sgd::default().momentum(0.5);
+            let sgd = Sgd { momentum: 0.5, ..Default::default() };
             let list = vec![other.shallow_clone()];
             let mut again = sgd.master_weights(masters).build(list, 1e-4).unwrap();
             again.load_state_dict(&saved).unwrap();

@@ -57,10 +57,11 @@ fn training_resumes_from_a_state_bit_by_bit() {
 /// A state from elsewhere, such as another format.
 #[test]
 fn a_state_that_a_program_makes_is_loaded() {
-    let mut opt = build(Sgd::default().momentum(0.9).into(), named(Device::Cpu), 0.1);
+    let mut opt =
+        build(Sgd { momentum: 0.9, ..Default::default() }.into(), named(Device::Cpu), 0.1);
     let buffer = Tensor::from_slice(&[1.0f32, -1.0]);
     let state = [("a".to_owned(), [("momentum_buffer".to_owned(), buffer)].into())].into();
-    let options = ParamGroup::new(0.5, Sgd::default().momentum(0.5));
+    let options = ParamGroup::new(0.5, Sgd { momentum: 0.5, ..Default::default() });
     let params = ["a", "b", "never"].map(str::to_owned).into();
     let state = OptimizerState::new(state, vec![ParamGroupState::new(options, params)]);
     opt.load_state_dict(&state).unwrap();
@@ -127,7 +128,7 @@ fn loading_copies_into_the_dtype_of_the_parameters() {
 
 #[test]
 fn the_state_of_a_disabled_option_is_saved_and_loaded() {
-    let sgd = Sgd::default().momentum(0.9);
+    let sgd = Sgd { momentum: 0.9, ..Default::default() };
     let mut opt = sgd.build(named(Device::Cpu), 0.1).unwrap();
     train(&mut opt, 0, 2);
     opt.set_momentum(0.0).unwrap();
@@ -149,7 +150,7 @@ fn the_state_of_a_disabled_option_is_saved_and_loaded() {
 fn the_state_of_a_disabled_option_takes_no_part_in_a_step() {
     for_each_device(|device| {
         // Without its option, a step is that of an optimizer that never had it.
-        let sgd = |momentum| Sgd::default().momentum(momentum);
+        let sgd = |momentum| Sgd { momentum, ..Default::default() };
         let mut opt = sgd(0.5).build(named(device), 0.1).unwrap();
         train(&mut opt, 1, 2);
         let started = opt.trainable_variables();
@@ -163,10 +164,10 @@ fn the_state_of_a_disabled_option_takes_no_part_in_a_step() {
         let all = |opt: &Optimizer| opt.trainable_variables().iter().map(bits).collect::<Vec<_>>();
         assert_eq!(all(&opt), all(&plain), "{device:?}");
 
-        let adam = AdamW::default().amsgrad(true);
+        let adam = AdamW { amsgrad: true, ..Default::default() };
         let mut opt = adam.build(named(device), 0.1).unwrap();
         train(&mut opt, 1, 2);
-        opt.set_param_group(0, ParamGroup::new(0.1, adam.amsgrad(false))).unwrap();
+        opt.set_param_group(0, ParamGroup::new(0.1, AdamW { amsgrad: false, ..adam })).unwrap();
         let before = all(&opt);
         train(&mut opt, 2, 3);
         assert_ne!(all(&opt), before);
@@ -290,8 +291,8 @@ fn a_momentum_that_begins_after_a_load_starts_its_buffer_undamped() {
             opt.load_state_dict(&saved).unwrap();
         }
         let group = *opt.param_group(0).unwrap();
-        let damped = Sgd::default().momentum(0.9).dampening(0.5);
-        opt.set_param_group(0, group.algorithm(damped.into())).unwrap();
+        let damped = Sgd { momentum: 0.9, dampening: 0.5, ..Default::default() };
+        opt.set_param_group(0, ParamGroup { algorithm: damped.into(), ..group }).unwrap();
         opt.step().unwrap();
         to_f64(&opt.state_dict().unwrap().state["0"]["momentum_buffer"])
     };
@@ -301,7 +302,7 @@ fn a_momentum_that_begins_after_a_load_starts_its_buffer_undamped() {
 /// The state of a tied weight, which was saved under one of its names.
 #[test]
 fn the_state_of_a_tied_weight_is_loaded_by_any_of_its_names() {
-    let sgd = Sgd::default().momentum(0.5);
+    let sgd = Sgd { momentum: 0.5, ..Default::default() };
     for way in TIES {
         for saved_as in ["embedding", "head"] {
             for _ in 0..4 {
@@ -334,13 +335,14 @@ fn the_state_of_a_tied_weight_is_loaded_by_any_of_its_names() {
 #[test]
 fn a_state_with_both_names_of_a_tied_weight_is_refused() {
     let both = ["embedding", "head"].map(|name| (name, leaf(&[1.0], Kind::Float, Device::Cpu)));
-    let mut saved = Sgd::default().momentum(0.5).build(Vec::from(both), 0.25).unwrap();
+    let mut saved =
+        Sgd { momentum: 0.5, ..Default::default() }.build(Vec::from(both), 0.25).unwrap();
     for w in saved.trainable_variables() {
         set_grad(&w, &[1.0]);
     }
     saved.step().unwrap();
     let (vs, _w) = tied(TIES[0], &[0.0], Kind::Float, Device::Cpu);
-    let mut opt = Sgd::default().momentum(0.5).build(&vs, 0.25).unwrap();
+    let mut opt = Sgd { momentum: 0.5, ..Default::default() }.build(&vs, 0.25).unwrap();
     let error = opt.load_state_dict(&saved.state_dict().unwrap()).unwrap_err().to_string();
     assert!(error.contains("two names of a tied weight"), "{error}");
     assert!(opt.state_dict().unwrap().state.is_empty());
@@ -393,13 +395,13 @@ fn a_state_whose_first_step_was_skipped_is_loaded() {
 }
 
 #[rstest]
-#[case::amsgrad(AdamW::default(), AdamW::default().amsgrad(true))]
-#[case::amsgrad_of_adam(Adam::default(), Adam::default().amsgrad(true))]
-#[case::momentum(Sgd::default(), Sgd::default().momentum(0.9))]
-#[case::momentum_of_rmsprop(RmsProp::default(), RmsProp::default().momentum(0.9))]
-#[case::centered(RmsProp::default(), RmsProp::default().centered(true))]
-#[case::muon(Muon::default(), Muon::default().use_muon(false))]
-#[case::adamw(Muon::default().use_muon(false), Muon::default())]
+#[case::amsgrad(AdamW::default(), AdamW { amsgrad: true, ..Default::default() })]
+#[case::amsgrad_of_adam(Adam::default(), Adam { amsgrad: true, ..Default::default() })]
+#[case::momentum(Sgd::default(), Sgd { momentum: 0.9, ..Default::default() })]
+#[case::momentum_of_rmsprop(RmsProp::default(), RmsProp { momentum: 0.9, ..Default::default() })]
+#[case::centered(RmsProp::default(), RmsProp { centered: true, ..Default::default() })]
+#[case::muon(Muon::default(), Muon { use_muon: false, ..Default::default() })]
+#[case::adamw(Muon { use_muon: false, ..Default::default() }, Muon::default())]
 fn a_state_is_loaded_after_an_option_was_switched_on_and_before_it_has_an_effect(
     #[case] from: impl Into<Algorithm> + Copy,
     #[case] to: impl Into<Algorithm> + Copy,

@@ -89,64 +89,37 @@ pub fn algorithm(which: usize, initial_accumulator_value: f64, rng: &mut Rng) ->
     let dampening = if nesterov { 0.0 } else { *rng.pick(&[0.0, 0.3]) };
     let lr_decay = *rng.pick(&[0.0, 0.1]);
     match which {
-        0 => AdamW::default()
-            .betas(betas)
-            .eps(eps)
-            .weight_decay(weight_decay)
-            .amsgrad(amsgrad)
-            .maximize(maximize)
-            .into(),
-        1 => Adam::default()
-            .betas(betas)
-            .eps(eps)
-            .weight_decay(weight_decay)
-            .amsgrad(amsgrad)
-            .maximize(maximize)
-            .into(),
-        2 => Sgd::default()
-            .momentum(momentum)
-            .dampening(dampening)
-            .weight_decay(weight_decay)
-            .nesterov(nesterov)
-            .maximize(maximize)
-            .into(),
-        3 => Adagrad::default()
-            .lr_decay(lr_decay)
-            .weight_decay(weight_decay)
-            .initial_accumulator_value(initial_accumulator_value)
-            .eps(eps)
-            .maximize(maximize)
-            .into(),
-        4 => RmsProp::default()
+        0 => AdamW { betas, eps, weight_decay, amsgrad, maximize }.into(),
+        1 => Adam { betas, eps, weight_decay, amsgrad, maximize }.into(),
+        2 => Sgd { momentum, dampening, weight_decay, nesterov, maximize }.into(),
+        3 => Adagrad { lr_decay, weight_decay, initial_accumulator_value, eps, maximize }.into(),
+        4 => {
             // With 0, a centered one divides by nothing but `eps`, and the sign of a zero depends on its place.
-            .alpha(if amsgrad { betas.1.max(0.5) } else { betas.1 })
-            .eps(eps)
-            .weight_decay(weight_decay)
-            .momentum(momentum)
-            .centered(amsgrad)
-            .maximize(maximize)
-            .into(),
-        5 => Lion::default().betas(betas).weight_decay(weight_decay).maximize(maximize).into(),
+            let alpha = if amsgrad { betas.1.max(0.5) } else { betas.1 };
+            RmsProp { alpha, eps, weight_decay, momentum, centered: amsgrad, maximize }.into()
+        }
+        5 => Lion { betas, weight_decay, maximize }.into(),
         _ => {
-            let adamw = AdamW::default().betas(betas).eps(eps).weight_decay(weight_decay);
-            muon(rng, adamw.amsgrad(amsgrad)).into()
+            let adamw = AdamW { betas, eps, weight_decay, amsgrad, ..Default::default() };
+            muon(rng, adamw).into()
         }
     }
 }
 
 fn muon(rng: &mut Rng, adamw: AdamW) -> Muon {
-    Muon::default()
+    Muon {
         // With 0, the sign of a zero in the buffer depends on its place.
-        .momentum(*rng.pick(&[0.95, 0.3, 0.7]))
-        .nesterov(rng.one_in(2))
-        .weight_decay(if rng.one_in(2) { 0.0 } else { magnitude(rng, 0.0) })
-        .ns_coefficients(*rng.pick(&[(3.4445, -4.775, 2.0315), (2.0, -1.5, 0.5)]))
-        .ns_steps(*rng.pick(&[5, 3, 1, 0]))
-        .eps(*rng.pick(&[1e-7, 0.5]))
-        .adjust_lr_fn(*rng.pick(&[AdjustLr::Original, AdjustLr::MatchRmsAdamW]))
-        .use_muon(!rng.one_in(4))
-        .adamw(adamw)
-        .adamw_lr_factor(*rng.pick(&[1.0, 0.1, 0.015]))
+        momentum: *rng.pick(&[0.95, 0.3, 0.7]),
+        nesterov: rng.one_in(2),
+        weight_decay: if rng.one_in(2) { 0.0 } else { magnitude(rng, 0.0) },
+        ns_coefficients: *rng.pick(&[(3.4445, -4.775, 2.0315), (2.0, -1.5, 0.5)]),
+        ns_steps: *rng.pick(&[5, 3, 1, 0]),
+        eps: *rng.pick(&[1e-7, 0.5]),
+        adjust_lr_fn: *rng.pick(&[AdjustLr::Original, AdjustLr::MatchRmsAdamW]),
+        use_muon: !rng.one_in(4),
+        adamw,
+        adamw_lr_factor: *rng.pick(&[1.0, 0.1, 0.015]),
+    }
 }
 
 fn parameter(rng: &mut Rng, groups: usize, which: usize, mode: Mode, first: bool) -> Parameter {

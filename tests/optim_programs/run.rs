@@ -60,7 +60,7 @@ impl<'a> Machine<'a> {
         let params: Vec<_> = params.collect();
         let optimizer = optimizer(program, &params);
         let enabled = program.mode != Mode::Plain;
-        let config = GradScalerConfig::default().init_scale(program.scale).enabled(enabled);
+        let config = GradScalerConfig { init_scale: program.scale, enabled, ..Default::default() };
         let scaler = config.build(devices[0]).unwrap();
         Self { program, params, optimizer, scaler }
     }

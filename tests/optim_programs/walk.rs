@@ -158,7 +158,8 @@ impl World {
 
     fn step(&mut self, rng: &mut Rng) {
         self.opt.zero_grad().unwrap();
-        let config = GradScalerConfig::default().init_scale(8.0).allow_fp16_gradients(true);
+        let config =
+            GradScalerConfig { init_scale: 8.0, allow_fp16_gradients: true, ..Default::default() };
         let mut scaler = config.build(self.devices[0]).unwrap();
         let (way, overflows) = (rng.below(4), rng.one_in(3));
         let mut has_gradient = false;

@@ -56,7 +56,7 @@ fn one_non_finite_element_anywhere_is_found(#[case] kind: Kind, #[case] n: i64) 
 fn unscaling_rounds_like_a_plain_loop() {
     for_each_device(|device| {
         let values: Vec<f32> = (1..=1000).map(|i| 0.37 * i as f32).collect();
-        let config = GradScalerConfig::default().init_scale(3.0);
+        let config = GradScalerConfig { init_scale: 3.0, ..Default::default() };
         let inverse = (1.0 / 3.0) as f32;
         for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
             let w = Tensor::zeros([1000], (kind, device)).set_requires_grad(true);
@@ -107,7 +107,8 @@ fn a_named_parameter_is_named() {
 #[test]
 fn fp16_gradients_are_unscaled_on_request() {
     for_each_device(|device| {
-        let config = GradScalerConfig::default().init_scale(8.0).allow_fp16_gradients(true);
+        let config =
+            GradScalerConfig { init_scale: 8.0, allow_fp16_gradients: true, ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         let w = ones(Kind::Half, device);
         let mut opt = Descent(vec![w.shallow_clone()]);
@@ -135,7 +136,8 @@ fn sparse_gradients_are_unscaled_with_their_duplicates() {
 
 #[test]
 fn fp16_duplicates_that_add_up_to_infinity_are_found() {
-    let config = GradScalerConfig::default().init_scale(1.0).allow_fp16_gradients(true);
+    let config =
+        GradScalerConfig { init_scale: 1.0, allow_fp16_gradients: true, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).unwrap();
     let table = Tensor::ones([2, 1], (Kind::Half, Device::Cpu)).set_requires_grad(true);
     let indices = Tensor::from_slice(&[1i64, 1]);
@@ -327,7 +329,7 @@ fn sparse_gradients_of_several_losses_are_checked_as_their_sum() {
     for_each_device(|device| {
         let w = Tensor::zeros([3, 1], (Kind::Float, device)).set_requires_grad(true);
         let mut opt = Descent(vec![w.shallow_clone()]);
-        let config = GradScalerConfig::default().init_scale(1.0);
+        let config = GradScalerConfig { init_scale: 1.0, ..Default::default() };
         let mut scalers = PerLossScalers::with_configs(device, &[config, config]).unwrap();
         let rows = Tensor::from_slice(&[1i64]).to_device(device);
         for id in 0..2 {
@@ -436,7 +438,11 @@ fn the_norm_in_a_transaction_leaves_out_a_parameter_that_is_frozen_after_unscali
 fn a_sparse_fp16_gradient_is_checked_and_stepped() {
     for allow in [false, true] {
         for (value, want) in [(1.0, Some(-2.0)), (40000.0, None)] {
-            let config = GradScalerConfig::default().init_scale(1.0).allow_fp16_gradients(true);
+            let config = GradScalerConfig {
+                init_scale: 1.0,
+                allow_fp16_gradients: true,
+                ..Default::default()
+            };
             let mut scaler = match allow {
                 true => config.build(Device::Cpu).unwrap(),
                 false => GradScaler::skip_only(Device::Cpu).unwrap(),

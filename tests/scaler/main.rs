@@ -29,7 +29,7 @@ use common::tensors::leaf;
 
 /// A scaler with a scale of 8, with which the arithmetic of no test rounds.
 fn scaler(device: Device) -> GradScaler {
-    GradScalerConfig::default().init_scale(8.0).build(device).unwrap()
+    GradScalerConfig { init_scale: 8.0, ..Default::default() }.build(device).unwrap()
 }
 
 /// A weight of three ones in a VarStore, and an SGD with a learning rate of 1.

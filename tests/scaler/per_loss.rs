@@ -16,8 +16,11 @@ use crate::{Descent, INF, loss, model};
 
 /// Two losses with scales of 8 and 1024.
 fn two(device: Device) -> PerLossScalers {
-    let configs = [8.0, 1024.0]
-        .map(|init_scale| GradScalerConfig::default().init_scale(init_scale).growth_interval(3));
+    let configs = [8.0, 1024.0].map(|init_scale| GradScalerConfig {
+        init_scale,
+        growth_interval: 3,
+        ..Default::default()
+    });
     PerLossScalers::with_configs(device, &configs).unwrap()
 }
 
@@ -71,7 +74,7 @@ fn train(device: Device, fused: bool, scalers: Option<&mut PerLossScalers>) -> V
         tch::no_grad(|| w.shallow_clone().copy_(&numbers));
     }
     let mut plain = nn::Sgd { momentum: 0.9, ..Default::default() }.build(&vs, 0.05).unwrap();
-    let mut own = Sgd::default().momentum(0.9).build(&vs, 0.05).unwrap();
+    let mut own = Sgd { momentum: 0.9, ..Default::default() }.build(&vs, 0.05).unwrap();
     let mut scalers = scalers;
     for step in 0..10 {
         let xs = wild(&[4, 6], 100 + step, device);
@@ -111,7 +114,7 @@ fn training_is_that_without_scales(#[values(false, true)] fused: bool) {
             [64.0, 8192.0],
             "each scale grew three times in ten iterations"
         );
-        let disabled = GradScalerConfig::default().enabled(false);
+        let disabled = GradScalerConfig { enabled: false, ..Default::default() };
         let mut scalers = PerLossScalers::with_configs(device, &[disabled; 2]).unwrap();
         assert_eq!(scaled, train(device, fused, Some(&mut scalers)));
     });
@@ -151,7 +154,7 @@ fn an_overflow_that_was_clamped_is_still_skipped() {
 fn sums_that_overflow_are_skipped_and_back_no_scale_off() {
     for_each_device(|device| {
         let (_vs, w, mut opt) = model(device);
-        let one = GradScalerConfig::default().init_scale(1.0);
+        let one = GradScalerConfig { init_scale: 1.0, ..Default::default() };
         let mut scalers = PerLossScalers::with_configs(device, &[one; 2]).unwrap();
         for index in 0..2 {
             scalers.backward(index, &loss(&w, &[3e38; 3]), &mut opt).unwrap();
@@ -325,7 +328,7 @@ fn states_are_restored_in_order() {
 
 #[test]
 fn a_loaded_scale_is_not_an_option() {
-    let small = GradScalerConfig::default().init_scale(8.0);
+    let small = GradScalerConfig { init_scale: 8.0, ..Default::default() };
     let saved = PerLossScalers::with_configs(Device::Cpu, &[small]).unwrap().state_dict().unwrap();
     let mut scalers = PerLossScalers::new(Device::Cpu, 1).unwrap();
     scalers.load_state_dict(&saved).unwrap();

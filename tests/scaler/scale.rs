@@ -29,7 +29,7 @@ fn scales(config: GradScalerConfig, device: Device, program: &str) -> Vec<f64> {
 }
 
 const SMALL: fn() -> GradScalerConfig =
-    || GradScalerConfig::default().init_scale(8.0).growth_interval(2);
+    || GradScalerConfig { init_scale: 8.0, growth_interval: 2, ..Default::default() };
 
 #[test]
 fn the_scale_grows_after_the_interval_and_backs_off_at_once() {
@@ -42,7 +42,7 @@ fn the_scale_grows_after_the_interval_and_backs_off_at_once() {
 #[test]
 fn inexact_factors_round_like_libtorchs_kernel() {
     for_each_device(|device| {
-        let config = SMALL().growth_factor(1.37).backoff_factor(0.3);
+        let config = GradScalerConfig { growth_factor: 1.37, backoff_factor: 0.3, ..SMALL() };
         let mut scaler = config.build(device).unwrap();
         let (mut want, mut tracker) = (8.0f32, 0);
         for i in 0..60 {
@@ -65,7 +65,7 @@ fn inexact_factors_round_like_libtorchs_kernel() {
 #[test]
 fn the_scale_that_is_reported_is_the_scale_that_is_applied() {
     for_each_device(|device| {
-        let mut scaler = SMALL().growth_factor(1.7).build(device).unwrap();
+        let mut scaler = GradScalerConfig { growth_factor: 1.7, ..SMALL() }.build(device).unwrap();
         for i in 0..40 {
             iterate(&mut scaler, device, i % 7 == 5).unwrap();
             let applied = scaler.scale(&Tensor::from(1.0f32).to_device(device)).unwrap();
@@ -115,7 +115,7 @@ fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
         for size in [3, 70_000] {
             let w = Tensor::ones([size], (tch::Kind::Float, device)).set_requires_grad(true);
             let mut opt = crate::Descent(vec![w.shallow_clone()]);
-            let config = GradScalerConfig::default().init_scale(2f64.powi(-100));
+            let config = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
             let mut scaler = config.build(device).unwrap();
             (&w * 2f64.powi(30)).sum(None).backward();
             assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
@@ -140,7 +140,7 @@ fn an_overflow_in_unscaling_is_found_in_every_layout() {
             w.abs().sum(None).backward();
             no_grad(|| w.grad().set_data(&gradient));
             let mut opt = Descent(vec![w.shallow_clone()]);
-            let config = GradScalerConfig::default().init_scale(2f64.powi(-4));
+            let config = GradScalerConfig { init_scale: 2f64.powi(-4), ..Default::default() };
             let mut scaler = config.build(device).unwrap();
             assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap(), "{gradient:?}");
             assert_eq!(to_f64(&w.abs()), [1.0; 2], "{gradient:?}");
@@ -151,7 +151,7 @@ fn an_overflow_in_unscaling_is_found_in_every_layout() {
 #[test]
 fn the_scale_stays_within_its_bounds() {
     for_each_device(|device| {
-        let config = SMALL().min_scale(4.0).max_scale(16.0);
+        let config = GradScalerConfig { min_scale: 4.0, max_scale: 16.0, ..SMALL() };
         assert_eq!(scales(config, device, "......")[5], 16.0);
         assert_eq!(scales(config, device, "!!!!")[3], 4.0);
     });
@@ -161,7 +161,7 @@ fn the_scale_stays_within_its_bounds() {
 fn growth_stops_before_infinity() {
     for_each_device(|device| {
         let top = 2f64.powi(127);
-        let config = GradScalerConfig::default().init_scale(top).growth_interval(1);
+        let config = GradScalerConfig { init_scale: top, growth_interval: 1, ..Default::default() };
         assert_eq!(scales(config, device, "...")[2], top);
     });
 }
@@ -169,7 +169,7 @@ fn growth_stops_before_infinity() {
 #[test]
 fn hysteresis_tolerates_consecutive_overflows() {
     for_each_device(|device| {
-        let config = SMALL().hysteresis(3);
+        let config = GradScalerConfig { hysteresis: 3, ..SMALL() };
         let got = scales(config, device, "!!.!!!!.!!");
         assert_eq!(got, [8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 2.0, 2.0, 2.0, 2.0]);
     });
@@ -177,14 +177,14 @@ fn hysteresis_tolerates_consecutive_overflows() {
 
 #[test]
 fn a_tolerated_overflow_still_resets_the_growth_tracker() {
-    let config = SMALL().hysteresis(2);
+    let config = GradScalerConfig { hysteresis: 2, ..SMALL() };
     assert_eq!(scales(config, Device::Cpu, ".!.."), [8.0, 8.0, 8.0, 16.0]);
 }
 
 #[test]
 fn too_many_skips_are_an_error_and_end_the_iteration() {
     for_each_device(|device| {
-        let config = SMALL().max_consecutive_skips(Some(3));
+        let config = GradScalerConfig { max_consecutive_skips: Some(3), ..SMALL() };
         let mut scaler = config.build(device).unwrap();
         iterate(&mut scaler, device, true).unwrap();
         iterate(&mut scaler, device, true).unwrap();
@@ -202,7 +202,7 @@ fn too_many_skips_are_an_error_and_end_the_iteration() {
 fn setting_the_scale_neither_counts_a_skip_nor_resets_the_count() {
     for_each_device(|device| {
         let limit = Some(2);
-        let config = GradScalerConfig::default().max_consecutive_skips(limit);
+        let config = GradScalerConfig { max_consecutive_skips: limit, ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         iterate(&mut scaler, device, true).unwrap();
         scaler.update_with(8.0).unwrap();
@@ -225,7 +225,7 @@ fn setting_the_scale_neither_counts_a_skip_nor_resets_the_count() {
 #[test]
 fn an_overflow_in_unscaling_is_found_even_if_the_scale_is_only_on_the_device() {
     for_each_device(|device| {
-        let config = GradScalerConfig::default().init_scale(2f64.powi(-100));
+        let config = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         let leaves = [(); 2].map(|()| leaf(&[1.0; 3], Kind::Float, device));
         let [fused, other] = &leaves;
@@ -245,7 +245,7 @@ fn an_overflow_in_unscaling_is_found_even_if_the_scale_is_only_on_the_device() {
 fn a_fused_step_is_skipped_if_unscaling_alone_overflows() {
     for_each_device(|device| {
         let algorithms: [Algorithm; 5] = [
-            Sgd::default().momentum(0.9).into(),
+            Sgd { momentum: 0.9, ..Default::default() }.into(),
             AdamW::default().into(),
             Adagrad::default().into(),
             RmsProp::default().into(),
@@ -260,7 +260,7 @@ fn a_fused_step_is_skipped_if_unscaling_alone_overflows() {
                 let w = Tensor::ones([2, 2], (kind, device)).set_requires_grad(true);
                 let list = [w.shallow_clone()];
                 let mut opt = algorithm.master_weights(masters).build(&list, 0.1).unwrap();
-                let config = GradScalerConfig::default().init_scale(1e-3);
+                let config = GradScalerConfig { init_scale: 1e-3, ..Default::default() };
                 let mut scaler = config.build(device).unwrap();
                 let mut step = |scaler: &mut GradScaler, gradient: f64| {
                     opt.zero_grad().unwrap();
@@ -294,7 +294,8 @@ impl Unread {
     fn new(scale: f64, device: Device) -> Self {
         let w = leaf(&[1.0; 3], Kind::Float, device);
         let opt = Sgd::default().build(&[w.shallow_clone()], 1e-3).unwrap();
-        let scaler = GradScalerConfig::default().init_scale(scale).build(device).unwrap();
+        let scaler =
+            GradScalerConfig { init_scale: scale, ..Default::default() }.build(device).unwrap();
         Self { w, opt, scaler }
     }
 

@@ -100,7 +100,7 @@ fn three_optimizers_of_one_store_train_as_without_a_scale(
 ) {
     for_each_device(|device| {
         for way in WAYS {
-            let config = GradScalerConfig::default().init_scale(1024.0);
+            let config = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
             let mut enabled = config.build(device).unwrap();
             let scaled = actor_critic(device, fused, way, in_place, &mut enabled);
             assert_eq!(enabled.get_growth_tracker().unwrap(), 4);
@@ -386,7 +386,9 @@ impl Trio {
         let opts = lists.iter().map(|list| {
             let list: Vec<_> = list.iter().map(|&i| ws[i].shallow_clone()).collect();
             let opt: Box<dyn AmpOptimizer> = match fused {
-                true => Box::new(Sgd::default().momentum(0.5).build(list, 0.25).unwrap()),
+                true => {
+                    Box::new(Sgd { momentum: 0.5, ..Default::default() }.build(list, 0.25).unwrap())
+                }
                 false => Box::new(Descent(list)),
             };
             opt
@@ -409,7 +411,7 @@ fn random_orders_are_refused_or_train_as_without_a_scale(#[values(false, true)] 
         for seed in 0..60u64 {
             let mut rng = Rng::new(seed);
             let lists = rng.pick(&LISTS);
-            let config = GradScalerConfig::default().init_scale(1024.0);
+            let config = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
             let mut scalers = [config.build(device).unwrap(), GradScaler::disabled()];
             let mut trios = [(); 2].map(|()| Trio::new(lists, fused, device));
             let mut contents = [Content::Nothing; 4];
@@ -482,7 +484,8 @@ fn random_orders_are_refused_or_train_as_without_a_scale(#[values(false, true)] 
 }
 
 fn three_losses(device: Device) -> PerLossScalers {
-    let configs = [8.0, 64.0, 512.0].map(|scale| GradScalerConfig::default().init_scale(scale));
+    let configs = [8.0, 64.0, 512.0]
+        .map(|scale| GradScalerConfig { init_scale: scale, ..Default::default() });
     PerLossScalers::with_configs(device, &configs).unwrap()
 }
 

@@ -26,7 +26,7 @@ fn pair(device: Device) -> [Tensor; 2] {
 }
 
 fn scaler(device: Device) -> GradScaler {
-    GradScalerConfig::default().init_scale(1024.0).build(device).unwrap()
+    GradScalerConfig { init_scale: 1024.0, ..Default::default() }.build(device).unwrap()
 }
 
 fn both(leaves: &[Tensor]) -> Descent {
@@ -349,7 +349,7 @@ fn a_step_that_looks_for_spikes_clips_each_once() {
     for_each_device(|device| {
         for way in 0..3 {
             let leaves = pair(device);
-            let config = GradScalerConfig::default().enabled(false);
+            let config = GradScalerConfig { enabled: false, ..Default::default() };
             let mut scaler = config.build(device).unwrap();
             let mut spikes = SpikeConfig::default().build().unwrap();
             let mut opt = Sgd::default().build(&leaves, 1.0).unwrap();

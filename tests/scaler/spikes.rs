@@ -55,7 +55,7 @@ impl Training {
         let w = leaf(&[0.0], Kind::Float, Device::Cpu);
         let opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
         let scaler =
-            GradScalerConfig::default().init_scale(4.0).enabled(enabled).build(Device::Cpu);
+            GradScalerConfig { init_scale: 4.0, enabled, ..Default::default() }.build(Device::Cpu);
         Self { w, opt, scaler: scaler.unwrap(), spikes }
     }
 
@@ -75,11 +75,12 @@ impl Training {
 fn random_histories_are_judged_as_by_plain_loops() {
     let mut rng = Rng::new(12);
     for case in 0..40 {
-        let config = SpikeConfig::default()
-            .window(2 + rng.below(12) as u32)
-            .warmup(2 + rng.below(8) as u32)
-            .max_in_a_row(rng.below(4) as u32)
-            .deviations(*rng.pick(&[1.0, 2.5, 6.0]));
+        let config = SpikeConfig {
+            window: 2 + rng.below(12) as u32,
+            warmup: 2 + rng.below(8) as u32,
+            max_in_a_row: rng.below(4) as u32,
+            deviations: *rng.pick(&[1.0, 2.5, 6.0]),
+        };
         let mut model = Model { config, taken: Vec::new(), in_a_row: 0 };
         let mut training = Training::new(rng.one_in(2), config.build().unwrap());
         let (mut spikes, mut non_finite) = (0, 0);
@@ -108,7 +109,7 @@ fn random_histories_are_judged_as_by_plain_loops() {
 }
 
 fn ready() -> SpikeConfig {
-    SpikeConfig::default().window(8).warmup(4)
+    SpikeConfig { window: 8, warmup: 4, ..Default::default() }
 }
 
 #[test]
@@ -171,7 +172,7 @@ fn a_restored_detector_continues() {
     for gradient in [90.0, 1.0, 90.0] {
         assert_eq!(new.step(gradient, 1.0).0, whole.step(gradient, 1.0).0);
     }
-    let mut other = ready().window(9).build().unwrap();
+    let mut other = SpikeConfig { window: 9, ..ready() }.build().unwrap();
     let error = checkpoint.restore().add("spikes", &mut other).apply().unwrap_err();
     assert!(error.to_string().contains("with the window that was saved"), "{error}");
 }
@@ -179,11 +180,11 @@ fn a_restored_detector_continues() {
 #[test]
 fn options_outside_their_range_are_refused() {
     let refused = [
-        SpikeConfig::default().deviations(0.0),
-        SpikeConfig::default().deviations(f64::NAN),
-        SpikeConfig::default().window(1),
-        SpikeConfig::default().window(65537),
-        SpikeConfig::default().warmup(1),
+        SpikeConfig { deviations: 0.0, ..Default::default() },
+        SpikeConfig { deviations: f64::NAN, ..Default::default() },
+        SpikeConfig { window: 1, ..Default::default() },
+        SpikeConfig { window: 65537, ..Default::default() },
+        SpikeConfig { warmup: 1, ..Default::default() },
     ];
     for config in refused {
         config.build().unwrap_err();
@@ -240,7 +241,7 @@ fn counts_that_no_run_can_have_are_refused() {
         for number in [1e300, f64::INFINITY, f64::NAN, -1.0, 0.5, 2f64.powi(64), largest, 3.0] {
             let mut counts = [0.0; 5];
             counts[place] = number;
-            let mut spikes = SpikeConfig::default().window(4).build().unwrap();
+            let mut spikes = SpikeConfig { window: 4, ..Default::default() }.build().unwrap();
             let mut checkpoint = Checkpoint::new();
             checkpoint.add("spikes", &mut Damaged { counts, window: 4 }).unwrap();
             let restored = checkpoint.restore().add("spikes", &mut spikes).apply();

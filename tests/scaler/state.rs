@@ -41,7 +41,7 @@ fn states_are_exchanged_with_python() {
     let Some(oracle) = Oracle::find("scaler_state.py") else {
         return;
     };
-    let config = GradScalerConfig::default().hysteresis(2).max_scale(1e6);
+    let config = GradScalerConfig { hysteresis: 2, max_scale: 1e6, ..Default::default() };
     for ours in [GradScaler::new(Device::Cpu).unwrap(), config.build(Device::Cpu).unwrap()] {
         let sent = ours.state_dict().unwrap();
         // Python loads it, takes three finite steps and one that overflows, and saves its state.
@@ -54,20 +54,21 @@ fn states_are_exchanged_with_python() {
 
 #[test]
 fn every_option_survives_the_round_trip() {
-    let config = GradScalerConfig::default()
-        .init_scale(64.0)
-        .growth_factor(3.0)
-        .backoff_factor(0.25)
-        .growth_interval(9)
-        .enabled(true)
-        .min_scale(0.5)
-        .max_scale(4096.0)
-        .hysteresis(4)
-        .consecutive_hysteresis(false)
-        .tolerance(0.25)
-        .max_consecutive_skips(Some(50))
-        .error_at_min_scale(true)
-        .allow_fp16_gradients(true);
+    let config = GradScalerConfig {
+        init_scale: 64.0,
+        growth_factor: 3.0,
+        backoff_factor: 0.25,
+        growth_interval: 9,
+        enabled: true,
+        min_scale: 0.5,
+        max_scale: 4096.0,
+        hysteresis: 4,
+        consecutive_hysteresis: false,
+        tolerance: 0.25,
+        max_consecutive_skips: Some(50),
+        error_at_min_scale: true,
+        allow_fp16_gradients: true,
+    };
     let mut saved = config.build(Device::Cpu).unwrap();
     let (_vs, w, mut opt) = model(Device::Cpu);
     loss(&w, &[INF; 3]).backward();
@@ -155,7 +156,7 @@ fn on_device(scaler: &GradScaler, device: Device) -> f64 {
 fn a_loaded_scale_replaces_a_scale_of_one() {
     for_each_device(|device| {
         let mut scaler = GradScaler::skip_only(device).unwrap();
-        let small = GradScalerConfig::default().init_scale(2f64.powi(-100));
+        let small = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
         let state = small.build(device).unwrap().state_dict().unwrap();
         match scaler.load_state_dict(&state) {
             Ok(()) => {
@@ -176,7 +177,7 @@ fn a_loaded_scale_replaces_a_scale_of_one() {
 #[test]
 fn a_limit_of_skips_survives_a_load() {
     for_each_device(|device| {
-        let config = GradScalerConfig::default().max_consecutive_skips(Some(2));
+        let config = GradScalerConfig { max_consecutive_skips: Some(2), ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         scaler.load_state_dict(&parse(PYTHONS)).unwrap();
         let (_vs, w, mut opt) = model(device);
@@ -223,10 +224,10 @@ fn a_state_loaded_before_the_first_scale_is_resumed() {
 
 /// The scale is clamped to the bound rounded to f32, which may lie outside of the bound.
 #[rstest]
-#[case(GradScalerConfig::default().min_scale(1e-4).init_scale(2e-4), true)]
-#[case(GradScalerConfig::default().min_scale(0.7).init_scale(0.7), true)]
-#[case(GradScalerConfig::default().max_scale(1e14).init_scale(9e13).growth_interval(1), false)]
-#[case(GradScalerConfig::default().hysteresis(u32::MAX), true)]
+#[case(GradScalerConfig { min_scale: 1e-4, init_scale: 2e-4, ..Default::default() }, true)]
+#[case(GradScalerConfig { min_scale: 0.7, init_scale: 0.7, ..Default::default() }, true)]
+#[case(GradScalerConfig { max_scale: 1e14, init_scale: 9e13, growth_interval: 1, ..Default::default() }, false)]
+#[case(GradScalerConfig { hysteresis: u32::MAX, ..Default::default() }, true)]
 fn a_scaler_at_its_bounds_can_be_saved_and_loaded(
     #[case] config: GradScalerConfig,
     #[case] overflow: bool,
@@ -249,7 +250,7 @@ fn a_scaler_at_its_bounds_can_be_saved_and_loaded(
 #[test]
 fn a_loaded_count_is_at_most_the_hysteresis() {
     for_each_device(|device| {
-        let config = GradScalerConfig::default().hysteresis(2).init_scale(8.0);
+        let config = GradScalerConfig { hysteresis: 2, init_scale: 8.0, ..Default::default() };
         let mut state = config.build(device).unwrap().state_dict().unwrap();
         state.hysteresis_tracker = Some(5);
         let mut scaler = config.build(device).unwrap();
@@ -269,7 +270,7 @@ fn a_loaded_count_is_at_most_the_hysteresis() {
 #[test]
 fn a_loaded_count_replaces_an_exhausted_one() {
     for_each_device(|device| {
-        let config = GradScalerConfig::default().hysteresis(2).init_scale(8.0);
+        let config = GradScalerConfig { hysteresis: 2, init_scale: 8.0, ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         let fresh = scaler.state_dict().unwrap();
         let (_vs, w, mut opt) = model(device);

@@ -37,12 +37,14 @@ fn the_scale_changes_as_in_other_systems(
         let mut rng = Rng::new(11);
         let mut changes = 0;
         for program in 0..20 {
-            let config = GradScalerConfig::default()
-                .growth_interval(1 + rng.below(6) as i64)
-                .hysteresis(if tolerance > 0.0 { 1 } else { 1 + rng.below(4) as u32 })
-                .min_scale(2.0)
-                .consecutive_hysteresis(consecutive_hysteresis)
-                .tolerance(tolerance);
+            let config = GradScalerConfig {
+                growth_interval: 1 + rng.below(6) as i64,
+                hysteresis: if tolerance > 0.0 { 1 } else { 1 + rng.below(4) as u32 },
+                min_scale: 2.0,
+                consecutive_hysteresis,
+                tolerance,
+                ..Default::default()
+            };
             let mut want = reference(system, config);
             let mut scaler = config.build(device).unwrap();
             let often = 2 + rng.below(5);
@@ -65,11 +67,13 @@ fn the_scale_changes_as_in_other_systems(
 
 #[test]
 fn both_options_must_be_exhausted() {
-    let config = GradScalerConfig::default()
-        .init_scale(8.0)
-        .hysteresis(2)
-        .consecutive_hysteresis(false)
-        .tolerance(0.5);
+    let config = GradScalerConfig {
+        init_scale: 8.0,
+        hysteresis: 2,
+        consecutive_hysteresis: false,
+        tolerance: 0.5,
+        ..Default::default()
+    };
     let mut scaler = config.build(Device::Cpu).unwrap();
     // One finite iteration; then a second overflow exhausts the hysteresis, and two of three iterations have
     // overflowed.
@@ -83,12 +87,14 @@ fn both_options_must_be_exhausted() {
 #[test]
 fn a_tolerant_scaler_resumes_from_its_state() {
     for_each_device(|device| {
-        let config = GradScalerConfig::default()
-            .hysteresis(3)
-            .consecutive_hysteresis(false)
-            .tolerance(0.2)
-            .growth_interval(7)
-            .error_at_min_scale(true);
+        let config = GradScalerConfig {
+            hysteresis: 3,
+            consecutive_hysteresis: false,
+            tolerance: 0.2,
+            growth_interval: 7,
+            error_at_min_scale: true,
+            ..Default::default()
+        };
         let mut rng = Rng::new(3);
         let mut whole = config.build(device).unwrap();
         let mut parts = config.build(device).unwrap();
@@ -110,7 +116,7 @@ fn a_tolerant_scaler_resumes_from_its_state() {
 #[test]
 fn a_state_without_counts_starts_with_the_whole_hysteresis() {
     let usual = GradScaler::new(Device::Cpu).unwrap().state_dict().unwrap();
-    let config = GradScalerConfig::default().hysteresis(2).init_scale(16.0);
+    let config = GradScalerConfig { hysteresis: 2, init_scale: 16.0, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).unwrap();
     iterate(&mut scaler, Device::Cpu, true).unwrap();
     scaler.load_state_dict(&usual).unwrap();
@@ -125,7 +131,7 @@ fn a_state_without_counts_starts_with_the_whole_hysteresis() {
 #[case("_iterations_since_rescale", -1)]
 #[case("_overflows_since_rescale", 5)]
 fn impossible_counts_are_refused(#[case] key: &str, #[case] value: i64) {
-    let config = GradScalerConfig::default().hysteresis(3);
+    let config = GradScalerConfig { hysteresis: 3, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).unwrap();
     let before = scaler.state_dict().unwrap();
     let mut json = serde_json::to_value(&before).unwrap();
@@ -139,12 +145,14 @@ fn impossible_counts_are_refused(#[case] key: &str, #[case] value: i64) {
 #[test]
 fn an_overflow_at_the_smallest_scale_is_an_error_that_ends_the_iteration() {
     for_each_device(|device| {
-        let config = GradScalerConfig::default()
-            .init_scale(2.0)
-            .min_scale(1.0)
-            .hysteresis(2)
-            .growth_interval(2)
-            .error_at_min_scale(true);
+        let config = GradScalerConfig {
+            init_scale: 2.0,
+            min_scale: 1.0,
+            hysteresis: 2,
+            growth_interval: 2,
+            error_at_min_scale: true,
+            ..Default::default()
+        };
         let mut scaler = config.build(device).unwrap();
         let mut end = |overflow| iterate(&mut scaler, device, overflow).map(drop);
         // Tolerated; backs off to 1; cannot back off; restores the hysteresis; tolerated; cannot back off.
@@ -169,8 +177,9 @@ fn an_overflow_at_the_smallest_scale_is_an_error_that_ends_the_iteration() {
 #[test]
 fn a_smallest_scale_that_is_not_an_f32_is_reached() {
     for_each_device(|device| {
-        let config = GradScalerConfig::default().init_scale(0.1).min_scale(0.1);
-        let mut scaler = config.error_at_min_scale(true).build(device).unwrap();
+        let config = GradScalerConfig { init_scale: 0.1, min_scale: 0.1, ..Default::default() };
+        let mut scaler =
+            GradScalerConfig { error_at_min_scale: true, ..config }.build(device).unwrap();
         let error = iterate(&mut scaler, device, true).unwrap_err();
         assert!(matches!(error, Error::Scaler(ScalerError::ScaleAtMinimum { .. })), "{error}");
     });
@@ -178,11 +187,13 @@ fn a_smallest_scale_that_is_not_an_f32_is_reached() {
 
 #[test]
 fn the_limit_of_skips_takes_precedence_over_the_smallest_scale() {
-    let config = GradScalerConfig::default()
-        .init_scale(1.0)
-        .min_scale(1.0)
-        .max_consecutive_skips(Some(2))
-        .error_at_min_scale(true);
+    let config = GradScalerConfig {
+        init_scale: 1.0,
+        min_scale: 1.0,
+        max_consecutive_skips: Some(2),
+        error_at_min_scale: true,
+        ..Default::default()
+    };
     let mut scaler = config.build(Device::Cpu).unwrap();
     let mut end = || iterate(&mut scaler, Device::Cpu, true).unwrap_err();
     assert!(matches!(end(), Error::Scaler(ScalerError::ScaleAtMinimum { .. })));
@@ -191,8 +202,9 @@ fn the_limit_of_skips_takes_precedence_over_the_smallest_scale() {
 
 #[test]
 fn a_limit_of_skips_allows_overflows_at_the_smallest_scale() {
-    let config = GradScalerConfig::default().init_scale(1.0).min_scale(1.0);
-    let mut scaler = config.max_consecutive_skips(Some(3)).build(Device::Cpu).unwrap();
+    let config = GradScalerConfig { init_scale: 1.0, min_scale: 1.0, ..Default::default() };
+    let mut scaler =
+        GradScalerConfig { max_consecutive_skips: Some(3), ..config }.build(Device::Cpu).unwrap();
     for _ in 0..2 {
         assert!(iterate(&mut scaler, Device::Cpu, true).unwrap());
     }

@@ -251,7 +251,8 @@ fn a_step_is_skipped_if_clipping_to_an_infinite_norm_would_write_nan() {
         for in_transaction in [true, false] {
             let w = ones(Kind::Double, device);
             let mut opt = Descent(vec![w.shallow_clone()]);
-            let mut scaler = GradScalerConfig::default().init_scale(1.0).build(device).unwrap();
+            let mut scaler =
+                GradScalerConfig { init_scale: 1.0, ..Default::default() }.build(device).unwrap();
             scaler.backward(&loss(&w, &[1.7e308; 3])).unwrap();
             let outcome = if in_transaction {
                 let mut unscaled = scaler.unscale(&mut opt).unwrap();

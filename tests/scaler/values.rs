@@ -11,7 +11,7 @@ use crate::{INF, NAN, loss, model};
 /// The default configuration with one field changed.
 macro_rules! config {
     ($($field:ident: $value:expr),+) => {
-        GradScalerConfig::default()$(.$field($value))+
+        GradScalerConfig { $($field: $value,)+ ..Default::default() }
     };
 }
 
@@ -67,7 +67,7 @@ fn a_device_that_cannot_be_used_is_refused_unless_the_scaler_is_disabled() {
     let beyond = Device::Cuda(4096);
     let error = GradScaler::new(beyond).unwrap_err();
     assert!(matches!(error, Error::DeviceUnavailable { .. }), "{error}");
-    let config = GradScalerConfig::default().enabled(false);
+    let config = GradScalerConfig { enabled: false, ..Default::default() };
     assert!(!config.build(beyond).unwrap().is_enabled());
 }
 
@@ -138,7 +138,8 @@ fn an_invalid_new_scale_is_refused(#[case] new_scale: f64) {
 #[test]
 fn a_new_scale_that_is_refused_leaves_the_iteration_open() {
     let (_vs, w, mut opt) = model(Device::Cpu);
-    let mut scaler = GradScalerConfig::default().init_scale(8.0).build(Device::Cpu).unwrap();
+    let mut scaler =
+        GradScalerConfig { init_scale: 8.0, ..Default::default() }.build(Device::Cpu).unwrap();
     scaler.backward(&loss(&w, &[8.0; 3])).unwrap();
     scaler.unscale_(&mut opt).unwrap();
     assert!(scaler.update_with(NAN).is_err());

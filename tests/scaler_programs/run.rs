@@ -164,12 +164,14 @@ impl Machine {
 
 fn scaler(config: Config, enabled: bool, device: Device) -> GradScaler {
     let Config { init_scale, growth_factor, backoff_factor, growth_interval } = config;
-    let config = GradScalerConfig::default()
-        .init_scale(init_scale)
-        .growth_factor(growth_factor)
-        .backoff_factor(backoff_factor)
-        .growth_interval(growth_interval)
-        .enabled(enabled);
+    let config = GradScalerConfig {
+        init_scale,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        enabled,
+        ..Default::default()
+    };
     config.build(device).expect("the generator makes valid configurations")
 }
 

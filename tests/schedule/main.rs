@@ -49,25 +49,35 @@ fn part(kind: usize, rng: &mut Rng, groups: usize) -> Schedule {
     let share = |rng: &mut Rng| *rng.pick(&[0.1, 0.3, 0.5, 0.9, 0.99, 1.0]);
     let low = |rng: &mut Rng| *rng.pick(&[0.0, 1e-5, 3e-3]);
     match kind {
-        0 => StepLr::new(count(rng, 9)).gamma(share(rng)).into(),
+        0 => StepLr { gamma: share(rng), ..StepLr::new(count(rng, 9)) }.into(),
         1 => {
             let milestones: Vec<_> = (0..4).map(|_| rng.below(20) as u64).collect();
-            MultiStepLr::new(milestones).gamma(share(rng)).into()
+            MultiStepLr { gamma: share(rng), ..MultiStepLr::new(milestones) }.into()
         }
-        2 => ConstantLr::default().factor(share(rng)).total_iters(count(rng, 20)).into(),
+        2 => ConstantLr { factor: share(rng), total_iters: count(rng, 20) }.into(),
         3 => {
-            let linear = LinearLr::default().start_factor(share(rng));
-            linear.end_factor(*rng.pick(&[0.0, 0.4, 1.0])).total_iters(count(rng, 30)).into()
+            let linear = LinearLr { start_factor: share(rng), ..Default::default() };
+            LinearLr {
+                end_factor: *rng.pick(&[0.0, 0.4, 1.0]),
+                total_iters: count(rng, 30),
+                ..linear
+            }
+            .into()
         }
         4 => ExponentialLr::new(share(rng)).into(),
         5 => {
             let power = *rng.pick(&[0.5, 1.0, 2.0, 3.7]);
-            PolynomialLr::default().total_iters(count(rng, 40)).power(power).into()
+            PolynomialLr { total_iters: count(rng, 40), power }.into()
         }
-        6 => CosineAnnealingLr::new(count(rng, 30)).eta_min(low(rng)).into(),
+        6 => {
+            CosineAnnealingLr { eta_min: low(rng), ..CosineAnnealingLr::new(count(rng, 30)) }.into()
+        }
         7 => {
-            let cosine = CosineAnnealingWarmRestarts::new(count(rng, 8)).eta_min(low(rng));
-            cosine.t_mult(count(rng, 3)).into()
+            let cosine = CosineAnnealingWarmRestarts {
+                eta_min: low(rng),
+                ..CosineAnnealingWarmRestarts::new(count(rng, 8))
+            };
+            CosineAnnealingWarmRestarts { t_mult: count(rng, 3), ..cosine }.into()
         }
         8 => one_cycle(rng, groups).into(),
         9 => InverseSqrtLr::new(count(rng, 20)).into(),
@@ -81,13 +91,15 @@ const PARTS: usize = 11;
 fn one_cycle(rng: &mut Rng, groups: usize) -> OneCycleLr {
     let lrs = if rng.one_in(2) { 1 } else { groups };
     let shape = if rng.one_in(2) { Annealing::Linear } else { Annealing::Cos };
-    OneCycleLr::new(0.5, 61 + rng.below(60) as u64)
-        .max_lr((0..lrs).map(|i| 0.5 / (i + 1) as f64).collect())
-        .pct_start(*rng.pick(&[0.25, 0.3, 0.45]))
-        .anneal_strategy(shape)
-        .cycle_momentum(!rng.one_in(3))
-        .div_factor(*rng.pick(&[2.0, 25.0]))
-        .three_phase(rng.one_in(2))
+    OneCycleLr {
+        max_lr: (0..lrs).map(|i| 0.5 / (i + 1) as f64).collect(),
+        pct_start: *rng.pick(&[0.25, 0.3, 0.45]),
+        anneal_strategy: shape,
+        cycle_momentum: !rng.one_in(3),
+        div_factor: *rng.pick(&[2.0, 25.0]),
+        three_phase: rng.one_in(2),
+        ..OneCycleLr::new(0.5, 61 + rng.below(60) as u64)
+    }
 }
 
 /// A random schedule: a single one, a sequence, a chain, or a chain with a sequence.

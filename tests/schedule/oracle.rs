@@ -101,15 +101,16 @@ fn a_plateau_is_found_where_pytorch_finds_it() {
     let Some(oracle) = Oracle::find("schedules.py") else { return };
     let mut rng = Rng::new(18);
     let mut case = |_| {
-        let options = ReduceLrOnPlateau::default()
-            .mode(if rng.one_in(2) { MetricGoal::Max } else { MetricGoal::Min })
-            .threshold_mode(if rng.one_in(2) { Threshold::Abs } else { Threshold::Rel })
-            .factor(*rng.pick(&[0.1, 0.5, 0.0]))
-            .patience(rng.below(4) as u64)
-            .threshold(*rng.pick(&[1e-4, 0.05, 0.0]))
-            .cooldown(rng.below(3) as u64)
-            .min_lr(*rng.pick(&[0.0, 1e-3]))
-            .eps(*rng.pick(&[1e-8, 1e-2]));
+        let options = ReduceLrOnPlateau {
+            mode: if rng.one_in(2) { MetricGoal::Max } else { MetricGoal::Min },
+            threshold_mode: if rng.one_in(2) { Threshold::Abs } else { Threshold::Rel },
+            factor: *rng.pick(&[0.1, 0.5, 0.0]),
+            patience: rng.below(4) as u64,
+            threshold: *rng.pick(&[1e-4, 0.05, 0.0]),
+            cooldown: rng.below(3) as u64,
+            min_lr: *rng.pick(&[0.0, 1e-3]),
+            eps: *rng.pick(&[1e-8, 1e-2]),
+        };
         let metrics: Vec<_> = (0..40).map(|_| rng.below(60) as f64 / 50.0 - 0.2).collect();
         (options, metrics, rng.one_in(2))
     };

@@ -18,31 +18,34 @@ fn options_outside_their_range_are_named_and_the_optimizer_is_unchanged() {
     let cycle = || OneCycleLr::new(0.1, 100);
     let cases: Vec<(Schedule, &str)> = vec![
         (StepLr::new(0).into(), "step_size"),
-        (StepLr::new(2).gamma(-0.1).into(), "gamma"),
+        (StepLr { gamma: -0.1, ..StepLr::new(2) }.into(), "gamma"),
         (ExponentialLr::new(f64::NAN).into(), "gamma"),
-        (ConstantLr::default().factor(0.0).into(), "factor"),
-        (ConstantLr::default().total_iters(0).into(), "total_iters"),
-        (LinearLr::default().start_factor(1.5).into(), "start_factor"),
-        (LinearLr::default().end_factor(-0.5).into(), "end_factor"),
-        (LinearLr::default().total_iters(0).into(), "total_iters"),
-        (PolynomialLr::default().power(f64::INFINITY).into(), "power"),
+        (ConstantLr { factor: 0.0, ..Default::default() }.into(), "factor"),
+        (ConstantLr { total_iters: 0, ..Default::default() }.into(), "total_iters"),
+        (LinearLr { start_factor: 1.5, ..Default::default() }.into(), "start_factor"),
+        (LinearLr { end_factor: -0.5, ..Default::default() }.into(), "end_factor"),
+        (LinearLr { total_iters: 0, ..Default::default() }.into(), "total_iters"),
+        (PolynomialLr { power: f64::INFINITY, ..Default::default() }.into(), "power"),
         (CosineAnnealingLr::new(0).into(), "t_max"),
-        (CosineAnnealingLr::new(5).eta_min(-1.0).into(), "eta_min"),
+        (CosineAnnealingLr { eta_min: -1.0, ..CosineAnnealingLr::new(5) }.into(), "eta_min"),
         (CosineAnnealingWarmRestarts::new(0).into(), "t_0"),
-        (CosineAnnealingWarmRestarts::new(1).t_mult(0).into(), "t_mult"),
+        (
+            CosineAnnealingWarmRestarts { t_mult: 0, ..CosineAnnealingWarmRestarts::new(1) }.into(),
+            "t_mult",
+        ),
         (LinearWithWarmup::new(3, 0).into(), "total_steps"),
         (InverseSqrtLr::new(0).into(), "warmup_steps"),
         (OneCycleLr::new(0.1, 0).into(), "total_steps"),
-        (cycle().max_lr(vec![0.1; 3]).into(), "max_lr"),
-        (cycle().max_lr(vec![]).into(), "max_lr"),
-        (cycle().max_lr(vec![-0.1]).into(), "max_lr"),
-        (cycle().div_factor(0.0).into(), "div_factor"),
-        (cycle().final_div_factor(f64::NAN).into(), "final_div_factor"),
-        (cycle().pct_start(1.1).into(), "pct_start"),
+        (OneCycleLr { max_lr: vec![0.1; 3], ..cycle() }.into(), "max_lr"),
+        (OneCycleLr { max_lr: vec![], ..cycle() }.into(), "max_lr"),
+        (OneCycleLr { max_lr: vec![-0.1], ..cycle() }.into(), "max_lr"),
+        (OneCycleLr { div_factor: 0.0, ..cycle() }.into(), "div_factor"),
+        (OneCycleLr { final_div_factor: f64::NAN, ..cycle() }.into(), "final_div_factor"),
+        (OneCycleLr { pct_start: 1.1, ..cycle() }.into(), "pct_start"),
         // PyTorch raises a ZeroDivisionError.
-        (cycle().pct_start(0.01).into(), "pct_start"),
-        (cycle().base_momentum(1.0).into(), "base_momentum"),
-        (cycle().max_momentum(-0.5).into(), "max_momentum"),
+        (OneCycleLr { pct_start: 0.01, ..cycle() }.into(), "pct_start"),
+        (OneCycleLr { base_momentum: 1.0, ..cycle() }.into(), "base_momentum"),
+        (OneCycleLr { max_momentum: -0.5, ..cycle() }.into(), "max_momentum"),
         (SequentialLr::new(good()).then_at(0, good()).into(), "milestones"),
         (SequentialLr::new(good()).then_at(4, good()).then_at(4, good()).into(), "milestones"),
         (SequentialLr::new(good()).then_at(4, SequentialLr::new(good())).into(), "schedules"),
@@ -59,10 +62,10 @@ fn options_outside_their_range_are_named_and_the_optimizer_is_unchanged() {
         assert_eq!(rates(&opt), before);
     }
     for (options, argument) in [
-        (ReduceLrOnPlateau::default().factor(1.0), "factor"),
-        (ReduceLrOnPlateau::default().threshold(-1.0), "threshold"),
-        (ReduceLrOnPlateau::default().min_lr(f64::NAN), "min_lr"),
-        (ReduceLrOnPlateau::default().eps(-1.0), "eps"),
+        (ReduceLrOnPlateau { factor: 1.0, ..Default::default() }, "factor"),
+        (ReduceLrOnPlateau { threshold: -1.0, ..Default::default() }, "threshold"),
+        (ReduceLrOnPlateau { min_lr: f64::NAN, ..Default::default() }, "min_lr"),
+        (ReduceLrOnPlateau { eps: -1.0, ..Default::default() }, "eps"),
     ] {
         let error = options.build(&optimizer(false, &[0.1])).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { name, .. } if name == argument));
@@ -91,7 +94,7 @@ fn momentum_is_cycled_only_where_there_is_one() {
     assert_eq!(adagrad.lr(0).unwrap(), 0.1);
     let error = Schedule::from(cycle.clone()).build_for_lrs(&[0.1]).unwrap_err();
     assert!(matches!(error, Error::InvalidArgument { name: "cycle_momentum", .. }), "{error:?}");
-    cycle.cycle_momentum(false).build(&mut adagrad).unwrap();
+    OneCycleLr { cycle_momentum: false, ..cycle }.build(&mut adagrad).unwrap();
     assert!((adagrad.lr(0).unwrap() - 0.5 / 25.0).abs() < 1e-15);
 }
 
@@ -107,7 +110,7 @@ fn learning_rates_that_no_optimizer_takes_are_refused() {
 #[test]
 fn a_cycle_that_has_ended_is_an_error_and_nothing_changes() {
     let mut opt = optimizer(false, &[0.1]);
-    let cycle = OneCycleLr::new(0.5, 7).anneal_strategy(Annealing::Linear);
+    let cycle = OneCycleLr { anneal_strategy: Annealing::Linear, ..OneCycleLr::new(0.5, 7) };
     let mut scheduler = cycle.build(&mut opt).unwrap();
     (0..6).for_each(|_| scheduler.advance(&mut opt).unwrap());
     let before = rates(&opt);

@@ -49,7 +49,7 @@ fn random_schedules_continue_with_the_same_numbers() {
 
 #[test]
 fn a_plateau_continues() {
-    let options = ReduceLrOnPlateau::default().patience(2).cooldown(1);
+    let options = ReduceLrOnPlateau { patience: 2, cooldown: 1, ..Default::default() };
     let mut opt = optimizer(false, &[1.0]);
     let mut whole = options.build(&opt).unwrap();
     // Saved before the first metric, when the best one is infinite, and in the middle.

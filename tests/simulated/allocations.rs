@@ -124,7 +124,7 @@ type Attempt<'a> = &'a mut dyn FnMut(&mut dyn FnMut() -> Result<()>) -> Result<(
 impl Training {
     /// Runs a first iteration, which creates the states.
     fn new(model: Model, config: GradScalerConfig) -> Self {
-        let config = config.init_scale(8.0);
+        let config = GradScalerConfig { init_scale: 8.0, ..config };
         let scaler = config.build(Device::Cuda(0)).unwrap();
         let mut training = Self { opts: model.build(), scaler, devices: model.devices() };
         let losses = training.losses(0.25);
@@ -204,8 +204,8 @@ fn configs() -> [GradScalerConfig; 3] {
     let usual = GradScalerConfig::default();
     [
         usual,
-        usual.hysteresis(2).tolerance(0.25).growth_interval(2),
-        usual.max_consecutive_skips(Some(9)).error_at_min_scale(true),
+        GradScalerConfig { hysteresis: 2, tolerance: 0.25, growth_interval: 2, ..usual },
+        GradScalerConfig { max_consecutive_skips: Some(9), error_at_min_scale: true, ..usual },
     ]
 }
 
@@ -337,8 +337,8 @@ fn an_abandoned_iteration_can_be_followed_by_another() {
 #[test]
 fn per_loss_scalers_end_an_iteration_for_all_losses_or_none() {
     let Some(simulation) = Simulation::find() else { return };
-    let patient = GradScalerConfig::default().init_scale(8.0).hysteresis(2);
-    let usual = patient.hysteresis(1);
+    let patient = GradScalerConfig { init_scale: 8.0, hysteresis: 2, ..Default::default() };
+    let usual = GradScalerConfig { hysteresis: 1, ..patient };
     for devices in [ONE, TWO] {
         let run = |n: i64| {
             let all = parameters(devices, Kind::Float, 2);
@@ -389,9 +389,9 @@ fn per_loss_scalers_end_an_iteration_for_all_losses_or_none() {
 #[test]
 fn either_all_states_of_several_scalers_are_loaded_or_none() {
     let Some(simulation) = Simulation::find() else { return };
-    let patient = GradScalerConfig::default().init_scale(8.0).hysteresis(2);
+    let patient = GradScalerConfig { init_scale: 8.0, hysteresis: 2, ..Default::default() };
     let configs = [patient; 3];
-    let other = patient.init_scale(32.0);
+    let other = GradScalerConfig { init_scale: 32.0, ..patient };
     let saved = PerLossScalers::with_configs(Device::Cuda(0), &[other; 3]).unwrap();
     let saved = saved.state_dict().unwrap();
     for n in 1.. {
@@ -415,7 +415,7 @@ fn creating_and_setting_scales_succeeds_or_returns_an_error() {
     use tch_amp::loss_scale::{DynamicLossScaleState, LossScale};
     let Some(simulation) = Simulation::find() else { return };
     let cuda = Device::Cuda(0);
-    let config = GradScalerConfig::default().hysteresis(2);
+    let config = GradScalerConfig { hysteresis: 2, ..Default::default() };
     let calls: [&dyn Fn() -> Result<()>; 4] = [
         &|| GradScaler::new(cuda).map(drop),
         &|| config.build(cuda).map(drop),

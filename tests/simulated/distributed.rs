@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{
-    DdpOptions, DistributedDataParallel, GroupOptions, ProcessGroup, ReduceOp, Store, data_parallel,
+    DdpConfig, DistributedDataParallel, GroupConfig, ProcessGroup, ReduceOp, Store, data_parallel,
 };
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
@@ -16,7 +16,7 @@ use crate::common::simulation::{Counts, Simulation};
 
 /// Runs two threads that form a group, each with a device.
 fn ranks<T: Send>(devices: [Device; 2], rank: impl Fn(ProcessGroup, Device) -> T + Sync) -> [T; 2] {
-    let options = GroupOptions::default().timeout(std::time::Duration::from_secs(60));
+    let options = GroupConfig { timeout: std::time::Duration::from_secs(60), ..Default::default() };
     let store = Store::in_process().unwrap();
     std::thread::scope(|scope| {
         let threads = [0, 1].map(|number| {
@@ -84,7 +84,7 @@ struct Training {
 }
 
 impl Training {
-    fn new(group: &ProcessGroup, device: Device, options: DdpOptions, sharded: bool) -> Self {
+    fn new(group: &ProcessGroup, device: Device, options: DdpConfig, sharded: bool) -> Self {
         let vs = VarStore::new(device);
         for (i, shape) in [[8, 6], [8, 8], [1, 8]].iter().enumerate() {
             // Other weights on each rank, which become those of rank 0.
@@ -98,7 +98,8 @@ impl Training {
         if sharded {
             opt.shard_over(group).unwrap();
         }
-        let config = GradScalerConfig::default().init_scale(1024.0).growth_interval(2);
+        let config =
+            GradScalerConfig { init_scale: 1024.0, growth_interval: 2, ..Default::default() };
         let scaler = config.build(device).unwrap();
         let numbers = Tensor::arange(24, (Kind::Float, Device::Cpu)) * (group.rank() as f64 + 0.5);
         let xs = numbers.sin().view([4, 6]).to_device(device);
@@ -132,11 +133,14 @@ impl Training {
 #[test]
 fn gpus_train_alike_and_as_the_cpu_does() {
     let Some(_simulation) = Simulation::find() else { return };
-    let options = DdpOptions::default().bucket_cap_mb(Some(0.0002));
+    let options = DdpConfig { bucket_cap_mb: Some(0.0002), ..Default::default() };
     for (options, sharded) in [
         (options, false),
-        (options.compression(Some(Kind::BFloat16)), false),
-        (options.find_unused_parameters(true).gradient_as_bucket_view(true), false),
+        (DdpConfig { compression: Some(Kind::BFloat16), ..options }, false),
+        (
+            DdpConfig { find_unused_parameters: true, gradient_as_bucket_view: true, ..options },
+            false,
+        ),
         (options, true),
     ] {
         let run = |devices| {
@@ -166,8 +170,9 @@ fn gpus_train_alike_and_as_the_cpu_does() {
 #[test]
 fn a_pass_that_the_other_rank_does_not_run_leaves_gpus_without_gradients() {
     let Some(_simulation) = Simulation::find() else { return };
-    let options = DdpOptions::default().bucket_cap_mb(Some(0.0002)).broadcast_buffers(false);
-    for options in [options, options.compression(Some(Kind::BFloat16))] {
+    let options =
+        DdpConfig { bucket_cap_mb: Some(0.0002), broadcast_buffers: false, ..Default::default() };
+    for options in [options, DdpConfig { compression: Some(Kind::BFloat16), ..options }] {
         let run = |planted: bool| {
             ranks(GPUS, |group, device| {
                 let mut training = Training::new(&group, device, options, false);
@@ -198,7 +203,7 @@ const PROCESS: &str = "TCH_AMP_TEST_GPU_RANK";
 
 /// Trains with an overflow of rank 1, and returns the bits of the weights.
 fn trained(group: &ProcessGroup, device: Device) -> String {
-    let mut training = Training::new(group, device, DdpOptions::default(), true);
+    let mut training = Training::new(group, device, DdpConfig::default(), true);
     for step in 0..5 {
         let overflows = step == 2 && group.rank() == 1;
         training.step(if overflows { f64::INFINITY } else { 1.0 });
@@ -270,7 +275,7 @@ fn an_iteration_does_not_synchronize_with_the_gpus() {
     let Some(simulation) = Simulation::find() else { return };
     let barrier = std::sync::Barrier::new(2);
     let counts = ranks(GPUS, |group, device| {
-        let mut training = Training::new(&group, device, DdpOptions::default(), false);
+        let mut training = Training::new(&group, device, DdpConfig::default(), false);
         for _ in 0..3 {
             training.step(1.0);
         }

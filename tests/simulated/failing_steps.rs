@@ -124,7 +124,7 @@ fn a_scalers_step_that_runs_out_of_memory_leaves_the_optimizer_unchanged() {
                 let mut training = training(algorithm, mode, &GPUS);
                 training.step();
                 training.backward();
-                let config = GradScalerConfig::default().init_scale(4.0);
+                let config = GradScalerConfig { init_scale: 4.0, ..Default::default() };
                 let scaler = config.build(GPUS[0]).unwrap();
                 drop(scaler.scale(&Tensor::from(1f32).to_device(GPUS[0])).unwrap());
                 (training, scaler)

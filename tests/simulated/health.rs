@@ -176,7 +176,8 @@ fn a_history_is_recorded_without_synchronizing() {
         let w = Tensor::zeros([1], (Kind::Float, device)).set_requires_grad(true);
         let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
         let mut scaler = GradScaler::new(device).unwrap();
-        let mut spikes = SpikeConfig::default().window(8).warmup(4).build().unwrap();
+        let mut spikes =
+            SpikeConfig { window: 8, warmup: 4, ..Default::default() }.build().unwrap();
         let mut history = ScaleHistory::new(5).unwrap();
         for gradient in steps {
             opt.zero_grad().unwrap();

@@ -19,7 +19,7 @@ pub fn parameters(devices: &[Device], kind: Kind, count: usize) -> Vec<Tensor> {
 
 /// A scaler with a scale of 8, which causes no rounding.
 pub fn scaler() -> GradScaler {
-    let config = GradScalerConfig::default().init_scale(8.0);
+    let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
     config.build(Device::Cuda(0)).unwrap()
 }
 
@@ -29,9 +29,9 @@ pub fn algorithms() -> Vec<(&'static str, Algorithm)> {
         ("AdamW", AdamW::default().into()),
         ("Adam", Adam::default().into()),
         ("Sgd", Sgd::default().into()),
-        ("Sgd with momentum", Sgd::default().momentum(0.9).into()),
+        ("Sgd with momentum", Sgd { momentum: 0.9, ..Default::default() }.into()),
         ("Adagrad", Adagrad::default().into()),
-        ("RMSprop", RmsProp::default().momentum(0.9).centered(true).into()),
+        ("RMSprop", RmsProp { momentum: 0.9, centered: true, ..Default::default() }.into()),
         ("Lion", Lion::default().into()),
         ("Muon", Muon::default().into()),
     ]

@@ -95,7 +95,8 @@ fn a_scale_that_the_host_has_not_read_for_long_costs_no_further_launch() {
     let steps = |scale: f64| {
         let all = parameters(ONE, Kind::Float, 4);
         let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
-        let mut scaler = GradScalerConfig::default().init_scale(scale).build(ONE[0]).unwrap();
+        let mut scaler =
+            GradScalerConfig { init_scale: scale, ..Default::default() }.build(ONE[0]).unwrap();
         let mut iterate = || {
             opt.zero_grad().unwrap();
             backward(&scaler, &losses(&all, ONE, 1.0 / 1024.0)).unwrap();

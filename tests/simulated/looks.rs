@@ -30,7 +30,7 @@ fn with_gradient(gradient: &Tensor) -> Tensor {
 }
 
 fn scaler(init_scale: f64) -> GradScaler {
-    GradScalerConfig::default().init_scale(init_scale).build(Device::Cuda(0)).unwrap()
+    GradScalerConfig { init_scale, ..Default::default() }.build(Device::Cuda(0)).unwrap()
 }
 
 #[test]

@@ -46,7 +46,7 @@ fn a_step_launches_as_documented_for_each_matrix_and_does_not_synchronize() {
 fn matrices_in_chunks_compute_the_same_as_the_cpu() {
     let Some(_simulation) = Simulation::find() else { return };
     // Each of the shapes has a learning rate of its own.
-    let algorithm = Muon::default().adjust_lr_fn(AdjustLr::MatchRmsAdamW).into();
+    let algorithm = Muon { adjust_lr_fn: AdjustLr::MatchRmsAdamW, ..Default::default() }.into();
     let sizes =
         [vec![2, 600_000], vec![0, 4], vec![7, 5], vec![300_000, 3], vec![300], vec![20, 30]];
     for mode in MODES {

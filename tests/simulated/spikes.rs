@@ -14,7 +14,7 @@ fn train(simulation: &Simulation, device: Device) -> (f64, [u64; 2]) {
     let w = Tensor::zeros([1], (Kind::Float, device)).set_requires_grad(true);
     let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
     let mut scaler = GradScaler::new(device).unwrap();
-    let mut spikes = SpikeConfig::default().window(8).warmup(4).build().unwrap();
+    let mut spikes = SpikeConfig { window: 8, warmup: 4, ..Default::default() }.build().unwrap();
     let losses: Vec<_> = (0..10).map(|_| Tensor::ones([], (Kind::Float, device))).collect();
     for (i, (gradient, loss)) in GRADIENTS.iter().zip(&losses).enumerate() {
         let (_, counts) = simulation.count(|| {

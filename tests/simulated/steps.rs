@@ -130,7 +130,10 @@ fn a_composed_step_of_a_large_model_needs_memory_for_one_chunk() {
 fn chunks_compute_the_same_as_the_cpu() {
     let Some(_simulation) = Simulation::find() else { return };
     let sizes = [vec![700_001], vec![0], vec![7, 5], vec![1_500_000], vec![], vec![300]];
-    let (sgd, lion) = (Sgd::default().momentum(0.9), Lion::default().weight_decay(0.1));
+    let (sgd, lion) = (
+        Sgd { momentum: 0.9, ..Default::default() },
+        Lion { weight_decay: 0.1, ..Default::default() },
+    );
     let fused = [AdamW::default().into(), sgd.into()];
     for algorithm in fused.into_iter().chain([rmsprop().into(), lion.into()]) {
         let rounds = !matches!(algorithm, Algorithm::RmsProp(_) | Algorithm::Lion(_));

@@ -140,7 +140,7 @@ fn a_host_optimizer_synchronizes_once_for_two_devices() {
 
 /// A scaler whose current scale only the device has.
 fn unknown(config: GradScalerConfig) -> GradScaler {
-    let mut scaler = config.init_scale(8.0).build(Device::Cuda(0)).unwrap();
+    let mut scaler = GradScalerConfig { init_scale: 8.0, ..config }.build(Device::Cuda(0)).unwrap();
     let all = parameters(ONE, Kind::Float, 1);
     let mut opt = build(algorithms()[2].1, &all, MasterWeights::None);
     backward(&scaler, &losses(&all, ONE, f64::INFINITY)).unwrap();
@@ -154,8 +154,8 @@ fn the_scale_and_its_state_are_read_in_one_transfer() {
     let Some(simulation) = Simulation::find() else { return };
     for config in [
         GradScalerConfig::default(),
-        GradScalerConfig::default().hysteresis(2),
-        GradScalerConfig::default().tolerance(0.5),
+        GradScalerConfig { hysteresis: 2, ..Default::default() },
+        GradScalerConfig { tolerance: 0.5, ..Default::default() },
     ] {
         let want = if config.hysteresis == 2 { 8.0 } else { 4.0 };
         let scaler = unknown(config);

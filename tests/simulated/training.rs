@@ -13,25 +13,31 @@ use crate::common::bits::bits;
 pub const GPUS: [Device; 2] = [Device::Cuda(0), Device::Cuda(1)];
 
 pub fn algorithms() -> Vec<Algorithm> {
-    let sgd = Sgd::default().momentum(0.9).weight_decay(0.1);
+    let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, ..Default::default() };
     vec![
-        Adam::default().weight_decay(0.1).into(),
-        Adam::default().amsgrad(true).into(),
+        Adam { weight_decay: 0.1, ..Default::default() }.into(),
+        Adam { amsgrad: true, ..Default::default() }.into(),
         AdamW::default().into(),
-        AdamW::default().amsgrad(true).into(),
+        AdamW { amsgrad: true, ..Default::default() }.into(),
         Sgd::default().into(),
         sgd.into(),
-        sgd.nesterov(true).into(),
+        Sgd { nesterov: true, ..sgd }.into(),
         Adagrad::default().into(),
         rmsprop().into(),
-        Lion::default().weight_decay(0.1).into(),
+        Lion { weight_decay: 0.1, ..Default::default() }.into(),
         Muon::default().into(),
     ]
 }
 
 /// With everything that makes it take more operations.
 pub fn rmsprop() -> RmsProp {
-    RmsProp::default().momentum(0.9).centered(true).weight_decay(0.1).maximize(true)
+    RmsProp {
+        momentum: 0.9,
+        centered: true,
+        weight_decay: 0.1,
+        maximize: true,
+        ..Default::default()
+    }
 }
 
 /// A dtype, and the values from which it is updated.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use tch_amp::distributed::{GroupOptions, Mean, ReduceOp, Store};
+use tch_amp::distributed::{GroupConfig, Mean, ReduceOp, Store};
 
 use crate::{assert_takes, numbers, with_each_kind};
 
@@ -12,8 +12,9 @@ const DENSE: [&str; 7] =
 #[test]
 fn every_collective() {
     let store = Store::in_process().unwrap();
-    let group =
-        GroupOptions::default().timeout(Duration::from_secs(20)).join(&store, 0, 1).unwrap();
+    let group = GroupConfig { timeout: Duration::from_secs(20), ..Default::default() }
+        .join(&store, 0, 1)
+        .unwrap();
     for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Mean] {
         let taken = with_each_kind("all_reduce", |mut tensor| {
             let before = tensor.shallow_clone();

@@ -18,11 +18,13 @@ const ALGORITHMS: usize = 7;
 
 fn build(algorithm: usize, list: Vec<Tensor>, masters: MasterWeights) -> Result<Optimizer> {
     match algorithm {
-        0 => AdamW::default().amsgrad(true).master_weights(masters).build(list, 0.1),
+        0 => AdamW { amsgrad: true, ..Default::default() }.master_weights(masters).build(list, 0.1),
         1 => Adam::default().master_weights(masters).build(list, 0.1),
-        2 => Sgd::default().momentum(0.9).master_weights(masters).build(list, 0.1),
+        2 => Sgd { momentum: 0.9, ..Default::default() }.master_weights(masters).build(list, 0.1),
         3 => Adagrad::default().master_weights(masters).build(list, 0.1),
-        4 => RmsProp::default().momentum(0.9).master_weights(masters).build(list, 0.1),
+        4 => {
+            RmsProp { momentum: 0.9, ..Default::default() }.master_weights(masters).build(list, 0.1)
+        }
         5 => Lion::default().master_weights(masters).build(list, 0.1),
         _ => Muon::default().master_weights(masters).build(list, 0.1),
     }
@@ -65,7 +67,8 @@ fn ways() -> [(&'static str, Way); 5] {
 }
 
 fn scaler() -> GradScaler {
-    let config = GradScalerConfig::default().init_scale(4.0).allow_fp16_gradients(true);
+    let config =
+        GradScalerConfig { init_scale: 4.0, allow_fp16_gradients: true, ..Default::default() };
     config.build(Device::Cpu).unwrap()
 }
 

@@ -119,7 +119,7 @@ fn averages_of_buffers() {
         let _other = vs.root().ones("other", &[2]);
         let mut running = vs.root().zeros_no_train("running_mean", &[2, 3]);
         drop(no_grad(|| running.f_set_data(&tensor)));
-        let mut swa = Swa::default().use_buffers(true).build(&vs)?;
+        let mut swa = Swa { use_buffers: true }.build(&vs)?;
         swa.advance()
     });
     assert_takes("an average of buffers", &taken, &["f32", "i64"]);

@@ -34,7 +34,7 @@ impl Player {
     fn new(device: Device, inputs: i64, outputs: i64) -> Result<Self> {
         let vs = VarStore::new(device);
         let network = network(&vs, inputs, outputs);
-        let optimizer = Adam::default().betas((0.5, 0.99)).build(&vs, LR)?;
+        let optimizer = Adam { betas: (0.5, 0.99), ..Default::default() }.build(&vs, LR)?;
         Ok(Self { vs, network, optimizer })
     }
 }
@@ -76,7 +76,7 @@ impl Trainer {
         let amp = options.common.amp;
         tch::manual_seed(options.common.seed);
         // bf16 has the range of f32 and needs no scale; the loop is the same.
-        let config = GradScalerConfig::default().enabled(amp == Precision::Fp16);
+        let config = GradScalerConfig { enabled: amp == Precision::Fp16, ..Default::default() };
         Ok(Self {
             amp,
             device,

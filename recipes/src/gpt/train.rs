@@ -71,18 +71,23 @@ impl<'a> Trainer<'a> {
         // From here on the ranks draw different numbers, for dropout.
         ranks.manual_seed(seed);
         let gradients = ranks.gradients(&vs)?;
-        let mut optimizer = AdamW::default().weight_decay(WEIGHT_DECAY).build(&vs, options.lr)?;
+        let mut optimizer =
+            AdamW { weight_decay: WEIGHT_DECAY, ..Default::default() }.build(&vs, options.lr)?;
         if options.zero {
             ranks.shard(&mut optimizer)?;
         }
         let warm_up = (steps / 10).max(1);
-        let cosine = CosineAnnealingLr::new((steps - warm_up).max(1)).eta_min(0.1 * options.lr);
-        let warm_up_lr = LinearLr::default().start_factor(0.01).total_iters(warm_up);
+        let cosine = CosineAnnealingLr {
+            eta_min: 0.1 * options.lr,
+            ..CosineAnnealingLr::new((steps - warm_up).max(1))
+        };
+        let warm_up_lr =
+            LinearLr { start_factor: 0.01, total_iters: warm_up, ..Default::default() };
         let schedule =
             SequentialLr::new(warm_up_lr).then_at(warm_up, cosine).build(&mut optimizer)?;
         let mut scaler = amp.scaler(device)?;
         scaler.name_parameters(&vs)?;
-        let ema = Ema::new(options.ema).warmup(true).build(&vs)?;
+        let ema = Ema { warmup: true, ..Ema::new(options.ema) }.build(&vs)?;
         let region = amp.region(device);
         Ok(Self {
             options,

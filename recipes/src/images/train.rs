@@ -83,7 +83,8 @@ impl<'a> Trainer<'a> {
             model::make_channels_last(&vs);
         }
         let gradients = ranks.gradients(&vs)?;
-        let sgd = Sgd::default().momentum(0.9).nesterov(true).weight_decay(WEIGHT_DECAY);
+        let sgd =
+            Sgd { momentum: 0.9, nesterov: true, weight_decay: WEIGHT_DECAY, ..Default::default() };
         let mut optimizer = sgd.build(&vs, options.lr)?;
         optimizer.assign_group(1, &NO_DECAY)?;
         optimizer.set_weight_decay_group(1, 0.0)?;
@@ -218,8 +219,11 @@ pub fn averages_after(options: &Options, step: u64) -> bool {
 /// A warm-up, half a cosine, and a constant learning rate while the weights are averaged.
 fn schedule(options: &Options) -> Schedule {
     let (warm_up, before) = phases(options);
-    let rise = LinearLr::default().start_factor(0.1).total_iters(warm_up);
-    let fall = CosineAnnealingLr::new(before - warm_up).eta_min(LAST_LR * options.lr);
-    let last = ConstantLr::default().factor(LAST_LR).total_iters(u64::MAX);
+    let rise = LinearLr { start_factor: 0.1, total_iters: warm_up, ..Default::default() };
+    let fall = CosineAnnealingLr {
+        eta_min: LAST_LR * options.lr,
+        ..CosineAnnealingLr::new(before - warm_up)
+    };
+    let last = ConstantLr { factor: LAST_LR, total_iters: u64::MAX };
     SequentialLr::new(rise).then_at(warm_up, fall).then_at(before, last).into()
 }

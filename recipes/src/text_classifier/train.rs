@@ -73,16 +73,15 @@ impl<'a> Trainer<'a> {
         // From here on the ranks draw different numbers, for dropout.
         ranks.manual_seed(seed);
         let gradients = ranks.gradients(&vs)?;
-        let mut optimizer = AdamW::default().weight_decay(WEIGHT_DECAY).build(&vs, options.lr)?;
+        let mut optimizer =
+            AdamW { weight_decay: WEIGHT_DECAY, ..Default::default() }.build(&vs, options.lr)?;
         optimizer.assign_group(1, &NO_DECAY)?;
         optimizer.set_weight_decay_group(1, 0.0)?;
         let warm_up = (steps / 10).max(1);
-        let fall = LinearLr::default().start_factor(1.0).end_factor(0.0);
-        let fall = fall.total_iters(steps.saturating_sub(warm_up).max(1));
-        let schedule =
-            SequentialLr::new(LinearLr::default().start_factor(0.01).total_iters(warm_up))
-                .then_at(warm_up, fall)
-                .build(&mut optimizer)?;
+        let total_iters = steps.saturating_sub(warm_up).max(1);
+        let fall = LinearLr { start_factor: 1.0, end_factor: 0.0, total_iters };
+        let rise = LinearLr { start_factor: 0.01, total_iters: warm_up, ..Default::default() };
+        let schedule = SequentialLr::new(rise).then_at(warm_up, fall).build(&mut optimizer)?;
         let mut scaler = amp.scaler(device)?;
         scaler.name_parameters(&vs)?;
         Ok(Self {

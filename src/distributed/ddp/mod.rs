@@ -22,7 +22,7 @@ use crate::panics;
 use crate::scaler::{self, GradScaler};
 pub(crate) use averaged::any_is_averaged;
 use model::DistributedModel;
-pub use options::DdpOptions;
+pub use options::DdpConfig;
 
 /// Averages the gradients of a model over the ranks of a group while the backward pass runs, so that all ranks train
 /// the same model on different data. Corresponds to `torch.nn.parallel.DistributedDataParallel`, and uses its engine,
@@ -96,16 +96,16 @@ pub struct DistributedDataParallel {
 }
 
 impl DistributedDataParallel {
-    /// Wraps the variables of a `VarStore` with the default options: see [`DdpOptions::build`].
+    /// Wraps the variables of a `VarStore` with the default options: see [`DdpConfig::build`].
     ///
     /// # Errors
     ///
-    /// As for [`DdpOptions::build`].
+    /// As for [`DdpConfig::build`].
     pub fn new(group: &ProcessGroup, vs: &VarStore) -> Result<Self> {
-        DdpOptions::default().build(group, vs)
+        DdpConfig::default().build(group, vs)
     }
 
-    fn with_options(group: &ProcessGroup, vs: &VarStore, options: &DdpOptions) -> Result<Self> {
+    fn with_options(group: &ProcessGroup, vs: &VarStore, options: &DdpConfig) -> Result<Self> {
         const NAME: &str = "DistributedDataParallel";
         let prepared = prepared(group, vs, options);
         let _order = group.begin();
@@ -433,7 +433,7 @@ impl DistributedDataParallel {
 fn prepared(
     group: &ProcessGroup,
     vs: &VarStore,
-    options: &DdpOptions,
+    options: &DdpConfig,
 ) -> Result<(ReducerOptions, DistributedModel)> {
     let reducer_options = options.to_ffi()?;
     let model = DistributedModel::new(vs)?;

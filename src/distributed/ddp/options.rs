@@ -3,7 +3,6 @@
 use tch::Kind;
 use tch::nn::VarStore;
 
-use crate::builder::builder;
 use crate::distributed::ddp::DistributedDataParallel;
 use crate::distributed::group::ProcessGroup;
 use crate::error::{Error, Result};
@@ -11,8 +10,7 @@ use crate::ffi::distributed as ffi;
 
 /// The options of [`DistributedDataParallel`], with PyTorch's defaults.
 #[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct DdpOptions {
+pub struct DdpConfig {
     /// Whether buffers, such as the statistics of BatchNorm, are overwritten by those of rank 0 before a forward pass;
     /// `true` by default.
     pub broadcast_buffers: bool,
@@ -43,17 +41,7 @@ pub struct DdpOptions {
     pub compare_passes: bool,
 }
 
-builder!(DdpOptions {
-    broadcast_buffers: bool,
-    bucket_cap_mb: Option<f64>,
-    find_unused_parameters: bool,
-    gradient_as_bucket_view: bool,
-    compression: Option<Kind>,
-    divide_first: bool,
-    compare_passes: bool,
-});
-
-impl Default for DdpOptions {
+impl Default for DdpConfig {
     fn default() -> Self {
         Self {
             broadcast_buffers: true,
@@ -67,7 +55,7 @@ impl Default for DdpOptions {
     }
 }
 
-impl DdpOptions {
+impl DdpConfig {
     /// Distributes a model: from now on, the gradients of all variables of `vs` that require gradients are averaged
     /// over the ranks, which all call this. The parameters and buffers of rank 0 are copied to the other ranks. The
     /// model communicates through connections of its own, so other uses of the group do not disturb its passes.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{
-    DistributedDataParallel, DistributedError, GroupOptions, ProcessGroup, Spawned, spawn,
+    DistributedDataParallel, DistributedError, GroupConfig, ProcessGroup, Spawned, spawn,
 };
 use tch_amp::optim::Sgd;
 use tch_amp::{Error, GradScaler, Result, autocast};
@@ -56,7 +56,7 @@ fn process() {
 fn rank(timeout: Duration) -> ! {
     tch::set_num_threads(1);
     let rank = std::env::var("RANK").unwrap();
-    let result = GroupOptions::default().timeout(timeout).from_env();
+    let result = GroupConfig { timeout, ..Default::default() }.from_env();
     match result.and_then(|group| train(&group)) {
         Ok(weights) => println!("rank {rank}: weights {weights}"),
         Err(error) => {
@@ -85,7 +85,7 @@ fn train(group: &ProcessGroup) -> Result<String> {
         tch::no_grad(|| variable.copy_(&numbers(&variable.size(), i as i64)));
     }
     let mut ddp = DistributedDataParallel::new(group, &vs)?;
-    let mut opt = Sgd::default().momentum(0.5).build(&vs, 0.01)?;
+    let mut opt = Sgd { momentum: 0.5, ..Default::default() }.build(&vs, 0.01)?;
     let mut scaler = GradScaler::new(Device::Cpu)?;
     for step in 0..STEPS {
         opt.zero_grad()?;

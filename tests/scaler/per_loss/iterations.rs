@@ -16,7 +16,8 @@ use crate::{Descent, INF, loss};
 fn fp16_gradients_are_accepted_if_both_losses_allow_them() {
     let w = leaf(&[1.0, 1.0], Kind::Half, Device::Cpu);
     let mut opt = Descent(vec![w.shallow_clone()]);
-    let config = GradScalerConfig::default().init_scale(8.0).allow_fp16_gradients(true);
+    let config =
+        GradScalerConfig { init_scale: 8.0, allow_fp16_gradients: true, ..Default::default() };
     let mut scalers = PerLossScalers::with_configs(Device::Cpu, &[config; 2]).unwrap();
     scalers.backward(0, &loss(&w, &[1.0, 2.0]), &mut opt).unwrap();
     scalers.backward(1, &loss(&w, &[1.0, 2.0]), &mut opt).unwrap();
@@ -152,7 +153,7 @@ fn each_loss_has_options_of_its_own() {
 fn duplicates_of_sparse_gradients_that_add_up_to_infinity_are_found() {
     let table = Tensor::zeros([3, 1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let mut opt = Descent(vec![table.shallow_clone()]);
-    let one = GradScalerConfig::default().init_scale(1.0);
+    let one = GradScalerConfig { init_scale: 1.0, ..Default::default() };
     let mut scalers = PerLossScalers::with_configs(Device::Cpu, &[one; 2]).unwrap();
     for index in 0..2 {
         let rows = Tensor::embedding(&table, &Tensor::from_slice(&[1i64]), -1, false, true);
@@ -185,7 +186,7 @@ fn a_checkpoint_contains_all_scalers() {
 
 #[test]
 fn one_disabled_loss_disables_all() {
-    let configs = [true, false].map(|enabled| GradScalerConfig::default().enabled(enabled));
+    let configs = [true, false].map(|enabled| GradScalerConfig { enabled, ..Default::default() });
     let scalers = PerLossScalers::with_configs(Device::Cpu, &configs).unwrap();
     assert!(!scalers.is_enabled());
     assert!([0, 1].iter().all(|&loss| !scalers.config(loss).unwrap().enabled));
@@ -217,8 +218,10 @@ fn abandoning_one_of_two_optimizers_leaves_the_iteration_open() {
 fn the_error_is_that_of_the_first_of_two_losses_that_exceed_their_limit() {
     let scales = [8.0, 1024.0];
     let limit = Some(1);
-    let config = |init_scale| {
-        GradScalerConfig::default().init_scale(init_scale).max_consecutive_skips(limit)
+    let config = |init_scale| GradScalerConfig {
+        init_scale,
+        max_consecutive_skips: limit,
+        ..Default::default()
     };
     let mut scalers = PerLossScalers::with_configs(Device::Cpu, &scales.map(config)).unwrap();
     let (w, mut opt) = moody(Device::Cpu);

@@ -32,7 +32,8 @@ fn scaler(precision: Precision, device: Device) -> tch_amp::Result<GradScaler> {
     match precision {
         Precision::Fp32 | Precision::Bf16 => Ok(GradScaler::disabled()),
         Precision::Fp16 => {
-            GradScalerConfig::default().growth_interval(GROWTH_INTERVAL).build(device)
+            GradScalerConfig { growth_interval: GROWTH_INTERVAL, ..Default::default() }
+                .build(device)
         }
     }
 }
