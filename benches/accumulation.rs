@@ -67,7 +67,7 @@ impl Training {
                     false => window.backward(scaler, loss).unwrap(),
                 }
             }
-            let _outcome = scaler.step(optimizer).unwrap();
+            scaler.step(optimizer).unwrap();
             scaler.update().unwrap();
         })
     }

@@ -52,13 +52,13 @@ fn spikes(parameters: i64, width: i64) {
     for _ in 0..10 * rounds(30) {
         clipped.fill();
         times[0].push(nanoseconds(|| {
-            let _outcome = clipped.scaler.step_clip_norm(&mut clipped.optimizer, 1.0).unwrap();
+            clipped.scaler.step_clip_norm(&mut clipped.optimizer, 1.0).unwrap();
         }));
         clipped.scaler.update().unwrap();
         watched.fill();
         times[1].push(nanoseconds(|| {
             let Training { scaler, optimizer, .. } = &mut watched;
-            let _outcome = scaler.step_unless_spike(optimizer, 1.0, &mut detector).unwrap();
+            scaler.step_unless_spike(optimizer, 1.0, &mut detector).unwrap();
         }));
         watched.scaler.update().unwrap();
     }
@@ -132,7 +132,7 @@ impl Training {
 
     fn step(&mut self) {
         drop(self.scaler.scale(&self.loss).unwrap());
-        let _outcome = self.scaler.step(&mut self.optimizer).unwrap();
+        self.scaler.step(&mut self.optimizer).unwrap();
         self.scaler.update().unwrap();
     }
 

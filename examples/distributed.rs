@@ -50,7 +50,7 @@ fn train(group: &ProcessGroup) -> anyhow::Result<f64> {
             })
         })??;
         ddp.backward_scaled(&mut scaler, &loss)?;
-        let _outcome = scaler.step(&mut opt)?;
+        scaler.step(&mut opt)?;
         scaler.update()?;
         total = loss.detach();
     }

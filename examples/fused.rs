@@ -46,7 +46,7 @@ pub fn main() -> Result<()> {
             let norm = outcome.total_norm().map_or(0.0, |norm| norm.double_value(&[]));
             println!("step {step}: loss {:.3}, gradient norm {norm:.3}", loss.double_value(&[]));
         }
-        taken.record(outcome);
+        taken.record(&outcome);
         scaler.update()?;
     }
     println!("{} steps taken, the last learning rate was {:.6}", taken.count()?, opt.lr(0)?);

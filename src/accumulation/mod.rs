@@ -25,7 +25,7 @@
 //!     let loss = autocast(Device::Cpu, || net.forward(xs).mse_loss(&ys, Reduction::Mean))?;
 //!     window.backward(&mut scaler, &loss)?;
 //! }
-//! let _outcome = scaler.step(&mut opt)?;
+//! scaler.step(&mut opt)?;
 //! scaler.update()?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

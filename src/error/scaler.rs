@@ -20,7 +20,7 @@ use crate::error::text::Number;
 /// let mut train = || {
 ///     opt.zero_grad()?;
 ///     scaler.backward(&(&w * f64::NAN).sum(None))?;
-///     let _outcome = scaler.step(&mut opt)?;
+///     scaler.step(&mut opt)?;
 ///     scaler.update()
 /// };
 /// train()?;

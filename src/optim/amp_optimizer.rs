@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use crate::autocast::forgetting_casts;
 use crate::error::{Error, OptimizerError, Result};
-use crate::ffi::OptimScale;
+use crate::ffi::{self, OptimScale};
 use crate::gradients::parameters::Parameters;
 #[cfg(doc)]
 use crate::optim::Optimizer;
@@ -69,6 +69,16 @@ pub trait AmpOptimizer {
     /// scaler, which is borrowed during the call. Defaults to `None`.
     fn parameter_name(&self, _index: usize) -> Option<String> {
         None
+    }
+}
+
+/// Drops the gradients of an optimizer's parameters.
+pub(crate) fn drop_gradients(optimizer: &dyn AmpOptimizer) -> Result<()> {
+    let parameters = optimizer.parameters();
+    if optimizer.wants_f32_gradients() {
+        ffi::gradients_drop(parameters.iter())
+    } else {
+        ffi::gradients_drop_narrow(parameters.iter())
     }
 }
 

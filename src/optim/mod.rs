@@ -13,7 +13,7 @@
 //!     let loss = Tensor::randn([8, 4], (Kind::Float, Device::Cpu)).apply(&net).square().mean(Kind::Float);
 //!     opt.zero_grad()?;
 //!     scaler.backward(&loss)?;
-//!     let _outcome = scaler.step_clip_norm(&mut opt, 1.0)?;
+//!     scaler.step_clip_norm(&mut opt, 1.0)?;
 //!     scaler.update()?;
 //! }
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -41,8 +41,8 @@ mod state_dict;
 mod update;
 
 pub use algorithm::{Algorithm, ParamGroup};
-pub(crate) use amp_optimizer::take_step;
 pub use amp_optimizer::{AmpOptimizer, Step};
+pub(crate) use amp_optimizer::{drop_gradients, take_step};
 pub use config::{Adagrad, Adam, AdamW, Lion, RmsProp, Sgd};
 pub use master_weights::MasterWeights;
 pub use muon::{AdjustLr, Muon};

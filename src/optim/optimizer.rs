@@ -13,7 +13,7 @@ use crate::optim::shards::Shards;
 use crate::optim::state::ParameterState;
 use crate::optim::{
     Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, IntoParameters, Lion, MasterWeights, Muon,
-    ParamGroup, Parameters, RmsProp, Sgd, Step,
+    ParamGroup, Parameters, RmsProp, Sgd, Step, drop_gradients,
 };
 use crate::patterns::matches_any;
 use crate::variables::Names;
@@ -266,11 +266,7 @@ impl Optimizer {
     ///
     /// [`Error::Torch`] if libtorch fails.
     pub fn zero_grad(&mut self) -> Result<()> {
-        let parameters = self.parameters();
-        match self.masters {
-            MasterWeights::None => ffi::gradients_drop_narrow(parameters.iter()),
-            _ => ffi::gradients_drop(parameters.iter()),
-        }
+        drop_gradients(self)
     }
 
     /// Clips the gradients of all parameters to a common 2-norm, like

@@ -336,7 +336,7 @@ impl GradScaler {
     /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1)?;
     /// let mut scaler = GradScaler::new(Device::Cpu)?;
     /// scaler.backward(&w.sum(None))?;
-    /// let _outcome = scaler.step(&mut opt)?;
+    /// scaler.step(&mut opt)?;
     /// assert!(scaler.state_dict().is_err());
     /// scaler.update()?;
     /// assert_eq!(scaler.state_dict()?.growth_tracker, Some(1));

@@ -20,7 +20,7 @@ pub use crate::scale::{GradScalerConfig, GradScalerState};
 pub(crate) use grad_scaler::GradScaler;
 #[cfg(feature = "distributed")]
 pub(crate) use grad_scaler::{Agreement, Averaged};
-pub(crate) use outcome::Taken;
+pub(crate) use outcome::{Answer, Taken};
 pub use outcome::{StepCounter, StepOutcome};
 pub use per_loss::PerLossScalers;
 pub use spikes::{SpikeConfig, SpikeCounts, SpikeDetector};

@@ -1,7 +1,7 @@
 //! What a step did, and the counts of what several did.
 
-use std::cell::{Cell, OnceCell};
 use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Tensor;
 
@@ -14,8 +14,9 @@ use crate::ffi::{Arrival, OutsideRegions};
 /// optimizer's own return value, or `None`, which can mean either.
 ///
 /// After a step of a fused optimizer on a GPU the answer is on the GPU, and reading it synchronizes, once;
-/// [`poll`](Self::poll) never does. In all other cases the host has the answer already. Advance a learning-rate
-/// scheduler only when the step was taken:
+/// [`poll`](Self::poll) never does. In all other cases the host has the answer already. A clone has the same answer,
+/// which is copied from the GPU once for all of them. An outcome may be ignored. Advance a learning-rate scheduler only
+/// when the step was taken:
 ///
 /// ```no_run
 /// # fn train(scaler: &mut tch_amp::GradScaler, opt: &mut tch::nn::Optimizer, lr: f64) -> tch_amp::Result<()> {
@@ -25,7 +26,6 @@ use crate::ffi::{Arrival, OutsideRegions};
 /// # Ok(()) }
 /// ```
 #[derive(Debug)]
-#[must_use = "a skipped step is silent otherwise; bind it to `_outcome` to ignore it"]
 pub struct StepOutcome {
     answer: Answer,
     total_norm: Option<Tensor>,
@@ -51,8 +51,19 @@ impl Judged {
     }
 }
 
-#[derive(Debug)]
-enum Answer {
+#[cfg(feature = "insight")]
+impl Clone for Judged {
+    fn clone(&self) -> Self {
+        Self {
+            norm: self.norm.shallow_clone(),
+            loss: self.loss.as_ref().map(Tensor::shallow_clone),
+        }
+    }
+}
+
+/// Whether a step was taken: the part of an outcome that is worth keeping for later.
+#[derive(Clone, Debug)]
+pub(crate) enum Answer {
     Known(Taken),
     OnDevice(Pending),
 }
@@ -66,36 +77,90 @@ pub(crate) enum Taken {
 
 /// An answer on a device.
 #[derive(Debug)]
-struct Pending {
+pub(crate) struct Pending {
     found_inf: Tensor,
-    arrival: OnceCell<Arrival>,
-    skipped: Cell<Option<bool>>,
+    /// Common to all clones.
+    transfer: Arc<Mutex<Transfer>>,
+}
+
+/// How far an answer has come on its way to the host.
+#[derive(Debug, Default)]
+struct Transfer {
+    arrival: Option<Arrival>,
+    skipped: Option<bool>,
+}
+
+impl Clone for Pending {
+    fn clone(&self) -> Self {
+        Self { found_inf: self.found_inf.shallow_clone(), transfer: self.transfer.clone() }
+    }
 }
 
 impl Pending {
-    /// Reads the answer. Synchronizes.
+    fn transfer(&self) -> MutexGuard<'_, Transfer> {
+        self.transfer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads the answer. Synchronizes, and does not hold up a `poll` of another thread meanwhile.
     fn wait(&self) -> Result<bool> {
         let _own = OutsideRegions::enter();
-        if let Some(skipped) = self.skipped.get() {
+        let known = self.transfer().skipped;
+        if let Some(skipped) = known {
             return Ok(skipped);
         }
         let skipped = self.found_inf.f_double_value(&[])? != 0.0;
-        self.skipped.set(Some(skipped));
+        self.transfer().skipped = Some(skipped);
         Ok(skipped)
     }
 
     fn poll(&self) -> Result<Option<bool>> {
-        if self.skipped.get().is_none() {
-            let arrival = match self.arrival.get() {
+        let mut transfer = self.transfer();
+        if transfer.skipped.is_none() {
+            let arrival = match &transfer.arrival {
                 Some(arrival) => arrival,
-                None => {
-                    let arrival = Arrival::new(&self.found_inf)?;
-                    self.arrival.get_or_init(|| arrival)
-                }
+                None => transfer.arrival.insert(Arrival::new(&self.found_inf)?),
             };
-            self.skipped.set(arrival.poll()?.map(|flag| flag != 0.0));
+            transfer.skipped = arrival.poll()?.map(|flag| flag != 0.0);
         }
-        Ok(self.skipped.get())
+        Ok(transfer.skipped)
+    }
+}
+
+impl Answer {
+    fn taken(&self) -> Result<Taken> {
+        match self {
+            Self::Known(taken) => Ok(*taken),
+            Self::OnDevice(pending) if pending.wait()? => Ok(Taken::Skipped),
+            Self::OnDevice(_) => Ok(Taken::Stepped),
+        }
+    }
+
+    /// Whether the step was taken. Synchronizes if only the device has the answer.
+    pub(crate) fn is_stepped(&self) -> Result<bool> {
+        Ok(self.taken()? == Taken::Stepped)
+    }
+
+    /// Whether the step was taken, or `None` while only the device has the answer. Never synchronizes.
+    pub(crate) fn poll(&self) -> Result<Option<bool>> {
+        match self {
+            Self::Known(taken) => Ok(Some(*taken == Taken::Stepped)),
+            Self::OnDevice(pending) => Ok(pending.poll()?.map(|skipped| !skipped)),
+        }
+    }
+
+    pub(crate) fn has_no_gradients(&self) -> bool {
+        matches!(self, Self::Known(Taken::NoGradients))
+    }
+}
+
+impl Clone for StepOutcome {
+    fn clone(&self) -> Self {
+        Self {
+            answer: self.answer.clone(),
+            total_norm: self.total_norm.as_ref().map(Tensor::shallow_clone),
+            #[cfg(feature = "insight")]
+            judged: self.judged.clone(),
+        }
     }
 }
 
@@ -106,7 +171,7 @@ impl StepOutcome {
 
     /// An outcome that is skipped if `found_inf`, an f32 tensor on a device, is not zero.
     pub(crate) fn on_device(found_inf: Tensor) -> Self {
-        let pending = Pending { found_inf, arrival: OnceCell::new(), skipped: Cell::new(None) };
+        let pending = Pending { found_inf, transfer: Arc::default() };
         Self::new(Answer::OnDevice(pending))
     }
 
@@ -151,12 +216,9 @@ impl StepOutcome {
         }
     }
 
-    fn taken(&self) -> Result<Taken> {
-        match &self.answer {
-            Answer::Known(taken) => Ok(*taken),
-            Answer::OnDevice(pending) if pending.wait()? => Ok(Taken::Skipped),
-            Answer::OnDevice(_) => Ok(Taken::Stepped),
-        }
+    /// Whether the step was taken, to be kept for later without the rest of the outcome.
+    pub(crate) fn answer(&self) -> &Answer {
+        &self.answer
     }
 
     /// Returns whether the optimizer was stepped. Synchronizes if only the device has the answer.
@@ -165,7 +227,7 @@ impl StepOutcome {
     ///
     /// [`Error::Torch`] if an answer on a device cannot be read.
     pub fn is_stepped(&self) -> Result<bool> {
-        Ok(self.taken()? == Taken::Stepped)
+        self.answer.is_stepped()
     }
 
     /// Returns whether the step was skipped because a gradient was infinite or NaN; nothing was changed then.
@@ -175,7 +237,7 @@ impl StepOutcome {
     ///
     /// The same as [`is_stepped`](Self::is_stepped).
     pub fn is_skipped(&self) -> Result<bool> {
-        Ok(self.taken()? == Taken::Skipped)
+        Ok(self.answer.taken()? == Taken::Skipped)
     }
 
     /// Returns whether the optimizer was stepped, or `None` while only the device has the answer. Never synchronizes.
@@ -185,16 +247,13 @@ impl StepOutcome {
     ///
     /// The same as [`is_stepped`](Self::is_stepped).
     pub fn poll(&self) -> Result<Option<bool>> {
-        match &self.answer {
-            Answer::Known(taken) => Ok(Some(*taken == Taken::Stepped)),
-            Answer::OnDevice(pending) => Ok(pending.poll()?.map(|skipped| !skipped)),
-        }
+        self.answer.poll()
     }
 
     /// Returns whether the step was omitted because no parameter had a gradient. PyTorch raises an error in that case.
     /// Never synchronizes.
     pub fn has_no_gradients(&self) -> bool {
-        matches!(self.answer, Answer::Known(Taken::NoGradients))
+        self.answer.has_no_gradients()
     }
 
     /// Returns the 2-norm of the unscaled gradients before clipping, as computed by
@@ -222,7 +281,7 @@ impl StepOutcome {
 /// let mut taken = StepCounter::default();
 /// for _ in 0..1000 {
 ///     // forward, backward …
-///     taken.record(scaler.step(opt)?);
+///     taken.record(&scaler.step(opt)?);
 ///     scaler.update()?;
 ///     opt.set_lr(1e-3 * 0.999f64.powi(taken.count()? as i32))?;
 /// }
@@ -235,7 +294,7 @@ pub struct StepCounter {
     /// Steps skipped since the last one that was taken.
     in_a_row: u64,
     longest_row: u64,
-    open: VecDeque<StepOutcome>,
+    open: VecDeque<Answer>,
 }
 
 impl StepCounter {
@@ -256,7 +315,7 @@ impl StepCounter {
     /// for gradient in [1.0, f64::INFINITY, 1.0] {
     ///     opt.zero_grad()?;
     ///     scaler.backward(&(&w * gradient).sum(None))?;
-    ///     steps.record(scaler.step(&mut opt)?);
+    ///     steps.record(&scaler.step(&mut opt)?);
     ///     scaler.update()?;
     /// }
     /// assert_eq!(steps.to_string(), "1000 steps taken, 1 skipped (at most 1 in a row)");
@@ -267,10 +326,10 @@ impl StepCounter {
     }
 
     /// Records the outcome of a step. A step without gradients counts neither as taken nor as skipped.
-    pub fn record(&mut self, outcome: StepOutcome) {
+    pub fn record(&mut self, outcome: &StepOutcome) {
         // Starts the transfer of the answer; an error will occur again when the step is counted.
         drop(outcome.poll());
-        self.open.push_back(outcome);
+        self.open.push_back(outcome.answer().clone());
         drop(self.poll());
     }
 
@@ -312,15 +371,15 @@ impl StepCounter {
     }
 
     fn poll(&mut self) -> Result<()> {
-        while let Some(outcome) = self.open.front() {
-            let Some(taken) = outcome.poll()? else {
+        while let Some(answer) = self.open.front() {
+            let Some(taken) = answer.poll()? else {
                 break;
             };
             if taken {
                 // A loaded count may be any number.
                 self.taken = self.taken.saturating_add(1);
                 self.in_a_row = 0;
-            } else if !outcome.has_no_gradients() {
+            } else if !answer.has_no_gradients() {
                 self.skipped += 1;
                 self.in_a_row += 1;
                 self.longest_row = self.longest_row.max(self.in_a_row);

@@ -31,7 +31,7 @@ use crate::scaler::outcome::Taken;
 /// for gradient in [1.0, 1.1, 0.9, 1.0, 50.0, 1.0, f64::NAN] {
 ///     opt.zero_grad()?;
 ///     scaler.backward(&(&w * gradient).sum(None))?;
-///     let _outcome = scaler.step_unless_spike(&mut opt, f64::INFINITY, &mut spikes)?;
+///     scaler.step_unless_spike(&mut opt, f64::INFINITY, &mut spikes)?;
 ///     scaler.update()?;
 /// }
 /// let counts = spikes.counts()?;

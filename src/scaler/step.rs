@@ -7,7 +7,7 @@ use crate::error::GradientError;
 use crate::error::{Error, Result, ScalerError};
 use crate::ffi::{self, Gradient, OutsideRegions};
 use crate::gradients::{Plan, Preparation, check_limit, clamp, unclampable, unclippable};
-use crate::optim::{AmpOptimizer, Optimizer, Step, take_step};
+use crate::optim::{AmpOptimizer, Optimizer, Step, drop_gradients, take_step};
 use crate::scale::{Number, end_all};
 use crate::scaler::iteration::{Owner, RecordId, Verdict};
 use crate::scaler::outcome::Taken;
@@ -294,6 +294,92 @@ impl GradScaler {
         self.step_shared(optimizer)
     }
 
+    /// Trains by one loss: drops the gradients of the optimizer's parameters, scales the loss, runs backward, steps, and
+    /// ends the iteration. The whole of an iteration with one loss and one optimizer, like tch's `backward_step`; it
+    /// stands for `zero_grad`, [`backward`](Self::backward), [`step`](Self::step) and [`update`](Self::update), and
+    /// synchronizes where these do.
+    ///
+    /// # Errors
+    ///
+    /// Those of the four calls. The gradients are dropped once the loss has been scaled. After an error of the step the
+    /// iteration is open, and [`abandon`](Self::abandon) or [`update`](Self::update) ends it; an error of `update`, such
+    /// as [`ScalerError::TooManySkips`], comes after it has ended.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::optim::Sgd;
+    /// use tch_amp::{GradScaler, autocast};
+    ///
+    /// let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    /// let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.25)?;
+    /// let mut scaler = GradScaler::new(Device::Cpu)?;
+    /// for _ in 0..3 {
+    ///     let loss = autocast(Device::Cpu, || w.square().sum(None))?;
+    ///     scaler.backward_step(&mut opt, &loss)?;
+    /// }
+    /// assert_eq!(w.double_value(&[0]), 0.125);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn backward_step(
+        &mut self,
+        optimizer: &mut dyn AmpOptimizer,
+        loss: &Tensor,
+    ) -> Result<StepOutcome> {
+        self.iterate(optimizer, loss, |scaler, optimizer| scaler.step(optimizer))
+    }
+
+    /// Trains by one loss like [`backward_step`](Self::backward_step), and clips the gradients to a common 2-norm like
+    /// [`step_clip_norm`](Self::step_clip_norm). The counterpart of tch's `backward_step_clip_norm`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`backward_step`](Self::backward_step) and [`step_clip_norm`](Self::step_clip_norm); for a negative or
+    /// NaN limit before anything is changed.
+    pub fn backward_step_clip_norm(
+        &mut self,
+        optimizer: &mut dyn AmpOptimizer,
+        loss: &Tensor,
+        max_norm: f64,
+    ) -> Result<StepOutcome> {
+        check_limit("max_norm", max_norm)?;
+        self.iterate(optimizer, loss, |scaler, optimizer| {
+            scaler.step_clip_norm(optimizer, max_norm)
+        })
+    }
+
+    /// Trains by one loss like [`backward_step`](Self::backward_step), and clamps every element of the gradients like
+    /// [`step_clip_value`](Self::step_clip_value). The counterpart of tch's `backward_step_clip`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`backward_step`](Self::backward_step) and [`step_clip_value`](Self::step_clip_value); for a negative or
+    /// NaN limit before anything is changed.
+    pub fn backward_step_clip_value(
+        &mut self,
+        optimizer: &mut dyn AmpOptimizer,
+        loss: &Tensor,
+        max: f64,
+    ) -> Result<StepOutcome> {
+        check_limit("max", max)?;
+        self.iterate(optimizer, loss, |scaler, optimizer| scaler.step_clip_value(optimizer, max))
+    }
+
+    fn iterate(
+        &mut self,
+        optimizer: &mut dyn AmpOptimizer,
+        loss: &Tensor,
+        step: impl FnOnce(&mut Self, &mut dyn AmpOptimizer) -> Result<StepOutcome>,
+    ) -> Result<StepOutcome> {
+        let scaled = self.scale(loss)?;
+        drop_gradients(optimizer)?;
+        scaled.f_backward()?;
+        let outcome = step(self, optimizer)?;
+        self.update()?;
+        Ok(outcome)
+    }
+
     /// Returns the record, or unscales and opens one, unless there is a `problem` with clipping a gradient.
     fn or_open(
         &self,
@@ -409,7 +495,7 @@ impl GradScaler {
     /// for gradient in [1.0, 1.0, f64::INFINITY] {
     ///     opt.zero_grad()?;
     ///     scaler.backward(&(&w * gradient).sum(None))?;
-    ///     let _outcome = scaler.step(&mut opt)?;
+    ///     scaler.step(&mut opt)?;
     ///     scaler.update()?;
     ///     scales.push(scaler.get_scale()?);
     /// }

@@ -27,7 +27,7 @@ use crate::scaler::{GradScaler, StepOutcome};
 /// # fn twice(scaler: &tch_amp::GradScaler, opt: &mut tch::nn::Optimizer) -> tch_amp::Result<()> {
 /// let first = scaler.unscale(opt)?;
 /// let second = scaler.unscale(opt)?;
-/// let _outcome = first.step()?;
+/// first.step()?;
 /// # Ok(()) }
 /// ```
 #[must_use = "dropping this omits the optimizer's step; call `step`"]

@@ -40,7 +40,7 @@
 //!     scaler.backward(&(&w * gradient).sum(None))?;
 //!     let outcome = scaler.step(&mut opt)?;
 //!     scaler.update()?;
-//!     scheduler.step(&mut opt, outcome)?;
+//!     scheduler.step(&mut opt, &outcome)?;
 //! }
 //! // The step with the infinite gradient was skipped.
 //! assert_eq!(scheduler.steps(), 2);
@@ -153,7 +153,7 @@ impl Schedule {
     ///
     /// let mut scheduler = Schedule::from(ExponentialLr::new(0.5)).build_for_lrs(&[0.1])?;
     /// scaler.backward(&w.sum(None))?;
-    /// scheduler.record(scaler.step(&mut opt)?)?;
+    /// scheduler.record(&scaler.step(&mut opt)?)?;
     /// scaler.update()?;
     /// opt.set_lr(scheduler.lrs()[0]);
     /// assert_eq!(scheduler.lrs(), [0.05]);

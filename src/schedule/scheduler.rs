@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result};
 use crate::optim::Optimizer;
-use crate::scaler::{StepOutcome, Taken};
+use crate::scaler::{Answer, StepOutcome, Taken};
 use crate::schedule::Schedule;
 use crate::schedule::progress::Progress;
 use crate::schedule::rates::Rates;
@@ -41,7 +41,7 @@ struct State {
 /// A step that counts as taken until its outcome is known.
 #[derive(Debug)]
 struct Open {
-    outcome: StepOutcome,
+    answer: Answer,
     /// The rates that the program had set before the step, if it had.
     given: Option<Rates>,
     /// The state before the step, with these rates.
@@ -78,8 +78,8 @@ impl Scheduler {
     /// the schedule is a [`OneCycleLr`](crate::schedule::OneCycleLr) that has ended, or if the optimizer refuses a
     /// rate, such as one that has grown to infinity; [`Error::Torch`] if the answer of a device cannot be read. The
     /// schedule does not advance then, and the optimizer is unchanged.
-    pub fn step(&mut self, optimizer: &mut Optimizer, outcome: StepOutcome) -> Result<()> {
-        self.follow(Some(optimizer), outcome)
+    pub fn step(&mut self, optimizer: &mut Optimizer, outcome: &StepOutcome) -> Result<()> {
+        self.follow(Some(optimizer), outcome.answer())
     }
 
     /// Advances by one step and sets the learning rates of the optimizer: without a scaler, or once an epoch.
@@ -88,7 +88,7 @@ impl Scheduler {
     ///
     /// The same as [`step`](Self::step).
     pub fn advance(&mut self, optimizer: &mut Optimizer) -> Result<()> {
-        self.follow(Some(optimizer), StepOutcome::known(Taken::Stepped))
+        self.follow(Some(optimizer), &Answer::Known(Taken::Stepped))
     }
 
     /// Advances by the step with this outcome, unless it was skipped, without an optimizer. Never synchronizes. The
@@ -97,29 +97,29 @@ impl Scheduler {
     /// # Errors
     ///
     /// The same as [`step`](Self::step).
-    pub fn record(&mut self, outcome: StepOutcome) -> Result<()> {
-        self.follow(None, outcome)
+    pub fn record(&mut self, outcome: &StepOutcome) -> Result<()> {
+        self.follow(None, outcome.answer())
     }
 
-    fn follow(&mut self, optimizer: Option<&mut Optimizer>, outcome: StepOutcome) -> Result<()> {
+    fn follow(&mut self, optimizer: Option<&mut Optimizer>, answer: &Answer) -> Result<()> {
         self.settle(false)?;
         let (before, given) = self.present(optimizer.as_deref())?;
         let mut state = before.clone();
-        let taken = outcome.poll()?;
+        let taken = answer.poll()?;
         if taken != Some(false) {
             self.schedule.advance(&mut state.progress, &mut state.rates)?;
         }
         self.commit(optimizer, state)?;
         if taken.is_none() || !self.open.is_empty() {
-            self.open.push_back(Open { outcome, given, before });
+            self.open.push_back(Open { answer: answer.clone(), given, before });
         } else if taken == Some(false) {
-            self.count_skipped(&outcome);
+            self.count_skipped(answer);
         }
         Ok(())
     }
 
-    fn count_skipped(&mut self, outcome: &StepOutcome) {
-        self.skipped += u64::from(!outcome.has_no_gradients());
+    fn count_skipped(&mut self, answer: &Answer) {
+        self.skipped += u64::from(!answer.has_no_gradients());
     }
 
     /// The state from which the next step continues, and the optimizer's rates if the program has changed them.
@@ -158,8 +158,7 @@ impl Scheduler {
     /// back those that were skipped.
     fn settle(&mut self, waits: bool) -> Result<()> {
         while let Some(open) = self.open.front() {
-            let taken =
-                if waits { Some(open.outcome.is_stepped()?) } else { open.outcome.poll()? };
+            let taken = if waits { Some(open.answer.is_stepped()?) } else { open.answer.poll()? };
             match taken {
                 None => break,
                 Some(true) => drop(self.open.pop_front()),
@@ -178,13 +177,13 @@ impl Scheduler {
         for open in self.open.iter().skip(1) {
             state.take(open.given.as_ref());
             befores.push(state.clone());
-            if open.outcome.poll()? != Some(false) {
+            if open.answer.poll()? != Some(false) {
                 self.schedule.advance(&mut state.progress, &mut state.rates)?;
             }
         }
         self.state = state;
         if let Some(skipped) = self.open.pop_front() {
-            self.count_skipped(&skipped.outcome);
+            self.count_skipped(&skipped.answer);
         }
         for (open, before) in self.open.iter_mut().zip(befores) {
             open.before = before;

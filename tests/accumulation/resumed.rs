@@ -116,7 +116,7 @@ impl Run {
         assert!(self.window.is_complete());
         let (gradient, kind) = (bits(&self.w.grad()), self.w.grad().kind());
         let dropped = self.window.dropped().unwrap();
-        let _outcome = self.scaler.step(&mut self.opt).unwrap();
+        self.scaler.step(&mut self.opt).unwrap();
         self.scaler.update().unwrap();
         (gradient, kind, self.unused.grad().defined(), dropped, bits(&self.w))
     }

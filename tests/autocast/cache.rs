@@ -161,7 +161,7 @@ fn casts_that_a_step_makes_are_forgotten_after_it() {
         let mut scaler = GradScaler::new(device).unwrap();
         let _guard = AutocastGuard::new(device).unwrap();
         scaler.backward(&w.sum(Kind::Float)).unwrap();
-        let _outcome = scaler.step(&mut Evaluates([w.shallow_clone()])).unwrap();
+        scaler.step(&mut Evaluates([w.shallow_clone()])).unwrap();
         assert_eq!(sum_of_product(&w), 16.0);
     });
 }

@@ -207,7 +207,7 @@ const JOBS: &[Job] = &[
                 let mut unscaled = scaler.unscale(&mut opt).unwrap();
                 results.tensor(&unscaled.clip_grad_norm(33.3).unwrap());
                 unscaled.clip_grad_value(0.1003).unwrap();
-                let _outcome = unscaled.step().unwrap();
+                unscaled.step().unwrap();
                 scaler.update().unwrap();
             });
             results.tensors(&opt.0);
@@ -234,7 +234,7 @@ const JOBS: &[Job] = &[
                     scalers.backward(0, &losses[0], &mut opt).unwrap();
                     scalers.backward(1, &losses[1], &mut opt).unwrap();
                     scalers.backward(1, &list[1], &mut opt).unwrap();
-                    let _outcome = scalers.step_clip_norm(&mut opt, 3.3).unwrap();
+                    scalers.step_clip_norm(&mut opt, 3.3).unwrap();
                     scalers.update().unwrap();
                 });
             }

@@ -103,7 +103,7 @@ const JOBS: &[Job] = &[
                             let loss = ddp.forward(|| off.run(loss).unwrap()).unwrap();
                             ddp.backward_scaled(&mut scaler, &loss).unwrap();
                             results.tensors(&[v.grad(), w.grad()]);
-                            let _outcome = scaler.step(&mut opt).unwrap();
+                            scaler.step(&mut opt).unwrap();
                             scaler.update().unwrap();
                             opt.zero_grad().unwrap();
                         });

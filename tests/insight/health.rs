@@ -293,7 +293,7 @@ fn what_cannot_be_counted_is_refused_and_nothing_is_counted() {
     scaler.backward(&w.sum(None)).unwrap();
     health.observe(&scaler).unwrap();
     let before = health.report().unwrap();
-    let _outcome = scaler.step(&mut opt).unwrap();
+    scaler.step(&mut opt).unwrap();
     let late = health.observe(&scaler);
     assert!(matches!(late, Err(Error::Scaler(ScalerError::AlreadyStepped))), "{late:?}");
     scaler.update().unwrap();

@@ -221,7 +221,7 @@ fn a_parameter_that_a_step_changed_is_not_cast_again() {
         for _ in 0..2 {
             let loss = region.run(|| model.layer.forward(&model.x).sum(Kind::Float))?;
             scaler.backward(&loss)?;
-            let _outcome = scaler.step(&mut opt)?;
+            scaler.step(&mut opt)?;
             scaler.update()?;
             opt.zero_grad()?;
         }

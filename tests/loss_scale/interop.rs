@@ -20,7 +20,7 @@ fn iterate(scaler: &mut GradScaler, device: Device, finite: bool) {
     let w = vs.root().ones("w", &[2]);
     let mut opt = nn::Sgd::default().build(&vs, 1.0).unwrap();
     (&w * if finite { 1.0 } else { f64::INFINITY }).sum(Kind::Float).backward();
-    let _outcome = scaler.step(&mut opt).unwrap();
+    scaler.step(&mut opt).unwrap();
     scaler.update().unwrap();
 }
 

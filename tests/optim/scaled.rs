@@ -196,7 +196,7 @@ fn a_step_is_counted_without_synchronizing() {
         let mut taken = StepCounter::default();
         for step in 0..6 {
             set_grad(&w, if step % 3 == 1 { &[INF; 3] } else { &[1.0; 3] });
-            taken.record(scaler.step(&mut opt).unwrap());
+            taken.record(&scaler.step(&mut opt).unwrap());
             scaler.update().unwrap();
         }
         // Only on a GPU can steps be in flight.
@@ -342,7 +342,7 @@ fn a_step_count_at_its_maximum_stays_there() {
     let mut taken = StepCounter::starting_at(u64::MAX);
     for _ in 0..2 {
         scaler.backward(&w.sum(Kind::Float)).unwrap();
-        taken.record(scaler.step(&mut opt).unwrap());
+        taken.record(&scaler.step(&mut opt).unwrap());
         scaler.update().unwrap();
     }
     assert_eq!(taken.count().unwrap(), u64::MAX);
@@ -358,7 +358,7 @@ fn momentum_starts_with_the_first_step_that_was_taken() {
             let mut scaler = GradScaler::new(device).unwrap();
             let mut step = |gradient| {
                 set_grad(&w, &[gradient, 1.0]);
-                let _outcome = scaler.step(&mut opt).unwrap();
+                scaler.step(&mut opt).unwrap();
                 scaler.update().unwrap();
                 let has_buffer = |state: &BTreeMap<_, _>| state.contains_key("momentum_buffer");
                 opt.state_dict().unwrap().state.get("w").is_some_and(has_buffer)

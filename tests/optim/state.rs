@@ -386,7 +386,7 @@ fn a_state_whose_first_step_was_skipped_is_loaded() {
                 let ((w, mut opt), (_, mut other)) = (made(), made());
                 let mut scaler = GradScaler::new(device).unwrap();
                 set_grad(&w, &[INF, 1.0]);
-                let _outcome = scaler.step(&mut opt).unwrap();
+                scaler.step(&mut opt).unwrap();
                 let context = format!("{algorithm:?} {masters:?} on {device:?}");
                 is_loaded(&mut opt, &mut other, &context);
             }

@@ -57,7 +57,7 @@ fn unscaling_or_stepping_after_a_step_is_refused_and_nothing_changes() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    let _outcome = scaler.step(&mut opt).unwrap();
+    scaler.step(&mut opt).unwrap();
     assert!(matches!(scaler.unscale_(&mut opt), Err(Error::Scaler(ScalerError::UnscaleAfterStep))));
     assert!(matches!(scaler.step(&mut opt), Err(Error::Scaler(ScalerError::AlreadyStepped))));
     assert_eq!((to_f64(&w), to_f64(&w.grad())), (vec![0.0; 3], vec![1.0; 3]));

@@ -231,7 +231,7 @@ fn an_overflow_in_unscaling_is_found_even_if_the_scale_is_only_on_the_device() {
         let [fused, other] = &leaves;
         let mut opt = Sgd::default().build(vec![fused.shallow_clone()], 1.0).unwrap();
         scaler.backward(&loss(fused, &[1.0; 3])).unwrap();
-        let _outcome = scaler.step(&mut opt).unwrap();
+        scaler.step(&mut opt).unwrap();
         scaler.update().unwrap();
         loss(other, &[2f64.powi(30); 3]).backward();
         let outcome = scaler.step(&mut Descent(vec![other.shallow_clone()])).unwrap();
@@ -304,7 +304,7 @@ impl Unread {
         self.opt.zero_grad().unwrap();
         // No number is copied from the host, which would let all answers come.
         (&self.w * gradient).sum(None).backward();
-        let _outcome = self.scaler.step(&mut self.opt).unwrap();
+        self.scaler.step(&mut self.opt).unwrap();
         self.scaler.update().unwrap();
     }
 

@@ -80,11 +80,11 @@ fn taken_and_skipped_steps_are_counted_and_reported() {
         let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
         let mut steps = StepCounter::default();
         // A step without any gradient is neither taken nor skipped.
-        steps.record(scaler.step(&mut opt).unwrap());
+        steps.record(&scaler.step(&mut opt).unwrap());
         let mut rows = Vec::new();
         for value in [1.0, NAN, 1.0, INF, INF, INF, 1.0, NAN] {
             set_grad(&w, &[value]);
-            steps.record(scaler.step(&mut opt).unwrap());
+            steps.record(&scaler.step(&mut opt).unwrap());
             scaler.update().unwrap();
             // Synchronizes, so that no step is in flight.
             let _reached = to_f64(&w);

@@ -73,7 +73,7 @@ fn every_option_survives_the_round_trip() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     loss(&w, &[INF; 3]).backward();
     for _ in 0..2 {
-        let _outcome = saved.step(&mut opt).unwrap();
+        saved.step(&mut opt).unwrap();
         saved.update().unwrap();
     }
     let state = saved.state_dict().unwrap();
@@ -84,7 +84,7 @@ fn every_option_survives_the_round_trip() {
     // The third and fourth overflow are consecutive: one more is tolerated, as it would have been without saving and
     // loading.
     for want in [64.0, 16.0] {
-        let _outcome = loaded.step(&mut opt).unwrap();
+        loaded.step(&mut opt).unwrap();
         loaded.update().unwrap();
         assert_eq!(loaded.get_scale().unwrap(), want);
     }
@@ -139,7 +139,7 @@ fn a_tracker_beyond_the_interval_grows_the_scale_at_the_next_step() {
         scaler.load_state_dict(&state).unwrap();
         let (_vs, w, mut opt) = model(device);
         scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-        let _outcome = scaler.step(&mut opt).unwrap();
+        scaler.step(&mut opt).unwrap();
         scaler.update().unwrap();
         assert_eq!(on_device(&scaler, device), 262144.0);
         assert_eq!(scaler.get_scale().unwrap(), 262144.0);
@@ -185,7 +185,7 @@ fn a_limit_of_skips_survives_a_load() {
         for _ in 0..3 {
             opt.zero_grad();
             scaler.backward(&loss(&w, &[INF; 3])).unwrap();
-            let _outcome = scaler.step(&mut opt).unwrap();
+            scaler.step(&mut opt).unwrap();
             given_up |=
                 matches!(scaler.update(), Err(Error::Scaler(ScalerError::TooManySkips { .. })));
         }
@@ -205,7 +205,7 @@ fn the_state_cannot_be_saved_or_loaded_in_the_middle_of_an_iteration() {
         Err(Error::Scaler(ScalerError::IterationOpen { call: "state_dict" }))
     ));
     assert!(scaler.load_state_dict(&parse(PYTHONS)).is_err());
-    let _outcome = scaler.step(&mut opt).unwrap();
+    scaler.step(&mut opt).unwrap();
     assert!(scaler.state_dict().is_err());
     scaler.update().unwrap();
     assert_eq!(scaler.state_dict().unwrap().growth_tracker, Some(1));
@@ -259,7 +259,7 @@ fn a_loaded_count_is_at_most_the_hysteresis() {
         for want in [8.0, 4.0] {
             opt.zero_grad();
             scaler.backward(&loss(&w, &[INF; 3])).unwrap();
-            let _outcome = scaler.step(&mut opt).unwrap();
+            scaler.step(&mut opt).unwrap();
             scaler.update().unwrap();
             assert_eq!(on_device(&scaler, device), want);
         }
@@ -278,7 +278,7 @@ fn a_loaded_count_replaces_an_exhausted_one() {
             scaler.load_state_dict(&fresh).unwrap();
             opt.zero_grad();
             scaler.backward(&loss(&w, &[INF; 3])).unwrap();
-            let _outcome = scaler.step(&mut opt).unwrap();
+            scaler.step(&mut opt).unwrap();
             scaler.update().unwrap();
             assert_eq!(on_device(&scaler, device), want);
         }

@@ -95,7 +95,7 @@ fn an_interval_below_the_tracker_grows_the_scale_at_the_next_step() {
     let mut iterate = |scaler: &mut GradScaler| {
         opt.zero_grad();
         scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-        let _outcome = scaler.step(&mut opt).unwrap();
+        scaler.step(&mut opt).unwrap();
         scaler.update().unwrap();
         scaler.get_scale().unwrap()
     };
@@ -112,7 +112,7 @@ fn a_new_scale_ends_the_iteration() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    let _outcome = scaler.step(&mut opt).unwrap();
+    scaler.step(&mut opt).unwrap();
     scaler.update_with(16.0).unwrap();
     assert_eq!(scaler.get_scale().unwrap(), 16.0);
     opt.zero_grad();
@@ -162,7 +162,7 @@ fn an_interval_that_is_refused_leaves_the_growth_tracker_unchanged() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    let _outcome = scaler.step(&mut opt).unwrap();
+    scaler.step(&mut opt).unwrap();
     scaler.update().unwrap();
     assert!(scaler.set_growth_interval(0).is_err());
     assert_eq!(scaler.get_growth_tracker().unwrap(), 1);

@@ -140,7 +140,7 @@ fn steps_whose_outcome_is_unknown_are_forgotten_by_a_restore() {
         // On a GPU, the last of these are pending.
         for _ in 0..3 {
             let outcome = step(&mut opt, f64::INFINITY);
-            scheduler.step(&mut opt, outcome).unwrap();
+            scheduler.step(&mut opt, &outcome).unwrap();
         }
         let restore = checkpoint.restore().add("scheduler", &mut scheduler);
         restore.add("opt", &mut opt).apply().unwrap();
@@ -149,7 +149,7 @@ fn steps_whose_outcome_is_unknown_are_forgotten_by_a_restore() {
         for taken in 1..4 {
             let outcome = step(&mut opt, 1.0);
             assert!(outcome.is_stepped().unwrap());
-            scheduler.step(&mut opt, outcome).unwrap();
+            scheduler.step(&mut opt, &outcome).unwrap();
             assert_eq!((scheduler.skipped(), scheduler.steps()), (0, taken), "{device:?}");
             assert_eq!(opt.lr(0).unwrap(), 0.5f64.powi(taken as i32), "{device:?}");
         }

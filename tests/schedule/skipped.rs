@@ -28,13 +28,13 @@ fn a_schedule_advances_by_the_steps_that_were_taken() {
             }
             let outcome = scaler.step(&mut opt).unwrap();
             if outcome.has_no_gradients() {
-                scheduler.step(&mut opt, outcome).unwrap();
+                scheduler.step(&mut opt, &outcome).unwrap();
                 continue;
             }
             scaler.update().unwrap();
             // The host has the answer, which a GPU would send a little later.
             outcome.is_stepped().unwrap();
-            scheduler.step(&mut opt, outcome).unwrap();
+            scheduler.step(&mut opt, &outcome).unwrap();
             assert_eq!(scheduler.steps(), taken, "{device:?}, step {step}");
             assert_eq!(opt.lr(0).unwrap(), 0.5f64.powi(taken as i32));
         }
@@ -51,7 +51,7 @@ fn without_an_optimizer_the_program_sets_the_rates() {
     for gradient in [1.0, f64::NAN, 1.0] {
         opt.zero_grad().unwrap();
         scaler.backward(&(&w * Tensor::from(gradient)).sum(None)).unwrap();
-        scheduler.record(scaler.step(&mut opt).unwrap()).unwrap();
+        scheduler.record(&scaler.step(&mut opt).unwrap()).unwrap();
         scaler.update().unwrap();
     }
     assert_eq!(scheduler.lrs(), [0.25, 1.0]);

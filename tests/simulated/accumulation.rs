@@ -27,7 +27,7 @@ fn a_micro_batch_is_left_out_without_synchronizing() {
     // The first iteration makes the scale.
     let loss = w.sum(Kind::Float) * 0.0;
     scaler.backward(&loss).unwrap();
-    let _outcome = scaler.step(&mut opt).unwrap();
+    scaler.step(&mut opt).unwrap();
     scaler.update().unwrap();
     for (factors, change, dropped) in cases {
         let before = w.double_value(&[0]);
@@ -38,7 +38,7 @@ fn a_micro_batch_is_left_out_without_synchronizing() {
                 let loss = (&w * *factor).sum(Kind::Float);
                 window.backward_or_drop(&mut scaler, &opt, &loss).unwrap();
             }
-            let _outcome = scaler.step(&mut opt).unwrap();
+            scaler.step(&mut opt).unwrap();
             scaler.update().unwrap();
             window
         });
@@ -60,7 +60,7 @@ fn a_resumed_window_does_not_synchronize() {
     let mut scaler = GradScaler::new(device).unwrap();
     // The first iteration makes the scale.
     scaler.backward(&(w.sum(Kind::Float) * 0.0)).unwrap();
-    let _outcome = scaler.step(&mut opt).unwrap();
+    scaler.step(&mut opt).unwrap();
     scaler.update().unwrap();
     let factors = [f64::NAN, 2.0, f64::INFINITY, 4.0];
     for place in 0..=factors.len() {
@@ -81,7 +81,7 @@ fn a_resumed_window_does_not_synchronize() {
                 let loss = (&w * *factor).sum(Kind::Float);
                 resumed.backward_or_drop(&mut scaler, &opt, &loss).unwrap();
             }
-            let _outcome = scaler.step(&mut opt).unwrap();
+            scaler.step(&mut opt).unwrap();
             scaler.update().unwrap();
         });
         assert_eq!(counts.host_syncs, 0, "resumed at {place}");

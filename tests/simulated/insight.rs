@@ -83,7 +83,7 @@ fn an_iteration_that_is_not_explained_does_not_synchronize() {
         }
         optimizer.zero_grad().unwrap();
         scaler.backward(&model.loss(1.0, Tensor::shallow_clone).unwrap()).unwrap();
-        let _outcome = scaler.step(&mut optimizer).unwrap();
+        scaler.step(&mut optimizer).unwrap();
         scaler.update().unwrap();
     };
     for _ in 0..3 {

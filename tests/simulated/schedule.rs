@@ -33,7 +33,7 @@ impl Training {
         self.scaler.backward(&(&self.w * factor).sum(Kind::Float)).unwrap();
         let outcome = self.scaler.step(&mut self.opt).unwrap();
         self.scaler.update().unwrap();
-        self.scheduler.step(&mut self.opt, outcome).unwrap();
+        self.scheduler.step(&mut self.opt, &outcome).unwrap();
     }
 
     /// Lets the outcomes of all steps arrive.
@@ -46,7 +46,7 @@ impl Training {
                 return;
             }
             let outcome = self.scaler.step(&mut self.opt).unwrap();
-            self.scheduler.step(&mut self.opt, outcome).unwrap();
+            self.scheduler.step(&mut self.opt, &outcome).unwrap();
             let_answers_come(DEVICE);
         }
         panic!("{} outcomes do not arrive", self.scheduler.pending());

@@ -22,7 +22,7 @@ fn steps_are_counted_correctly_however_late_the_flags_arrive() {
     for factor in [0.5, INF, 0.5, 0.5, INF, INF, 0.5] {
         opt.zero_grad().unwrap();
         backward(&scaler, &losses(&all, TWO, factor)).unwrap();
-        counted.record(scaler.step(&mut opt).unwrap());
+        counted.record(&scaler.step(&mut opt).unwrap());
         scaler.update().unwrap();
         *if factor == INF { &mut skipped } else { &mut taken } += 1;
         assert!(counted.count().unwrap() <= taken && counted.skipped().unwrap() <= skipped);

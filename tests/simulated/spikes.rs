@@ -21,7 +21,7 @@ fn train(simulation: &Simulation, device: Device) -> (f64, [u64; 2]) {
             opt.zero_grad().unwrap();
             scaler.backward(&(&w * *gradient).sum(Kind::Float)).unwrap();
             spikes.watch_loss(loss);
-            let _outcome = scaler.step_unless_spike(&mut opt, f64::INFINITY, &mut spikes).unwrap();
+            scaler.step_unless_spike(&mut opt, f64::INFINITY, &mut spikes).unwrap();
             scaler.update().unwrap();
         });
         // The first iteration makes the scale.

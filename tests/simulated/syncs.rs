@@ -192,7 +192,7 @@ fn counting_steps_does_not_synchronize() {
         let ((), counts) = simulation.count(|| {
             let outcome = scaler.step(&mut opt).unwrap();
             assert!(outcome.poll().is_ok());
-            taken.record(outcome);
+            taken.record(&outcome);
             let _known = (taken.count().unwrap(), taken.skipped().unwrap());
             let _row = taken.consecutive_skips().unwrap();
             scaler.update().unwrap();

@@ -294,7 +294,7 @@ fn losses() {
         if added.is_err() {
             assert_eq!(numbers(&w.grad()), before);
         }
-        let _outcome = scalers.step_clip_value(&mut opt, 1.0)?;
+        scalers.step_clip_value(&mut opt, 1.0)?;
         scalers.update()?;
         added
     });

@@ -99,7 +99,7 @@ impl Trainer {
             bce(&network.forward(reals), 1.0) + bce(&network.forward(&fakes.detach()), 0.0)
         })?;
         self.scaler.backward(&loss)?;
-        let _outcome = self.scaler.step(optimizer)?;
+        self.scaler.step(optimizer)?;
         self.scaler.update()?;
         Ok(loss)
     }
@@ -117,7 +117,7 @@ impl Trainer {
         // Both losses have the graph of the fakes in common: keep it for the second.
         self.scalers.backward_retain_graph(0, &verdict, optimizer)?;
         self.scalers.backward(1, &distance, optimizer)?;
-        self.taken.record(self.scalers.step(optimizer)?);
+        self.taken.record(&self.scalers.step(optimizer)?);
         self.scalers.update()?;
         Ok((verdict, distance))
     }

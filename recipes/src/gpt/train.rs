@@ -151,7 +151,7 @@ impl Training for Trainer<'_> {
         self.scaler.update()?;
         self.ema.update(&outcome)?;
         let norm = outcome.total_norm().map(Tensor::shallow_clone);
-        self.schedule.step(&mut self.optimizer, outcome)?;
+        self.schedule.step(&mut self.optimizer, &outcome)?;
         self.meter.count += rows * micro_batches * self.options.length as usize;
         Ok(Measured { loss, norm, lr })
     }

@@ -148,7 +148,7 @@ impl Training for Trainer<'_> {
         if averages_after(self.options, self.reader.position / rows as u64) {
             self.swa.update(&outcome)?;
         }
-        self.schedule.step(&mut self.optimizer, outcome)?;
+        self.schedule.step(&mut self.optimizer, &outcome)?;
         self.meter.count += rows;
         Ok(Measured { loss: loss.detach(), norm: None, lr })
     }

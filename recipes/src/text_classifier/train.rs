@@ -167,7 +167,7 @@ impl Training for Trainer<'_> {
         let outcome = self.scaler.step_clip_norm(&mut self.optimizer, MAX_NORM)?;
         self.scaler.update()?;
         let norm = outcome.total_norm().map(Tensor::shallow_clone);
-        self.schedule.step(&mut self.optimizer, outcome)?;
+        self.schedule.step(&mut self.optimizer, &outcome)?;
         self.meter.count += self.options.rows;
         Ok(Measured { loss: loss.detach(), norm, lr })
     }

@@ -54,7 +54,7 @@ pub use options::DdpConfig;
 ///         let xs = Tensor::rand([8, 4], (Kind::Float, Device::Cpu)); // different data on each rank
 ///         let loss = ddp.forward(|| autocast(Device::Cpu, || net.forward(&xs).square().mean(Kind::Float)))??;
 ///         ddp.backward_scaled(&mut scaler, &loss)?;
-///         let _outcome = scaler.step(&mut opt)?;
+///         scaler.step(&mut opt)?;
 ///         scaler.update()?;
 ///     }
 ///     Ok(net.ws.sum(Kind::Float).double_value(&[]))

@@ -46,7 +46,7 @@ pub use report::{AtScale, Exponents, HealthReport, LayerHealth, Verdict};
 ///     optimizer.zero_grad()?;
 ///     scaler.backward(&(x.apply(&layer).square().mean(Kind::Float) * 1e-3))?;
 ///     health.observe(&scaler)?;
-///     let _outcome = scaler.step(&mut optimizer)?;
+///     scaler.step(&mut optimizer)?;
 ///     scaler.update()?;
 /// }
 /// let report = health.report()?;
