@@ -59,7 +59,7 @@ usage: cargo xtask <command>
   fuzz [seconds]                     feeds damaged files to the checkpoint readers, for a minute by default
   fmt                                formats the Rust and the C++
   lock                               rewrites xtask/lock from Cargo.lock
-  surface                            rewrites xtask/surface.txt, the list of the public items, fields and methods
+  surface                            rewrites xtask/surface.txt, the list of the public items, and counts them
   package                            rewrites xtask/package.txt, the list of the package's files
   ci                                 what .ci/run runs: test --all-versions
 

@@ -1,153 +1,253 @@
-//! The public API: every item, field and method of the documentation, compared with a committed list, so that no change
-//! is overlooked.
+//! The public API: every item, field, method and implementation, compared with a committed list, so that no change is
+//! overlooked.
 
+use std::collections::{HashMap, HashSet};
+use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use public_api::PublicItem;
+use public_api::tokens::Token;
 
 use crate::args::Args;
-use crate::workspace::Workspace;
-use crate::{process, workspace};
+use crate::{package, process, workspace};
 
-/// The committed list. Its first line is the version of rustdoc that wrote its text.
+/// The committed list.
 const LIST: &str = "xtask/surface.txt";
 
 const REFRESH: &str =
     "if that is right, run `cargo xtask surface`, commit the list and write of it in CHANGELOG.md";
 
-/// `cargo xtask surface`: rewrites the list.
+/// `cargo xtask surface`: rewrites the list, and prints how large the surface is.
 pub(crate) fn rewrite_list(args: Args) -> Result<()> {
     args.end()?;
-    document(&Workspace::announced(None)?)?;
-    let list = workspace::root().join(LIST);
-    fs::write(&list, listed()?).with_context(|| format!("{LIST} cannot be written"))?;
-    println!("wrote {LIST}");
+    let surface = Surface::read(&describe()?)?;
+    fs::write(workspace::root().join(LIST), &surface.list)
+        .with_context(|| format!("{LIST} cannot be written"))?;
+    println!("wrote {LIST}\n{}", surface.size);
     Ok(())
 }
 
-/// Builds the documentation, with warnings as errors, and compares its items with the list.
-pub(crate) fn check(workspace: &Workspace) -> Result<()> {
-    document(workspace)?;
+/// Compares the public API with the list.
+pub(crate) fn check() -> Result<()> {
     let known = fs::read_to_string(workspace::root().join(LIST))
         .with_context(|| format!("{LIST} is missing: {REFRESH}"))?;
-    let now = listed()?;
-    if known.lines().next() != now.lines().next() {
-        eprintln!("WARNING: the surface is NOT COMPARED: {LIST} was made by another rustdoc");
-        return Ok(());
-    }
+    let now = Surface::read(&describe()?)?;
     let only_in = |a: &str, b: &str, sign| -> Vec<String> {
         a.lines()
             .filter(|line| !b.lines().any(|l| l == *line))
             .map(|l| format!("{sign} {l}"))
             .collect()
     };
-    let changes = [only_in(&known, &now, '-'), only_in(&now, &known, '+')].concat();
+    let changes = [only_in(&known, &now.list, '-'), only_in(&now.list, &known, '+')].concat();
     ensure!(changes.is_empty(), "the surface has changed:\n{}\n{REFRESH}", changes.join("\n"));
-    println!("{} items, fields and methods, as {LIST} says", now.lines().count() - 1);
+    println!("{}, as {LIST} says", now.size);
     Ok(())
 }
 
-fn document(workspace: &Workspace) -> Result<()> {
-    // Pages of items that no longer exist would remain.
-    let pages = workspace::target().join("doc/tch_amp");
-    if pages.exists() {
-        fs::remove_dir_all(&pages)
-            .with_context(|| format!("{} cannot be removed", pages.display()))?;
+/// Has rustdoc describe the crate with all features, and returns the path of the description. It needs no libtorch.
+fn describe() -> Result<PathBuf> {
+    // A folder of its own: whenever the variable changes, build scripts of dependencies run again, and what depends on
+    // them is built again.
+    let target = workspace::target().join("surface");
+    let mut rustdoc = package::without_libtorch(&workspace::root());
+    rustdoc.env("CARGO_TARGET_DIR", &target);
+    rustdoc.args(["rustdoc", "--locked", "--package", "tch-amp", "--lib"]);
+    rustdoc.args(["--features", "doc-only,full", "--"]).args(JSON).env(UNSTABLE, "tch_amp");
+    process::run(&mut rustdoc)?;
+    Ok(target.join("doc/tch_amp.json"))
+}
+
+/// The options with which rustdoc writes JSON. They are unstable.
+const JSON: [&str; 4] = ["-Z", "unstable-options", "--output-format", "json"];
+
+/// The variable that lets a stable toolchain take unstable options for the crates that it names.
+const UNSTABLE: &str = "RUSTC_BOOTSTRAP";
+
+/// The public API of a crate.
+#[derive(Debug)]
+struct Surface {
+    /// One line for each item. It must be the same for every toolchain.
+    list: String,
+    size: Size,
+}
+
+impl Surface {
+    /// Reads the API off rustdoc's description. Implementations that the compiler or the standard library provides for
+    /// every type, and those that are derived, are left out.
+    fn read(json: &Path) -> Result<Self> {
+        let api = public_api::Builder::from_rustdoc_json(json)
+            .omit_blanket_impls(true)
+            .omit_auto_trait_impls(true)
+            .omit_auto_derived_impls(true)
+            .build()
+            .with_context(unreadable)?;
+        let items: Vec<_> = api.into_items().collect();
+        // An implementation may be in several blocks, and belong to several types.
+        let mut seen = HashSet::new();
+        let lines = items.iter().map(line).filter(|line| seen.insert(line.clone()));
+        let list = lines.map(|line| line + "\n").collect();
+        Ok(Self { list, size: Size::of(&items) })
     }
-    process::run(workspace.cargo_full("doc").arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"))
 }
 
-/// The version of rustdoc, followed by the sorted items.
-fn listed() -> Result<String> {
-    let version = process::read(std::process::Command::new("rustdoc").arg("--version"))?;
-    let root = workspace::target().join("doc/tch_amp");
-    let mut lines = Vec::new();
-    for page in pages(&root)? {
-        let html = fs::read_to_string(&page)
-            .with_context(|| format!("{} cannot be read", page.display()))?;
-        let place = page.strip_prefix(&root)?.with_extension("");
-        let place = place.display().to_string().replace('/', "::");
-        lines.extend(items(&html).into_iter().map(|item| format!("{place}: {item}")));
-    }
-    lines.sort();
-    Ok(format!("{}\n{}\n", version.trim(), lines.join("\n")))
+/// What to do about JSON in a format that the crate `public-api` does not know.
+fn unreadable() -> String {
+    let rustdoc = process::first_line(Command::new("rustdoc").arg("--version"));
+    format!(
+        "{} writes JSON that the crate `public-api` of Cargo.lock cannot read. If this Rust is older than {}, use a \
+         newer one: `rustup update stable`, then `cargo +stable xtask`. If it is newer, update the crate: \
+         `cargo update --package public-api`, or a newer version in xtask/Cargo.toml, then `cargo xtask lock` and \
+         `cargo xtask surface`",
+        rustdoc.as_deref().unwrap_or("this rustdoc"),
+        public_api::MINIMUM_NIGHTLY_RUST_VERSION,
+    )
 }
 
-/// The pages of items, in all folders.
-fn pages(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
-    let entries =
-        fs::read_dir(folder).with_context(|| format!("{} cannot be read", folder.display()))?;
-    for entry in entries {
-        let path = entry?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        if path.is_dir() {
-            found.extend(pages(&path)?);
-        } else if name.ends_with(".html") && name != "index.html" && name != "all.html" {
-            found.push(path);
-        }
-    }
-    Ok(found)
-}
-
-/// The declaration of a page's item, and the headers of its methods and implementations, except for those that the
-/// compiler or the standard library provides for every type.
-fn items(html: &str) -> Vec<String> {
-    let own = ["id=\"synthetic-implementations\"", "id=\"blanket-implementations\""];
-    let end = own.iter().filter_map(|id| html.find(id)).min().unwrap_or(html.len());
-    let html = &html[..end];
-    let declared = between(html, "item-decl\"><code>", "</code></pre>");
-    let headers = ["<h4 class=\"code-header\">", "<h3 class=\"code-header\">"]
-        .into_iter()
-        .zip(["</h4>", "</h3>"])
-        .flat_map(|(start, end)| between(html, start, end));
-    let headers =
-        headers.filter(|header| !header.starts_with("fn ") && !header.starts_with("type "));
-    declared.chain(headers).collect()
-}
-
-/// The texts between two markers.
-fn between(html: &str, start: &str, end: &str) -> impl Iterator<Item = String> {
-    html.split(start).skip(1).filter_map(move |rest| rest.split(end).next()).map(text)
-}
-
-/// The text of HTML without its tags, on one line.
-fn text(html: &str) -> String {
-    let mut text = String::new();
-    let mut in_tag = false;
-    for c in html.chars() {
-        match c {
-            '<' => in_tag = true,
-            '>' => in_tag = false,
-            c if !in_tag => text.push(c),
+/// The text of an item. Of an item of the standard library it has the name alone: the path would be that of the private
+/// module that defines it, which changes between releases of Rust.
+fn line(item: &PublicItem) -> String {
+    let mut line = String::new();
+    let mut skips = false;
+    for token in item.tokens() {
+        match token {
+            Token::Identifier(name) if ["alloc", "core", "std"].contains(&&**name) => {
+                skips |= !line.ends_with("::");
+            }
+            Token::Type(_) => skips = false,
             _ => {}
         }
+        if !skips {
+            line.push_str(token.text());
+        }
     }
-    let entities =
-        [("&lt;", "<"), ("&gt;", ">"), ("&quot;", "\""), ("&#39;", "'"), ("&nbsp;", " ")];
-    for (entity, sign) in entities {
-        text = text.replace(entity, sign);
+    line
+}
+
+/// How large a public API is.
+#[derive(Debug, PartialEq, Eq)]
+struct Size {
+    /// What modules have: structs, enums, traits, functions, macros, aliases of types and constants.
+    items: usize,
+    /// The methods and functions of types, and those that traits declare.
+    methods: usize,
+}
+
+impl Size {
+    fn of(items: &[PublicItem]) -> Self {
+        let parents: HashMap<_, _> = items.iter().map(|item| (item.id(), item)).collect();
+        let mut size = Self { items: 0, methods: 0 };
+        for item in items {
+            let Some(parent) = item.parent_id().and_then(|id| parents.get(&id)) else { continue };
+            let of_module = kind(parent) == Some("mod") && kind(item) != Some("mod");
+            let of_type = kind(parent) == Some("trait") || is_inherent(parent);
+            size.items += usize::from(of_module);
+            size.methods += usize::from(of_type && kind(item) == Some("fn"));
+        }
+        size
     }
-    let text = text.replace("&amp;", "&");
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} public items and {} methods", self.items, self.methods)
+    }
+}
+
+/// The keyword with which an item is declared.
+fn kind(item: &PublicItem) -> Option<&str> {
+    item.tokens().find_map(|token| match token {
+        Token::Kind(word) => Some(&**word),
+        _ => None,
+    })
+}
+
+/// Whether the item is an implementation without a trait.
+fn is_inherent(item: &PublicItem) -> bool {
+    let text = item.to_string();
+    text.starts_with("impl") && !text.contains(" for ")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// A folder for a test, without the files of an earlier run.
+    fn folder(name: &str) -> PathBuf {
+        let folder = workspace::target().join("surface-tests").join(name);
+        drop(fs::remove_dir_all(&folder));
+        fs::create_dir_all(&folder).unwrap();
+        folder
+    }
+
+    /// The surface of a crate with this source.
+    fn surface(source: &str) -> Surface {
+        let folder = folder("items");
+        let file = folder.join("sample.rs");
+        fs::write(&file, source).unwrap();
+        let mut rustdoc = Command::new("rustdoc");
+        rustdoc.args(["--crate-name", "sample", "--crate-type", "lib", "--edition", "2024"]);
+        rustdoc.args(JSON).env(UNSTABLE, "sample").arg("--out-dir").arg(&folder).arg(file);
+        process::run(&mut rustdoc).unwrap();
+        Surface::read(&folder.join("sample.json")).unwrap()
+    }
+
     #[test]
-    fn items_are_read_off_a_page() {
-        let page = "<pre class=\"rust item-decl\"><code>pub struct <a>A</a> { <span>/* private fields */</span> }</code></pre>\
-            <h4 class=\"code-header\">pub fn f(\n    self,\n) -&gt; Result&lt;A&gt;</h4>\
-            <h3 class=\"code-header\">impl Clone for A</h3><h4 class=\"code-header\">fn clone(&amp;self) -&gt; Self</h4>\
-            <h2 id=\"blanket-implementations\"></h2><h3 class=\"code-header\">impl&lt;T&gt; Any for T</h3>";
-        let expected = [
-            "pub struct A { /* private fields */ }",
-            "pub fn f( self, ) -> Result<A>",
-            "impl Clone for A",
-        ];
-        assert_eq!(items(page), expected);
+    fn every_item_has_a_line_and_methods_are_counted_once() {
+        let surface = surface(
+            "pub mod shapes {
+                #[derive(Clone, Debug)]
+                pub struct Shape { pub std: f64 }
+                impl Shape { pub fn area(&self) -> std::io::Result<String> { todo!() } }
+                impl Shape { pub fn edges<F>(&self, f: F) where F: for<'a> Fn(&'a str) {} }
+                impl super::Draw for Shape { fn draw(&self) {} }
+                pub struct Shared(Shape);
+                impl std::ops::Deref for Shared { type Target = Shape; fn deref(&self) -> &Shape { &self.0 } }
+                pub enum Kind { Round, Square(u8) }
+                pub const MOST: usize = 3;
+                pub type Shapes = std::collections::HashMap<String, Shape>;
+            }
+            pub trait Draw { fn draw(&self); fn draw_twice(&self) {} }
+            pub fn draw(shape: &dyn Draw) {}
+            fn private() {}
+            #[macro_export] macro_rules! shapes { () => {} }",
+        );
+        let expected = "\
+            pub mod sample\n\
+            pub mod sample::shapes\n\
+            pub enum sample::shapes::Kind\n\
+            pub sample::shapes::Kind::Round\n\
+            pub sample::shapes::Kind::Square(u8)\n\
+            pub struct sample::shapes::Shape\n\
+            pub sample::shapes::Shape::std: f64\n\
+            impl sample::shapes::Shape\n\
+            pub fn sample::shapes::Shape::area(&self) -> Result<String>\n\
+            pub fn sample::shapes::Shape::edges<F>(&self, F) where F: for<'a> Fn(&'a str)\n\
+            impl sample::Draw for sample::shapes::Shape\n\
+            pub fn sample::shapes::Shape::draw(&self)\n\
+            pub fn sample::shapes::Shape::draw_twice(&self)\n\
+            pub struct sample::shapes::Shared(_)\n\
+            impl Deref for sample::shapes::Shared\n\
+            pub type sample::shapes::Shared::Target = sample::shapes::Shape\n\
+            pub fn sample::shapes::Shared::deref(&self) -> &sample::shapes::Shape\n\
+            pub const sample::shapes::MOST: usize\n\
+            pub type sample::shapes::Shapes = HashMap<String, sample::shapes::Shape>\n\
+            pub macro sample::shapes!\n\
+            pub trait sample::Draw\n\
+            pub fn sample::Draw::draw(&self)\n\
+            pub fn sample::Draw::draw_twice(&self)\n\
+            pub fn sample::draw(&dyn sample::Draw)\n";
+        assert_eq!(surface.list, expected);
+        assert_eq!(surface.size, Size { items: 8, methods: 4 });
+    }
+
+    #[test]
+    fn json_in_another_format_is_an_error_that_says_what_to_do() {
+        let json = folder("format").join("sample.json");
+        fs::write(&json, r#"{"format_version": 1}"#).unwrap();
+        let error = Surface::read(&json).unwrap_err().to_string();
+        assert!(error.contains("cargo update --package public-api"), "{error}");
     }
 }
