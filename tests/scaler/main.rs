@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod backward_step;
 mod gradients;
 mod identity;
 mod losses;

@@ -215,6 +215,25 @@ fn an_outcome_is_read_once() {
         stepped && !outcome.is_skipped().unwrap()
     });
     assert_eq!((stepped, counts.host_syncs), (true, 1));
+    let (stepped, counts) = simulation.count(|| outcome.clone().is_stepped().unwrap());
+    assert_eq!((stepped, counts.host_syncs), (true, 0));
+}
+
+/// Clones ask the device once for all of them, and polling never synchronizes.
+#[test]
+fn the_clones_of_an_outcome_share_a_transfer() {
+    let Some(simulation) = Simulation::find() else { return };
+    let all = parameters(TWO, Kind::Float, 1);
+    let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
+    let mut scaler = scaler();
+    let loss = losses(&all, &[Device::Cuda(0)], 0.5).remove(0);
+    let (outcome, counts) = simulation.count(|| scaler.backward_step(&mut opt, &loss).unwrap());
+    assert_eq!(counts.host_syncs, 0);
+    let (_answer, first) = simulation.count(|| outcome.poll().unwrap());
+    let (_answers, others) =
+        simulation.count(|| [outcome.clone(), outcome.clone()].map(|clone| clone.poll().unwrap()));
+    assert!(first.launches > 0);
+    assert_eq!((others.launches, others.host_syncs), (0, 0));
 }
 
 #[test]
