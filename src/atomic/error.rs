@@ -1,7 +1,7 @@
 //! The errors of replacing a file.
 
-use std::io;
 use std::path::{Path, PathBuf};
+use std::{fmt, io};
 
 /// Why a file could not be replaced, or why this is uncertain. An existing file is never left partly written.
 ///
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 ///     saved => assert!(saved.is_err()),
 /// }
 /// ```
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
     /// The file was not replaced, and an existing file is unchanged.
@@ -57,6 +57,13 @@ pub enum SaveError {
         /// Why the file was not replaced.
         cause: Box<SaveError>,
     },
+}
+
+/// The message, as for the other errors.
+impl fmt::Debug for SaveError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
 }
 
 /// Returns a function that makes a [`SaveError::Io`] of an I/O error.

@@ -3,7 +3,7 @@
 use tch::{Device, Kind};
 
 /// The errors of opening an autocast region.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum AutocastError {
     /// Autocast does not support the dtype.

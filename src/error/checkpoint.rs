@@ -4,7 +4,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::atomic::SaveError;
-use crate::error::text::debug_as_message;
 use crate::error::{BoxError, list, sentence, shown};
 
 /// Why a checkpoint could not be saved, loaded or restored. Unless a variant says otherwise, a failed save leaves the
@@ -181,11 +180,6 @@ pub enum CheckpointError {
         cause: BoxError,
     },
 }
-
-debug_as_message!(
-    CheckpointError: Save, Io, Damaged, Newer, NotRemoved, AllDamaged, Unsaveable, NoPart, OtherPart, Keys, Tensor,
-    Value, NonFiniteBuffer, Interrupted
-);
 
 impl CheckpointError {
     /// Returns a function that makes a [`CheckpointError::Io`] of an I/O error.

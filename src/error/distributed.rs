@@ -4,7 +4,7 @@ use std::fmt;
 use std::process::ExitStatus;
 
 /// Why ranks could not form a group, or could not communicate.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum DistributedError {
     /// An environment variable that describes the group is not set, or has a value that cannot be used.

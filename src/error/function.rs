@@ -20,7 +20,7 @@ use crate::error::text::{Number, chain};
 /// assert!(matches!(&failed, Err(Error::Function(FunctionError::Forward { name, .. })) if name == "root"));
 /// assert!(failed.is_err_and(|error| error.to_string() == "root: forward failed: negative"));
 /// ```
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum FunctionError {
     /// The forward of a custom function failed. The message contains the causes, which `source()` therefore does not

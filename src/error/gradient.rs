@@ -17,7 +17,7 @@ use crate::error::text::Number;
 /// let clipped = clip_grad_norm_error_if_nonfinite(&[w], 1.0);
 /// assert!(matches!(clipped, Err(Error::Gradient(GradientError::NonFiniteNorm { norm: f64::INFINITY }))));
 /// ```
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum GradientError {
     /// A gradient cannot be unscaled, clipped or used by the optimizer. No gradient was changed.

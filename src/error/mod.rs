@@ -14,6 +14,8 @@ mod policy;
 mod scaler;
 mod text;
 
+use std::fmt;
+
 use tch::Device;
 
 use crate::atomic::SaveError;
@@ -55,7 +57,7 @@ pub(crate) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// assert!(scaler.is_enabled());
 /// # Ok::<(), Error>(())
 /// ```
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An autocast region could not be opened.
@@ -117,6 +119,32 @@ pub enum Error {
     #[error("libtorch: {0}")]
     Torch(String),
 }
+
+/// Implements `Debug` as the message. A program whose `main` returns the error prints it so, and a field may hold
+/// megabytes of text from a file.
+macro_rules! debug_is_the_message {
+    ($($error:ty),+ $(,)?) => {$(
+        impl fmt::Debug for $error {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{self}")
+            }
+        }
+    )+};
+}
+
+debug_is_the_message!(
+    Error,
+    AutocastError,
+    CheckpointError,
+    FunctionError,
+    GradientError,
+    OptimizerError,
+    PolicyError,
+    ScalerError,
+);
+
+#[cfg(feature = "distributed")]
+debug_is_the_message!(DistributedError);
 
 impl Error {
     /// Makes an [`Error::InvalidArgument`] for a number outside its range.

@@ -1,6 +1,6 @@
 //! Errors of optimizers.
 
-use crate::error::text::{chain, debug_as_message};
+use crate::error::text::chain;
 use crate::error::{BoxError, sentence, shown};
 
 /// Why an optimizer was not built, changed, loaded or stepped. Unless a variant says otherwise, nothing was changed.
@@ -96,8 +96,3 @@ pub enum OptimizerError {
     #[error("the optimizer's step failed: {}", chain(&**.0))]
     Step(BoxError),
 }
-
-debug_as_message!(
-    OptimizerError: NoParameters, NoMasterWeights, Parameter, SharedMemory, NoSuchGroup, NoSuchOption, OtherAlgorithm,
-    State, Step
-);

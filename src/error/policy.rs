@@ -15,7 +15,7 @@ use tch::Kind;
 /// // The message says what is allowed.
 /// assert!(read.is_err_and(|error| error.to_string().contains("dtypes are float32 (f32,")));
 /// ```
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum PolicyError {
     /// The text is not the name of a level of mixed precision.

@@ -28,12 +28,12 @@ use crate::error::text::Number;
 /// assert!(matches!(diverged, Err(Error::Scaler(ScalerError::TooManySkips { skips: 2, scale: 16384.0, .. }))));
 /// # Ok::<(), Error>(())
 /// ```
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ScalerError {
     /// A tensor with an integer, boolean or complex dtype was given to be scaled.
     #[error(
-        "a tensor of dtype {dtype:?} cannot be scaled; scale a floating-point loss (convert it with to_kind)"
+        "a tensor of dtype {dtype:?} cannot be scaled: scale the loss itself, a floating-point tensor through which gradients flow, not a count, an index or a comparison"
     )]
     Dtype {
         /// The dtype of the tensor.
@@ -48,14 +48,14 @@ pub enum ScalerError {
 
     /// `unscale_` was called after `step` in one iteration, with gradients that the step has used.
     #[error(
-        "unscale_ is being called after step on these parameters, and their gradients are not new; call update() first, or zero them before the next loss is scaled"
+        "unscale_ is being called after step on these parameters, and their gradients are not new: call update() at the end of every iteration, or zero them before the next loss is scaled"
     )]
     UnscaleAfterStep,
 
     /// `step`, `abandon` or a backward of several losses was called with gradients that a step in this iteration, which
     /// was taken or skipped, has already used.
     #[error(
-        "step has already been called on these parameters, and their gradients are not new; call update() first, or zero them before the next loss is scaled"
+        "step has already been called on these parameters, and their gradients are not new: call update() at the end of every iteration, or zero them before the next loss is scaled"
     )]
     AlreadyStepped,
 
@@ -69,7 +69,7 @@ pub enum ScalerError {
 
     /// `update` was called, but no gradient was checked since the last call.
     #[error(
-        "no inf checks were recorded before update(): call step or unscale_ with an optimizer whose parameters have gradients and are not frozen"
+        "no inf checks were recorded before update(): call it only after step or unscale_ with an optimizer whose parameters have gradients and are not frozen, so while gradients accumulate only in the iteration that steps"
     )]
     NoInfChecks,
 
@@ -82,7 +82,7 @@ pub enum ScalerError {
 
     /// Too many consecutive iterations overflowed. The iteration was ended as usual: the scale has backed off.
     #[error(
-        "{skips} iterations in a row overflowed (the limit is {limit}) and the scale is down to {}: look for a diverging loss or an infinite input",
+        "{skips} iterations in a row overflowed (the limit is {limit}) and the scale is down to {}: look for a diverging loss or an infinite input; insight::Tracer names the operator that made the first infinity or NaN",
         Number(*scale)
     )]
     TooManySkips {
@@ -97,7 +97,7 @@ pub enum ScalerError {
     /// An iteration overflowed while the scale was at `min_scale`, and `error_at_min_scale` is set. The iteration was
     /// ended as usual.
     #[error(
-        "an iteration overflowed at the smallest scale, {}, which cannot back off: look for a diverging loss or an infinite input, or lower min_scale",
+        "an iteration overflowed at the smallest scale, {}, which cannot back off: look for a diverging loss or an infinite input, or lower min_scale; insight::Tracer names the operator that made the first infinity or NaN",
         Number(*scale)
     )]
     ScaleAtMinimum {
@@ -116,7 +116,7 @@ pub enum ScalerError {
 
     /// The state is empty, like that of a disabled scaler, which an enabled one cannot load.
     #[error(
-        "the scaler state is empty, possibly because a disabled GradScaler saved it; start with a new scaler"
+        "the scaler state is empty, as a disabled GradScaler saves it: to scale from here on, load nothing and keep the new scaler; to go on without scaling, use GradScaler::disabled(), which loads it"
     )]
     EmptyState,
 

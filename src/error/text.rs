@@ -48,23 +48,6 @@ pub(crate) fn list<N: AsRef<str>>(names: &[N]) -> String {
     }
 }
 
-/// Implements `Debug` for an error as the name of the variant with the message: a field may hold megabytes of text from
-/// a file.
-macro_rules! debug_as_message {
-    ($error:ident: $($variant:ident),+ $(,)?) => {
-        impl std::fmt::Debug for $error {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                let variant = match self {
-                    $(Self::$variant { .. } => stringify!($variant)),+
-                };
-                write!(f, "{variant}({self})")
-            }
-        }
-    };
-}
-
-pub(crate) use debug_as_message;
-
 /// A number as errors show it: with an exponent if it would have very many digits.
 pub(crate) struct Number(pub(crate) f64);
 

@@ -99,7 +99,7 @@ impl Gradients<'_> {
 fn problem(gradient: &Gradient, allow_fp16: bool) -> Option<&'static str> {
     if gradient.is_fp16() && !allow_fp16 {
         return Some(
-            "is fp16, in which small values are lost: keep parameters in f32 and let autocast do the casts, or set allow_fp16_gradients",
+            "is fp16, in which small values are lost: keep parameters in f32 and let autocast do the casts, give a fused optimizer master_weights, or set allow_fp16_gradients",
         );
     }
     if !gradient.is_floating_or_complex() {
