@@ -36,12 +36,12 @@ fn build() -> Result<()> {
         "libtorch {version} is not supported (2.11 to 2.13 are). Set LIBTORCH to a libtorch of the \
          version that your tch wants, or LIBTORCH_BYPASS_VERSION_CHECK=1 to try"
     );
-    // The lists of autocast differ between versions.
-    println!("cargo:rustc-env=TAMP_LIBTORCH={version}");
+    println!("cargo:rustc-env=TAMP_LIBTORCH={version}"); // autocast's lists differ between versions
     let cuda = Path::new(&lib).join("libtorch_cuda.so").exists();
     let out = env::var("OUT_DIR")?;
     compile(compiler(&include, cuda), &version, Path::new(&out)).context(
-        "cannot compile csrc/. A C++17 compiler is needed: install g++ or clang++, or set CXX to one",
+        "cannot compile csrc/. If there is no C++ compiler, install g++ or clang++, or set CXX to one. If errors are \
+         in libtorch's headers, the compiler lacks C++17 or LIBTORCH_INCLUDE belongs to another libtorch",
     )?;
     println!("cargo:rustc-link-search=native={out}\ncargo:rustc-link-search=native={lib}");
     // Whole, or the object that keeps libtorch_cuda linked would be left out (see csrc/device.cpp).
@@ -69,9 +69,9 @@ fn compiler(include: &str, cuda: bool) -> cc::Build {
     let gloo = "csrc/distributed/gloo_headers";
     compiler.flags([include, &api, gloo].map(|folder| format!("-isystem{folder}")));
     compiler.flags(["-iquote.", "-iquotecsrc"]); // not -I: <memory.h> is the system's
-    // Hooks for this crate's own tests: two functions more, and a counter that nothing else sets. Users' debug builds
-    // have them as well, because their profile is the same. A profile may set debug_assertions otherwise.
-    let testing = env::var("PROFILE").is_ok_and(|profile| profile == "debug");
+    // Hooks for this crate's own tests, which `.cargo/config.toml` asks for: neither users nor benchmarks have them.
+    let testing =
+        variable("TCH_AMP_TESTING").is_some() && variable("PROFILE").as_deref() == Some("debug");
     if testing {
         println!("cargo:rustc-cfg=tamp_testing");
     }
