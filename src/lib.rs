@@ -16,6 +16,7 @@
 #![deny(unsafe_code)]
 
 pub mod accumulation;
+mod amp;
 mod atomic;
 pub mod autocast;
 pub mod average;
@@ -50,7 +51,8 @@ mod sys;
 pub mod tree;
 mod variables;
 
-pub use autocast::region::{Autocast, autocast};
+pub use amp::{Amp, MixedPrecision};
+pub use autocast::region::{Autocast, autocast, try_autocast};
 pub use error::{Error, Result};
 pub use function::closures::function;
 pub use policy::dtypes::Policy;

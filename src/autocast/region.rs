@@ -7,9 +7,7 @@ use tch::{Device, Kind};
 use crate::autocast::overrides::Overrides;
 use crate::autocast::stack;
 use crate::device::check_usable;
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::{AutocastError, Result};
+use crate::error::{AutocastError, Error, Result};
 use crate::ffi::RawAutocastState;
 
 /// The options of an autocast region: its device, its dtype, whether it is enabled, and whether it caches weights.
@@ -179,6 +177,31 @@ impl Autocast {
         stack::within(previous, next, f)
     }
 
+    /// Runs a closure that can fail inside the region like [`run`](Self::run), and returns its error or that of the
+    /// region.
+    ///
+    /// # Errors
+    ///
+    /// The error of `f`, and the same as [`enter`](Self::enter).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_amp::{Autocast, Error};
+    ///
+    /// let x = Tensor::ones([2, 2], (Kind::Float, Device::Cpu));
+    /// let product = Autocast::new(Device::Cpu).try_run(|| Ok::<_, Error>(x.f_matmul(&x)?))?;
+    /// assert_eq!(product.kind(), Kind::BFloat16);
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn try_run<T, E: From<Error>>(
+        self,
+        f: impl FnOnce() -> std::result::Result<T, E>,
+    ) -> std::result::Result<T, E> {
+        self.run(f)?
+    }
+
     /// Returns the thread's state before the region and the state inside it.
     fn states(self) -> Result<(RawAutocastState, RawAutocastState)> {
         let device = self.device;
@@ -291,4 +314,16 @@ impl Drop for AutocastGuard {
 /// ```
 pub fn autocast<T>(device: Device, f: impl FnOnce() -> T) -> Result<T> {
     Autocast::new(device).run(f)
+}
+
+/// Runs a closure that can fail like [`autocast`], and returns its error or that of the region.
+///
+/// # Errors
+///
+/// The error of `f`, and the same as [`Autocast::enter`].
+pub fn try_autocast<T, E: From<Error>>(
+    device: Device,
+    f: impl FnOnce() -> std::result::Result<T, E>,
+) -> std::result::Result<T, E> {
+    Autocast::new(device).try_run(f)
 }

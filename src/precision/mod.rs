@@ -23,6 +23,9 @@ pub use advice::{MatmulSpeed, advice_for_layer};
 lazy_static! {
     /// What has been measured in this process, by device.
     static ref MEASURED: Mutex<HashMap<String, Precision>> = Mutex::default();
+
+    /// The speeds by which a precision was chosen in this process, by device.
+    static ref CHOSEN: Mutex<HashMap<String, MatmulSpeed>> = Mutex::default();
 }
 
 /// How fast matrix products are on a device in f32, in TensorFloat-32 where there is such a thing, in bf16 and in fp16.
@@ -127,6 +130,10 @@ pub fn advice_for_model(vs: &VarStore) -> Vec<String> {
 const SIZES: [i64; 5] = [64, 128, 256, 512, 1024];
 const LARGE_SIZES: [i64; 2] = [2048, 4096];
 
+/// The size by which a precision is chosen on a CPU, and on a GPU.
+const SIZE: i64 = 512;
+const LARGE_SIZE: i64 = 2048;
+
 /// A product that takes longer is not repeated, and no larger one is computed in its precision, unless that is f32.
 const SLOW: Duration = Duration::from_millis(60);
 
@@ -189,33 +196,58 @@ impl Candidate {
 
 /// The speeds of products of all sizes.
 fn measured_speeds(device: Device) -> Result<Vec<MatmulSpeed>> {
-    // A region around the caller would cast every matrix to its own dtype.
-    let _own = OutsideRegions::enter();
     let large = LARGE_SIZES.into_iter().filter(|_| device != Device::Cpu);
     let mut candidates = Candidate::of(device).to_vec();
-    let mut speeds = Vec::new();
-    for size in SIZES.into_iter().chain(large) {
-        let matrices: std::result::Result<Vec<_>, _> = candidates
-            .iter()
-            .map(|candidate| Tensor::f_ones([size, size], (candidate.kind(), device)))
-            .collect();
-        let matrices = matrices?;
-        let times = shortest(candidates.len(), |i| candidates[i].time(&matrices[i]))?;
-        let gflops = |time: Duration| 2.0 * (size as f64).powi(3) / time.as_secs_f64() / 1e9;
-        let speed = |wanted| {
-            let place = candidates.iter().position(|candidate| *candidate == wanted)?;
-            times.get(place).copied().map(gflops)
-        };
-        if let Some(f32) = speed(Candidate::F32) {
-            let [tf32, bf16, f16] = [Candidate::Tf32, Candidate::BF16, Candidate::F16].map(speed);
-            speeds.push(MatmulSpeed::new(size, f32, tf32, bf16, f16));
-        }
-        let mut times = times.iter();
-        candidates.retain(|candidate| {
-            times.next().is_some_and(|time| candidate.is_f32() || *time <= SLOW)
-        });
+    SIZES
+        .into_iter()
+        .chain(large)
+        .map(|size| measured_speed(device, size, &mut candidates))
+        .collect()
+}
+
+/// The speeds of products of one size. Candidates that are slow at it are removed.
+fn measured_speed(
+    device: Device,
+    size: i64,
+    candidates: &mut Vec<Candidate>,
+) -> Result<MatmulSpeed> {
+    // A region around the caller would cast every matrix to its own dtype.
+    let _own = OutsideRegions::enter();
+    let matrices: std::result::Result<Vec<_>, _> = candidates
+        .iter()
+        .map(|candidate| Tensor::f_ones([size, size], (candidate.kind(), device)))
+        .collect();
+    let matrices = matrices?;
+    let times = shortest(candidates.len(), |i| candidates[i].time(&matrices[i]))?;
+    let gflops = |time: Duration| 2.0 * (size as f64).powi(3) / time.as_secs_f64() / 1e9;
+    let speed = |wanted| {
+        let place = candidates.iter().position(|candidate| *candidate == wanted)?;
+        times.get(place).copied().map(gflops)
+    };
+    let [f32, tf32, bf16, f16] =
+        [Candidate::F32, Candidate::Tf32, Candidate::BF16, Candidate::F16].map(speed);
+    let mut times = times.iter();
+    candidates
+        .retain(|candidate| times.next().is_some_and(|time| candidate.is_f32() || *time <= SLOW));
+    // f32 is always among the candidates.
+    Ok(MatmulSpeed::new(size, f32.unwrap_or(f64::NAN), tf32, bf16, f16))
+}
+
+/// The speeds of products of one size that is usual in models, for the choice of a precision. Measured once for each
+/// device, in a fraction of a second. Synchronizes.
+pub(crate) fn speed_for_choice(device: Device) -> Result<MatmulSpeed> {
+    let mut chosen = CHOSEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let key = format!("{device:?}");
+    if let Some(known) = chosen.get(&key) {
+        return Ok(*known);
     }
-    Ok(speeds)
+    let size = if device == Device::Cpu { SIZE } else { LARGE_SIZE };
+    // fp16 on a CPU is never chosen, and takes long.
+    let mut candidates = Candidate::of(device).to_vec();
+    candidates.retain(|candidate| device != Device::Cpu || *candidate != Candidate::F16);
+    let new = no_grad(|| measured_speed(device, size, &mut candidates))?;
+    chosen.insert(key, new);
+    Ok(new)
 }
 
 /// The shortest of several times of each of `count` products. They take turns, so that a moment in which the machine is

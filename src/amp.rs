@@ -1,0 +1,232 @@
+//! One switch for the precision of a run: its regions and its scaler.
+
+use std::fmt;
+use std::result::Result as StdResult;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind};
+
+use crate::autocast::region::Autocast;
+use crate::device::check_usable;
+use crate::error::{Error, Result};
+use crate::precision::{MatmulSpeed, speed_for_choice};
+use crate::scaler::GradScaler;
+
+/// The precision of a training run, as its user chooses it, for instance with `--amp` on a command line.
+///
+/// [`on`](Self::on) a device it becomes a [`MixedPrecision`], which opens the regions and makes the scaler. It is parsed
+/// from `off`, `bf16`, `fp16` and `auto`, and printed and serialized so. Corresponds to the flag `mixed_precision` of
+/// Hugging Face's Accelerate; `torch.amp` has no counterpart.
+///
+/// # Examples
+///
+/// ```
+/// use tch::nn::{self, Module, OptimizerConfig};
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::Amp;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let device = Device::cuda_if_available();
+/// let amp = "bf16".parse::<Amp>()?.on(device)?;
+/// println!("{amp}");
+/// let vs = nn::VarStore::new(device);
+/// let net = nn::linear(vs.root(), 20, 3, Default::default());
+/// let mut opt = nn::Adam::default().build(&vs, 1e-2)?;
+/// let mut scaler = amp.scaler()?;
+/// let xs = Tensor::randn([64, 20], (Kind::Float, device));
+/// let ys = xs.slice(1, 0, 3, 1).argmax(1, false);
+/// for _ in 0..3 {
+///     let loss = amp.autocast(|| net.forward(&xs).cross_entropy_for_logits(&ys))?;
+///     scaler.backward_step(&mut opt, &loss)?;
+/// }
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Amp {
+    /// Plain f32.
+    Off,
+    /// Regions in bf16. bf16 has the exponents of f32 and needs no loss scaling.
+    Bf16,
+    /// Regions in fp16, with a scaler.
+    Fp16,
+    /// What is fastest on the device: bf16 if it computes products faster than f32 does, else fp16 on a GPU, else f32.
+    #[default]
+    Auto,
+}
+
+impl Amp {
+    const ALL: [Self; 4] = [Self::Off, Self::Bf16, Self::Fp16, Self::Auto];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Bf16 => "bf16",
+            Self::Fp16 => "fp16",
+            Self::Auto => "auto",
+        }
+    }
+
+    /// Decides the precision on a device. [`Auto`](Self::Auto) times a few matrix products in each dtype, which takes a
+    /// fraction of a second and synchronizes, once for each device in a process; the others only check the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::DeviceUnavailable`] if the device cannot be used here; with `Auto`, [`Error::Torch`] if libtorch fails.
+    pub fn on(self, device: Device) -> Result<MixedPrecision> {
+        check_usable(device)?;
+        let (dtype, reason) = match self {
+            Self::Off => (None, None),
+            Self::Bf16 => (Some(Kind::BFloat16), None),
+            Self::Fp16 => (Some(Kind::Half), None),
+            Self::Auto => {
+                let (dtype, reason) = fastest(&speed_for_choice(device)?, device != Device::Cpu);
+                (dtype, Some(reason))
+            }
+        };
+        Ok(MixedPrecision { device, dtype, reason })
+    }
+}
+
+/// The dtype with the fastest products, and why; `None` for f32. fp16 needs a scaler and, on CPUs, has few fast kernels,
+/// so that it is chosen on a GPU alone, and there after bf16.
+fn fastest(speed: &MatmulSpeed, is_gpu: bool) -> (Option<Kind>, String) {
+    let gain = |name: &str, flops: Option<f64>| {
+        let ratio = flops? / speed.f32;
+        Some((ratio, format!("{name} products are {ratio:.1} times as fast as f32 here")))
+    };
+    let bf16 = gain("bf16", speed.bf16);
+    let fp16 = gain("fp16", speed.fp16).filter(|_| is_gpu);
+    let faster =
+        |gain: &Option<(f64, String)>| gain.as_ref().is_some_and(|(ratio, _)| *ratio > 1.0);
+    if faster(&bf16) {
+        return (Some(Kind::BFloat16), bf16.map(|(_, text)| text).unwrap_or_default());
+    }
+    let others: Vec<_> = [bf16, fp16.clone()].into_iter().flatten().map(|(_, text)| text).collect();
+    (faster(&fp16).then_some(Kind::Half), others.join(", and "))
+}
+
+impl fmt::Display for Amp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Amp {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|amp| amp.name() == text).ok_or_else(|| Error::InvalidArgument {
+            name: "amp",
+            problem: format!("is {text:?}, but must be off, bf16, fp16 or auto"),
+        })
+    }
+}
+
+/// The precision of a run on one device, made by [`Amp::on`]: opens its regions and makes its scaler.
+///
+/// Printed, it says what was chosen and, after [`Amp::Auto`], why: `bf16 on Cpu: bf16 products are 3.1 times as fast as
+/// f32 here`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MixedPrecision {
+    device: Device,
+    dtype: Option<Kind>,
+    reason: Option<String>,
+}
+
+impl MixedPrecision {
+    /// Runs the forward pass and the loss in a region of this precision; in f32, without autocast. It is
+    /// [`Autocast::run`] of [`region`](Self::region).
+    ///
+    /// # Errors
+    ///
+    /// The same as [`Autocast::run`].
+    pub fn autocast<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
+        self.region().run(f)
+    }
+
+    /// Runs a closure that can fail like [`autocast`](Self::autocast), and returns its error or that of the region.
+    ///
+    /// # Errors
+    ///
+    /// The error of `f`, and the same as [`Autocast::run`].
+    pub fn try_autocast<T, E: From<Error>>(
+        &self,
+        f: impl FnOnce() -> StdResult<T, E>,
+    ) -> StdResult<T, E> {
+        self.region().try_run(f)
+    }
+
+    /// Returns the region, for further options; a region that is switched off if the precision is f32.
+    pub fn region(&self) -> Autocast {
+        let region = Autocast::new(self.device);
+        match self.dtype {
+            Some(dtype) => region.dtype(dtype),
+            None => region.enabled(false),
+        }
+    }
+
+    /// Makes the scaler that this precision needs: with PyTorch's defaults for fp16, and a disabled one for bf16 and
+    /// f32. For one with options, set [`enabled`](crate::scaler::GradScalerConfig::enabled) to
+    /// [`needs_scaling`](Self::needs_scaling).
+    ///
+    /// # Errors
+    ///
+    /// The same as [`GradScaler::new`].
+    pub fn scaler(&self) -> Result<GradScaler> {
+        if self.needs_scaling() { GradScaler::new(self.device) } else { Ok(GradScaler::disabled()) }
+    }
+
+    /// Returns whether losses must be scaled: in fp16.
+    pub fn needs_scaling(&self) -> bool {
+        self.dtype == Some(Kind::Half)
+    }
+
+    /// Returns the dtype of the regions; `None` if the precision is f32.
+    pub fn dtype(&self) -> Option<Kind> {
+        self.dtype
+    }
+
+    /// Returns the device.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+}
+
+impl fmt::Display for MixedPrecision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match self.dtype {
+            None => "f32",
+            Some(Kind::Half) => "fp16",
+            Some(_) => "bf16",
+        };
+        write!(f, "{name} on {:?}", self.device)?;
+        self.reason.iter().try_for_each(|reason| write!(f, ": {reason}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chosen(bf16: Option<f64>, fp16: Option<f64>, is_gpu: bool) -> (Option<Kind>, String) {
+        fastest(&MatmulSpeed::new(512, 100.0, None, bf16, fp16), is_gpu)
+    }
+
+    #[test]
+    fn auto_takes_bf16_where_it_is_faster_than_f32_and_fp16_only_on_gpus() {
+        let (dtype, reason) = chosen(Some(310.0), Some(900.0), true);
+        assert_eq!(dtype, Some(Kind::BFloat16));
+        assert_eq!(reason, "bf16 products are 3.1 times as fast as f32 here");
+        let (dtype, reason) = chosen(Some(20.0), Some(500.0), true);
+        assert_eq!(dtype, Some(Kind::Half));
+        assert_eq!(
+            reason,
+            "bf16 products are 0.2 times as fast as f32 here, and fp16 products are 5.0 times as fast as f32 here"
+        );
+        let (dtype, reason) = chosen(Some(20.0), Some(500.0), false);
+        assert_eq!((dtype, &*reason), (None, "bf16 products are 0.2 times as fast as f32 here"));
+        assert_eq!(chosen(None, None, true), (None, String::new()));
+    }
+}
