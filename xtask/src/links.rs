@@ -10,6 +10,9 @@ use crate::workspace;
 /// The page that defines the targets in the documentation for links of the pages that it shows.
 const TARGETS: &str = "src/guide/links.md";
 
+/// The page that leads to every example and recipe.
+const RECIPES: &str = "docs/recipes.md";
+
 /// Folders without pages of this repository.
 const SKIPPED: [&str; 2] = [".git", "target"];
 
@@ -45,9 +48,9 @@ pub(crate) fn check() -> Result<()> {
         }
     }
     let examples = examples(&root)?;
-    let readme = read(&root.join("README.md"))?;
-    let missing = examples.iter().filter(|example| !readme.contains(*example));
-    broken.extend(missing.map(|example| format!("README.md: it does not link to {example}")));
+    let recipes = read(&root.join(RECIPES))?;
+    let missing = examples.iter().filter(|example| !recipes.contains(*example));
+    broken.extend(missing.map(|example| format!("{RECIPES}: it does not link to {example}")));
     ensure!(broken.is_empty(), "{}", broken.join("\n"));
     println!("{} pages", pages.len());
     Ok(())
@@ -84,7 +87,7 @@ fn examples(root: &Path) -> Result<Vec<String>> {
     for folder in ["examples", "recipes/examples"] {
         for entry in fs::read_dir(root.join(folder))? {
             let name = entry?.file_name().to_string_lossy().into_owned();
-            // The demo is not a pattern to copy; the README names its command.
+            // The demo is not a pattern to copy; the README and the page name its command.
             if name != "demo.rs" {
                 examples.push(format!("{folder}/{name}"));
             }
