@@ -208,6 +208,8 @@ impl fmt::Display for MixedPrecision {
 
 #[cfg(test)]
 mod tests {
+    use tch::Tensor;
+
     use super::*;
 
     fn chosen(bf16: Option<f64>, fp16: Option<f64>, is_gpu: bool) -> (Option<Kind>, String) {
@@ -228,5 +230,50 @@ mod tests {
         let (dtype, reason) = chosen(Some(20.0), Some(500.0), false);
         assert_eq!((dtype, &*reason), (None, "bf16 products are 0.2 times as fast as f32 here"));
         assert_eq!(chosen(None, None, true), (None, String::new()));
+    }
+
+    #[test]
+    fn the_names_are_parsed_printed_and_serialized() {
+        for (amp, name) in Amp::ALL.into_iter().zip(["off", "bf16", "fp16", "auto"]) {
+            assert_eq!((name.parse::<Amp>().ok(), amp.to_string()), (Some(amp), name.to_owned()));
+            let text = serde_json::to_string(&amp).unwrap_or_default();
+            assert_eq!(text, format!("\"{name}\""));
+        }
+        let error = "half".parse::<Amp>().map_err(|error| error.to_string());
+        assert_eq!(error, Err("amp is \"half\", but must be off, bf16, fp16 or auto".to_owned()));
+    }
+
+    #[test]
+    fn a_precision_opens_its_regions_and_makes_its_scaler() -> Result<()> {
+        let here = Device::cuda_if_available();
+        let x = Tensor::eye(2, (Kind::Float, here));
+        let cases = [
+            (Amp::Off, Kind::Float, false),
+            (Amp::Bf16, Kind::BFloat16, false),
+            (Amp::Fp16, Kind::Half, true),
+        ];
+        for (amp, kind, scales) in cases {
+            let on = amp.on(here)?;
+            assert_eq!(on.autocast(|| x.matmul(&x))?.kind(), kind);
+            // A region around it does not change what was chosen.
+            let inside =
+                Autocast::new(here).dtype(Kind::Half).try_run(|| on.autocast(|| x.matmul(&x)))?;
+            assert_eq!(inside.kind(), kind);
+            assert_eq!((on.scaler()?.is_enabled(), on.needs_scaling()), (scales, scales));
+        }
+        let failed =
+            Amp::Bf16.on(here)?.try_autocast(|| Ok::<_, Error>(x.f_matmul(&x.narrow(0, 0, 1))?));
+        assert!(matches!(failed, Err(Error::Torch(_))), "{failed:?}");
+        assert!(matches!(Amp::Auto.on(Device::Cuda(99)), Err(Error::DeviceUnavailable { .. })));
+        let auto = Amp::Auto.on(here)?;
+        let text = auto.to_string();
+        let name = match auto.dtype() {
+            None => "f32",
+            Some(Kind::Half) => "fp16",
+            _ => "bf16",
+        };
+        assert!(text.starts_with(&format!("{name} on {here:?}: bf16 products are ")), "{text}");
+        assert_eq!(Amp::Auto.on(here)?, auto);
+        Ok(())
     }
 }
