@@ -98,7 +98,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_store", "Store"),
         ("tamp_gathering", "Gathering"),
         ("tamp_group", "Group"),
-        ("tamp_group_options", "GroupConfig"),
+        ("tamp_group_options", "GroupOptions"),
         ("tamp_reducer", "Reducer"),
         ("tamp_reducer_options", "ReducerOptions"),
     ];
@@ -374,6 +374,7 @@ fn every_function_is_outside_of_the_programs_regions_or_says_why_not() {
 /// The functions that compute nothing that a region could change: they inspect, wait, record or communicate.
 const COMPUTES_NOTHING: &[&str] = &[
     "tamp_backward_accumulates",
+    "tamp_cuda_has_bf16",
     "tamp_cuda_initialize",
     "tamp_device_memory_read",
     "tamp_device_memory_reset",
