@@ -1,7 +1,9 @@
 // CUDA in this libtorch, and asynchronous copies of numbers to the host.
 
 #include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -42,6 +44,14 @@ uint8_t tamp_cuda_is_linked(void) noexcept {
 
 void tamp_cuda_initialize(char **err) noexcept {
   tamp::guarded(err, [] { at::globalContext().lazyInitDevice(c10::DeviceType::CUDA); });
+}
+
+uint8_t tamp_cuda_has_bf16(int8_t device, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    const c10::DeviceGuard guard(c10::Device(c10::kCUDA, device));
+    // The hook that asks for the generation of the current device, from which on it has them.
+    return at::detail::getCUDAHooks().supportsBFloat16ConvolutionWithCuDNNv8();
+  });
 }
 
 uint8_t tamp_matmul_precision(uint8_t precision, char **err) noexcept {

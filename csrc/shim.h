@@ -47,6 +47,9 @@ uint8_t tamp_cuda_is_linked(void) TAMP_NOEXCEPT;
 // Initializes CUDA. Fails with libtorch's own message where CUDA cannot be used.
 void tamp_cuda_initialize(char **err) TAMP_NOEXCEPT;
 
+// Whether a CUDA device has instructions for bf16; libtorch emulates them, slowly, on one that has not.
+uint8_t tamp_cuda_has_bf16(int8_t device, char **err) TAMP_NOEXCEPT;
+
 enum { TAMP_MATMUL_HIGHEST = 0, TAMP_MATMUL_HIGH = 1, TAMP_MATMUL_MEDIUM = 2 };
 
 // Sets how precise f32 matrix products are, in all threads: with TAMP_MATMUL_HIGH they may use TensorFloat-32 on GPUs

@@ -5,8 +5,8 @@
 //! types correctly.
 //!
 //! ```
-//! use half::bf16;
 //! use tch::{Kind, Tensor};
+//! use tch_amp::half::bf16;
 //!
 //! let numbers = [0.5, -3.0, 1e30].map(bf16::from_f32);
 //! let tensor = tch_amp::half::from_slice(&numbers)?.view([3, 1]);
@@ -15,6 +15,8 @@
 //! # Ok::<(), tch_amp::Error>(())
 //! ```
 
+/// The numbers of the crate `half`, in the version that this crate uses.
+pub use ::half::{bf16, f16};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};

@@ -20,7 +20,6 @@ pub(crate) struct Arrival {
 
 pub(crate) const MATMUL_HIGHEST: u8 = 0;
 pub(crate) const MATMUL_HIGH: u8 = 1;
-#[allow(dead_code, reason = "it is put back as it was, and never chosen")]
 pub(crate) const MATMUL_MEDIUM: u8 = 2;
 
 pub(crate) const AUTOCAST_DEVICES: usize = 3;
@@ -261,6 +260,7 @@ unsafe extern "C" {
 
     pub(crate) fn tamp_cuda_is_linked() -> u8;
     pub(crate) fn tamp_cuda_initialize(err: *mut *mut c_char);
+    pub(crate) fn tamp_cuda_has_bf16(device: i8, err: *mut *mut c_char) -> u8;
 
     pub(crate) fn tamp_matmul_precision(precision: u8, err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_arrival_new(source: *const Tensor, err: *mut *mut c_char) -> *mut Arrival;

@@ -4,10 +4,11 @@
 mod common;
 
 use tch::{Device, nn};
-use tch_amp::precision::{Precision, advice_for_model};
+use tch_amp::precision::{MatmulPrecision, Precision, advice_for_model, bf16_is_native};
 use tch_amp::{Error, autocast};
 
-use common::for_each_device;
+use common::simulation::Simulation;
+use common::{for_each_device, gpus};
 
 #[test]
 fn every_size_is_measured_once_per_process() {
@@ -46,6 +47,34 @@ fn layers_that_tensor_cores_compute_less_efficiently_are_named() {
         assert!(advice[1].starts_with("words.weight: "), "{advice:?}");
         assert!(advice[1].ends_with("pad it to 64 and 50264"), "{advice:?}");
     });
+}
+
+/// The simulated device 0 has instructions for bf16, and the other one has none.
+#[test]
+fn a_device_says_whether_it_computes_in_bf16() {
+    for device in gpus() {
+        if Simulation::find().is_some() {
+            assert_eq!(bf16_is_native(device).unwrap(), device == Device::Cuda(0));
+        }
+        bf16_is_native(device).unwrap();
+    }
+    let flags = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    if flags.contains("flags") {
+        assert_eq!(bf16_is_native(Device::Cpu).unwrap(), flags.contains(" avx512_bf16"));
+    }
+}
+
+#[test]
+fn the_precision_of_products_is_that_of_the_last_guard_that_lives() {
+    use MatmulPrecision::{High, Highest, Medium};
+    let before = Medium.set().unwrap();
+    {
+        let _outer = Highest.enter().unwrap();
+        let inner = High.enter().unwrap();
+        drop(inner);
+        assert_eq!(Highest.set().unwrap(), Highest);
+    }
+    assert_eq!(before.set().unwrap(), Medium);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Availability of CUDA, and asynchronous copies of numbers to the host.
+//! Availability and abilities of CUDA, and asynchronous copies of numbers to the host.
 
 use tch::Tensor;
 
@@ -18,28 +18,22 @@ pub(crate) fn cuda_initialize() -> Result<()> {
     call(|err| unsafe { sys::tamp_cuda_initialize(err) })
 }
 
-/// The precision of f32 matrix products, in all threads, as it was before this was made, which it becomes again when
-/// this is dropped.
-#[derive(Debug)]
-pub(crate) struct MatmulPrecision {
-    before: u8,
+/// Whether the CUDA device of this index, which can be used, has instructions for bf16.
+pub(crate) fn cuda_has_bf16(index: usize) -> Result<bool> {
+    let index = i8::try_from(index).unwrap_or(i8::MAX);
+    // SAFETY: `err` is valid for a write, and libtorch checks the index.
+    Ok(call(|err| unsafe { sys::tamp_cuda_has_bf16(index, err) })? != 0)
 }
 
-impl MatmulPrecision {
-    /// Lets products on GPUs use TensorFloat-32, or not.
-    pub(crate) fn with_tf32(allow: bool) -> Result<Self> {
-        let precision = if allow { sys::MATMUL_HIGH } else { sys::MATMUL_HIGHEST };
-        // SAFETY: `err` is valid for a write.
-        let before = call(|err| unsafe { sys::tamp_matmul_precision(precision, err) })?;
-        Ok(Self { before })
-    }
-}
+/// The precisions of f32 matrix products, the highest first.
+const MATMUL: [u8; 3] = [sys::MATMUL_HIGHEST, sys::MATMUL_HIGH, sys::MATMUL_MEDIUM];
 
-impl Drop for MatmulPrecision {
-    fn drop(&mut self) {
-        // SAFETY: `err` is valid for a write. The precision is one that libtorch had, so that it takes it again.
-        drop(call(|err| unsafe { sys::tamp_matmul_precision(self.before, err) }));
-    }
+/// Sets how precise f32 matrix products are, in all threads, and returns how precise they were: 0 is the highest, 2 the
+/// lowest precision.
+pub(crate) fn set_matmul_precision(precision: usize) -> Result<usize> {
+    // SAFETY: `err` is valid for a write, and the shim checks the number.
+    let before = call(|err| unsafe { sys::tamp_matmul_precision(MATMUL[precision], err) })?;
+    Ok(MATMUL.iter().position(|known| *known == before).unwrap_or_default())
 }
 
 /// An asynchronous copy of a number from a device to the host.

@@ -3,6 +3,7 @@
 //! Nothing is measured unless a program asks. `cargo xtask doctor` prints the same for the CPU of its machine.
 
 mod advice;
+mod matmul;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,6 +20,7 @@ use crate::ffi::{self, OutsideRegions};
 use crate::variables::listed;
 
 pub use advice::{MatmulSpeed, advice_for_layer};
+pub use matmul::{MatmulPrecision, MatmulPrecisionGuard};
 
 lazy_static! {
     /// What has been measured in this process, by device.
@@ -94,6 +96,50 @@ impl fmt::Display for Precision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&advice::advice(&self.speeds))
     }
+}
+
+/// Returns whether a device computes in bf16 by instructions of its own: NVIDIA's GPUs from Ampere (compute capability
+/// 8.0) on, CPUs with AVX512-BF16 or with the bf16 instructions of ARM. Elsewhere libtorch emulates bf16, without a word
+/// and usually slower than f32; on MPS, which libtorch cannot be asked about, the answer is `false`. Corresponds to
+/// `torch.cuda.is_bf16_supported(including_emulation=False)`.
+///
+/// # Errors
+///
+/// [`Error::DeviceUnavailable`] if the device cannot be used here.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Device;
+/// use tch_amp::precision::bf16_is_native;
+///
+/// if !bf16_is_native(Device::cuda_if_available())? {
+///     println!("bf16 is emulated here: use fp16 on a GPU, and f32 on a CPU");
+/// }
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+pub fn bf16_is_native(device: Device) -> Result<bool> {
+    check_usable(device)?;
+    match device {
+        Device::Cpu => Ok(cpu_has_bf16()),
+        Device::Cuda(index) => ffi::cuda_has_bf16(index),
+        Device::Mps | Device::Vulkan => Ok(false),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn cpu_has_bf16() -> bool {
+    std::is_x86_feature_detected!("avx512bf16")
+}
+
+#[cfg(target_arch = "aarch64")]
+fn cpu_has_bf16() -> bool {
+    std::arch::is_aarch64_feature_detected!("bf16")
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn cpu_has_bf16() -> bool {
+    false
 }
 
 /// Names the layers of a model that tensor cores compute less efficiently, and says how to pad each of them.
@@ -178,7 +224,8 @@ impl Candidate {
     fn time(self, matrix: &Tensor) -> Result<Duration> {
         let device = matrix.device();
         let _precision = match device {
-            Device::Cuda(_) => Some(ffi::MatmulPrecision::with_tf32(self == Self::Tf32)?),
+            Device::Cuda(_) if self == Self::Tf32 => Some(MatmulPrecision::High.enter()?),
+            Device::Cuda(_) => Some(MatmulPrecision::Highest.enter()?),
             _ => None,
         };
         synchronize(device);

@@ -23,6 +23,9 @@ struct CUDAHooks final : CUDAHooksInterface {
   long versionCUDART() const override { return 13000; }
   std::string showConfig() const override { return "simulated CUDA devices"; }
 
+  // Device 0 is of a generation with instructions for bf16; the other is not.
+  bool supportsBFloat16ConvolutionWithCuDNNv8() const override { return simulated::current_device() == 0; }
+
   DeviceIndex deviceCount() const override { return static_cast<DeviceIndex>(simulated::device_count()); }
   int getNumGPUs() const override { return simulated::device_count(); }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }

@@ -1,0 +1,72 @@
+//! How precise matrix products of f32 tensors are.
+
+use crate::error::Result;
+use crate::ffi;
+
+/// How precisely libtorch computes matrix products of f32 tensors, in the whole process. The default is
+/// [`Highest`](Self::Highest). The counterpart of `torch.set_float32_matmul_precision`.
+///
+/// Autocast is not concerned: its products are in half precision. What stays in f32 beside it, and a run without
+/// autocast, may become several times as fast on NVIDIA's GPUs from Ampere on.
+///
+/// # Examples
+///
+/// ```
+/// use tch_amp::precision::MatmulPrecision;
+///
+/// // For the rest of the program.
+/// let before = MatmulPrecision::High.set()?;
+/// assert_eq!(before, MatmulPrecision::Highest);
+/// {
+///     // For this block.
+///     let _precise = MatmulPrecision::Highest.enter()?;
+/// }
+/// assert_eq!(MatmulPrecision::Highest.set()?, MatmulPrecision::High);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MatmulPrecision {
+    /// In f32: 24 bits of precision.
+    Highest,
+    /// On GPUs that have it, in TensorFloat-32: the inputs are rounded to 11 bits, and sums are f32.
+    High,
+    /// In addition, where libtorch can, by products of bf16 numbers: the inputs are rounded to 8 bits.
+    Medium,
+}
+
+impl MatmulPrecision {
+    const ALL: [Self; 3] = [Self::Highest, Self::High, Self::Medium];
+
+    /// Sets the precision for the whole process, all its threads included, and returns the one before.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`](crate::Error::Torch) if libtorch fails.
+    pub fn set(self) -> Result<Self> {
+        Ok(Self::ALL[ffi::set_matmul_precision(self as usize)?])
+    }
+
+    /// Sets the precision for the whole process until the guard is dropped, which sets the one before again. Guards of
+    /// several threads see each other's precision.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`set`](Self::set).
+    pub fn enter(self) -> Result<MatmulPrecisionGuard> {
+        Ok(MatmulPrecisionGuard { before: self.set()? })
+    }
+}
+
+/// Sets the precision of matrix products back when it is dropped; made by [`MatmulPrecision::enter`].
+#[derive(Debug)]
+#[must_use = "the precision ends as soon as its guard is dropped; bind it to a variable such as `_guard`"]
+pub struct MatmulPrecisionGuard {
+    before: MatmulPrecision,
+}
+
+impl Drop for MatmulPrecisionGuard {
+    fn drop(&mut self) {
+        // It is one that libtorch had, so that it takes it again.
+        drop(self.before.set());
+    }
+}
