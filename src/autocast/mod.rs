@@ -12,7 +12,7 @@ mod stack;
 mod state;
 
 pub use crate::error::AutocastError;
-pub use region::AutocastGuard;
+pub use region::{AutocastGuard, LOG_PROBABILITIES};
 pub(crate) use stack::callback;
 pub(crate) use state::forgetting_casts;
 pub use state::{

@@ -10,6 +10,44 @@ use crate::device::check_usable;
 use crate::error::{AutocastError, Error, Result};
 use crate::ffi::RawAutocastState;
 
+/// The pointwise operators of log-probabilities, likelihoods and divergences, for [`Autocast::keep_in_f32`].
+///
+/// Losses that are written by hand in half precision lose what they are about: log(1 - tanh(x)²) of a tanh-squashed
+/// Gaussian, 1 - p, or a difference of two log-probabilities. On CUDA autocast's lists keep most of these operators in
+/// f32, but not `tanh` and `sigmoid`; on the CPU they run in bf16.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::Autocast;
+/// use tch_amp::autocast::LOG_PROBABILITIES;
+///
+/// let x = Tensor::from_slice(&[2f32]).to_kind(Kind::BFloat16);
+/// let region = Autocast::new(Device::Cpu).keep_in_f32(LOG_PROBABILITIES);
+/// let log = region.run(|| (1i64 - x.tanh().square() + 1e-6).log())?;
+/// assert!((log.double_value(&[0]) - -2.6499913).abs() < 1e-4);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+pub const LOG_PROBABILITIES: [&str; 16] = [
+    "atanh",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "log_sigmoid",
+    "logaddexp",
+    "logit",
+    "logsumexp",
+    "pow",
+    "sigmoid",
+    "softplus",
+    "tanh",
+];
+
 /// The options of an autocast region: its device, its dtype, whether it is enabled, and whether it caches weights.
 ///
 /// Only operations on tensors of that device's type are affected; the index of a CUDA device does not matter. Regions

@@ -1,7 +1,7 @@
 //! Operators for which a region overrides autocast's lists, beside the same with casts by hand.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::autocast::{AutocastError, AutocastState};
+use tch_amp::autocast::{AutocastError, AutocastState, LOG_PROBABILITIES};
 
 use tch_amp::recompute::checkpointed;
 use tch_amp::{Autocast, Error};
@@ -424,4 +424,27 @@ fn operators_that_write_without_saying_so_are_refused() {
             other => panic!("{name}: {other:?}"),
         }
     }
+}
+
+/// The correction that soft actor-critic adds to a log-probability for squashing an action by tanh, from the
+/// half-precision output of a layer, and what a likelihood of a Bernoulli adds.
+#[test]
+fn log_probabilities_by_hand_are_those_of_f32() {
+    let squashed = |x: &Tensor| (1i64 - x.tanh().square() + 1e-6).log();
+    let complement = |x: &Tensor| (1i64 - x.sigmoid() + 1e-6).log() - x.softplus() * x.exp();
+    let losses: [&dyn Fn(&Tensor) -> Tensor; 2] = [&squashed, &complement];
+    for_each_device(|device| {
+        let outputs = (random_on(device, 3).detach() * 2.0).to_kind(BF16);
+        for loss in losses {
+            let exact = loss(&outputs.to_kind(F32));
+            let error = |region: Autocast| {
+                let log = region.dtype(BF16).run(|| loss(&outputs)).unwrap().to_kind(F32);
+                let difference = (log - &exact).abs().max() / exact.abs().max();
+                difference.double_value(&[])
+            };
+            let plain = error(Autocast::new(device));
+            let kept = error(Autocast::new(device).keep_in_f32(LOG_PROBABILITIES));
+            assert!(kept < 1e-6 && plain > 1e-3, "{plain} and {kept}");
+        }
+    });
 }
