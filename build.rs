@@ -68,7 +68,7 @@ fn compiler(include: &str, cuda: bool) -> cc::Build {
     let api = format!("{include}/torch/csrc/api/include");
     let gloo = "csrc/distributed/gloo_headers";
     compiler.flags([include, &api, gloo].map(|folder| format!("-isystem{folder}")));
-    compiler.flags(["-iquote.", "-iquotecsrc"]); // not -I: <memory.h> is the system's
+    compiler.flags(["-iquote.", "-iquotecsrc"]); // not -I: a system header may have one's name
     // Hooks for this crate's own tests, which `.cargo/config.toml` asks for: neither users nor benchmarks have them.
     let testing =
         variable("TCH_AMP_TESTING").is_some() && variable("PROFILE").as_deref() == Some("debug");

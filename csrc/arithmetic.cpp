@@ -10,7 +10,7 @@
 #include "chunks.h"
 #include "guarded.h"
 #include "kernels.h"
-#include "memory.h"
+#include "storage.h"
 
 namespace tamp {
 namespace {

@@ -11,8 +11,7 @@
 #include "chunks.h"
 #include "guarded.h"
 #include "kernels.h"
-#include "memory.h"
-#include "shim_training.h"
+#include "storage.h"
 
 namespace {
 

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "guarded.h"
-#include "memory.h"
+#include "storage.h"
 
 namespace {
 

@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "guarded.h"
-#include "shim_training.h"
 
 namespace {
 

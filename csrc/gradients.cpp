@@ -14,7 +14,7 @@
 #include "gradients.h"
 #include "guarded.h"
 #include "masters.h"
-#include "memory.h"
+#include "storage.h"
 
 namespace tamp {
 namespace {

@@ -14,7 +14,7 @@
 #include "arithmetic.h"
 #include "function_node.h"
 #include "guarded.h"
-#include "memory.h"
+#include "storage.h"
 
 namespace {
 

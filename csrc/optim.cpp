@@ -12,7 +12,7 @@
 #include "chunks.h"
 #include "gradients.h"
 #include "guarded.h"
-#include "memory.h"
+#include "storage.h"
 
 namespace {
 

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "memory.h"
 #include "pieces.h"
+#include "storage.h"
 
 namespace tamp::optim {
 namespace {

@@ -13,9 +13,9 @@
 #include "chunks.h"
 #include "guarded.h"
 #include "kernels.h"
-#include "memory.h"
 #include "optim.h"
 #include "optim_muon.h"
+#include "storage.h"
 
 namespace tamp::optim {
 namespace {

@@ -9,10 +9,10 @@
 
 #include "batches.h"
 #include "guarded.h"
-#include "memory.h"
 #include "optim.h"
 #include "optim_composed.h"
 #include "stand_ins.h"
+#include "storage.h"
 
 namespace tamp::optim {
 namespace {

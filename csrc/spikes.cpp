@@ -4,7 +4,6 @@
 #include <c10/core/GradMode.h>
 
 #include "guarded.h"
-#include "shim_training.h"
 
 namespace {
 

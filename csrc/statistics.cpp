@@ -17,7 +17,6 @@
 
 #include "guarded.h"
 #include "overrides.h"
-#include "shim_training.h"
 
 // A pass and the statistics that its layers write to.
 struct tamp_statistics {

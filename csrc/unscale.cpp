@@ -13,7 +13,7 @@
 
 #include "arithmetic.h"
 #include "guarded.h"
-#include "memory.h"
+#include "storage.h"
 
 namespace {
 

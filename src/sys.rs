@@ -10,7 +10,6 @@ pub(crate) use torch_sys::C_tensor as Tensor;
 pub(crate) mod distributed;
 #[cfg(feature = "insight")]
 pub(crate) mod insight;
-pub(crate) mod training;
 
 /// An asynchronous copy of a number from a device to the host.
 #[repr(C)]
@@ -237,6 +236,55 @@ pub(crate) struct FunctionCall {
     pub(crate) dirty: Tensors,
     pub(crate) non_differentiable: Tensors,
     pub(crate) recorded: u8,
+}
+
+pub(crate) const AVERAGE_EMA: u8 = 0;
+pub(crate) const AVERAGE_SWA: u8 = 1;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AverageOptions {
+    pub(crate) decay: f64,
+    pub(crate) kind: u8,
+    pub(crate) warmup: u8,
+    pub(crate) debias: u8,
+}
+
+/// A pass that averages running statistics.
+#[repr(C)]
+pub(crate) struct Statistics {
+    _opaque: [u8; 0],
+}
+
+pub(crate) const STATISTICS_NEVER_MET: i64 = -1;
+pub(crate) const STATISTICS_KEPT: i64 = -2;
+
+#[allow(dead_code, reason = "only csrc/spikes.cpp reads it")]
+pub(crate) const SPIKES_TAKEN: u8 = 0;
+#[allow(dead_code, reason = "only csrc/spikes.cpp reads it")]
+pub(crate) const SPIKES_IN_A_ROW: u8 = 1;
+pub(crate) const SPIKES_FOUND: u8 = 2;
+pub(crate) const SPIKES_NON_FINITE: u8 = 3;
+#[allow(dead_code, reason = "only csrc/spikes.cpp reads it")]
+pub(crate) const SPIKES_SKIPPED: u8 = 4;
+pub(crate) const SPIKES_WINDOW: u8 = 5;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SpikeOptions {
+    pub(crate) deviations: f64,
+    pub(crate) window: i64,
+    pub(crate) warmup: i64,
+    pub(crate) max_in_a_row: i64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct DeviceMemory {
+    pub(crate) allocated: i64,
+    pub(crate) max_allocated: i64,
+    pub(crate) reserved: i64,
+    pub(crate) max_reserved: i64,
 }
 
 #[cfg(all(test, tamp_testing))]
@@ -568,6 +616,56 @@ unsafe extern "C" {
         state: *const Tensor,
         err: *mut *mut c_char,
     );
+
+    pub(crate) fn tamp_average_count(
+        count: *const Tensor,
+        updates: f64,
+        rest: f64,
+        skips: *const Tensor,
+        options: *const AverageOptions,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+    pub(crate) fn tamp_average_update(
+        averages: *const *mut Tensor,
+        parameters: *const *mut Tensor,
+        count: usize,
+        weight: f64,
+        counted: *const Tensor,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_statistics_begin(
+        running: *const *mut Tensor,
+        own: *const *mut Tensor,
+        variances: *const u8,
+        count: usize,
+        err: *mut *mut c_char,
+    ) -> *mut Statistics;
+    pub(crate) fn tamp_statistics_calls(pass: *const Statistics, index: usize) -> i64;
+    pub(crate) fn tamp_statistics_end(pass: *mut Statistics);
+    #[cfg(feature = "distributed")]
+    pub(crate) fn tamp_statistics_momentum(
+        mean: *const Tensor,
+        variance: *const Tensor,
+        trains: u8,
+        momentum: f64,
+        err: *mut *mut c_char,
+    ) -> f64;
+    pub(crate) fn tamp_spikes_judge(
+        history: *const Tensor,
+        value: *const Tensor,
+        other: *const Tensor,
+        options: *const SpikeOptions,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+    pub(crate) fn tamp_spikes_flag(history: *const Tensor, err: *mut *mut c_char) -> *mut Tensor;
+
+    pub(crate) fn tamp_device_memory_read(
+        device_type: i8,
+        index: i8,
+        out: *mut DeviceMemory,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_device_memory_reset(device_type: i8, index: i8, err: *mut *mut c_char);
 
     #[cfg(all(test, tamp_testing))]
     pub(crate) fn tamp_testing_fail_at(call: i64, kind: u8) -> i64;

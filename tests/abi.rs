@@ -1,5 +1,5 @@
-//! `csrc/shim.h` and `src/sys.rs` declare the same C ABI, and so do `csrc/shim_training.h` and
-//! `src/sys/training.rs`, and `csrc/distributed/shim_distributed.h` and `src/sys/distributed.rs`.
+//! `csrc/shim.h` and `src/sys.rs` declare the same C ABI, and so do `csrc/insight/shim_insight.h` and
+//! `src/sys/insight.rs`, and `csrc/distributed/shim_distributed.h` and `src/sys/distributed.rs`.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -10,21 +10,18 @@ fn read(name: &str) -> String {
 
 /// The headers, one after the other, and the Rust files.
 fn headers() -> String {
-    let bodies = [
-        "csrc/shim.h",
-        "csrc/shim_training.h",
-        "csrc/insight/shim_insight.h",
-        "csrc/distributed/shim_distributed.h",
-    ]
-    .map(|name| {
-        let text = flat(&read(name));
-        text.split_once("extern \"C\" {").expect("the header opens extern C").1.to_owned()
-    });
+    let bodies =
+        ["csrc/shim.h", "csrc/insight/shim_insight.h", "csrc/distributed/shim_distributed.h"].map(
+            |name| {
+                let text = flat(&read(name));
+                text.split_once("extern \"C\" {").expect("the header opens extern C").1.to_owned()
+            },
+        );
     bodies.concat()
 }
 
 fn declarations() -> String {
-    ["src/sys.rs", "src/sys/training.rs", "src/sys/insight.rs", "src/sys/distributed.rs"]
+    ["src/sys.rs", "src/sys/insight.rs", "src/sys/distributed.rs"]
         .map(|name| flat(&read(name)))
         .concat()
 }

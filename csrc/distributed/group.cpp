@@ -15,7 +15,7 @@
 #include <thread>
 
 #include "agreement.h"
-#include "memory.h"
+#include "storage.h"
 
 namespace {
 

@@ -16,8 +16,8 @@
 
 #include "chunks.h"
 #include "guarded.h"
-#include "memory.h"
 #include "shim_insight.h"
+#include "storage.h"
 
 namespace {
 

@@ -16,15 +16,13 @@ pub(crate) enum AverageOptions {
 }
 
 impl AverageOptions {
-    fn raw(self) -> sys::training::AverageOptions {
+    fn raw(self) -> sys::AverageOptions {
         let (kind, decay, warmup, debias) = match self {
-            Self::Ema { decay, warmup, debias } => {
-                (sys::training::AVERAGE_EMA, decay, warmup, debias)
-            }
-            Self::Swa => (sys::training::AVERAGE_SWA, 0.0, false, false),
+            Self::Ema { decay, warmup, debias } => (sys::AVERAGE_EMA, decay, warmup, debias),
+            Self::Swa => (sys::AVERAGE_SWA, 0.0, false, false),
         };
         let (warmup, debias) = (warmup.into(), debias.into());
-        sys::training::AverageOptions { decay, kind, warmup, debias }
+        sys::AverageOptions { decay, kind, warmup, debias }
     }
 }
 
@@ -49,7 +47,7 @@ pub(crate) fn average_count(
     let options = options.raw();
     // SAFETY: both tensors are null or live, and `options` and `err` are valid.
     given(call(|err| unsafe {
-        sys::training::tamp_average_count(tensor, updates, rest, skips, &options, err)
+        sys::tamp_average_count(tensor, updates, rest, skips, &options, err)
     })?)
 }
 
@@ -77,7 +75,7 @@ pub(crate) fn average_update(
     // SAFETY: both arrays have `count` live tensors, `counted` is null or a live tensor, and `err` is valid for a write;
     // the averages are changed in place through libtorch's own handles, which alias freely.
     call(|err| unsafe {
-        sys::training::tamp_average_update(averages, parameters, count, number, counted, err)
+        sys::tamp_average_update(averages, parameters, count, number, counted, err)
     })
 }
 
@@ -97,7 +95,7 @@ pub(crate) enum Calls {
 #[derive(Debug)]
 pub(crate) struct StatisticsPass {
     /// The pointer also keeps the pass on its thread.
-    raw: NonNull<sys::training::Statistics>,
+    raw: NonNull<sys::Statistics>,
     count: usize,
 }
 
@@ -112,7 +110,7 @@ impl StatisticsPass {
         // handles of its own.
         let raw = call(|err| unsafe {
             let (running, own) = (running.as_ptr(), own.as_ptr());
-            sys::training::tamp_statistics_begin(running, own, variances.as_ptr(), count, err)
+            sys::tamp_statistics_begin(running, own, variances.as_ptr(), count, err)
         })?;
         let raw = NonNull::new(raw).ok_or_else(|| Error::Torch("no pass".to_owned()))?;
         Ok(Self { raw, count })
@@ -122,10 +120,10 @@ impl StatisticsPass {
     pub(crate) fn calls(&self, index: usize) -> Calls {
         assert!(index < self.count, "a statistic of the pass");
         // SAFETY: the pass is alive, and has `count` statistics.
-        let calls = unsafe { sys::training::tamp_statistics_calls(self.raw.as_ptr(), index) };
+        let calls = unsafe { sys::tamp_statistics_calls(self.raw.as_ptr(), index) };
         match calls {
-            sys::training::STATISTICS_NEVER_MET => Calls::NeverMet,
-            sys::training::STATISTICS_KEPT => Calls::Kept,
+            sys::STATISTICS_NEVER_MET => Calls::NeverMet,
+            sys::STATISTICS_KEPT => Calls::Kept,
             calls => Calls::Averaged(calls.unsigned_abs()),
         }
     }
@@ -135,7 +133,7 @@ impl Drop for StatisticsPass {
     fn drop(&mut self) {
         // SAFETY: the pass is alive, was begun on this thread, and is not used again. Passes are locals of a function
         // that runs the others inside of it, so this is the innermost one.
-        unsafe { sys::training::tamp_statistics_end(self.raw.as_ptr()) }
+        unsafe { sys::tamp_statistics_end(self.raw.as_ptr()) }
     }
 }
 
@@ -152,6 +150,6 @@ pub(crate) fn statistics_momentum(
     // SAFETY: both tensors are live, and `err` is valid for a write; the shim writes to statistics of a pass through
     // libtorch's own handles, which alias freely.
     call(|err| unsafe {
-        sys::training::tamp_statistics_momentum(mean, variance, trains.into(), momentum, err)
+        sys::tamp_statistics_momentum(mean, variance, trains.into(), momentum, err)
     })
 }

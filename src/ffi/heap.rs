@@ -26,11 +26,9 @@ fn device_codes(device: Device) -> Result<(i8, i8)> {
 /// and at most.
 pub(crate) fn device_memory(device: Device) -> Result<[i64; 4]> {
     let (device_type, index) = device_codes(device)?;
-    let mut out = sys::training::DeviceMemory::default();
+    let mut out = sys::DeviceMemory::default();
     // SAFETY: `out` and `err` are valid for writes.
-    call(|err| unsafe {
-        sys::training::tamp_device_memory_read(device_type, index, &mut out, err)
-    })?;
+    call(|err| unsafe { sys::tamp_device_memory_read(device_type, index, &mut out, err) })?;
     Ok([out.allocated, out.max_allocated, out.reserved, out.max_reserved])
 }
 
@@ -38,5 +36,5 @@ pub(crate) fn device_memory(device: Device) -> Result<[i64; 4]> {
 pub(crate) fn device_memory_reset(device: Device) -> Result<()> {
     let (device_type, index) = device_codes(device)?;
     // SAFETY: `err` is valid for a write.
-    call(|err| unsafe { sys::training::tamp_device_memory_reset(device_type, index, err) })
+    call(|err| unsafe { sys::tamp_device_memory_reset(device_type, index, err) })
 }

@@ -26,7 +26,7 @@ pub(crate) fn spikes_judge(
 ) -> Result<Tensor> {
     let [history, other] =
         [history, other].map(|tensor| tensor.map_or(ptr::null(), |tensor| tensor.as_ptr()));
-    let raw = sys::training::SpikeOptions {
+    let raw = sys::SpikeOptions {
         deviations: options.deviations,
         window: options.window.into(),
         warmup: options.warmup.into(),
@@ -34,32 +34,30 @@ pub(crate) fn spikes_judge(
     };
     let value = value.as_ptr();
     // SAFETY: every tensor is null or live, `value` is live, and the options and `err` are valid.
-    given(call(|err| unsafe {
-        sys::training::tamp_spikes_judge(history, value, other, &raw, err)
-    })?)
+    given(call(|err| unsafe { sys::tamp_spikes_judge(history, value, other, &raw, err) })?)
 }
 
 /// Returns whether the last step of a history is skipped, as an f32 of no dimensions on its device.
 pub(crate) fn spikes_flag(history: &Tensor) -> Result<Tensor> {
     // SAFETY: `history` is a live tensor, and `err` is valid for a write.
-    given(call(|err| unsafe { sys::training::tamp_spikes_flag(history.as_ptr(), err) })?)
+    given(call(|err| unsafe { sys::tamp_spikes_flag(history.as_ptr(), err) })?)
 }
 
 /// Returns the spikes that a history has counted, and the numbers that were not finite. Synchronizes on a device.
 pub(crate) fn spikes_counts(history: &Tensor) -> Result<[f64; 2]> {
     let place = |place: u8| Ok(history.f_narrow(0, place.into(), 1)?);
     let [spikes, non_finite]: [Result<Tensor>; 2] =
-        [place(sys::training::SPIKES_FOUND), place(sys::training::SPIKES_NON_FINITE)];
+        [place(sys::SPIKES_FOUND), place(sys::SPIKES_NON_FINITE)];
     let numbers = super::numbers_read(&[&spikes?, &non_finite?])?;
     Ok([numbers[0], numbers[1]])
 }
 
 /// Returns what a history of spikes, which is on the CPU, has before its window: counts of steps.
 pub(crate) fn spikes_state(history: &Tensor) -> Result<Vec<f64>> {
-    Ok(Vec::try_from(history.f_narrow(0, 0, sys::training::SPIKES_WINDOW.into())?)?)
+    Ok(Vec::try_from(history.f_narrow(0, 0, sys::SPIKES_WINDOW.into())?)?)
 }
 
 /// Returns the length of the history of a window.
 pub(crate) fn spikes_length(window: u32) -> i64 {
-    i64::from(sys::training::SPIKES_WINDOW) + i64::from(window)
+    i64::from(sys::SPIKES_WINDOW) + i64::from(window)
 }

@@ -1,6 +1,6 @@
 // Shapes and identities of tensors, and stamps of their contents.
 
-#include "memory.h"
+#include "storage.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/StorageImpl.h>
