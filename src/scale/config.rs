@@ -30,7 +30,7 @@ pub(crate) const LARGEST: f64 = f32::MAX as f64;
 ///     consecutive_hysteresis: false,
 ///     ..Default::default()
 /// };
-/// let scaler = deepspeed.min_scale(1.0).error_at_min_scale(true).build(Device::Cpu)?;
+/// let scaler = GradScalerConfig { min_scale: 1.0, error_at_min_scale: true, ..deepspeed }.build(Device::Cpu)?;
 /// # assert!(scaler.is_enabled());
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
