@@ -25,23 +25,9 @@ std::vector<std::vector<at::Tensor>> by_dtype(const std::vector<at::Tensor> &ten
 // that device. It is non-finite if an element is.
 at::Tensor largest(const std::vector<at::Tensor> &tensors);
 
-// Whether `t` is multiplied and checked by a loop of kernels.h instead of by libtorch.
-bool has_loop(const at::Tensor &t);
-
 // Multiplies tensors that have a loop by `factor`, unless it is 1. Returns whether an element was non-finite before or,
 // with `recheck`, after the multiplication.
 bool unscale_in_loops(const std::vector<at::Tensor> &tensors, float factor, bool recheck);
-
-// Returns the 2-norm of tensors of one device, multiplied by `factor`, as a 0-dim tensor there. It is f64 if all of
-// them are or if, on the CPU, it is finite and too large for f32; otherwise it is f32. It is non-finite if an element is.
-at::Tensor norm(const std::vector<at::Tensor> &tensors, const at::Tensor &factor);
-
-// Returns the norm of norms, at least one, which may be on several devices: a 0-dim tensor on the first one's, f64 or f32
-// like that of `norm`.
-at::Tensor norm_of_norms(const std::vector<at::Tensor> &norms);
-
-// Returns the factor, at most one, that reduces a norm to `max_norm`, on the norm's device.
-at::Tensor clip_factor(const at::Tensor &norm, double max_norm);
 
 // The multiplication of tensors of one device by one number.
 class Product {

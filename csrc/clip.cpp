@@ -14,6 +14,7 @@
 #include "chunks.h"
 #include "gradients.h"
 #include "guarded.h"
+#include "norm.h"
 
 namespace {
 
@@ -53,11 +54,12 @@ void check_normed(const Tensor &gradient) {
   check_dtype(gradient);
 }
 
-// Sorts the gradients of distinct parameters by device.
-std::vector<ClippedGroup> groups(tamp_tensor *const *parameters, size_t count) {
+// Sorts what `f` returns for the gradients of distinct parameters by device.
+template <typename F>
+std::vector<ClippedGroup> groups(tamp_tensor *const *parameters, size_t count, const F &f) {
   std::vector<ClippedGroup> out;
   for (size_t i = 0; i < count; ++i) {
-    Tensor gradient = tamp::numbers(tamp::gradient(tamp::tensor(parameters[i])));
+    Tensor gradient = f(tamp::gradient(tamp::tensor(parameters[i])));
     size_t group = 0;
     while (group < out.size() && out[group].device != gradient.device()) ++group;
     if (group == out.size()) out.push_back({gradient.device(), {}});
@@ -66,13 +68,23 @@ std::vector<ClippedGroup> groups(tamp_tensor *const *parameters, size_t count) {
   return out;
 }
 
-Tensor common_norm(const std::vector<ClippedGroup> &groups) {
+// The norm of gradients whose numbers are `numbers`.
+Tensor common_norm(const std::vector<tamp_tensor *> &parameters, const std::vector<ClippedGroup> &numbers,
+                   double norm_type) {
   std::vector<Tensor> norms;
-  for (const auto &group : groups) {
-    const Tensor one = at::ones({}, at::TensorOptions().dtype(at::kFloat).device(group.device));
-    norms.push_back(tamp::norm(group.gradients, one));
+  const auto take = [&](const std::vector<ClippedGroup> &groups) {
+    for (const auto &group : groups) {
+      const Tensor one = at::ones({}, at::TensorOptions().dtype(at::kFloat).device(group.device));
+      norms.push_back(tamp::norm(group.gradients, norm_type, one));
+    }
+  };
+  const auto normed = [&](const Tensor &gradient) { return tamp::normed(gradient, norm_type); };
+  if (norm_type == 2) {
+    take(numbers);
+  } else {
+    take(groups(parameters.data(), parameters.size(), normed));
   }
-  return tamp::norm_of_norms(norms);
+  return tamp::norm_of_norms(norms, norm_type);
 }
 
 void check_clamped(const Tensor &gradient) {
@@ -124,14 +136,14 @@ void clip_by(const Tensor &norm, double max_norm, const std::vector<ClippedGroup
 
 extern "C" {
 
-tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, double max_norm,
+tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, double max_norm, double norm_type,
                                  uint8_t error_if_nonfinite, uint8_t *is_finite, char **err) noexcept {
   return tamp::guarded(err, [&]() -> tamp_tensor * {
     const c10::NoGradGuard no_grad;
     const auto normed = with_gradients(parameters, count, check_normed);
     if (normed.empty()) return nullptr;
-    const auto found = groups(normed.data(), normed.size());
-    const Tensor norm = common_norm(found);
+    const auto found = groups(normed.data(), normed.size(), tamp::numbers);
+    const Tensor norm = common_norm(normed, found, norm_type);
     *is_finite = error_if_nonfinite == 0 || at::isfinite(norm).item<bool>();
     if (*is_finite != 0) clip_by(norm, max_norm, found);
     return tamp::give(norm);
@@ -142,17 +154,17 @@ void tamp_clip_by_norm(tamp_tensor *const *parameters, size_t count, const tamp_
                        char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    clip_by(tamp::tensor(norm), max_norm, groups(parameters, count));
+    clip_by(tamp::tensor(norm), max_norm, groups(parameters, count, tamp::numbers));
   });
 }
 
-tamp_tensor *tamp_norms_join(tamp_tensor *const *norms, size_t count, char **err) noexcept {
+tamp_tensor *tamp_norms_join(tamp_tensor *const *norms, size_t count, double norm_type, char **err) noexcept {
   return tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     TORCH_CHECK(count > 0, "no norm");
     std::vector<Tensor> all;
     for (size_t i = 0; i < count; ++i) all.push_back(tamp::tensor(norms[i]));
-    return tamp::give(tamp::norm_of_norms(all));
+    return tamp::give(tamp::norm_of_norms(all, norm_type));
   });
 }
 

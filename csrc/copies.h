@@ -4,10 +4,18 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_copy.h>
 
+#include <cstdint>
 #include <utility>
 #include <vector>
 
 namespace tamp {
+
+// Returns a part of `memory` for the elements of `t`, with the strides of `t` if that is dense, so that libtorch copies a
+// list in one launch.
+inline at::Tensor place_in(const at::Tensor &memory, int64_t begin, const at::Tensor &t) {
+  const at::Tensor part = memory.narrow(0, begin, t.numel());
+  return t.is_non_overlapping_and_dense() ? part.as_strided(t.sizes(), t.strides()) : part.view(t.sizes());
+}
 
 // Copies between pairs of tensors that have the same device and memory layout. One launch copies all pairs of a device
 // that have the same two dtypes.

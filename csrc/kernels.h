@@ -56,6 +56,19 @@ void multiply(T *values, int64_t n, double factor);
 template <typename T>
 double sum_of_squares(const T *values, int64_t n, float factor);
 
+// Returns the sum of their absolute values in the same way.
+template <typename T>
+double sum_of_sizes(const T *values, int64_t n, float factor);
+
+// Returns the sum of the powers of their absolute values, which are divided by `unit` before. Many times slower.
+template <typename T>
+double sum_of_powers(const T *values, int64_t n, float factor, double unit, double exponent);
+
+// Returns the largest absolute value of `n` values that are multiplied by `factor` in the same way, or NaN if there is
+// one.
+template <typename T>
+double largest(const T *values, int64_t n, float factor);
+
 // A sum of squares of f64 numbers, whose own squares may overflow or underflow: `sum` times the square of `largest`, the
 // largest absolute value. As in LAPACK's nrm2.
 class ScaledSum {

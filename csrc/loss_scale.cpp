@@ -14,6 +14,7 @@
 #include "arithmetic.h"
 #include "function_node.h"
 #include "guarded.h"
+#include "passes.h"
 #include "storage.h"
 
 namespace {

@@ -266,14 +266,15 @@ void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const 
                             tamp_tensor **found_infs, uint8_t *answers, size_t devices, uint8_t options, uint8_t *begun,
                             char **err) TAMP_NOEXCEPT;
 
-// Returns the common 2-norm of the gradients of `count` parameters, at least one, multiplied by 1/scale: a 0-dim tensor.
-// Null stands for a scale of one. The gradients are on one device, like the result, and do not change.
+// Returns the common norm of the gradients of `count` parameters, at least one, multiplied by 1/scale: a 0-dim tensor.
+// The type of the norm is more than 0, and may be infinity. Null stands for a scale of one. The gradients are on one device, like the result, and do not change.
 //
 // The norm is f64 if all gradients are or if, on the CPU, it is finite but too large for f32. Otherwise it is f32.
 // `found_inf` gets a new tensor: one if the norm is non-finite, which it is if a gradient is, and zero otherwise. `answer`
 // means the same as in tamp_gradients_unscale. Synchronizes under the same condition.
-tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
-                                 tamp_tensor **found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
+tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, double norm_type,
+                                 const tamp_tensor *scale, tamp_tensor **found_inf, uint8_t *answer,
+                                 char **err) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------------ heap.cpp
 // This function changes how the process allocates.
@@ -356,19 +357,19 @@ tamp_tensor *tamp_all_finite(tamp_tensor *const *tensors, size_t count, char **e
 // ------------------------------------------------------------------------------------------------------------ clip.cpp
 // These functions clip gradients.
 
-// Multiplies the gradients of `count` parameters in place so that their common 2-norm is at most `max_norm`. Returns
-// the norm before that, a 0-dim tensor on the device of the first gradient, or null if there are no gradients.
+// Multiplies the gradients of `count` parameters in place so that their common norm is at most `max_norm`. The type of
+// the norm is more than 0, and may be infinity. Returns the norm before that, a 0-dim tensor on the device of the first gradient, or null if there are no gradients.
 //
 // With `error_if_nonfinite` it synchronizes, writes to `is_finite` whether the norm is finite, and changes nothing if
 // it is not. Otherwise it synchronizes only if gradients are on the CPU and on other devices as well.
-tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, double max_norm,
+tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, double max_norm, double norm_type,
                                  uint8_t error_if_nonfinite, uint8_t *is_finite, char **err) TAMP_NOEXCEPT;
 
-// Returns the 2-norm of norms, at least one, each of which belongs to gradients on one device, on the first one's device.
-// Synchronizes where they are on a GPU and on the CPU.
-tamp_tensor *tamp_norms_join(tamp_tensor *const *norms, size_t count, char **err) TAMP_NOEXCEPT;
+// Returns the norm of norms of one type, at least one, each of which belongs to gradients on one device, on the first
+// one's device. Synchronizes where they are on a GPU and on the CPU.
+tamp_tensor *tamp_norms_join(tamp_tensor *const *norms, size_t count, double norm_type, char **err) TAMP_NOEXCEPT;
 
-// Returns the factor, at most one, that reduces gradients of a common 2-norm to `max_norm`, on the norm's device.
+// Returns the factor, at most one, that reduces gradients whose norm this is to `max_norm`, on the norm's device.
 tamp_tensor *tamp_clip_factor(const tamp_tensor *norm, double max_norm, char **err) TAMP_NOEXCEPT;
 
 // Clips the gradients of `count` distinct parameters, whose total norm is `norm` and of which none shares memory.

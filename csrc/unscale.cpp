@@ -13,6 +13,8 @@
 
 #include "arithmetic.h"
 #include "guarded.h"
+#include "norm.h"
+#include "passes.h"
 #include "storage.h"
 
 namespace {
@@ -204,8 +206,9 @@ void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const 
   });
 }
 
-tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
-                                 tamp_tensor **found_inf, uint8_t *answer, char **err) noexcept {
+tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, double norm_type,
+                                 const tamp_tensor *scale, tamp_tensor **found_inf, uint8_t *answer,
+                                 char **err) noexcept {
   return tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     TORCH_CHECK(count > 0, "there is no gradient to take the norm of");
@@ -214,12 +217,12 @@ tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, c
       const Tensor &parameter = tamp::tensor(parameters[i]);
       TORCH_CHECK(tamp::gradient(parameter).layout() == at::kStrided,
                   "the norm of a sparse gradient cannot be taken; make it dense first");
-      gradients.push_back(tamp::numbers(tamp::gradient(parameter)));
+      gradients.push_back(tamp::normed(tamp::gradient(parameter), norm_type));
     }
     const auto device = gradients.front().device();
     const Tensor factor = scale == nullptr ? at::ones({}, at::TensorOptions(device).dtype(at::kFloat))
                                            : tamp::on_device(inverse_of(tamp::tensor(scale)), device);
-    auto norm = std::make_unique<Tensor>(tamp::norm(gradients, factor));
+    auto norm = std::make_unique<Tensor>(tamp::norm(gradients, norm_type, factor));
     auto [flag, known] = non_finite(*norm);
     *answer = known;
     *found_inf = tamp::give(std::move(flag));

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "arithmetic.h"
+#include "copies.h"
 
 namespace tamp {
 namespace {
@@ -14,13 +15,6 @@ using at::Tensor;
 // The number of elements that are converted at a time. As f32 they take 64 MiB, which is enough to make launches
 // efficient.
 constexpr int64_t kElements = int64_t{1} << 24;
-
-// Returns a part of `memory` for the elements of `t`, with the strides of `t` if that is dense, so that libtorch copies
-// a list in one launch.
-Tensor place(const Tensor &memory, int64_t begin, const Tensor &t) {
-  const Tensor part = memory.narrow(0, begin, t.numel());
-  return t.is_non_overlapping_and_dense() ? part.as_strided(t.sizes(), t.strides()) : part.view(t.sizes());
-}
 
 }  // namespace
 
@@ -43,7 +37,7 @@ Widened::Widened(const std::vector<Tensor> &tensors) {
       }
       Part &part = parts_.back();
       part.tensors.push_back(t);
-      part.wide.push_back(place(memory, used, t));
+      part.wide.push_back(place_in(memory, used, t));
       used += t.numel();
       part.memory = memory.narrow(0, 0, used);
     }

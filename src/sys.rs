@@ -434,6 +434,7 @@ unsafe extern "C" {
     pub(crate) fn tamp_gradients_norm(
         parameters: *const *mut Tensor,
         count: usize,
+        norm_type: f64,
         scale: *const Tensor,
         found_inf: *mut *mut Tensor,
         answer: *mut u8,
@@ -490,6 +491,7 @@ unsafe extern "C" {
         parameters: *const *mut Tensor,
         count: usize,
         max_norm: f64,
+        norm_type: f64,
         error_if_nonfinite: u8,
         is_finite: *mut u8,
         err: *mut *mut c_char,
@@ -497,6 +499,7 @@ unsafe extern "C" {
     pub(crate) fn tamp_norms_join(
         norms: *const *mut Tensor,
         count: usize,
+        norm_type: f64,
         err: *mut *mut c_char,
     ) -> *mut Tensor;
     pub(crate) fn tamp_clip_factor(

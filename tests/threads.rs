@@ -14,7 +14,7 @@ use tch_amp::checkpoint::{
 };
 use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradOutputs};
 use tch_amp::gradcheck::GradCheck;
-use tch_amp::gradients::NonFiniteGradient;
+use tch_amp::gradients::{ClipNorm, NonFiniteGradient};
 use tch_amp::loss_scale::{
     DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
 };
@@ -90,6 +90,7 @@ send_and_sync!(
     Better,
     CheckpointFile,
     CheckpointFolder,
+    ClipNorm,
     Closures<fn(), fn()>,
     DeviceMemory,
     DynamicLossScaleState,

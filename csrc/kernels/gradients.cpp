@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "loops.h"
 
@@ -24,12 +25,11 @@ TAMP_INLINE void by_pages(const T *memory, int64_t n, int64_t step, const F &f) 
 
 template <typename T>
 bool any_non_finite(const T *values, int64_t n) {
-  using Bits = decltype(non_finite(values[0]));
   // The loop processes four vectors at a time. The compiler's own loop would process one, which does not use the full
   // bandwidth of the memory.
-  typedef Bits Block __attribute__((vector_size(32)));
-  constexpr int64_t kBlock = 32 / sizeof(Bits);
-  Bits exponent = kExponent<T>, bad = 0;
+  typedef Bits<T> Block __attribute__((vector_size(32)));
+  constexpr int64_t kBlock = 32 / sizeof(Bits<T>);
+  Bits<T> exponent = kExponent<T>, bad = 0;
   run([&](auto) TAMP_INLINE_LAMBDA {
     const auto look = [&](int64_t i) TAMP_INLINE_LAMBDA {
       Block block;
@@ -69,49 +69,106 @@ bool unscale(T *values, int64_t n, float factor, bool recheck) {
   return bad;
 }
 
+// Returns a value that is multiplied by `factor` and rounded as by `unscale`.
 template <typename T>
-double sum_of_squares(const T *values, int64_t n, float factor) {
-  // Several sums are independent of each other, so that their additions overlap.
-  typedef double Sums __attribute__((vector_size(4 * sizeof(double))));
+TAMP_INLINE Wide<T> product(const T &value, Wide<T> factor) {
+  T rounded;
+  narrow(Wide<T>(widen(value)) * factor, rounded);
+  return widen(rounded);
+}
+
+typedef double Sums __attribute__((vector_size(4 * sizeof(double))));
+
+TAMP_INLINE double square(double x) { return x * x; }
+TAMP_INLINE Sums square(Sums x) { return x * x; }
+TAMP_INLINE double size(double x) { return std::abs(x); }
+TAMP_INLINE Sums size(Sums x) {
+  typedef int64_t Words __attribute__((vector_size(sizeof(Sums))));
+  return reinterpret_cast<Sums>(reinterpret_cast<Words>(x) & std::numeric_limits<int64_t>::max());
+}
+
+// Returns the sum of `f(x)` for the product `x` of each value with `factor`.
+template <typename T, typename F>
+double sum_of(const T *values, int64_t n, Wide<T> factor, const F &f) {
   typedef Wide<T> Block __attribute__((vector_size(4 * sizeof(Wide<T>))));
   double sum = 0;
-  // A power of two can be applied to the sum, because all products with it are exact. One that enlarges must be applied
-  // to each number, because a product that overflows its dtype makes the sum infinite.
-  const double later = is_power_of_two(factor) && factor <= 1 ? factor : 1;
-  const auto wide_factor = static_cast<Wide<T>>(factor / later);
   run([&](auto) TAMP_INLINE_LAMBDA {
-    const auto one = [&](int64_t i) TAMP_INLINE_LAMBDA {
-      T rounded;
-      narrow(Wide<T>(widen(values[i])) * wide_factor, rounded);
-      return widen(rounded);
-    };
-    const auto squares = [&](int64_t i) TAMP_INLINE_LAMBDA {
+    const auto terms = [&](int64_t i) TAMP_INLINE_LAMBDA {
       Block block;
       if constexpr (std::is_same_v<T, Wide<T>>) {
         std::memcpy(&block, values + i, sizeof block);
-        if (wide_factor != 1) block *= wide_factor;
+        if (factor != 1) block *= factor;
       } else {
-        block = Block{one(i), one(i + 1), one(i + 2), one(i + 3)};
+        block = Block{product(values[i], factor), product(values[i + 1], factor), product(values[i + 2], factor),
+                      product(values[i + 3], factor)};
       }
-      const Sums wide = __builtin_convertvector(block, Sums);
-      return wide * wide;
+      return f(__builtin_convertvector(block, Sums));
     };
+    // Several sums are independent of each other, so that their additions overlap.
     Sums a = {}, b = {}, c = {}, d = {};
     const int64_t split = n - n % 16;
     by_pages(values, split, 16, [&](int64_t i) TAMP_INLINE_LAMBDA {
-      a += squares(i);
-      b += squares(i + 4);
-      c += squares(i + 8);
-      d += squares(i + 12);
+      a += terms(i);
+      b += terms(i + 4);
+      c += terms(i + 8);
+      d += terms(i + 12);
     });
     const Sums all = (a + b) + (c + d);
     sum = (all[0] + all[1]) + (all[2] + all[3]);
-    for (int64_t i = split; i < n; ++i) {
-      const double x = one(i);
-      sum += x * x;
-    }
+    for (int64_t i = split; i < n; ++i) sum += f(double{product(values[i], factor)});
   });
-  return sum * later * later;
+  return sum;
+}
+
+// The part of a factor that can be applied to a sum instead of each of its numbers: a power of two, because all products
+// with it are exact. One that enlarges must be applied to each number, because a product that overflows its dtype makes
+// the sum infinite.
+inline double applied_later(float factor) { return is_power_of_two(factor) && factor <= 1 ? factor : 1; }
+
+template <typename T>
+double sum_of_squares(const T *values, int64_t n, float factor) {
+  const double later = applied_later(factor);
+  const auto squared = [](auto x) TAMP_INLINE_LAMBDA { return square(x); };
+  return sum_of(values, n, static_cast<Wide<T>>(factor / later), squared) * later * later;
+}
+
+template <typename T>
+double sum_of_sizes(const T *values, int64_t n, float factor) {
+  const double later = applied_later(factor);
+  const auto sized = [](auto x) TAMP_INLINE_LAMBDA { return size(x); };
+  return sum_of(values, n, static_cast<Wide<T>>(factor / later), sized) * later;
+}
+
+template <typename T>
+double sum_of_powers(const T *values, int64_t n, float factor, double unit, double exponent) {
+  double sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const double x = product(values[i], static_cast<Wide<T>>(factor));
+    sum += std::pow(std::abs(x) / unit, exponent);
+  }
+  return sum;
+}
+
+template <typename T>
+double largest(const T *values, int64_t n, float factor) {
+  // The bits of positive numbers are in their order, and those of a NaN exceed those of infinity.
+  using Order = std::make_signed_t<Bits<T>>;
+  Order most = 0;
+  run([&](auto) TAMP_INLINE_LAMBDA {
+    Order top = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      Order bits;
+      std::memcpy(&bits, values + i, sizeof bits);
+      bits = static_cast<Order>(bits & std::numeric_limits<Order>::max());
+      top = bits > top ? bits : top;
+    }
+    most = top;
+  });
+  T value;
+  std::memcpy(&value, &most, sizeof value);
+  // Multiplication and rounding are monotonic, so that the product of the largest value is the largest product.
+  const double out = product(value, static_cast<Wide<T>>(factor));
+  return std::isnan(out) ? std::nan("") : out;
 }
 
 void ScaledSum::add(double size, double sum) {
@@ -139,19 +196,18 @@ template <typename T>
 ScaledSum scaled_sum_of_squares(const T *values, int64_t n, float factor) {
   const auto wide_factor = static_cast<Wide<T>>(factor);
   ScaledSum sum;
-  for (int64_t i = 0; i < n; ++i) {
-    T rounded;
-    narrow(Wide<T>(widen(values[i])) * wide_factor, rounded);
-    sum.add(widen(rounded));
-  }
+  for (int64_t i = 0; i < n; ++i) sum.add(product(values[i], wide_factor));
   return sum;
 }
 
-#define TAMP_INSTANTIATE(T)                                     \
-  template bool any_non_finite<T>(const T *, int64_t);          \
-  template bool unscale<T>(T *, int64_t, float, bool);          \
-  template void multiply<T>(T *, int64_t, double);              \
-  template double sum_of_squares<T>(const T *, int64_t, float); \
+#define TAMP_INSTANTIATE(T)                                                    \
+  template bool any_non_finite<T>(const T *, int64_t);                         \
+  template bool unscale<T>(T *, int64_t, float, bool);                         \
+  template void multiply<T>(T *, int64_t, double);                             \
+  template double sum_of_squares<T>(const T *, int64_t, float);                \
+  template double sum_of_sizes<T>(const T *, int64_t, float);                  \
+  template double sum_of_powers<T>(const T *, int64_t, float, double, double); \
+  template double largest<T>(const T *, int64_t, float);                       \
   template ScaledSum scaled_sum_of_squares<T>(const T *, int64_t, float);
 
 TAMP_INSTANTIATE(float)

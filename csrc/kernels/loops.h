@@ -85,14 +85,17 @@ TAMP_INLINE void narrow(float x, c10::BFloat16 &out) {
 }
 TAMP_INLINE void narrow(float x, c10::Half &out) { out = c10::Half(x); }
 
+// The unsigned integer that holds the bits of a number.
+template <typename T>
+using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>;
+
 // The exponent bits, which are all set only in an infinity or a NaN. Unlike a comparison of numbers, a test of these
 // bits cannot be optimized away.
 template <typename T>
-constexpr std::conditional_t<sizeof(T) == 8, uint64_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>
-    kExponent = std::is_same_v<T, double>          ? 0x7ff0000000000000U
-                : std::is_same_v<T, float>         ? 0x7f800000U
-                : std::is_same_v<T, c10::BFloat16> ? 0x7f80U
-                                                   : 0x7c00U;
+constexpr Bits<T> kExponent = std::is_same_v<T, double>          ? 0x7ff0000000000000U
+                              : std::is_same_v<T, float>         ? 0x7f800000U
+                              : std::is_same_v<T, c10::BFloat16> ? 0x7f80U
+                                                                 : 0x7c00U;
 
 template <typename T>
 TAMP_INLINE auto non_finite(const T &value) {

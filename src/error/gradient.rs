@@ -10,11 +10,12 @@ use crate::error::text::Number;
 /// ```
 /// use tch::Tensor;
 /// use tch_amp::Error;
-/// use tch_amp::gradients::{GradientError, clip_grad_norm_error_if_nonfinite};
+/// use tch_amp::gradients::{ClipNorm, GradientError, clip_grad_norm};
 ///
 /// let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
 /// (&w * f64::INFINITY).sum(None).backward();
-/// let clipped = clip_grad_norm_error_if_nonfinite(&[w], 1.0);
+/// let clip = ClipNorm { error_if_nonfinite: true, ..ClipNorm::from(1.0) };
+/// let clipped = clip_grad_norm(&[w], clip);
 /// assert!(matches!(clipped, Err(Error::Gradient(GradientError::NonFiniteNorm { norm: f64::INFINITY }))));
 /// ```
 #[derive(thiserror::Error)]

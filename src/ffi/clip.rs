@@ -12,6 +12,7 @@ use crate::sys;
 pub(crate) fn clip_grad_norm(
     parameters: &[Tensor],
     max_norm: f64,
+    norm_type: f64,
     error_if_nonfinite: bool,
 ) -> Result<Option<Tensor>> {
     let _own = OutsideRegions::enter();
@@ -21,7 +22,7 @@ pub(crate) fn clip_grad_norm(
     // SAFETY: the array has `count` elements, `parameters` keeps the tensors alive, and `finite` is valid for a write.
     let norm = call(|err| unsafe {
         let check = error_if_nonfinite.into();
-        sys::tamp_clip_grad_norm(array, count, max_norm, check, &mut finite, err)
+        sys::tamp_clip_grad_norm(array, count, max_norm, norm_type, check, &mut finite, err)
     })?;
     if norm.is_null() {
         return Ok(None);
@@ -33,11 +34,12 @@ pub(crate) fn clip_grad_norm(
     }
 }
 
-/// Returns the norm of norms, at least one, on the device of the first.
-pub(crate) fn norms_join(norms: &[Tensor]) -> Result<Tensor> {
+/// Returns the norm of norms of one type, at least one, on the device of the first.
+pub(crate) fn norms_join(norms: &[Tensor], norm_type: f64) -> Result<Tensor> {
     let tensors = pointers(norms);
-    // SAFETY: the array has `tensors.len()` elements, and `norms` keeps the tensors alive.
-    given(call(|err| unsafe { sys::tamp_norms_join(tensors.as_ptr(), tensors.len(), err) })?)
+    let (array, count) = (tensors.as_ptr(), tensors.len());
+    // SAFETY: the array has `count` elements, and `norms` keeps the tensors alive.
+    given(call(|err| unsafe { sys::tamp_norms_join(array, count, norm_type, err) })?)
 }
 
 /// Computes the factor by which gradients with this norm are to be multiplied, on the device of `norm`.

@@ -92,10 +92,11 @@ pub(crate) fn gradients_unscale<'a>(
     found.map_err(|error| Interrupted { error, begun: begun != 0 })
 }
 
-/// Returns the norm of the gradients of `parameters`, which are on one device, divided by the scale that they
+/// Returns a norm of the gradients of `parameters`, which are on one device, divided by the scale that they
 /// have, if any, and whether that norm is non-finite, as it is if any gradient is. The gradients stay as they are.
 pub(crate) fn gradients_norm<'a>(
     parameters: impl IntoIterator<Item = &'a Tensor>,
+    norm_type: f64,
     scale: Option<&Tensor>,
 ) -> Result<(Tensor, FoundInf)> {
     let tensors = pointers(parameters);
@@ -105,7 +106,7 @@ pub(crate) fn gradients_norm<'a>(
     // SAFETY: the array has `count` elements, the borrows keep every tensor alive, the scale may be null, and `flag` and
     // `answer` are valid for a write.
     let norm = call(|err| unsafe {
-        sys::tamp_gradients_norm(array, count, scale, &mut flag, &mut answer, err)
+        sys::tamp_gradients_norm(array, count, norm_type, scale, &mut flag, &mut answer, err)
     })?;
     Ok((given(norm)?, FoundInf::new(flag, answer)?))
 }

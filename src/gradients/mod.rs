@@ -13,8 +13,8 @@ use crate::error::Result;
 use crate::ffi::{self, Gradient, Snapshot};
 
 pub use crate::error::GradientError;
+pub use clip::{ClipNorm, clip_grad_norm, clip_grad_value};
 pub(crate) use clip::{check_limit, clamp, reduce_norm, unclampable, unclippable};
-pub use clip::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
 pub use non_finite::NonFiniteGradient;
 pub(crate) use parameters::Parameters;
 pub(crate) use plan::{Findings, IdentityMap, Plan, Preparation, drop_frozen, overflow};

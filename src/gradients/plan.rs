@@ -11,14 +11,14 @@ use crate::ffi::{self, DeviceCode, FoundInf, Gradient, Interrupted, Unscaling};
 use crate::gradients::Gradients;
 
 /// How the gradients of an optimizer are prepared for its step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Preparation {
     /// They are unscaled in place.
     Unscale,
     /// They stay scaled, for an optimizer that unscales them.
     Check,
-    /// Like `Check`, and their norm is taken.
-    Norm,
+    /// Like `Check`, and their norm of this type is taken.
+    Norm(f64),
 }
 
 /// The result of a check.
@@ -133,15 +133,20 @@ impl Plan {
         Ok(Findings { found, norm: None })
     }
 
-    /// Takes the norm of the gradients divided by the scale that they have, if any, over all groups, and leaves them
+    /// Takes a norm of the gradients divided by the scale that they have, if any, over all groups, and leaves them
     /// unchanged.
-    pub(crate) fn norm(&self, parameters: &[Tensor], scale: Option<&Tensor>) -> Result<Findings> {
+    pub(crate) fn norm(
+        &self,
+        parameters: &[Tensor],
+        norm_type: f64,
+        scale: Option<&Tensor>,
+    ) -> Result<Findings> {
         let norm_of = |(_, indices): &(_, Vec<usize>)| {
-            ffi::gradients_norm(indices.iter().map(|&i| &parameters[i]), scale)
+            ffi::gradients_norm(indices.iter().map(|&i| &parameters[i]), norm_type, scale)
         };
         let norms: Result<Vec<_>> = self.groups.iter().map(norm_of).collect();
         let (norms, found): (Vec<_>, _) = norms?.into_iter().unzip();
-        Ok(Findings { found, norm: Some(common_norm(&norms)?) })
+        Ok(Findings { found, norm: Some(common_norm(&norms, norm_type)?) })
     }
 
     /// Clips the gradients, whose total norm is `norm`, and each of which has memory of its own.
@@ -152,10 +157,10 @@ impl Plan {
 }
 
 /// The norm of several norms, on the device of the first.
-fn common_norm(norms: &[Tensor]) -> Result<Tensor> {
+fn common_norm(norms: &[Tensor], norm_type: f64) -> Result<Tensor> {
     match norms {
         [] => ffi::number_new(0.0, Kind::Float, Device::Cpu),
-        _ => ffi::norms_join(norms),
+        _ => ffi::norms_join(norms, norm_type),
     }
 }
 

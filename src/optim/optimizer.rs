@@ -7,7 +7,7 @@ use tch::Tensor;
 #[cfg(doc)]
 use crate::error::GradientError;
 use crate::error::{Error, OptimizerError, Result};
-use crate::gradients::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
+use crate::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
 use crate::optim::parameters::{Given, Named, TrackedVariables};
 use crate::optim::shards::Shards;
 use crate::optim::state::ParameterState;
@@ -269,25 +269,15 @@ impl Optimizer {
         drop_gradients(self)
     }
 
-    /// Clips the gradients of all parameters to a common 2-norm, like
+    /// Clips the gradients of all parameters to a common norm, like
     /// [`clip_grad_norm`](crate::gradients::clip_grad_norm). With a scaler, unscale them first, or use
     /// [`GradScaler::step_clip_norm`](crate::GradScaler::step_clip_norm).
     ///
     /// # Errors
     ///
     /// The same as [`clip_grad_norm`](crate::gradients::clip_grad_norm).
-    pub fn clip_grad_norm(&self, max_norm: f64) -> Result<Tensor> {
-        clip_grad_norm(&self.parameters(), max_norm)
-    }
-
-    /// Clips the gradients of all parameters to a common 2-norm, but fails if the norm is infinite or NaN, like
-    /// [`clip_grad_norm_error_if_nonfinite`](crate::gradients::clip_grad_norm_error_if_nonfinite). Synchronizes.
-    ///
-    /// # Errors
-    ///
-    /// The same as [`clip_grad_norm_error_if_nonfinite`](crate::gradients::clip_grad_norm_error_if_nonfinite).
-    pub fn clip_grad_norm_error_if_nonfinite(&self, max_norm: f64) -> Result<Tensor> {
-        clip_grad_norm_error_if_nonfinite(&self.parameters(), max_norm)
+    pub fn clip_grad_norm(&self, clip: impl Into<ClipNorm>) -> Result<Tensor> {
+        clip_grad_norm(&self.parameters(), clip)
     }
 
     /// Clamps every element of the gradients of all parameters, like
@@ -346,8 +336,8 @@ impl Optimizer {
         self.step()
     }
 
-    /// Drops the gradients, runs backward on the loss, clips the gradients to a common 2-norm of at most `max`, and
-    /// steps.
+    /// Drops the gradients, runs backward on the loss, clips the gradients to a common norm of at most `clip`, such as a
+    /// number for the 2-norm, and steps.
     ///
     /// It does not use a scaler: with one, call [`GradScaler::backward`](crate::GradScaler::backward) and
     /// [`GradScaler::step`](crate::GradScaler::step) instead.
@@ -355,10 +345,14 @@ impl Optimizer {
     /// # Errors
     ///
     /// The same as [`backward_step`](Self::backward_step) and [`clip_grad_norm`](Self::clip_grad_norm).
-    pub fn backward_step_clip_norm(&mut self, loss: &Tensor, max: f64) -> Result<()> {
+    pub fn backward_step_clip_norm(
+        &mut self,
+        loss: &Tensor,
+        clip: impl Into<ClipNorm>,
+    ) -> Result<()> {
         self.zero_grad()?;
         loss.f_backward()?;
-        let _norm = self.clip_grad_norm(max)?;
+        let _norm = self.clip_grad_norm(clip)?;
         self.step()
     }
 }

@@ -97,7 +97,7 @@ impl GradScaler {
         let allow_fp16 =
             preparation != Preparation::Unscale || self.scale.config().may_unscale_fp16();
         let plan = Plan::new(gradients, allow_fp16 || widens)?;
-        if preparation == Preparation::Norm {
+        if matches!(preparation, Preparation::Norm(_)) {
             gradients.refuse(Gradient::is_used, unclippable)?;
         }
         if !widens {

@@ -178,8 +178,8 @@ impl Iteration {
         self.records.push(Record::new(gradients, widened));
         match preparation {
             Preparation::Unscale => self.unscale(id, plan, scale)?,
-            Preparation::Check => self.check(id, plan, scale, false)?,
-            Preparation::Norm => self.check(id, plan, scale, true)?,
+            Preparation::Check => self.check(id, plan, scale, None)?,
+            Preparation::Norm(norm_type) => self.check(id, plan, scale, Some(norm_type))?,
         }
         let record = self.get(id);
         drop_frozen(&record.parameters, &record.snapshot)?;
@@ -213,13 +213,20 @@ impl Iteration {
         }
     }
 
-    /// Checks the gradients of a new record without changing them. A failure removes the record.
-    fn check(&mut self, id: RecordId, plan: &Plan, scale: &Number, with_norm: bool) -> Result<()> {
+    /// Checks the gradients of a new record without changing them, and takes a norm if its type is given. A failure
+    /// removes the record.
+    fn check(
+        &mut self,
+        id: RecordId,
+        plan: &Plan,
+        scale: &Number,
+        norm_type: Option<f64>,
+    ) -> Result<()> {
         let record = self.get_mut(id);
         let (parameters, number) = (&record.parameters, scale.tensor());
-        let checked = match with_norm {
-            true => plan.norm(parameters, Some(number)),
-            false => plan.check(parameters, number, scale.may_enlarge()),
+        let checked = match norm_type {
+            Some(norm_type) => plan.norm(parameters, norm_type, Some(number)),
+            None => plan.check(parameters, number, scale.may_enlarge()),
         };
         match checked {
             Ok(Findings { found, norm }) => {

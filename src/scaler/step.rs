@@ -6,7 +6,7 @@ use tch::Tensor;
 use crate::error::GradientError;
 use crate::error::{Error, Result, ScalerError};
 use crate::ffi::{self, Gradient, OutsideRegions};
-use crate::gradients::{Plan, Preparation, check_limit, clamp, unclampable, unclippable};
+use crate::gradients::{ClipNorm, Plan, Preparation, check_limit, clamp, unclampable, unclippable};
 use crate::optim::{AmpOptimizer, Optimizer, Step, drop_gradients, take_step};
 use crate::scale::{Number, end_all};
 use crate::scaler::iteration::{Owner, RecordId, Verdict};
@@ -149,22 +149,21 @@ impl GradScaler {
         Ok(StepOutcome::known(taken))
     }
 
-    /// Steps an optimizer that unscales and skips by itself, clipping to `max_norm` if there is one. Does not
-    /// synchronize.
+    /// Steps an optimizer that unscales and skips by itself, and clips if asked to. Does not synchronize.
     pub(crate) fn step_scaled(
         &self,
         optimizer: &mut dyn AmpOptimizer,
         scale: &Number,
-        max_norm: Option<f64>,
+        clip: Option<ClipNorm>,
         spikes: Option<&mut SpikeDetector>,
     ) -> Result<StepOutcome> {
-        let preparation = if max_norm.is_some() { Preparation::Norm } else { Preparation::Check };
+        let preparation = clip.map_or(Preparation::Check, |clip| Preparation::Norm(clip.norm_type));
         let Some(record) = self.claim_for_step(optimizer, preparation)? else {
             return Ok(StepOutcome::known(Taken::NoGradients));
         };
         let scaled = self.iteration.borrow().stage(record) == Stage::Checked;
         let grad_scale = scaled.then(|| scale.tensor());
-        let outcome = self.update_scaled(record, optimizer, grad_scale, max_norm, spikes);
+        let outcome = self.update_scaled(record, optimizer, grad_scale, clip, spikes);
         let mut iteration = self.iteration.borrow_mut();
         match outcome {
             Ok(_) => iteration.set_stepped(record),
@@ -183,15 +182,15 @@ impl GradScaler {
         record: RecordId,
         optimizer: &mut dyn AmpOptimizer,
         grad_scale: Option<&Tensor>,
-        max_norm: Option<f64>,
+        clip: Option<ClipNorm>,
         spikes: Option<&mut SpikeDetector>,
     ) -> Result<StepOutcome> {
         let (verdict, norm) = {
             let iteration = self.iteration.borrow();
             (iteration.verdict(record)?, iteration.norm(record))
         };
-        let factor = match max_norm.zip(norm.as_ref()) {
-            Some((max_norm, norm)) => Some(ffi::clip_factor(norm, max_norm)?),
+        let factor = match clip.zip(norm.as_ref()) {
+            Some((clip, norm)) => Some(ffi::clip_factor(norm, clip.max_norm)?),
             None => None,
         };
         let mut step = Step::default();
@@ -209,7 +208,7 @@ impl GradScaler {
                 StepOutcome::on_device(flag)
             }
         };
-        Ok(outcome.with_norm(norm.filter(|_| max_norm.is_some())))
+        Ok(outcome.with_norm(norm.filter(|_| clip.is_some())))
     }
 
     /// Finds the record whose step is due, or opens one.
@@ -224,21 +223,24 @@ impl GradScaler {
         })
     }
 
-    /// Clips the unscaled gradients to a common 2-norm of at most `max_norm` and steps the optimizer if all of them are
-    /// finite. Unscales first unless that was done, and synchronizes like [`step`](Self::step). Corresponds to
-    /// [`unscale_`](Self::unscale_), `torch.nn.utils.clip_grad_norm_` and [`step`](Self::step) in PyTorch.
+    /// Clips the unscaled gradients to a common norm of at most `clip`, such as a number for the 2-norm, and steps the
+    /// optimizer if all of them are finite. Unscales first unless that was done, and synchronizes like
+    /// [`step`](Self::step). Corresponds to [`unscale_`](Self::unscale_), `torch.nn.utils.clip_grad_norm_` and
+    /// [`step`](Self::step) in PyTorch.
     ///
     /// The gradients are multiplied by min(1, max_norm / (norm + 1e-6)); [`StepOutcome::total_norm`] returns the norm.
     ///
     /// With a fused [`Optimizer`](crate::optim::Optimizer) that was not unscaled before, one pass over the gradients
     /// takes the norm and finds non-finite values, and the update itself unscales and clips: the gradients stay scaled.
     /// A norm that is not finite counts as an infinite gradient. On a GPU the norm is taken in f32, unless all gradients
-    /// are f64, and overflows if the gradients are larger than about 1e19.
+    /// are f64, and a 2-norm overflows if the gradients are larger than about 1e19.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient; and
-    /// the errors of [`step`](Self::step). If the optimizer's own step fails, the gradients may already be clipped.
+    /// [`Error::InvalidArgument`] for a negative or NaN limit, for a type of norm that is not more than 0, and for
+    /// [`error_if_nonfinite`](ClipNorm::error_if_nonfinite), since the step is skipped instead;
+    /// [`GradientError::Unsupported`] for a sparse gradient; and the errors of [`step`](Self::step). If the optimizer's
+    /// own step fails, the gradients may already be clipped.
     ///
     /// # Examples
     ///
@@ -260,16 +262,16 @@ impl GradScaler {
     pub fn step_clip_norm(
         &mut self,
         optimizer: &mut dyn AmpOptimizer,
-        max_norm: f64,
+        clip: impl Into<ClipNorm>,
     ) -> Result<StepOutcome> {
-        check_limit("max_norm", max_norm)?;
+        let clip = clip.into().checked_for_step()?;
         let record = self.record_due(optimizer)?;
         let takes_scaled = optimizer.takes_scaled_gradients();
         if let (None, Some(scale), true) = (record, self.scale.number(), takes_scaled) {
-            return self.step_scaled(optimizer, scale, Some(max_norm), None);
+            return self.step_scaled(optimizer, scale, Some(clip), None);
         }
         let record = self.or_open(record, optimizer, unclippable)?;
-        let norm = self.clip_unscaled(record, optimizer, max_norm, !takes_scaled)?;
+        let norm = self.clip_unscaled(record, optimizer, clip, !takes_scaled)?;
         Ok(self.step_shared(optimizer)?.with_norm(norm))
     }
 
@@ -330,23 +332,21 @@ impl GradScaler {
         self.iterate(optimizer, loss, |scaler, optimizer| scaler.step(optimizer))
     }
 
-    /// Trains by one loss like [`backward_step`](Self::backward_step), and clips the gradients to a common 2-norm like
+    /// Trains by one loss like [`backward_step`](Self::backward_step), and clips the gradients to a common norm like
     /// [`step_clip_norm`](Self::step_clip_norm). The counterpart of tch's `backward_step_clip_norm`.
     ///
     /// # Errors
     ///
-    /// Those of [`backward_step`](Self::backward_step) and [`step_clip_norm`](Self::step_clip_norm); for a negative or
-    /// NaN limit before anything is changed.
+    /// Those of [`backward_step`](Self::backward_step) and [`step_clip_norm`](Self::step_clip_norm); for options that
+    /// that refuses before anything is changed.
     pub fn backward_step_clip_norm(
         &mut self,
         optimizer: &mut dyn AmpOptimizer,
         loss: &Tensor,
-        max_norm: f64,
+        clip: impl Into<ClipNorm>,
     ) -> Result<StepOutcome> {
-        check_limit("max_norm", max_norm)?;
-        self.iterate(optimizer, loss, |scaler, optimizer| {
-            scaler.step_clip_norm(optimizer, max_norm)
-        })
+        let clip = clip.into().checked_for_step()?;
+        self.iterate(optimizer, loss, |scaler, optimizer| scaler.step_clip_norm(optimizer, clip))
     }
 
     /// Trains by one loss like [`backward_step`](Self::backward_step), and clamps every element of the gradients like
@@ -403,7 +403,7 @@ impl GradScaler {
 
     /// Clips the gradients like [`step_clip_norm`](Self::step_clip_norm) and steps, unless their norm before clipping,
     /// or the loss that the detector watches, is far above its recent history. Never synchronizes: the device decides
-    /// through the same flag as for infinite gradients.
+    /// through the same flag as for infinite gradients. The history is of norms, so clip by the same type every time.
     ///
     /// A step that is skipped as a spike changes nothing, and the scale does not fall for it. Give `f64::INFINITY` to
     /// skip without clipping. A disabled scaler skips as well, for training in bf16 and f32; it then also skips steps
@@ -419,28 +419,28 @@ impl GradScaler {
     pub fn step_unless_spike(
         &mut self,
         optimizer: &mut Optimizer,
-        max_norm: f64,
+        clip: impl Into<ClipNorm>,
         spikes: &mut SpikeDetector,
     ) -> Result<StepOutcome> {
-        check_limit("max_norm", max_norm)?;
+        let clip = clip.into().checked_for_step()?;
         if self.agreement.is_some() {
             let problem = "cannot be used by a scaler that agrees over a group, whose ranks have norms of their own";
             return Err(Error::InvalidArgument { name: "spikes", problem: problem.to_owned() });
         }
         let Some(scale) = self.scale.number() else {
-            return self.step_without_scale(optimizer, max_norm, spikes);
+            return self.step_without_scale(optimizer, clip, spikes);
         };
         if self.record_due(optimizer)?.is_some() {
             return Err(Error::Scaler(ScalerError::AlreadyUnscaled));
         }
-        self.step_scaled(optimizer, scale, Some(max_norm), Some(spikes))
+        self.step_scaled(optimizer, scale, Some(clip), Some(spikes))
     }
 
     /// Steps with gradients that were never scaled.
     fn step_without_scale(
         &self,
         optimizer: &mut Optimizer,
-        max_norm: f64,
+        clip: ClipNorm,
         spikes: &mut SpikeDetector,
     ) -> Result<StepOutcome> {
         self.check_synced(optimizer)?;
@@ -451,10 +451,10 @@ impl GradScaler {
             }
             gradients.refuse(Gradient::is_used, unclippable)?;
             gradients.separate()?;
-            Plan::new(&gradients, true)?.norm(gradients.parameters(), None)?.norm
+            Plan::new(&gradients, true)?.norm(gradients.parameters(), clip.norm_type, None)?.norm
         };
         let Some(norm) = norm else { return Ok(StepOutcome::known(Taken::NoGradients)) };
-        let factor = ffi::clip_factor(&norm, max_norm)?;
+        let factor = ffi::clip_factor(&norm, clip.max_norm)?;
         let step = Step::default().with_clip_factor(&factor);
         let outcome = spikes.update_unless(optimizer, &step, &norm)?;
         Ok(outcome.with_norm(Some(norm)))

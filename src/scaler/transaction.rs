@@ -4,7 +4,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, GradientError, Result};
 use crate::ffi::{Gradient, Snapshot};
-use crate::gradients::{Plan, check_limit, clamp, reduce_norm, unclippable};
+use crate::gradients::{ClipNorm, Plan, check_limit, clamp, reduce_norm, unclippable};
 use crate::optim::AmpOptimizer;
 use crate::scaler::iteration::RecordId;
 use crate::scaler::{GradScaler, StepOutcome};
@@ -47,32 +47,24 @@ impl<'a> Unscaled<'a> {
         Self { scaler, optimizer, record }
     }
 
-    /// Scales the gradients down in place so that their common 2-norm is at most `max_norm`, and returns the norm
-    /// before clipping: a 0-dim tensor on the device of the first gradient, or zero if there are no gradients. A norm that
-    /// is not finite counts as an infinite gradient, as in [`GradScaler::step_clip_norm`]: the step is skipped.
-    /// Synchronizes only where gradients on a GPU and on the CPU are clipped together. The counterpart of
-    /// `torch.nn.utils.clip_grad_norm_`.
+    /// Scales the gradients down in place so that their common norm is at most `clip`, such as a number for the 2-norm,
+    /// and returns the norm before clipping: a 0-dim tensor on the device of the first gradient, or zero if there are no
+    /// gradients. A norm that is not finite counts as an infinite gradient, as in [`GradScaler::step_clip_norm`]: the
+    /// step is skipped. Synchronizes only where gradients on a GPU and on the CPU are clipped together, and with
+    /// [`error_if_nonfinite`](ClipNorm::error_if_nonfinite). The counterpart of `torch.nn.utils.clip_grad_norm_`.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Changed`] as in [`GradScaler::step`];
-    /// [`GradientError::Unsupported`] for a sparse gradient.
-    pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<Tensor> {
-        check_limit("max_norm", max_norm)?;
-        let norm = self.scaler.clip_unscaled(self.record, &*self.optimizer, max_norm, false)?;
+    /// [`Error::InvalidArgument`] for a negative or NaN limit and for a type of norm that is not more than 0;
+    /// [`GradientError::Changed`] as in [`GradScaler::step`]; [`GradientError::Unsupported`] for a sparse gradient;
+    /// [`GradientError::NonFiniteNorm`], which leaves the gradients unchanged, with `error_if_nonfinite`.
+    pub fn clip_grad_norm(&mut self, clip: impl Into<ClipNorm>) -> Result<Tensor> {
+        let clip = clip.into().checked()?;
+        let norm = match clip.error_if_nonfinite {
+            true => self.change(false, |all| reduce_norm(all, clip))?,
+            false => self.scaler.clip_unscaled(self.record, &*self.optimizer, clip, false)?,
+        };
         or_zero(norm)
-    }
-
-    /// Clips like [`clip_grad_norm`](Self::clip_grad_norm), but fails if the norm is infinite or NaN. Synchronizes to
-    /// find out. Corresponds to `torch.nn.utils.clip_grad_norm_` with `error_if_nonfinite=True`.
-    ///
-    /// # Errors
-    ///
-    /// [`GradientError::NonFiniteNorm`], which leaves the gradients unchanged; otherwise the same as
-    /// [`clip_grad_norm`](Self::clip_grad_norm).
-    pub fn clip_grad_norm_error_if_nonfinite(&mut self, max_norm: f64) -> Result<Tensor> {
-        check_limit("max_norm", max_norm)?;
-        or_zero(self.change(false, |all| reduce_norm(all, max_norm, true))?)
     }
 
     /// Clamps every element of the gradients to `-max..=max`, in place. The counterpart of
@@ -139,13 +131,13 @@ impl GradScaler {
         &self,
         record: Option<RecordId>,
         optimizer: &dyn AmpOptimizer,
-        max_norm: f64,
+        clip: ClipNorm,
         reads: bool,
     ) -> Result<Option<Tensor>> {
-        let recheck = !max_norm.is_finite();
+        let recheck = !clip.max_norm.is_finite();
         let Some(index) = record else {
-            let clip = |parameters: &[Tensor]| reduce_norm(parameters, max_norm, false);
-            return self.change_gradients(None, optimizer, recheck, clip);
+            let reduce = |parameters: &[Tensor]| reduce_norm(parameters, clip);
+            return self.change_gradients(None, optimizer, recheck, reduce);
         };
         let gradients = self.gradients(optimizer)?;
         let mut iteration = self.iteration()?;
@@ -153,7 +145,7 @@ impl GradScaler {
         gradients.drop_frozen()?;
         gradients.refuse(Gradient::is_used, unclippable)?;
         let plan = Plan::new(&gradients, true)?;
-        let findings = plan.norm(gradients.parameters(), None)?;
+        let findings = plan.norm(gradients.parameters(), clip.norm_type, None)?;
         let Some(norm) = findings.norm.filter(|_| !findings.found.is_empty()) else {
             return Ok(None);
         };
@@ -161,7 +153,7 @@ impl GradScaler {
         if reads {
             iteration.found_inf(index)?;
         }
-        plan.clip(gradients.parameters(), &norm, max_norm)?;
+        plan.clip(gradients.parameters(), &norm, clip.max_norm)?;
         iteration.accept(index, Snapshot::of(gradients.parameters())?, recheck);
         Ok(Some(norm))
     }

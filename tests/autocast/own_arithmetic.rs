@@ -7,7 +7,7 @@ use tch_amp::average::{Ema, Swa};
 use tch_amp::buffers::{BufferSnapshot, check_buffers_finite};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::gradcheck::{gradcheck, gradgradcheck};
-use tch_amp::gradients::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
+use tch_amp::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
 use tch_amp::loss_scale::{
     DynamicLossScale, LossScale as _, StaticLossScale, all_finite, select_tree,
 };
@@ -178,18 +178,22 @@ const JOBS: &[Job] = &[
         name: "clipped gradients",
         entries: &["tamp_clip_grad_norm", "tamp_clip_grad_value"],
         run: |device, within, results| {
+            let finite = ClipNorm { error_if_nonfinite: true, ..3.3.into() };
             for kind in [F32, Kind::Double, Kind::BFloat16] {
                 let mut list = leaves(device, kind);
                 list.extend(leaves(Device::Cpu, F32));
                 within(&mut || {
-                    results.tensor(&clip_grad_norm(&list, 70000.3).unwrap());
-                    results.tensor(&clip_grad_norm_error_if_nonfinite(&list, 3.3).unwrap());
+                    for norm_type in [2.0, 1.0, 2.7, f64::INFINITY] {
+                        let clip = ClipNorm { norm_type, ..70000.3.into() };
+                        results.tensor(&clip_grad_norm(&list, clip).unwrap());
+                    }
+                    results.tensor(&clip_grad_norm(&list, finite).unwrap());
                     clip_grad_value(&list, 0.7003).unwrap();
                 });
                 results.tensors(&gradients(&list));
                 let _filled = no_grad(|| list[0].grad().fill_(f64::INFINITY));
                 within(&mut || {
-                    let error = clip_grad_norm_error_if_nonfinite(&list, 3.3);
+                    let error = clip_grad_norm(&list, finite);
                     results.value(error.map_err(|error| error.to_string()));
                 });
             }
@@ -205,7 +209,10 @@ const JOBS: &[Job] = &[
             let mut scaler = scaler(device, 1024.0);
             within(&mut || {
                 let mut unscaled = scaler.unscale(&mut opt).unwrap();
-                results.tensor(&unscaled.clip_grad_norm(33.3).unwrap());
+                for norm_type in [1.0, 2.0, 2.7, f64::INFINITY] {
+                    let clip = ClipNorm { norm_type, ..33.3.into() };
+                    results.tensor(&unscaled.clip_grad_norm(clip).unwrap());
+                }
                 unscaled.clip_grad_value(0.1003).unwrap();
                 unscaled.step().unwrap();
                 scaler.update().unwrap();

@@ -3,9 +3,7 @@
 use rstest::rstest;
 use tch::nn::{self, OptimizerConfig as _};
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::gradients::{
-    GradientError, clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value,
-};
+use tch_amp::gradients::{ClipNorm, GradientError, clip_grad_norm, clip_grad_value};
 use tch_amp::optim::{AmpOptimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
@@ -14,6 +12,11 @@ use crate::common::bits::bits;
 use crate::common::tensors::leaf;
 use crate::common::{for_each_device, gpus};
 use crate::{INF, NAN, set_grad, to_f64};
+
+/// Clips to a 2-norm, and refuses one that is not finite.
+fn finite(max_norm: f64) -> ClipNorm {
+    ClipNorm { error_if_nonfinite: true, ..max_norm.into() }
+}
 
 #[test]
 fn f64_gradients_are_clipped_in_f64() {
@@ -73,7 +76,7 @@ fn an_infinite_norm_is_an_error_on_request() {
             let w = leaf(&[0.0; 3], Kind::Float, device);
             let all = [w.shallow_clone()];
             set_grad(&w, &[1.0, bad, 2.0]);
-            let error = clip_grad_norm_error_if_nonfinite(&all, 1.0).unwrap_err();
+            let error = clip_grad_norm(&all, finite(1.0)).unwrap_err();
             assert!(
                 matches!(error, Error::Gradient(GradientError::NonFiniteNorm { norm }) if !norm.is_finite())
             );
@@ -81,7 +84,7 @@ fn an_infinite_norm_is_an_error_on_request() {
             let norm = clip_grad_norm(&all, 1.0).unwrap();
             assert!(!norm.double_value(&[]).is_finite());
             set_grad(&w, &[3.0, 0.0, 4.0]);
-            let norm = clip_grad_norm_error_if_nonfinite(&all, 1.0).unwrap();
+            let norm = clip_grad_norm(&all, finite(1.0)).unwrap();
             assert_eq!(norm.double_value(&[]), 5.0);
         }
     });
@@ -94,7 +97,7 @@ fn a_transaction_can_refuse_an_infinite_norm() {
     let scaler = GradScaler::new(Device::Cpu).unwrap();
     set_grad(&w, &[INF, 65536.0]);
     let mut unscaled = scaler.unscale(&mut opt).unwrap();
-    let error = unscaled.clip_grad_norm_error_if_nonfinite(1.0).unwrap_err();
+    let error = unscaled.clip_grad_norm(finite(1.0)).unwrap_err();
     assert!(matches!(error, Error::Gradient(GradientError::NonFiniteNorm { .. })));
     assert!(unscaled.step().unwrap().is_skipped().unwrap());
 }
@@ -200,7 +203,7 @@ fn a_norm_beyond_f32_is_not_infinite() {
         };
         let close = |found: f64, want: f64| (found / want - 1.0).abs() < 1e-6;
         let w = made();
-        let found = clip_grad_norm_error_if_nonfinite(&[w.shallow_clone()], 1.0).unwrap();
+        let found = clip_grad_norm(&[w.shallow_clone()], finite(1.0)).unwrap();
         assert!(close(found.double_value(&[]), norm), "{found:?}");
         assert!(close(to_f64(&w.grad())[0], 3e38 / norm), "{:?}", to_f64(&w.grad()));
         // Steps that unscale and clip in the update. A scale below one enlarges the gradients, so the norm decides.
@@ -373,7 +376,7 @@ fn a_gradient_that_cannot_be_clipped_is_named_and_the_others_are_unchanged() {
             let all = [w.shallow_clone(), bad];
             let refused = [
                 clip_grad_norm(&all, 1.0).map(drop),
-                clip_grad_norm_error_if_nonfinite(&all, 1.0).map(drop),
+                clip_grad_norm(&all, finite(1.0)).map(drop),
                 clip_grad_value(&all, 1.0),
             ];
             for result in refused {

@@ -12,6 +12,7 @@ mod groups;
 mod lost_updates;
 mod masters;
 mod muon;
+mod norms;
 mod numbers;
 mod refused;
 mod replaced;

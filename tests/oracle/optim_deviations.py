@@ -74,6 +74,29 @@ def half_norms_are_halves():
     assert torch.nn.utils.clip_grad_norm_([param], 1.0).dtype == torch.bfloat16
 
 
+def powers_overflow_and_underflow_although_their_norms_do_not():
+    for number, norm_type, norm in [(1e20, 3.0, torch.inf), (1e-20, 3.0, 0), (6e4, 8.0, torch.inf)]:
+        param = weight(torch.ones(2), torch.full((2,), number))
+        assert torch.nn.utils.clip_grad_norm_([param], 1.0, norm_type) == norm
+
+
+def norms_of_types_that_make_no_sense_are_taken():
+    for norm_type, norm in [(0.0, 1.0), (-1.0, 0.0), (-torch.inf, 0.0)]:
+        param = weight(torch.ones(2), torch.tensor([3.0, 0.0]))
+        assert torch.nn.utils.clip_grad_norm_([param], 1.0, norm_type) == norm, norm_type
+
+
+def nothing_has_no_largest_value():
+    param = weight(torch.ones(0), torch.ones(0))
+    assert torch.nn.utils.clip_grad_norm_([param], 1.0) == 0
+    try:
+        torch.nn.utils.clip_grad_norm_([param], 1.0, torch.inf)
+    except RuntimeError as error:
+        assert "infinity norm on an empty tensor" in str(error), error
+    else:
+        raise AssertionError
+
+
 def rmsprop_rounds_halves_after_each_operation():
     start, grad = torch.linspace(0.5, 1.5, 64), torch.linspace(-1, 1, 64)
     half = weight(start.bfloat16(), grad.bfloat16())
@@ -125,6 +148,9 @@ an_initial_accumulator_of_a_group_is_ignored()
 a_nan_in_amsgrads_average_is_kept_except_in_the_last_elements_of_the_fused_kernel()
 frozen_parameters_are_stepped()
 half_norms_are_halves()
+powers_overflow_and_underflow_although_their_norms_do_not()
+norms_of_types_that_make_no_sense_are_taken()
+nothing_has_no_largest_value()
 rmsprop_rounds_halves_after_each_operation()
 muon_normalizes_a_bf16_momentum_buffer_in_place()
 muon_rounds_halves_after_each_operation()

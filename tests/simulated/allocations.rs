@@ -3,6 +3,7 @@
 
 use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor};
+use tch_amp::gradients::ClipNorm;
 use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer, OptimizerError};
 use tch_amp::scaler::{GradScalerConfig, GradScalerState, PerLossScalers, ScalerError};
 use tch_amp::{Error, GradScaler, Result, optim};
@@ -109,8 +110,16 @@ fn tch_optimizer(adam: bool, device: Device) -> Opt {
 }
 
 /// The calls between backward and update.
-const WAYS: [&str; 7] =
-    ["step", "unscale_", "clip norm", "clip value", "transaction", "step_clip_norm", "two looks"];
+const WAYS: [&str; 8] = [
+    "step",
+    "unscale_",
+    "clip norm",
+    "clip powers",
+    "clip value",
+    "transaction",
+    "step_clip_norm",
+    "two looks",
+];
 
 struct Training {
     opts: Vec<Opt>,
@@ -189,6 +198,10 @@ fn step(way: &str, opt: &mut Opt, scaler: &mut GradScaler, attempt: Attempt<'_>)
     let all = opt.parameters();
     match way {
         "clip norm" => attempt(&mut || tch_amp::gradients::clip_grad_norm(&all, 0.1).map(drop))?,
+        "clip powers" => {
+            let clip = ClipNorm { norm_type: 2.5, ..0.1.into() };
+            attempt(&mut || tch_amp::gradients::clip_grad_norm(&all, clip).map(drop))?;
+        }
         "clip value" => attempt(&mut || tch_amp::gradients::clip_grad_value(&all, 0.01))?,
         // Gradients that were changed after unscaling are checked again in the step.
         "two looks" => all.iter().for_each(|w| drop(w.grad().neg_())),

@@ -2,6 +2,7 @@
 
 use tch::{Kind, Tensor};
 use tch_amp::GradScaler;
+use tch_amp::gradients::ClipNorm;
 use tch_amp::loss_scale::all_finite;
 use tch_amp::optim::{MasterWeights, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
@@ -33,7 +34,13 @@ fn step_clip_norm(training: &mut Training) {
     drop(training.scaler.step_clip_norm(&mut training.opt, 0.1).unwrap());
 }
 
-const PARTS: [Part; 8] = [
+/// Clips by another norm than two.
+fn clip_norm(training: &mut Training, norm_type: f64) {
+    let clip = ClipNorm { norm_type, ..0.1.into() };
+    let _norm = tch_amp::gradients::clip_grad_norm(&training.all, clip).unwrap();
+}
+
+const PARTS: [Part; 11] = [
     ("unscale_", nothing, unscale),
     ("step", nothing, step),
     ("step_clip_norm", nothing, step_clip_norm),
@@ -42,6 +49,9 @@ const PARTS: [Part; 8] = [
     ("clip_grad_norm", unscale, |training| {
         let _norm = tch_amp::gradients::clip_grad_norm(&training.all, 0.1).unwrap();
     }),
+    ("sum", unscale, |training| clip_norm(training, 1.0)),
+    ("powers", unscale, |training| clip_norm(training, 2.5)),
+    ("largest", unscale, |training| clip_norm(training, f64::INFINITY)),
     ("clip_grad_value", unscale, |training| {
         tch_amp::gradients::clip_grad_value(&training.all, 0.1).unwrap();
     }),

@@ -2,6 +2,7 @@
 
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
+use tch_amp::gradients::ClipNorm;
 use tch_amp::loss_scale::{DynamicLossScale, LossScale, StaticLossScale, all_finite, select_tree};
 use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer, Step};
 use tch_amp::scaler::{GradScalerConfig, StepCounter};
@@ -23,22 +24,22 @@ const WAYS: [&str; 8] = [
     "step_clip_norm",
 ];
 
-fn step(way: &str, opt: &mut Optimizer, scaler: &mut GradScaler) -> Result<()> {
+fn step(way: &str, clip: ClipNorm, opt: &mut Optimizer, scaler: &mut GradScaler) -> Result<()> {
     if way.starts_with("unscale_") {
         scaler.unscale_(opt)?;
     }
     if way.contains("clip_grad_norm") {
-        let _norm = opt.clip_grad_norm(0.1)?;
+        let _norm = opt.clip_grad_norm(clip)?;
     }
     if way.contains("clip_grad_value") {
         opt.clip_grad_value(0.1)?;
     }
     let outcome = if way == "step_clip_norm" {
-        scaler.step_clip_norm(opt, 0.1)?
+        scaler.step_clip_norm(opt, clip)?
     } else if way.starts_with("a transaction") {
         let mut unscaled = scaler.unscale(opt)?;
         if way.ends_with("norm") {
-            let _norm = unscaled.clip_grad_norm(0.1)?;
+            let _norm = unscaled.clip_grad_norm(clip)?;
         }
         if way.ends_with("values") {
             unscaled.clip_grad_value(0.1)?;
@@ -72,12 +73,39 @@ fn an_iteration_of_a_fused_optimizer_does_not_synchronize() {
                         for factor in [0.5, f64::INFINITY, 0.5] {
                             opt.zero_grad().unwrap();
                             backward(&scaler, &losses(&all, devices, factor)).unwrap();
-                            step(way, &mut opt, &mut scaler).unwrap();
+                            step(way, 0.1.into(), &mut opt, &mut scaler).unwrap();
                         }
                     });
                     let places = devices.len();
                     let what = format!("{name}, {kind:?}, {masters:?}, {places} devices, {way}");
                     assert!(counts.launches > 0, "{what}");
+                    assert_eq!(counts.host_syncs, 0, "{what}");
+                    assert_eq!(scaler.get_scale().unwrap(), 4.0, "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn no_type_of_norm_synchronizes() {
+    let Some(simulation) = Simulation::find() else { return };
+    for kinds in [&[Kind::Float][..], &[Kind::Double], &[Kind::BFloat16, Kind::Double]] {
+        for devices in [ONE, TWO] {
+            for way in WAYS.into_iter().filter(|way| way.contains("norm")) {
+                for norm_type in [1.0, 2.0, 2.5, f64::INFINITY] {
+                    let all = kinds.iter().flat_map(|kind| parameters(devices, *kind, 2));
+                    let all: Vec<_> = all.collect();
+                    let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
+                    let (mut scaler, clip) = (scaler(), ClipNorm { norm_type, ..0.1.into() });
+                    let ((), counts) = simulation.count(|| {
+                        for factor in [0.5, f64::INFINITY, 0.5] {
+                            opt.zero_grad().unwrap();
+                            backward(&scaler, &losses(&all, devices, factor)).unwrap();
+                            step(way, clip, &mut opt, &mut scaler).unwrap();
+                        }
+                    });
+                    let what = format!("{kinds:?}, {} devices, {way}, {clip:?}", devices.len());
                     assert_eq!(counts.host_syncs, 0, "{what}");
                     assert_eq!(scaler.get_scale().unwrap(), 4.0, "{what}");
                 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::gradients::{clip_grad_norm, clip_grad_value};
+use tch_amp::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
 use tch_amp::optim::{
     Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, Lion, MasterWeights, Muon, Optimizer, RmsProp,
     Sgd,
@@ -44,13 +44,19 @@ fn give(w: &Tensor, gradient: &Tensor) -> Result<()> {
     Ok(())
 }
 
+fn of_type(norm_type: f64) -> ClipNorm {
+    ClipNorm { norm_type, ..0.5.into() }
+}
+
 type Way = fn(&mut GradScaler, &mut dyn AmpOptimizer) -> Result<()>;
 
 /// All ways from gradients to a step.
-fn ways() -> [(&'static str, Way); 5] {
+fn ways() -> [(&'static str, Way); 7] {
     [
         ("step", |scaler, opt| scaler.step(opt).map(drop)),
         ("step_clip_norm", |scaler, opt| scaler.step_clip_norm(opt, 0.5).map(drop)),
+        ("powers", |scaler, opt| scaler.step_clip_norm(opt, of_type(2.5)).map(drop)),
+        ("largest", |scaler, opt| scaler.step_clip_norm(opt, of_type(f64::INFINITY)).map(drop)),
         ("step_clip_value", |scaler, opt| scaler.step_clip_value(opt, 0.5).map(drop)),
         ("unscale_", |scaler, opt| {
             scaler.unscale_(opt)?;
@@ -189,6 +195,9 @@ fn clipping() {
         }
         let all = [witness(), w];
         clip_grad_value(&all, 2.0)?;
+        for norm_type in [1.0, 2.5, f64::INFINITY] {
+            let _norm = clip_grad_norm(&all, of_type(norm_type))?;
+        }
         clip_grad_norm(&all, 0.5).map(drop)
     });
 }

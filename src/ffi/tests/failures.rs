@@ -8,6 +8,7 @@ use crate::error::ScalerError;
 #[cfg(feature = "insight")]
 use crate::ffi::exponents::{CountedGradient, StepNumbers};
 use crate::function::Function;
+use crate::gradients::ClipNorm;
 use crate::scaler::{GradScalerConfig, PerLossScalers};
 use crate::{Autocast, Error, GradScaler, Result, autocast, ffi, function, optim, sys};
 
@@ -52,7 +53,8 @@ impl Program {
                 4 => drop(self.scaler.step_clip_norm(&mut self.fused, 0.1)?),
                 5 => {
                     self.scaler.unscale_(&mut self.fused)?;
-                    let _norm = self.fused.clip_grad_norm_error_if_nonfinite(0.1)?;
+                    let clip = ClipNorm { error_if_nonfinite: true, ..ClipNorm::from(0.1) };
+                    let _norm = self.fused.clip_grad_norm(clip)?;
                     drop(self.scaler.step(&mut self.fused)?);
                     self.fused.zero_grad()?;
                 }

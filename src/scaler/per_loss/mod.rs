@@ -6,6 +6,7 @@ use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
 use crate::error::{Error, Result, ScalerError, ensure};
+use crate::gradients::ClipNorm;
 use crate::optim::AmpOptimizer;
 use crate::scale::{AdaptiveScale, LoadedState, end_all};
 use crate::scaler::record::Stage;
@@ -237,7 +238,7 @@ impl PerLossScalers {
         self.step_by(optimizer, |sums, optimizer| sums.step(optimizer))
     }
 
-    /// Clips the gradients to a common 2-norm and steps, like [`GradScaler::step_clip_norm`].
+    /// Clips the gradients to a common norm and steps, like [`GradScaler::step_clip_norm`].
     ///
     /// # Errors
     ///
@@ -245,9 +246,9 @@ impl PerLossScalers {
     pub fn step_clip_norm(
         &mut self,
         optimizer: &mut dyn AmpOptimizer,
-        max_norm: f64,
+        clip: impl Into<ClipNorm>,
     ) -> Result<StepOutcome> {
-        self.step_by(optimizer, |sums, optimizer| sums.step_clip_norm(optimizer, max_norm))
+        self.step_by(optimizer, |sums, optimizer| sums.step_clip_norm(optimizer, clip))
     }
 
     /// Clamps every element of the summed gradients and steps if the gradients of all losses are finite, like
