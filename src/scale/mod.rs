@@ -102,23 +102,22 @@ impl AdaptiveScale {
         number.set_scale(new_scale as f32)
     }
 
-    pub(crate) fn set_growth_factor(&mut self, growth_factor: f64) -> Result<()> {
-        self.reconfigure(GradScalerConfig { growth_factor, ..self.config })
-    }
-
-    pub(crate) fn set_backoff_factor(&mut self, backoff_factor: f64) -> Result<()> {
-        self.reconfigure(GradScalerConfig { backoff_factor, ..self.config })
-    }
-
-    pub(crate) fn set_growth_interval(&mut self, growth_interval: i64) -> Result<()> {
-        let config = GradScalerConfig { growth_interval, ..self.config };
+    /// Changes the growth factor, the backoff factor and the growth interval, and refuses to change another option.
+    pub(crate) fn set_config(&mut self, config: GradScalerConfig) -> Result<()> {
         config.check()?;
-        self.number.as_mut().map_or(Ok(()), |number| number.clamp_tracker(growth_interval))?;
-        self.reconfigure(config)
-    }
-
-    fn reconfigure(&mut self, config: GradScalerConfig) -> Result<()> {
-        config.check()?;
+        let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = config;
+        let may_be = GradScalerConfig { growth_factor, backoff_factor, growth_interval, ..self.config };
+        if config != may_be {
+            let problem = "differs in more than the growth factor, the backoff factor and the growth interval, which \
+                           alone can change; begin with the present options, `..*scalers.config(loss_id)?`";
+            return Err(Error::InvalidArgument { name: "config", problem: problem.to_owned() });
+        }
+        match &mut self.number {
+            Some(number) if growth_interval != self.config.growth_interval => {
+                number.clamp_tracker(growth_interval)?;
+            }
+            _ => {}
+        }
         self.config = config;
         Ok(())
     }

@@ -286,7 +286,7 @@ impl GradScaler {
     ///
     /// [`Error::InvalidArgument`] unless it is finite and more than 1; the old value is kept then.
     pub fn set_growth_factor(&mut self, growth_factor: f64) -> Result<()> {
-        self.scale.set_growth_factor(growth_factor)
+        self.scale.set_config(GradScalerConfig { growth_factor, ..*self.scale.config() })
     }
 
     /// Returns the factor by which the scale is multiplied when it backs off.
@@ -300,7 +300,7 @@ impl GradScaler {
     ///
     /// [`Error::InvalidArgument`] unless it is between 0 and 1; the old value is kept then.
     pub fn set_backoff_factor(&mut self, backoff_factor: f64) -> Result<()> {
-        self.scale.set_backoff_factor(backoff_factor)
+        self.scale.set_config(GradScalerConfig { backoff_factor, ..*self.scale.config() })
     }
 
     /// Returns the number of consecutive iterations without overflow after which the scale grows.
@@ -315,7 +315,7 @@ impl GradScaler {
     ///
     /// [`Error::InvalidArgument`] unless it is from 1 to 2^31 - 1; the old value is kept then.
     pub fn set_growth_interval(&mut self, growth_interval: i64) -> Result<()> {
-        self.scale.set_growth_interval(growth_interval)
+        self.scale.set_config(GradScalerConfig { growth_interval, ..*self.scale.config() })
     }
 
     /// Returns the state to save; it is empty for a disabled scaler. Synchronizes like [`get_scale`](Self::get_scale).

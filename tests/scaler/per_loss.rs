@@ -341,7 +341,7 @@ fn invalid_loss_counts_and_ids_are_refused() {
     assert!(matches!(PerLossScalers::new(Device::Cpu, 0), Err(Error::InvalidArgument { .. })));
     let mut scalers = two(Device::Cpu);
     assert_eq!(scalers.loss_count(), 2);
-    let error = scalers.set_growth_interval(2, 5).unwrap_err();
+    let error = scalers.set_config(2, GradScalerConfig::default()).unwrap_err();
     assert!(
         matches!(error, Error::Scaler(ScalerError::NoSuchLoss { loss_id: 2, losses: 2 })),
         "{error}"

@@ -119,34 +119,28 @@ impl PerLossScalers {
         Ok(self.loss(loss_id)?.scale.config())
     }
 
-    /// Sets the factor by which the scale of a loss is multiplied when it grows, like
-    /// [`GradScaler::set_growth_factor`].
+    /// Changes the growth factor, the backoff factor and the growth interval of the scaler of a loss to those of
+    /// `config`, like the setters of [`GradScaler`]. Its other options must be the present ones.
     ///
     /// # Errors
     ///
-    /// [`ScalerError::NoSuchLoss`]; otherwise the same as [`GradScaler::set_growth_factor`].
-    pub fn set_growth_factor(&mut self, loss_id: usize, growth_factor: f64) -> Result<()> {
-        self.loss_mut(loss_id)?.scale.set_growth_factor(growth_factor)
-    }
-
-    /// Sets the factor by which the scale of a loss is multiplied when it backs off, like
-    /// [`GradScaler::set_backoff_factor`].
+    /// [`ScalerError::NoSuchLoss`]; [`Error::InvalidArgument`] if one of the three is outside its range or another option
+    /// differs. The old options are kept then.
     ///
-    /// # Errors
+    /// # Examples
     ///
-    /// [`ScalerError::NoSuchLoss`]; otherwise the same as [`GradScaler::set_backoff_factor`].
-    pub fn set_backoff_factor(&mut self, loss_id: usize, backoff_factor: f64) -> Result<()> {
-        self.loss_mut(loss_id)?.scale.set_backoff_factor(backoff_factor)
-    }
-
-    /// Sets the number of consecutive iterations without overflow after which the scale of a loss grows, like
-    /// [`GradScaler::set_growth_interval`].
+    /// ```
+    /// use tch::Device;
+    /// use tch_amp::scaler::{GradScalerConfig, PerLossScalers};
     ///
-    /// # Errors
-    ///
-    /// [`ScalerError::NoSuchLoss`]; otherwise the same as [`GradScaler::set_growth_interval`].
-    pub fn set_growth_interval(&mut self, loss_id: usize, growth_interval: i64) -> Result<()> {
-        self.loss_mut(loss_id)?.scale.set_growth_interval(growth_interval)
+    /// let mut scalers = PerLossScalers::new(Device::Cpu, 2)?;
+    /// let config = GradScalerConfig { growth_interval: 100, ..*scalers.config(1)? };
+    /// scalers.set_config(1, config)?;
+    /// assert_eq!([0, 1].map(|id| scalers.config(id).unwrap().growth_interval), [2000, 100]);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn set_config(&mut self, loss_id: usize, config: GradScalerConfig) -> Result<()> {
+        self.loss_mut(loss_id)?.scale.set_config(config)
     }
 
     fn loss(&self, loss_id: usize) -> Result<&Loss> {

@@ -131,12 +131,24 @@ fn an_abandoned_iteration_has_no_effect() {
 fn each_loss_has_options_of_its_own() {
     let (w, mut opt) = moody(Device::Cpu);
     let mut scalers = two(Device::Cpu);
-    scalers.set_growth_factor(0, 4.0).unwrap();
-    scalers.set_growth_interval(0, 1).unwrap();
-    scalers.set_backoff_factor(1, 0.25).unwrap();
-    assert!(matches!(scalers.set_growth_factor(0, 1.0), Err(Error::InvalidArgument { .. })));
-    assert!(matches!(scalers.set_backoff_factor(1, 1.0), Err(Error::InvalidArgument { .. })));
-    assert!(matches!(scalers.set_growth_interval(0, 0), Err(Error::InvalidArgument { .. })));
+    let [first, second] = [0, 1].map(|loss| *scalers.config(loss).unwrap());
+    let chosen = GradScalerConfig { growth_factor: 4.0, growth_interval: 1, ..first };
+    scalers.set_config(0, chosen).unwrap();
+    scalers.set_config(1, GradScalerConfig { backoff_factor: 0.25, ..second }).unwrap();
+    let refused = [
+        (GradScalerConfig { growth_factor: 1.0, ..chosen }, "growth_factor"),
+        (GradScalerConfig { growth_factor: f64::NAN, ..chosen }, "growth_factor"),
+        (GradScalerConfig { backoff_factor: 1.0, ..chosen }, "backoff_factor"),
+        (GradScalerConfig { growth_interval: 0, ..chosen }, "growth_interval"),
+        (GradScalerConfig { init_scale: 2.0, ..chosen }, "config"),
+        (GradScalerConfig { hysteresis: 2, growth_factor: 8.0, ..chosen }, "config"),
+        (GradScalerConfig { enabled: false, ..chosen }, "config"),
+    ];
+    for (config, field) in refused {
+        let error = scalers.set_config(0, config).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { name, .. } if name == field), "{error}");
+        assert_eq!(*scalers.config(0).unwrap(), chosen);
+    }
     let options = [0, 1].map(|loss| {
         let config = scalers.config(loss).unwrap();
         (config.growth_factor, config.backoff_factor, config.growth_interval)
