@@ -214,7 +214,7 @@ impl Accumulation {
 /// Returns an error for parameters whose gradients are averaged over ranks.
 #[cfg(feature = "distributed")]
 fn refuse_averaged(optimizer: &dyn AmpOptimizer) -> Result<()> {
-    if !any_is_averaged(&optimizer.parameters())? {
+    if !any_is_averaged(optimizer.parameters().as_slice())? {
         return Ok(());
     }
     let problem = "has parameters of a DistributedDataParallel model, whose ranks would leave out different \

@@ -33,7 +33,7 @@ pub(crate) struct Gradients<'a> {
 impl<'a> Gradients<'a> {
     /// Inspects the gradients.
     pub(crate) fn of(parameters: Parameters<'a>, names: Names<'a>) -> Result<Self> {
-        let snapshot = Snapshot::of(&parameters)?;
+        let snapshot = Snapshot::of(parameters.as_slice())?;
         Ok(Self { parameters, names, snapshot })
     }
 
@@ -43,18 +43,18 @@ impl<'a> Gradients<'a> {
         if !self.snapshot.iter().any(Gradient::is_shared) {
             return Ok(());
         }
-        ffi::gradients_separate(&self.parameters)?;
+        ffi::gradients_separate(self.parameters())?;
         self.inspect_again()
     }
 
     /// Inspects them after a change.
     pub(crate) fn inspect_again(&mut self) -> Result<()> {
-        self.snapshot = Snapshot::of(&self.parameters)?;
+        self.snapshot = Snapshot::of(self.parameters())?;
         Ok(())
     }
 
     pub(crate) fn parameters(&self) -> &[Tensor] {
-        &self.parameters
+        self.parameters.as_slice()
     }
 
     pub(crate) fn snapshot(&self) -> &Snapshot {
@@ -64,12 +64,12 @@ impl<'a> Gradients<'a> {
     /// How a message refers to a parameter.
     pub(crate) fn describe(&self, index: usize) -> String {
         let name = (self.names)(index, self.snapshot[index].parameter());
-        describe(index, &self.parameters[index], name)
+        describe(index, &self.parameters()[index], name)
     }
 
     /// Drops those of frozen parameters.
     pub(crate) fn drop_frozen(&self) -> Result<()> {
-        drop_frozen(&self.parameters, &self.snapshot)
+        drop_frozen(self.parameters(), &self.snapshot)
     }
 
     pub(crate) fn into_snapshot(self) -> Snapshot {

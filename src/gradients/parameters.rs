@@ -1,7 +1,5 @@
 //! A list of parameters.
 
-use std::ops::Deref;
-
 use tch::Tensor;
 
 /// The parameters of an optimizer, borrowed from it or collected for the call.
@@ -15,6 +13,14 @@ enum List<'a> {
 }
 
 impl Parameters<'_> {
+    /// Returns the parameters.
+    pub fn as_slice(&self) -> &[Tensor] {
+        match &self.0 {
+            List::Borrowed(tensors) => tensors,
+            List::Owned(tensors) => tensors,
+        }
+    }
+
     /// The list as an owned one. Clones handles, not data.
     pub(crate) fn into_owned(self) -> Vec<Tensor> {
         match self.0 {
@@ -33,16 +39,5 @@ impl<'a> From<&'a [Tensor]> for Parameters<'a> {
 impl From<Vec<Tensor>> for Parameters<'_> {
     fn from(tensors: Vec<Tensor>) -> Self {
         Self(List::Owned(tensors))
-    }
-}
-
-impl Deref for Parameters<'_> {
-    type Target = [Tensor];
-
-    fn deref(&self) -> &[Tensor] {
-        match &self.0 {
-            List::Borrowed(tensors) => tensors,
-            List::Owned(tensors) => tensors,
-        }
     }
 }

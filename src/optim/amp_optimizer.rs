@@ -76,9 +76,9 @@ pub trait AmpOptimizer {
 pub(crate) fn drop_gradients(optimizer: &dyn AmpOptimizer) -> Result<()> {
     let parameters = optimizer.parameters();
     if optimizer.wants_f32_gradients() {
-        ffi::gradients_drop(parameters.iter())
+        ffi::gradients_drop(parameters.as_slice())
     } else {
-        ffi::gradients_drop_narrow(parameters.iter())
+        ffi::gradients_drop_narrow(parameters.as_slice())
     }
 }
 

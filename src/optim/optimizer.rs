@@ -277,7 +277,7 @@ impl Optimizer {
     ///
     /// The same as [`clip_grad_norm`](crate::gradients::clip_grad_norm).
     pub fn clip_grad_norm(&self, clip: impl Into<ClipNorm>) -> Result<Tensor> {
-        clip_grad_norm(&self.parameters(), clip)
+        clip_grad_norm(self.parameters().as_slice(), clip)
     }
 
     /// Clamps every element of the gradients of all parameters, like
@@ -287,7 +287,7 @@ impl Optimizer {
     ///
     /// The same as [`clip_grad_value`](crate::gradients::clip_grad_value).
     pub fn clip_grad_value(&self, max: f64) -> Result<()> {
-        clip_grad_value(&self.parameters(), max)
+        clip_grad_value(self.parameters().as_slice(), max)
     }
 
     /// Updates the parameters from their gradients, which stay unchanged. Parameters without a gradient and frozen ones

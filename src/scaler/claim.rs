@@ -20,7 +20,7 @@ impl GradScaler {
         if !self.iteration()?.is_open() {
             return Ok(None);
         }
-        let now = ffi::gradients_inspect(&optimizer.parameters())?;
+        let now = ffi::gradients_inspect(optimizer.parameters().as_slice())?;
         Ok(match self.iteration()?.owner(&now)? {
             Owner::Record(record) => Some(record),
             Owner::None | Owner::Shared(_) => None,
@@ -145,7 +145,7 @@ impl GradScaler {
         if alone.is_empty() {
             return Ok(());
         }
-        let identities = ffi::identities(&optimizer.parameters())?;
+        let identities = ffi::identities(optimizer.parameters().as_slice())?;
         if alone.iter().any(|model| model.has_any(&identities)) {
             return Err(Error::Gradient(GradientError::Unsynced));
         }

@@ -587,7 +587,7 @@ impl GradScaler {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
-        let now = ffi::gradients_inspect(&optimizer.parameters())?;
+        let now = ffi::gradients_inspect(optimizer.parameters().as_slice())?;
         let iteration = self.iteration.get_mut();
         let is_open = |record: &RecordId| iteration.stage(*record) != Stage::Stepped;
         match iteration.find(&now).filter(is_open) {

@@ -30,7 +30,7 @@ impl Opt {
     }
 
     fn parameters(&mut self) -> Vec<Tensor> {
-        self.amp().parameters().iter().map(Tensor::shallow_clone).collect()
+        self.amp().parameters().as_slice().iter().map(Tensor::shallow_clone).collect()
     }
 
     fn zero_grad(&mut self) {

@@ -75,7 +75,7 @@ pub(super) fn skip<T>(
 
 /// Returns the names of an optimizer's parameters.
 fn known(optimizer: &Optimizer) -> Vec<String> {
-    let count = optimizer.parameters().len();
+    let count = optimizer.parameters().as_slice().len();
     (0..count).filter_map(|index| optimizer.parameter_name(index)).collect()
 }
 
