@@ -9,8 +9,8 @@ use tch_amp::autocast::{AutocastGuard, AutocastState};
 use tch_amp::average::{AveragedWeights, Averaging, Ema, Swa, SwappedIn};
 use tch_amp::buffers::BufferSnapshot;
 use tch_amp::checkpoint::{
-    Better, Checkpoint, CheckpointError, CheckpointFile, CheckpointFolder, Format, Found, Prepared,
-    Restore, Restored, Rng, SaveError, SaveState, SavedState, Start,
+    Checkpoint, CheckpointError, CheckpointFile, CheckpointFolder, Format, Found, MetricGoal,
+    Prepared, Restore, Restored, Rng, SaveError, SaveState, SavedState, Start,
 };
 use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradOutputs};
 use tch_amp::gradcheck::GradCheck;
@@ -31,7 +31,7 @@ use tch_amp::scaler::{
 };
 use tch_amp::schedule::{
     Annealing, ChainedScheduler, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts,
-    ExponentialLr, InverseSqrtLr, LinearLr, LinearWithWarmup, MetricGoal, MultiStepLr, OneCycleLr,
+    ExponentialLr, InverseSqrtLr, LinearLr, LinearWithWarmup, MultiStepLr, OneCycleLr,
     PlateauScheduler, PolynomialLr, ReduceLrOnPlateau, Schedule, Scheduler, SequentialLr, StepLr,
     Threshold,
 };
@@ -87,7 +87,6 @@ send_and_sync!(
     Autocast,
     AutocastState,
     Averaging,
-    Better,
     CheckpointFile,
     CheckpointFolder,
     ClipNorm,
@@ -103,6 +102,7 @@ send_and_sync!(
     Lion,
     LossScaleState,
     MasterWeights,
+    MetricGoal,
     Muon,
     NoOpLossScale,
     NonFiniteGradient,
@@ -132,7 +132,6 @@ send_and_sync!(
     InverseSqrtLr,
     LinearLr,
     LinearWithWarmup,
-    MetricGoal,
     MultiStepLr,
     OneCycleLr,
     PlateauScheduler,

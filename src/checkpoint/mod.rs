@@ -75,7 +75,7 @@ use crate::error::{Error, Result, list};
 
 pub use crate::atomic::SaveError;
 pub use crate::error::CheckpointError;
-pub use folder::{Better, CheckpointFile, CheckpointFolder, Found, Start};
+pub use folder::{CheckpointFile, CheckpointFolder, Found, MetricGoal, Start};
 pub use restore::{Restore, Restored};
 pub use save::Format;
 #[cfg(feature = "distributed")]

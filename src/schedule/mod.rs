@@ -69,7 +69,7 @@ pub use combined::{ChainedScheduler, SequentialLr};
 pub use cosine::{CosineAnnealingLr, CosineAnnealingWarmRestarts};
 pub use decay::{ConstantLr, ExponentialLr, LinearLr, MultiStepLr, PolynomialLr, StepLr};
 pub use one_cycle::{Annealing, OneCycleLr};
-pub use plateau::{MetricGoal, PlateauScheduler, ReduceLrOnPlateau, Threshold};
+pub use plateau::{PlateauScheduler, ReduceLrOnPlateau, Threshold};
 pub use scheduler::Scheduler;
 pub use warmup::{InverseSqrtLr, LinearWithWarmup};
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
+use crate::checkpoint::{MetricGoal, Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ensure};
 use crate::optim::Optimizer;
 use crate::schedule::rates::Rates;
@@ -46,17 +46,6 @@ pub struct ReduceLrOnPlateau {
     pub min_lr: f64,
     /// A reduction by no more than this is ignored; at least 0. Defaults to 1e-8.
     pub eps: f64,
-}
-
-/// What a metric should do.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum MetricGoal {
-    /// Fall, like a loss.
-    #[default]
-    Min,
-    /// Rise, like an accuracy.
-    Max,
 }
 
 /// What a threshold is compared with.

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
-use tch_amp::checkpoint::{Better, Checkpoint, CheckpointError, CheckpointFolder, Format};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder, Format, MetricGoal};
 
 use crate::common::files::{Folder, names_in};
 use crate::common::skipped;
@@ -59,20 +59,20 @@ fn the_last_checkpoints_are_kept() {
 
 #[test]
 fn the_best_checkpoints_are_kept_regardless_of_age() {
-    for (better, sign) in [(Better::Lower, 1.0), (Better::Higher, -1.0)] {
+    for (goal, sign) in [(MetricGoal::Min, 1.0), (MetricGoal::Max, -1.0)] {
         let temporary = Folder::new();
-        let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1).keep_best(2, better);
+        let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1).keep_best(2, goal);
         let scores = [f64::NAN, 0.5, 0.25, 1e-7, 0.25, 3.0, f64::INFINITY];
         for (step, score) in (1..).zip(scores) {
             folder.save_scored(step, sign * score, &checkpoint(step)).unwrap();
         }
         // Of the two with a score of 0.25, the later one.
         assert_eq!(steps(&folder), [4, 5, 7]);
-        let best = folder.best(better).unwrap().unwrap();
+        let best = folder.best(goal).unwrap().unwrap();
         assert_eq!((best.file.step, best.file.score), (4, Some(sign * 1e-7)));
         assert_eq!(best.checkpoint.value::<u64>("at").unwrap(), 4);
         damage(&best.file.path);
-        let best = folder.best(better).unwrap().unwrap();
+        let best = folder.best(goal).unwrap().unwrap();
         assert_eq!((best.file.step, best.damaged.len()), (5, 1));
     }
 }
@@ -84,10 +84,10 @@ fn a_score_of_nan_is_the_worst() {
     for (step, score) in [(1, f64::NAN), (2, f64::INFINITY), (3, f64::NAN)] {
         folder.save_scored(step, score, &checkpoint(step)).unwrap();
     }
-    assert_eq!(folder.best(Better::Lower).unwrap().unwrap().file.step, 2);
-    assert_eq!(folder.best(Better::Higher).unwrap().unwrap().file.step, 2);
+    assert_eq!(folder.best(MetricGoal::Min).unwrap().unwrap().file.step, 2);
+    assert_eq!(folder.best(MetricGoal::Max).unwrap().unwrap().file.step, 2);
     fs::remove_file(folder.files().unwrap()[1].path.as_path()).unwrap();
-    assert_eq!(folder.best(Better::Lower).unwrap().unwrap().file.step, 3);
+    assert_eq!(folder.best(MetricGoal::Min).unwrap().unwrap().file.step, 3);
 }
 
 #[test]

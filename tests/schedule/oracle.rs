@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use serde_json::json;
-use tch_amp::schedule::{MetricGoal, ReduceLrOnPlateau, Schedule, Threshold};
+use tch_amp::checkpoint::MetricGoal;
+use tch_amp::schedule::{ReduceLrOnPlateau, Schedule, Threshold};
 
 use super::{PARTS, optimizer, part, rates, schedule};
 use crate::common::python::Oracle;

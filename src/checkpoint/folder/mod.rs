@@ -10,6 +10,8 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::atomic;
 use crate::checkpoint::folder::file::{name_of, parse};
 use crate::checkpoint::{Checkpoint, CheckpointError, Format, SaveError};
@@ -27,13 +29,16 @@ const EMPTY_LISTINGS: usize = 3;
 /// A running save writes more often than this, so an older temporary file was left behind by a killed process.
 const LEFTOVER_AGE: Duration = Duration::from_secs(3600);
 
-/// Which of two scores is better. The counterpart of the `mode` of Lightning's `ModelCheckpoint`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Better {
-    /// The lower score is better, such as a loss.
-    Lower,
-    /// The higher score is better, such as an accuracy.
-    Higher,
+/// Whether a lower or a higher metric is better. The counterpart of the `mode` of PyTorch's `ReduceLROnPlateau` and of
+/// Lightning's `ModelCheckpoint`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MetricGoal {
+    /// A lower one, such as a loss.
+    #[default]
+    Min,
+    /// A higher one, such as an accuracy.
+    Max,
 }
 
 /// A folder of checkpoints that are named after their steps. It keeps the last and the best of them, and finds the one
@@ -47,12 +52,12 @@ pub enum Better {
 ///
 /// ```
 /// use tch::{Device, nn};
-/// use tch_amp::checkpoint::{Better, Checkpoint, CheckpointFolder};
+/// use tch_amp::checkpoint::{Checkpoint, CheckpointFolder, MetricGoal};
 /// # let path = std::env::temp_dir().join(format!("tch-amp-doc-folder-{}", std::process::id()));
 ///
 /// let vs = nn::VarStore::new(Device::Cpu);
 /// let net = nn::linear(vs.root(), 4, 1, Default::default());
-/// let folder = CheckpointFolder::new(&path)?.keep_last(3).keep_best(1, Better::Lower);
+/// let folder = CheckpointFolder::new(&path)?.keep_last(3).keep_best(1, MetricGoal::Min);
 /// let start = folder.resume_or_start(|checkpoint| {
 ///     checkpoint.restore().model("model", &vs).apply()?;
 ///     Ok(())
@@ -74,7 +79,7 @@ pub struct CheckpointFolder {
     path: PathBuf,
     format: Format,
     last: usize,
-    best: Option<(usize, Better)>,
+    best: Option<(usize, MetricGoal)>,
 }
 
 impl CheckpointFolder {
@@ -104,10 +109,10 @@ impl CheckpointFolder {
     /// # Examples
     ///
     /// ```
-    /// use tch_amp::checkpoint::{Better, Checkpoint, CheckpointFolder};
+    /// use tch_amp::checkpoint::{Checkpoint, CheckpointFolder, MetricGoal};
     ///
     /// # let path = std::env::temp_dir().join(format!("tch-amp-doc-keep-best-{}", std::process::id()));
-    /// let folder = CheckpointFolder::new(&path)?.keep_last(1).keep_best(1, Better::Higher);
+    /// let folder = CheckpointFolder::new(&path)?.keep_last(1).keep_best(1, MetricGoal::Max);
     /// for (epoch, accuracy) in [(1, 0.7), (2, 0.9), (3, 0.8), (4, 0.6)] {
     ///     folder.save_scored(epoch, accuracy, &Checkpoint::new())?;
     /// }
@@ -116,8 +121,8 @@ impl CheckpointFolder {
     /// # std::fs::remove_dir_all(path)?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn keep_best(mut self, count: usize, better: Better) -> Self {
-        self.best = Some((count, better));
+    pub fn keep_best(mut self, count: usize, goal: MetricGoal) -> Self {
+        self.best = Some((count, goal));
         self
     }
 
@@ -221,8 +226,8 @@ impl CheckpointFolder {
     /// # Errors
     ///
     /// The same as [`latest`](Self::latest).
-    pub fn best(&self, better: Better) -> Result<Option<Found>> {
-        self.first_valid(|files| best_first(files, better), |path| Checkpoint::load(path))
+    pub fn best(&self, goal: MetricGoal) -> Result<Option<Found>> {
+        self.first_valid(|files| best_first(files, goal), |path| Checkpoint::load(path))
     }
 
     /// Resumes from the checkpoint with the highest step that is not damaged, by passing it to `resume`, or starts a
@@ -278,9 +283,9 @@ impl CheckpointFolder {
         let saved_file = same.iter().find(|file| file.path == saved).cloned();
         let replaced = same.into_iter().filter(|file| file.path != saved);
         let kept: Vec<_> = match self.best {
-            Some((count, better)) => {
+            Some((count, goal)) => {
                 let mut all: Vec<_> = earlier.iter().cloned().chain(saved_file).collect();
-                best_first(&mut all, better);
+                best_first(&mut all, goal);
                 all.truncate(count);
                 all
             }
@@ -342,11 +347,11 @@ fn is_out_of_space(error: &SaveError) -> bool {
 }
 
 /// Sorts the files by score, the best first, and drops those without a score.
-fn best_first(files: &mut Vec<CheckpointFile>, better: Better) {
+fn best_first(files: &mut Vec<CheckpointFile>, goal: MetricGoal) {
     let key = |file: &CheckpointFile| {
         let score = file.score.filter(|score| !score.is_nan())?;
         // A larger key is better. Adding 0 turns -0 into 0.
-        Some(if better == Better::Lower { -score } else { score } + 0.0)
+        Some(if goal == MetricGoal::Min { -score } else { score } + 0.0)
     };
     files.retain(|file| file.score.is_some());
     files.sort_by(|a, b| {
