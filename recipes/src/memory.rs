@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use std::fs;
 use tch::Device;
-use tch_amp::memory;
+use tch_amp::memory::{DeviceMemory, Resident};
 
 /// No GPU has more.
 const MOST_OF_A_GPU: f64 = 1_099_511_627_776.0;
@@ -43,8 +43,8 @@ impl PeakMemory {
     /// Resets the peak; `None` if the system does not permit that.
     pub fn start(device: Device) -> Option<Self> {
         let is_reset = match device {
-            Device::Cpu => memory::reset_peak_resident(),
-            _ => memory::reset_peak(device).is_ok(),
+            Device::Cpu => Resident::reset_peak(),
+            _ => DeviceMemory::reset_peak(device).is_ok(),
         };
         is_reset.then_some(Self(device))
     }
@@ -52,8 +52,8 @@ impl PeakMemory {
     /// Bytes.
     pub fn read(self) -> Option<u64> {
         match self.0 {
-            Device::Cpu => Some(memory::resident()?.peak),
-            gpu => Some(memory::device(gpu).ok()?.max_allocated),
+            Device::Cpu => Some(Resident::read()?.peak),
+            gpu => Some(DeviceMemory::read(gpu).ok()?.max_allocated),
         }
     }
 }

@@ -5,8 +5,8 @@ mod resident;
 
 use crate::ffi;
 
-pub use device::{DeviceMemory, device, reset_peak};
-pub use resident::{Resident, reset_peak_resident, resident};
+pub use device::DeviceMemory;
+pub use resident::Resident;
 
 /// Keeps freed memory in the process, so that the activations of the next iteration need not be mapped and zeroed by the
 /// kernel again. Returns whether the C library can do so.

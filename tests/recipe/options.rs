@@ -1,7 +1,7 @@
 //! Options far outside of what makes sense: each is refused, or does what it says, and none takes all memory.
 
 use tch::Device;
-use tch_amp::memory::resident;
+use tch_amp::memory::Resident;
 
 use crate::same::RANDOM;
 use recipes::{Interrupt, Precision, Ranks};
@@ -29,7 +29,7 @@ const COMMON: [&str; 3] = ["--steps", "--seed", "--ranks"];
 
 /// Runs `run`, which parses the arguments and takes a step, with each extreme of each option.
 fn try_all(own: &[&str], run: impl Fn(Vec<String>) -> anyhow::Result<()>) {
-    let before = resident().map(|memory| memory.peak);
+    let before = Resident::read().map(|memory| memory.peak);
     let (mut refused, mut done) = (0, 0);
     for option in COMMON.iter().chain(own) {
         for value in EXTREMES {
@@ -46,7 +46,7 @@ fn try_all(own: &[&str], run: impl Fn(Vec<String>) -> anyhow::Result<()>) {
     }
     assert!(done > 10 && refused > 10, "{done} and {refused}");
     // Much less than the least of the sizes that are refused.
-    let grown = resident()
+    let grown = Resident::read()
         .map(|memory| memory.peak)
         .zip(before)
         .map(|(now, then)| now.saturating_sub(then));

@@ -14,7 +14,7 @@ use std::time::Instant;
 use tch::Device;
 use tch::nn::VarStore;
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::memory::{self, keep_freed_memory};
+use tch_amp::memory::{Resident, keep_freed_memory};
 
 /// The excerpts of a batch, and the bytes of each. With a width of 256 and four layers, the model has about three million
 /// parameters.
@@ -166,11 +166,11 @@ struct Growth {
 impl Growth {
     /// `None` if the system does not report it.
     fn start() -> Option<Self> {
-        let reset = memory::reset_peak_resident();
-        Some(Self { before: memory::resident().filter(|_| reset)?.now })
+        let reset = Resident::reset_peak();
+        Some(Self { before: Resident::read().filter(|_| reset)?.now })
     }
 
     fn read(&self) -> Option<u64> {
-        Some(memory::resident()?.peak.saturating_sub(self.before))
+        Some(Resident::read()?.peak.saturating_sub(self.before))
     }
 }
