@@ -8,7 +8,7 @@ use std::sync::Mutex;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng, rng_state, set_rng_state};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng};
 use tch_amp::optim::{Adagrad, AdamW, Algorithm, Lion, Muon, Optimizer, RmsProp, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
@@ -96,8 +96,8 @@ fn refuse(folder: &Folder, vs: &VarStore) {
     checkpoint.save(&path).unwrap();
     let checkpoint = Checkpoint::load(&path).unwrap();
     drop(Tensor::randn([10], (Kind::Float, Device::Cpu)));
-    let before = bits(&rng_state(Device::Cpu).unwrap());
-    let unchanged = || bits(&rng_state(Device::Cpu).unwrap()) == before;
+    let before = bits(&Rng(Device::Cpu).get_state().unwrap());
+    let unchanged = || bits(&Rng(Device::Cpu).get_state().unwrap()) == before;
     let twice = checkpoint.restore().rng("rng", Device::Cpu).rng("wrong", Device::Cpu);
     assert!(matches!(twice.apply(), Err(Error::Torch(_))));
     assert!(unchanged());
@@ -110,9 +110,9 @@ fn refuse(folder: &Folder, vs: &VarStore) {
     assert!(matches!(cut, Err(Error::Checkpoint(CheckpointError::Interrupted { .. }))), "{cut:?}");
     assert!(unchanged());
     // A state may be a row of a tensor.
-    let state = rng_state(Device::Cpu).unwrap();
+    let state = Rng(Device::Cpu).get_state().unwrap();
     let rows = Tensor::stack(&[state.zeros_like(), state], 0);
-    set_rng_state(Device::Cpu, &rows.get(1)).unwrap();
+    Rng(Device::Cpu).set_state(&rows.get(1)).unwrap();
     assert!(unchanged());
 }
 
@@ -221,18 +221,18 @@ fn number(bytes: &[u8], place: std::ops::Range<usize>) -> i64 {
 /// generator as it was.
 fn accepts(device: Device, bytes: &[u8]) -> bool {
     let state = Tensor::from_slice(bytes);
-    let before = bits(&rng_state(device).unwrap());
+    let before = bits(&Rng(device).get_state().unwrap());
     let mut checkpoint = Checkpoint::new();
     checkpoint.add_tensor("rng", &state).unwrap();
     let restored = checkpoint.restore().rng("rng", device).apply();
-    let set = set_rng_state(device, &state);
+    let set = Rng(device).set_state(&state);
     assert_eq!(restored.is_ok(), set.is_ok(), "{restored:?} {set:?}");
     if set.is_err() {
         assert!(matches!((restored, set), (Err(Error::Torch(_)), Err(Error::Torch(_)))));
-        assert_eq!(bits(&rng_state(device).unwrap()), before);
+        assert_eq!(bits(&Rng(device).get_state().unwrap()), before);
     }
-    let accepted = bits(&rng_state(device).unwrap()) != before || bytes == before;
-    set_rng_state(device, &Tensor::from_slice(&before)).unwrap();
+    let accepted = bits(&Rng(device).get_state().unwrap()) != before || bytes == before;
+    Rng(device).set_state(&Tensor::from_slice(&before)).unwrap();
     accepted
 }
 
@@ -244,7 +244,7 @@ fn the_counts_of_the_cpus_generator_are_those_that_a_run_reaches() {
     let mut reached = std::collections::BTreeSet::new();
     let mut first = Vec::new();
     for _ in 0..1300 {
-        let bytes = bits(&rng_state(Device::Cpu).unwrap());
+        let bytes = bits(&Rng(Device::Cpu).get_state().unwrap());
         reached.insert((number(&bytes, place::LEFT), number(&bytes, place::NEXT)));
         first = bytes;
         // One draw of 32 bits.
@@ -271,13 +271,13 @@ fn the_other_fields_of_the_cpus_generator_are_checked() {
     tch::manual_seed(5);
     // An odd number of draws leaves a normal number in the cache. libtorch has a second one for f32.
     drop(Tensor::randn([1], (Kind::Double, Device::Cpu)));
-    let state = bits(&rng_state(Device::Cpu).unwrap());
+    let state = bits(&Rng(Device::Cpu).get_state().unwrap());
     assert_eq!(state[place::HAS_NORMAL.start], 1);
     let cached =
         [(place::FLOAT_NORMAL, &0.5f32.to_le_bytes()[..]), (place::HAS_FLOAT_NORMAL, &[1])];
     let state = with(&state, &cached);
-    set_rng_state(Device::Cpu, &Tensor::from_slice(&state)).unwrap();
-    assert_eq!(bits(&rng_state(Device::Cpu).unwrap()), state);
+    Rng(Device::Cpu).set_state(&Tensor::from_slice(&state)).unwrap();
+    assert_eq!(bits(&Rng(Device::Cpu).get_state().unwrap()), state);
     let old = &state[..place::OLD];
     let none: [u8; 4] = [0; 4];
     let f64s = [f64::NAN, f64::INFINITY, -1e300, 9.5].map(f64::to_le_bytes);
@@ -313,7 +313,7 @@ fn the_other_fields_of_the_cpus_generator_are_checked() {
         assert!(accepts(Device::Cpu, &bytes));
     }
     // Newer versions of libtorch take no state of an earlier one.
-    if set_rng_state(Device::Cpu, &Tensor::from_slice(old)).is_err() {
+    if Rng(Device::Cpu).set_state(&Tensor::from_slice(old)).is_err() {
         return;
     }
     // A state of an earlier version draws the same numbers, and computes the cached one from the fields.
@@ -321,9 +321,9 @@ fn the_other_fields_of_the_cpus_generator_are_checked() {
     let fields = fields.map(|(place, number)| (place, number.to_le_bytes()));
     let fields = fields.each_ref().map(|(place, bytes)| (place.clone(), &bytes[..]));
     let draw = || common::to_f64(&Tensor::rand([1000], (Kind::Float, Device::Cpu)));
-    set_rng_state(Device::Cpu, &Tensor::from_slice(&state)).unwrap();
+    Rng(Device::Cpu).set_state(&Tensor::from_slice(&state)).unwrap();
     let expected = draw();
-    set_rng_state(Device::Cpu, &Tensor::from_slice(&with(old, &fields))).unwrap();
+    Rng(Device::Cpu).set_state(&Tensor::from_slice(&with(old, &fields))).unwrap();
     let normal = Tensor::randn([1], (Kind::Double, Device::Cpu)).double_value(&[0]);
     assert_eq!(normal, 2.5 * (2.0 * std::f64::consts::PI * 0.125).sin());
     assert_eq!(draw(), expected);
@@ -333,7 +333,7 @@ fn the_other_fields_of_the_cpus_generator_are_checked() {
 #[test]
 fn a_state_is_a_plain_row_of_bytes() {
     let _alone = ALONE.lock().unwrap();
-    let state = rng_state(Device::Cpu).unwrap();
+    let state = Rng(Device::Cpu).get_state().unwrap();
     let size = state.size();
     let zero = Tensor::internal_efficientzerotensor(&size[..], (Kind::Uint8, Device::Cpu));
     let mut others = vec![
@@ -345,11 +345,11 @@ fn a_state_is_a_plain_row_of_bytes() {
         ("sparse", state.to_sparse_sparse_dim(1)),
     ];
     others.extend(common::gpus().into_iter().map(|gpu| ("on a GPU", state.to_device(gpu))));
-    let before = bits(&rng_state(Device::Cpu).unwrap());
+    let before = bits(&Rng(Device::Cpu).get_state().unwrap());
     for (what, other) in others {
-        let refused = set_rng_state(Device::Cpu, &other);
+        let refused = Rng(Device::Cpu).set_state(&other);
         assert!(matches!(refused, Err(Error::Torch(_))), "{what}: {refused:?}");
-        assert_eq!(bits(&rng_state(Device::Cpu).unwrap()), before, "{what}");
+        assert_eq!(bits(&Rng(Device::Cpu).get_state().unwrap()), before, "{what}");
     }
 }
 
@@ -358,7 +358,7 @@ fn the_offset_of_a_gpus_generator_is_checked_before_its_seed_is_set() {
     let _alone = ALONE.lock().unwrap();
     for gpu in common::gpus() {
         tch::manual_seed(5);
-        let state = bits(&rng_state(gpu).unwrap());
+        let state = bits(&Rng(gpu).get_state().unwrap());
         assert_eq!(state.len(), 16);
         for (offset, is_fine) in
             [(0, true), (4, true), (1 << 40, true), (3, false), (-4, false), (i64::MIN, false)]

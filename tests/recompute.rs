@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::autocast::{AutocastGuard, is_autocast_enabled};
-use tch_amp::checkpoint::rng_state;
+use tch_amp::checkpoint::Rng;
 use tch_amp::function::{FunctionError, FunctionResult};
 use tch_amp::recompute::{Recomputed, RecomputedT, checkpointed};
 use tch_amp::{Autocast, Error, GradScaler};
@@ -195,9 +195,9 @@ fn failure<O: tch_amp::function::Outputs>(
     let (weight, runs) = (w.shallow_clone(), AtomicUsize::new(0));
     let run = move |_: &[&Tensor]| f(runs.fetch_add(1, Ordering::Relaxed), &weight);
     let outputs = checkpointed(&[eye()], run).unwrap();
-    let before = rng_state(Device::Cpu).unwrap();
+    let before = Rng(Device::Cpu).get_state().unwrap();
     let error = first(&outputs).sum(Kind::Float).f_backward().unwrap_err().to_string();
-    assert_eq!(rng_state(Device::Cpu).unwrap(), before);
+    assert_eq!(Rng(Device::Cpu).get_state().unwrap(), before);
     assert!(!w.grad().defined());
     error
 }

@@ -107,8 +107,8 @@ impl Checkpoint {
         self.insert(vec![(name.to_owned(), Part::Value(plain(name, value)?))])
     }
 
-    /// Adds the state of a device's default random number generator, as [`rng_state`](crate::checkpoint::rng_state)
-    /// returns it.
+    /// Adds the state of a device's default random number generator, as
+    /// [`Rng::get_state`](crate::checkpoint::Rng::get_state) returns it.
     ///
     /// When you train on a GPU, save the states of both generators under two names: dropout draws from the GPU's
     /// generator, and shuffling on the CPU from the CPU's.

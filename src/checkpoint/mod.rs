@@ -82,7 +82,7 @@ pub use save::Format;
 pub(crate) use source::Source;
 #[cfg(feature = "distributed")]
 pub(crate) use stateful::check_rng_state;
-pub use stateful::{Prepared, Rng, SaveState, SavedState, Stateful, rng_state, set_rng_state};
+pub use stateful::{Prepared, Rng, SaveState, SavedState, Stateful};
 pub use weights::save_weights;
 
 /// Named models, optimizers, scalers, tensors and values, to be saved to one file or loaded from one.

@@ -4,8 +4,8 @@ use tch::{Device, Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::checkpoint::{
-    Checkpoint, CheckpointError, Prepared, Restore, SaveState, SavedState, Source, Stateful,
-    check_rng_state, rng_state, set_rng_state,
+    Checkpoint, CheckpointError, Prepared, Restore, Rng, SaveState, SavedState, Source, Stateful,
+    check_rng_state,
 };
 use crate::distributed::ProcessGroup;
 use crate::error::{Error, Result};
@@ -136,7 +136,7 @@ struct Rngs<'a> {
 impl Stateful for Rngs<'_> {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
         let _own = OutsideRegions::enter();
-        let states = self.group.all_gather(&rng_state(self.device)?)?;
+        let states = self.group.all_gather(&Rng(self.device).get_state()?)?;
         state.whole_tensor(&Tensor::f_stack(&states, 0)?)
     }
 
@@ -147,7 +147,7 @@ impl Stateful for Rngs<'_> {
         let own = states.f_get((group.rank() as i64).min(saved_ranks - 1))?;
         check_rng_state(device, &own)?;
         if saved_ranks == group.size() as i64 {
-            return Ok(Prepared::step(move || set_rng_state(device, &own)));
+            return Ok(Prepared::step(move || Rng(device).set_state(&own)));
         }
         let seed = seed_of(&states)?.wrapping_add(group.rank() as u64);
         Ok(Prepared::step(move || ffi::random::seed(device, seed)))

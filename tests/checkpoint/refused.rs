@@ -2,7 +2,7 @@
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored, SaveError, rng_state};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored, Rng, SaveError};
 use tch_amp::optim::{OptimizerError, Sgd};
 use tch_amp::scaler::{PerLossScalers, ScalerError};
 use tch_amp::{Error, GradScaler};
@@ -257,7 +257,7 @@ fn a_generator_is_unchanged_if_a_later_one_cannot_be_restored() {
     let _drawn = Tensor::rand([1], (Kind::Float, Device::Cpu));
     let restore = whole.restore().rng("rng", Device::Cpu).rng("wrong", Device::Cpu);
     assert!(matches!(restore.apply(), Err(Error::Torch(_))));
-    assert_ne!(rng_state(Device::Cpu).unwrap(), whole.tensor("rng").unwrap());
+    assert_ne!(Rng(Device::Cpu).get_state().unwrap(), whole.tensor("rng").unwrap());
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, rng_state, set_rng_state};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng};
 use tch_amp::distributed::{DistributedDataParallel, DistributedSampler, ProcessGroup};
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
@@ -101,7 +101,7 @@ impl Run {
         let mut variables: Vec<_> = self.vs.variables().into_iter().collect();
         variables.sort_by(|(one, _), (other, _)| one.cmp(other));
         let variables: String = variables.iter().map(|(_, variable)| hex(variable)).collect();
-        let rng = hex(&rng_state(Device::Cpu).unwrap());
+        let rng = hex(&Rng(Device::Cpu).get_state().unwrap());
         let (scale, next) =
             (self.scaler.get_scale().unwrap(), Tensor::rand([4], (Kind::Float, Device::Cpu)));
         format!("{scale} {} {variables} {rng}", hex(&next))
@@ -166,7 +166,7 @@ fn other_ranks(alone: &ProcessGroup, path: &Path) {
     let restored = |group: &ProcessGroup| {
         let checkpoint = Checkpoint::load(path).unwrap();
         checkpoint.restore().rngs("rng", group, Device::Cpu).apply().unwrap();
-        rng_state(Device::Cpu).unwrap()
+        Rng(Device::Cpu).get_state().unwrap()
     };
     // These ranks are threads, which share the generator, so that they take turns.
     let of_ranks = |size: usize| {
@@ -191,15 +191,15 @@ fn other_ranks(alone: &ProcessGroup, path: &Path) {
 }
 
 fn unusable_states(alone: &ProcessGroup, saved: &Tensor) {
-    let before = rng_state(Device::Cpu).unwrap();
+    let before = Rng(Device::Cpu).get_state().unwrap();
     // A program without ranks has saved a single state.
     let mut single = Checkpoint::new();
     single.add_rng("rng", Device::Cpu).unwrap();
     // A view of the second row.
-    set_rng_state(Device::Cpu, &saved.get(1)).unwrap();
-    assert_eq!(rng_state(Device::Cpu).unwrap(), saved.get(1));
+    Rng(Device::Cpu).set_state(&saved.get(1)).unwrap();
+    assert_eq!(Rng(Device::Cpu).get_state().unwrap(), saved.get(1));
     single.restore().rngs("rng", alone, Device::Cpu).apply().unwrap();
-    assert_eq!(rng_state(Device::Cpu).unwrap(), before);
+    assert_eq!(Rng(Device::Cpu).get_state().unwrap(), before);
     let wrong = [
         Tensor::ones([2, 16], (Kind::Uint8, Device::Cpu)),
         Tensor::ones([0, 16], (Kind::Uint8, Device::Cpu)),
@@ -212,6 +212,6 @@ fn unusable_states(alone: &ProcessGroup, saved: &Tensor) {
         let error = checkpoint.restore().rngs("rng", alone, Device::Cpu).apply().unwrap_err();
         let is_typed = matches!(error, Error::Checkpoint(CheckpointError::Tensor { .. }));
         assert!(is_typed || (i == 0 && matches!(error, Error::Torch(_))), "{i}: {error}");
-        assert_eq!(rng_state(Device::Cpu).unwrap(), before);
+        assert_eq!(Rng(Device::Cpu).get_state().unwrap(), before);
     }
 }

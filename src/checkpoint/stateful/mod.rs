@@ -18,7 +18,7 @@ pub(crate) use model::{Model, save_model};
 pub use prepared::Prepared;
 #[cfg(feature = "distributed")]
 pub(crate) use rng::check_rng_state;
-pub use rng::{Rng, rng_state, set_rng_state};
+pub use rng::Rng;
 pub use save::SaveState;
 pub(crate) use save::{entry, plain};
 pub use saved::SavedState;

@@ -7,44 +7,6 @@ use crate::device::check_usable;
 use crate::error::Result;
 use crate::ffi;
 
-/// Returns the state of a device's default random number generator, which dropout, `randn` and `randperm` use. The
-/// state is a one-dimensional uint8 tensor on the CPU. Does not synchronize, because libtorch keeps the states of all
-/// generators on the host. The counterpart of `torch.get_rng_state()` and `torch.cuda.get_rng_state()`.
-///
-/// # Errors
-///
-/// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable).
-///
-/// # Examples
-///
-/// ```
-/// use tch::{Device, Kind, Tensor};
-/// use tch_amp::checkpoint::{rng_state, set_rng_state};
-///
-/// let before = rng_state(Device::Cpu)?;
-/// let first = Tensor::rand([4], (Kind::Float, Device::Cpu));
-/// set_rng_state(Device::Cpu, &before)?;
-/// assert_eq!(first, Tensor::rand([4], (Kind::Float, Device::Cpu)));
-/// # Ok::<(), tch_amp::Error>(())
-/// ```
-#[doc(alias = "get_rng_state")]
-pub fn rng_state(device: Device) -> Result<Tensor> {
-    check_usable(device)?;
-    ffi::rng_state(device)
-}
-
-/// Sets the state of a device's default random number generator. The counterpart of `torch.set_rng_state()` and
-/// `torch.cuda.set_rng_state()`.
-///
-/// # Errors
-///
-/// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable), and [`Error::Torch`](crate::Error::Torch) if `state`
-/// is not a state of such a generator; the generator keeps its state then.
-pub fn set_rng_state(device: Device, state: &Tensor) -> Result<()> {
-    check_usable(device)?;
-    ffi::rng_set_state(device, state)
-}
-
 /// The default random number generator of a device, which dropout, `randn` and `randperm` use, as a part of a
 /// checkpoint. The counterpart of `torch.default_generator` and `torch.cuda.default_generators`.
 ///
@@ -64,16 +26,56 @@ pub fn set_rng_state(device: Device, state: &Tensor) -> Result<()> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rng(pub Device);
 
+impl Rng {
+    /// Returns the state: a one-dimensional uint8 tensor on the CPU. Does not synchronize, because libtorch keeps the
+    /// states of all generators on the host. The counterpart of `torch.get_rng_state()` and
+    /// `torch.cuda.get_rng_state()`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_amp::checkpoint::Rng;
+    ///
+    /// let rng = Rng(Device::Cpu);
+    /// let before = rng.get_state()?;
+    /// let first = Tensor::rand([4], (Kind::Float, Device::Cpu));
+    /// rng.set_state(&before)?;
+    /// assert_eq!(first, Tensor::rand([4], (Kind::Float, Device::Cpu)));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    #[doc(alias = "get_rng_state")]
+    pub fn get_state(self) -> Result<Tensor> {
+        check_usable(self.0)?;
+        ffi::rng_state(self.0)
+    }
+
+    /// Sets the state. The counterpart of `torch.set_rng_state()` and `torch.cuda.set_rng_state()`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable), and [`Error::Torch`](crate::Error::Torch) if
+    /// `state` is not a state of such a generator; the generator keeps its state then.
+    #[doc(alias = "set_rng_state")]
+    pub fn set_state(self, state: &Tensor) -> Result<()> {
+        check_usable(self.0)?;
+        ffi::rng_set_state(self.0, state)
+    }
+}
+
 impl Stateful for Rng {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
-        state.whole_tensor(&rng_state(self.0)?)
+        state.whole_tensor(&self.get_state()?)
     }
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
-        let state = saved.whole_tensor()?;
-        let device = self.0;
-        check_rng_state(device, &state)?;
-        Ok(Prepared::step(move || set_rng_state(device, &state)))
+        let (rng, state) = (*self, saved.whole_tensor()?);
+        check_rng_state(rng.0, &state)?;
+        Ok(Prepared::step(move || rng.set_state(&state)))
     }
 }
 
