@@ -70,17 +70,7 @@ fn times(ratio: f64) -> String {
 /// Says how to pad a layer whose matrix product tensor cores compute less efficiently; `None` if both of its sizes are
 /// multiples of 8. From NVIDIA's "Matrix Multiplication Background User's Guide": before cuBLAS 11, tensor cores need
 /// such sizes in half precision, and since then they are most efficient with them.
-///
-/// # Examples
-///
-/// ```
-/// use tch_amp::precision::advice_for_layer;
-///
-/// assert_eq!(advice_for_layer(768, 3072), None);
-/// let advice = advice_for_layer(768, 50257);
-/// assert!(advice.is_some_and(|advice| advice.ends_with("pad it to 768 and 50264")));
-/// ```
-pub fn advice_for_layer(inputs: i64, outputs: i64) -> Option<String> {
+pub(crate) fn advice_for_layer(inputs: i64, outputs: i64) -> Option<String> {
     let padded = |size: i64| (size + 7) / 8 * 8;
     let (ins, outs) = (padded(inputs), padded(outputs));
     if (ins, outs) == (inputs, outputs) {
@@ -126,6 +116,9 @@ mod tests {
     #[test]
     fn sizes_for_tensor_cores_are_multiples_of_eight() {
         assert_eq!(advice_for_layer(64, 8), None);
+        assert_eq!(advice_for_layer(768, 3072), None);
+        let advice = advice_for_layer(768, 50257).unwrap_or_default();
+        assert!(advice.ends_with("pad it to 768 and 50264"), "{advice}");
         let advice = advice_for_layer(64, 10).unwrap_or_default();
         assert!(advice.ends_with("pad it to 64 and 16"), "{advice}");
     }

@@ -19,7 +19,8 @@ use crate::error::{Error, Result};
 use crate::ffi::{self, OutsideRegions};
 use crate::variables::listed;
 
-pub use advice::{MatmulSpeed, advice_for_layer};
+pub use advice::MatmulSpeed;
+use advice::advice_for_layer;
 pub use matmul::{MatmulPrecision, MatmulPrecisionGuard};
 
 lazy_static! {
