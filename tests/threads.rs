@@ -23,7 +23,7 @@ use tch_amp::optim::{
     Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, MasterWeights, Muon, Optimizer,
     OptimizerState, ParamGroup, ParamGroupState, Parameters, RmsProp, Sgd, Step,
 };
-use tch_amp::policy::{KeepF32, KeptInF32, KeptInF32T, OptLevel, PolicyModule, PolicyModuleT};
+use tch_amp::policy::{KeepF32, OptLevel, PolicyModule, PolicyModuleT};
 use tch_amp::recompute::{Recomputed, RecomputedT};
 use tch_amp::scaler::{
     GradScalerConfig, GradScalerState, PerLossScalers, SpikeConfig, SpikeCounts, SpikeDetector,
@@ -221,8 +221,6 @@ only_send!(
     ForwardContext,
     Found,
     GradScaler,
-    KeptInF32<Linear>,
-    KeptInF32T<BatchNorm>,
     Optimizer,
     OptimizerState,
     PerLossScalers,

@@ -11,12 +11,12 @@ use crate::policy::dtypes::cast;
 use crate::tree::{Tree, floating_kind, leaves};
 
 macro_rules! wrapper {
-    ($(#[$doc:meta])* $name:ident $(, $field:ident: $type:ty)*) => {
+    ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
         #[derive(Debug)]
         pub struct $name<M> {
             module: M,
-            $($field: $type,)*
+            way: Way,
         }
 
         impl<M> $name<M> {
@@ -34,21 +34,29 @@ macro_rules! wrapper {
 }
 
 wrapper!(
-    /// A [`Module`] wrapped in a [`Policy`]; see [`Policy::apply_to`].
-    PolicyModule, policy: ModulePolicy
+    /// A [`Module`] that runs under a [`Policy`] or in f32; see [`Policy::apply_to`] and [`keep_in_f32`].
+    PolicyModule
 );
 wrapper!(
-    /// A [`ModuleT`] wrapped in a [`Policy`]; see [`Policy::apply_to_t`].
-    PolicyModuleT, policy: ModulePolicy
+    /// A [`ModuleT`] that runs under a [`Policy`] or in f32; see [`Policy::apply_to_t`] and [`keep_in_f32_t`].
+    PolicyModuleT
 );
-wrapper!(
-    /// A [`Module`] that computes in f32; see [`keep_in_f32`].
-    KeptInF32
-);
-wrapper!(
-    /// A [`ModuleT`] that computes in f32; see [`keep_in_f32_t`].
-    KeptInF32T
-);
+
+/// How a wrapped module runs.
+#[derive(Debug)]
+enum Way {
+    Under(ModulePolicy),
+    InF32,
+}
+
+impl Way {
+    fn run(&self, xs: &Tensor, f: impl FnOnce(&Tensor) -> Tensor) -> Result<Tensor> {
+        match self {
+            Self::Under(policy) => policy.run(xs, |xs| f(&xs)),
+            Self::InF32 => in_f32(xs, f),
+        }
+    }
+}
 
 impl Policy {
     /// Wraps a [`Module`] in this policy: its input is cast to `compute`, and its output to `output`. apex patches a
@@ -81,7 +89,7 @@ impl Policy {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn apply_to<M: Module>(&self, module: M) -> Result<PolicyModule<M>> {
-        Ok(PolicyModule { module, policy: ModulePolicy::new(*self)? })
+        Ok(PolicyModule { module, way: Way::Under(ModulePolicy::new(*self)?) })
     }
 
     /// Wraps a [`ModuleT`] in this policy, like [`apply_to`](Self::apply_to) for a [`Module`].
@@ -106,7 +114,7 @@ impl Policy {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn apply_to_t<M: ModuleT>(&self, module: M) -> Result<PolicyModuleT<M>> {
-        Ok(PolicyModuleT { module, policy: ModulePolicy::new(*self)? })
+        Ok(PolicyModuleT { module, way: Way::Under(ModulePolicy::new(*self)?) })
     }
 
     /// Runs a closure under the policy, like [`apply_to`](Self::apply_to) for a module. It suits models with several
@@ -151,7 +159,7 @@ impl Policy {
 }
 
 impl<M: Module> PolicyModule<M> {
-    /// Runs the module under the policy.
+    /// Runs the module under its policy, or in f32.
     ///
     /// # Errors
     ///
@@ -162,12 +170,12 @@ impl<M: Module> PolicyModule<M> {
     /// If the wrapped module panics, for instance because its variables do not have the policy's dtype: call
     /// [`cast_variables`](Policy::cast_variables) first.
     pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.policy.run(xs, |xs| self.module.forward(&xs))
+        self.way.run(xs, |xs| self.module.forward(xs))
     }
 }
 
 impl<M: ModuleT> PolicyModuleT<M> {
-    /// Runs the module under the policy.
+    /// Runs the module under its policy, or in f32.
     ///
     /// # Errors
     ///
@@ -177,7 +185,7 @@ impl<M: ModuleT> PolicyModuleT<M> {
     ///
     /// The same as [`PolicyModule::f_forward`].
     pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        self.policy.run(xs, |xs| self.module.forward_t(&xs, train))
+        self.way.run(xs, |xs| self.module.forward_t(xs, train))
     }
 }
 
@@ -187,14 +195,14 @@ fn or_panic(result: Result<Tensor>) -> Tensor {
 }
 
 impl<M: Module> Module for PolicyModule<M> {
-    /// Runs the module under the policy. Panics if [`f_forward`](PolicyModule::f_forward) fails.
+    /// Runs the module. Panics if [`f_forward`](PolicyModule::f_forward) fails.
     fn forward(&self, xs: &Tensor) -> Tensor {
         or_panic(self.f_forward(xs))
     }
 }
 
 impl<M: ModuleT> ModuleT for PolicyModuleT<M> {
-    /// Runs the module under the policy. Panics if [`f_forward_t`](PolicyModuleT::f_forward_t) fails.
+    /// Runs the module. Panics if [`f_forward_t`](PolicyModuleT::f_forward_t) fails.
     fn forward_t(&self, xs: &Tensor, train: bool) -> Tensor {
         or_panic(self.f_forward_t(xs, train))
     }
@@ -229,57 +237,13 @@ impl<M: ModuleT> ModuleT for PolicyModuleT<M> {
 /// assert_eq!(ys.kind(), Kind::Float);
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
-pub fn keep_in_f32<M: Module>(layer: M) -> KeptInF32<M> {
-    KeptInF32 { module: layer }
+pub fn keep_in_f32<M: Module>(layer: M) -> PolicyModule<M> {
+    PolicyModule { module: layer, way: Way::InF32 }
 }
 
 /// Wraps a [`ModuleT`], such as a batch norm, so that it runs in f32, like [`keep_in_f32`] for a [`Module`].
-pub fn keep_in_f32_t<M: ModuleT>(layer: M) -> KeptInF32T<M> {
-    KeptInF32T { module: layer }
-}
-
-impl<M: Module> KeptInF32<M> {
-    /// Runs the layer in f32.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Torch`] if a cast fails.
-    ///
-    /// # Panics
-    ///
-    /// If the wrapped layer panics.
-    pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
-        in_f32(xs, |xs| self.module.forward(xs))
-    }
-}
-
-impl<M: ModuleT> KeptInF32T<M> {
-    /// Runs the layer in f32.
-    ///
-    /// # Errors
-    ///
-    /// The same as [`KeptInF32::f_forward`].
-    ///
-    /// # Panics
-    ///
-    /// If the wrapped layer panics.
-    pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        in_f32(xs, |xs| self.module.forward_t(xs, train))
-    }
-}
-
-impl<M: Module> Module for KeptInF32<M> {
-    /// Runs the layer in f32. Panics if [`f_forward`](KeptInF32::f_forward) fails.
-    fn forward(&self, xs: &Tensor) -> Tensor {
-        or_panic(self.f_forward(xs))
-    }
-}
-
-impl<M: ModuleT> ModuleT for KeptInF32T<M> {
-    /// Runs the layer in f32. Panics if [`f_forward_t`](KeptInF32T::f_forward_t) fails.
-    fn forward_t(&self, xs: &Tensor, train: bool) -> Tensor {
-        or_panic(self.f_forward_t(xs, train))
-    }
+pub fn keep_in_f32_t<M: ModuleT>(layer: M) -> PolicyModuleT<M> {
+    PolicyModuleT { module: layer, way: Way::InF32 }
 }
 
 /// Runs `f` without autocast on the input, which is cast to f32 if it is in half precision, and the output back.
