@@ -16,6 +16,5 @@ pub use region::{AutocastGuard, LOG_PROBABILITIES};
 pub(crate) use stack::callback;
 pub(crate) use state::forgetting_casts;
 pub use state::{
-    AutocastState, autocast_dtype, clear_autocast_cache, is_autocast_available,
-    is_autocast_enabled, is_cache_enabled,
+    AutocastState, autocast_dtype, clear_autocast_cache, is_autocast_available, is_autocast_enabled,
 };

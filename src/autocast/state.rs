@@ -33,12 +33,6 @@ pub fn autocast_dtype(device: Device) -> Result<Kind> {
     stack::read(&[device])?.dtype(device)
 }
 
-/// Returns whether the calling thread caches the casts of weights. Corresponds to `torch.is_autocast_cache_enabled`.
-pub fn is_cache_enabled() -> bool {
-    // Reading the state of no device cannot fail; the fallback is libtorch's default.
-    stack::read(&[]).map_or(true, |state| state.is_cache_enabled())
-}
-
 /// Clears the cached casts of weights, of all threads. Corresponds to `torch.clear_autocast_cache`.
 ///
 /// This happens automatically when a thread's outermost region opens or closes, when a nested region changes the dtype,
@@ -143,7 +137,7 @@ impl AutocastState {
         self.0.dtype(device)
     }
 
-    /// Returns whether the casts of weights are cached, like [`is_cache_enabled`] for the calling thread.
+    /// Returns whether the casts of weights are cached. Corresponds to `torch.is_autocast_cache_enabled`.
     pub fn is_cache_enabled(&self) -> bool {
         self.0.is_cache_enabled()
     }

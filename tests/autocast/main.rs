@@ -16,14 +16,15 @@ mod threads;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tch::{Device, Kind};
-use tch_amp::autocast::{autocast_dtype, is_autocast_enabled, is_cache_enabled};
+use tch_amp::autocast::{AutocastState, autocast_dtype, is_autocast_enabled};
 
 /// A thread's autocast state on the CPU: enabled, dtype, cache.
 type Seen = (bool, Kind, bool);
 
 fn seen() -> Seen {
     let dtype = autocast_dtype(Device::Cpu).expect("the CPU has a dtype");
-    (is_autocast_enabled(Device::Cpu), dtype, is_cache_enabled())
+    let cache = AutocastState::current().expect("the state can be read").is_cache_enabled();
+    (is_autocast_enabled(Device::Cpu), dtype, cache)
 }
 
 /// The initial state of a thread.

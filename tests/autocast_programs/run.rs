@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, NoGradGuard, TchError, Tensor};
 use tch_amp::Autocast;
-use tch_amp::autocast::AutocastGuard;
+use tch_amp::autocast::{AutocastGuard, AutocastState};
 
 use crate::common::bits::{bits, canonical, from_hex};
 use crate::program::{Function, Op, kind_called, kind_name};
@@ -45,7 +45,7 @@ impl Answer {
     fn now(device: Device, outcome: Outcome) -> Self {
         Self {
             enabled: tch_amp::autocast::is_autocast_enabled(device),
-            cache: tch_amp::autocast::is_cache_enabled(),
+            cache: AutocastState::current().expect("the state can be read").is_cache_enabled(),
             dtype: tch_amp::autocast::autocast_dtype(device).expect("the device has autocast"),
             outcome,
         }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::Autocast;
-use tch_amp::autocast::{autocast_dtype, is_autocast_enabled, is_cache_enabled};
+use tch_amp::autocast::{AutocastState, autocast_dtype, is_autocast_enabled};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
 use crate::common::for_each_device;
@@ -107,8 +107,8 @@ impl Function for Nest {
 fn state(device: Device) -> (bool, bool, Kind, bool) {
     let x = leaf(&[1.0], Kind::Double, device);
     let grad_mode = (&x * 2.0).requires_grad();
-    let dtype = autocast_dtype(device).unwrap();
-    (grad_mode, is_autocast_enabled(device), dtype, is_cache_enabled())
+    let cache = AutocastState::current().unwrap().is_cache_enabled();
+    (grad_mode, is_autocast_enabled(device), autocast_dtype(device).unwrap(), cache)
 }
 
 /// Every depth, so that both sides of the border between the caller's or the device's thread and those of the pool are
