@@ -156,7 +156,7 @@ mod insight {
         CastRow, Cause, Culprit, Explanation, Exponents, Gain, HealthReport, HistoryReport,
         LayerHealth, ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding, Pass,
         ProductKind, ProductRow, Profiler, ScaleHealth, ScaleHistory, SkipCause, StepRecord,
-        Suspicion, Tracer, Values, Verdict, Wrappers,
+        Suspicion, Tracer, Values, Verdict,
     };
 
     send_and_sync!(Document, Plot, Series, Spacing, Table<2>);
@@ -189,8 +189,7 @@ mod insight {
         StepRecord,
         Suspicion,
         Values,
-        Verdict,
-        Wrappers
+        Verdict
     );
     only_send!(Profiler, ScaleHealth, ScaleHistory, Tracer);
 }

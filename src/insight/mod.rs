@@ -46,7 +46,7 @@ pub use health::{
 };
 pub use operators::{
     AutocastList, CastReason, CastRow, Gain, ListedOperator, MovedOperator, OperatorReport,
-    OperatorRow, Padding, ProductKind, ProductRow, Profiler, Wrappers, autocast_list,
+    OperatorRow, Padding, ProductKind, ProductRow, Profiler,
 };
 pub use page::Page;
 pub use recording::{Pass, named};

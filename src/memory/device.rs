@@ -88,7 +88,10 @@ mod tests {
     fn devices_that_do_not_count_are_refused() {
         let error = DeviceMemory::read(Device::Cpu).unwrap_err();
         assert!(error.to_string().contains("use `memory::Resident`"), "{error}");
-        assert!(matches!(DeviceMemory::reset_peak(Device::Cpu), Err(Error::InvalidArgument { .. })));
+        assert!(matches!(
+            DeviceMemory::reset_peak(Device::Cpu),
+            Err(Error::InvalidArgument { .. })
+        ));
         for index in [64, 1000] {
             let error = DeviceMemory::read(Device::Cuda(index)).unwrap_err();
             assert!(matches!(error, Error::DeviceUnavailable { .. }), "{error}");

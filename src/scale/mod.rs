@@ -106,7 +106,8 @@ impl AdaptiveScale {
     pub(crate) fn set_config(&mut self, config: GradScalerConfig) -> Result<()> {
         config.check()?;
         let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = config;
-        let may_be = GradScalerConfig { growth_factor, backoff_factor, growth_interval, ..self.config };
+        let may_be =
+            GradScalerConfig { growth_factor, backoff_factor, growth_interval, ..self.config };
         if config != may_be {
             let problem = "differs in more than the growth factor, the backoff factor and the growth interval, which \
                            alone can change; begin with the present options, `..*scalers.config(loss_id)?`";

@@ -154,7 +154,7 @@ fn counts_and_shares_are_those_of_a_plain_loop() {
                 assert_eq!(layer.now, layer.at(0));
             }
             let all: Vec<_> = layers.concat();
-            assert_shares(report.at(3), &all, 3, &format!("seed {seed}, all"));
+            assert_shares(report.model.at(3), &all, 3, &format!("seed {seed}, all"));
             let bad = u64::from(all.iter().any(|x| !x.is_finite()));
             assert_eq!((report.observed, report.skipped, report.layers.len()), (1, bad, 4));
         }
@@ -334,8 +334,8 @@ fn planted_cases_get_their_advice() {
     let low = report(&low, scale);
     let Verdict::TooLow { scale: better } = low.verdict else { panic!("{low}") };
     let binades = (better / scale).log2() as i32;
-    assert!(low.at(0).lost > 0.1 && low.at(binades).lost <= 0.01, "{low}");
-    assert!(low.at(binades - 1).lost.max(low.at(binades - 1).edge) > 0.01, "{low}");
+    assert!(low.model.at(0).lost > 0.1 && low.model.at(binades).lost <= 0.01, "{low}");
+    assert!(low.model.at(binades - 1).lost.max(low.model.at(binades - 1).edge) > 0.01, "{low}");
     assert!(low.to_string().contains(": too low, raise init_scale to at least 2^"), "{low}");
     assert!(low.to_string().ends_with("0 % zeros"), "{low}");
 

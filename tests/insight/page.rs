@@ -192,7 +192,7 @@ fn use_numbers(page: &Page) {
     drop((page.to_html(), page.to_string()));
     for (_, health) in &page.health {
         for binades in [i32::MIN, -1, 0, 1, i32::MAX] {
-            let _at = health.at(binades);
+            let _at = health.model.at(binades);
             health.layers.iter().for_each(|layer| drop((layer.at(binades), layer.name.clone())));
         }
         let _counts = (health.model.exponents.elements(), health.model.exponents.largest());

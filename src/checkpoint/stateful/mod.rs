@@ -16,9 +16,9 @@ use crate::error::Result;
 
 pub(crate) use model::{Model, save_model};
 pub use prepared::Prepared;
+pub use rng::Rng;
 #[cfg(feature = "distributed")]
 pub(crate) use rng::check_rng_state;
-pub use rng::Rng;
 pub use save::SaveState;
 pub(crate) use save::{entry, plain};
 pub use saved::SavedState;

@@ -135,11 +135,6 @@ impl HealthReport {
         report
     }
 
-    /// Returns what would become of all gradients if the scale were multiplied by 2^`binades`.
-    pub fn at(&self, binades: i32) -> AtScale {
-        self.model.at(binades)
-    }
-
     /// Whether overflows, and not the program, keep the scale as low as it is.
     fn is_driven_down(&self) -> bool {
         self.skipped > 0 || self.model.now.headroom.is_some_and(|headroom| headroom <= CLOSE)
@@ -160,7 +155,7 @@ impl HealthReport {
         // at the edge, and half as many after each doubling of the scale.
         let expected = |binades: i32| now.edge * 0.5f64.powi(binades);
         let underflows = |binades: i32| {
-            let at = self.at(binades);
+            let at = self.model.at(binades);
             at.lost.max(at.edge).max(expected(binades))
         };
         // Overflows need no verdict: the scaler lowers its scale.
@@ -168,11 +163,11 @@ impl HealthReport {
             return Verdict::Healthy;
         }
         let fits = |binades: &i32| {
-            let has_room = self.at(*binades).headroom.is_some_and(|headroom| headroom >= 0);
+            let has_room = self.model.at(*binades).headroom.is_some_and(|headroom| headroom >= 0);
             underflows(*binades) <= HEALTHY_SHARE && has_room
         };
         match (1..=MOST_BINADES).find(fits) {
-            Some(binades) => Verdict::TooLow { scale: self.at(binades).scale },
+            Some(binades) => Verdict::TooLow { scale: self.model.at(binades).scale },
             None => Verdict::TooWide,
         }
     }

@@ -94,8 +94,8 @@ impl OperatorReport {
         self.other_line(
             f,
             "calls of other operators, views, allocations",
-            self.wrappers.calls,
-            self.wrappers.seconds,
+            self.wrapper_calls,
+            self.wrapper_seconds,
         )
     }
 

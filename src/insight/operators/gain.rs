@@ -100,7 +100,6 @@ pub(super) fn padding(report: &OperatorReport) -> Vec<Padding> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::insight::operators::report::Wrappers;
     use crate::insight::recording::Pass;
 
     fn product(dtype: Dtype, size: u64, seconds: f64) -> ProductRow {
@@ -121,8 +120,7 @@ mod tests {
     }
 
     fn report(products: Vec<ProductRow>) -> OperatorReport {
-        let wrappers = Wrappers { calls: 1, seconds: 10.0 };
-        OperatorReport { products, wrappers, ..Default::default() }
+        OperatorReport { products, wrapper_seconds: 10.0, ..Default::default() }
     }
 
     fn speeds() -> Vec<MatmulSpeed> {

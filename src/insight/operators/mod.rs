@@ -24,10 +24,10 @@ use work::Work;
 
 pub(super) use display::{COLUMNS, Sections, Summary, percent};
 
-pub use lists::{AutocastList, autocast_list};
+pub use lists::AutocastList;
 pub use report::{
     CastReason, CastRow, Gain, ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding,
-    ProductKind, ProductRow, Wrappers,
+    ProductKind, ProductRow,
 };
 
 /// Runs a part of a program and reports what its operators cost, and why half precision does not make it faster.

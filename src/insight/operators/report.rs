@@ -20,8 +20,10 @@ pub struct OperatorReport {
     pub unrecorded_seconds: Option<f64>,
     /// The operators that compute, by own time.
     pub operators: Vec<OperatorRow>,
-    /// The operators that only call others, allocate memory or make views.
-    pub wrappers: Wrappers,
+    /// How often operators were called that only call others, allocate memory or make views, in all recorded runs.
+    pub wrapper_calls: u64,
+    /// Their own time in seconds, in all recorded runs.
+    pub wrapper_seconds: f64,
     /// The matrix products, convolutions and attentions, by FLOPs. These are among `operators`, too.
     pub products: Vec<ProductRow>,
     /// The casts between floating dtypes, by time. These are among `operators`, too.
@@ -58,16 +60,6 @@ pub struct OperatorRow {
     pub bytes_written: u64,
     /// The floating-point operations of matrix products: two for each multiplication and addition.
     pub flops: u64,
-}
-
-/// Operators that do not compute.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct Wrappers {
-    /// How often such operators were called, in all recorded runs.
-    pub calls: u64,
-    /// Their own time in seconds, in all recorded runs.
-    pub seconds: f64,
 }
 
 /// What kind of operator computes a product.
@@ -235,7 +227,7 @@ impl OperatorReport {
     /// Adds up the own times of all operators in seconds. At most `seconds`, unless a backward pass runs on the threads
     /// of several devices.
     pub fn own_seconds(&self) -> f64 {
-        self.wrappers.seconds + self.operators.iter().map(|row| row.seconds).sum::<f64>()
+        self.wrapper_seconds + self.operators.iter().map(|row| row.seconds).sum::<f64>()
     }
 
     /// Returns the share, from 0 to 1, of the floating-point operations of a pass, or of both, that are computed in

@@ -8,7 +8,7 @@ use super::casts::{self, CastRows};
 use super::flops::Product;
 use super::lists::{AutocastList, LINKED, VERSIONS, list_in};
 use super::report::{
-    ListedOperator, MovedOperator, OperatorReport, OperatorRow, ProductRow, Wrappers, seconds,
+    ListedOperator, MovedOperator, OperatorReport, OperatorRow, ProductRow, seconds,
 };
 use super::work::{Work, is_written};
 use crate::ffi::insight::{RecordedEvent, RecordedTensor, Usage};
@@ -133,12 +133,11 @@ impl Rows {
         lists.sort_by_key(|listed| (listed.list, std::cmp::Reverse(listed.calls)));
         let mut moved: Vec<_> = self.moved.into_iter().map(moved_operator).collect();
         moved.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
-        let wrappers =
-            Wrappers { calls: self.wrappers.calls, seconds: seconds(self.wrappers.nanoseconds) };
         OperatorReport {
             operators,
             products,
-            wrappers,
+            wrapper_calls: self.wrappers.calls,
+            wrapper_seconds: seconds(self.wrappers.nanoseconds),
             lists,
             casts: casts::rows(self.casts),
             moved_to_f32: moved,

@@ -21,7 +21,7 @@ pub(super) fn add(html: Document, report: &OperatorReport) -> Document {
         .note(&format!(
             "Per run. Operators that only call others, allocate memory or make views take another {}, and operators that \
              are not listed {}.",
-            share(report.wrappers.seconds),
+            share(report.wrapper_seconds),
             share(rest)
         ))
         .preformatted(Sections(report).to_string().trim())

@@ -59,24 +59,26 @@ pub(super) fn list_in(version: &str, on_cuda: bool, operator: &str) -> AutocastL
     holding.next().map_or(AutocastList::Untouched, |(_, _, list, _)| *list)
 }
 
-/// Returns the list of an operator on a device, for the libtorch that is linked. Known are the lists of 2.11 and 2.13,
-/// which the guide's page [operations] has; in another version, an operator that is on different lists in these counts
-/// as untouched.
-///
-/// [operations]: crate::guide::operations
-///
-/// # Examples
-///
-/// ```
-/// use tch::Device;
-/// use tch_amp::insight::{AutocastList, autocast_list};
-///
-/// assert_eq!(autocast_list(Device::Cpu, "aten::linear"), AutocastList::LowerPrecision);
-/// assert_eq!(autocast_list(Device::Cuda(0), "softmax"), AutocastList::F32UnlessAsked);
-/// assert_eq!(autocast_list(Device::Cpu, "softmax"), AutocastList::Untouched);
-/// ```
-pub fn autocast_list(device: Device, operator: &str) -> AutocastList {
-    list_in(LINKED, matches!(device, Device::Cuda(_)), operator)
+impl AutocastList {
+    /// Returns the list of an operator on a device, for the libtorch that is linked. Known are the lists of 2.11 and
+    /// 2.13, which the guide's page [operations] has; in another version, an operator that is on different lists in
+    /// these counts as untouched.
+    ///
+    /// [operations]: crate::guide::operations
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::Device;
+    /// use tch_amp::insight::AutocastList;
+    ///
+    /// assert_eq!(AutocastList::of(Device::Cpu, "aten::linear"), AutocastList::LowerPrecision);
+    /// assert_eq!(AutocastList::of(Device::Cuda(0), "softmax"), AutocastList::F32UnlessAsked);
+    /// assert_eq!(AutocastList::of(Device::Cpu, "softmax"), AutocastList::Untouched);
+    /// ```
+    pub fn of(device: Device, operator: &str) -> Self {
+        list_in(LINKED, matches!(device, Device::Cuda(_)), operator)
+    }
 }
 
 #[cfg(test)]
