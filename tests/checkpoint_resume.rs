@@ -5,6 +5,7 @@
 mod common;
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -155,33 +156,86 @@ fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
 /// The tests share the generators of the process.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Draws numbers, which other threads' refused restores must not change.
-fn draws(device: Device) -> Vec<f64> {
-    (0..4000).map(|_| Tensor::rand([1], (Kind::Double, device)).double_value(&[0])).collect()
-}
-
 #[test]
 fn a_refused_restore_leaves_the_random_numbers_of_other_threads_alone() {
     let _alone = ALONE.lock().unwrap();
     for_each_device(|device| {
-        tch::manual_seed(11);
-        let expected = draws(device);
         let mut checkpoint = Checkpoint::new();
         checkpoint.add_rng("rng", device).unwrap();
         checkpoint.add_tensor("wrong", &Tensor::from(1i64)).unwrap();
+        let is_refused = || {
+            let restore = checkpoint.restore().rng("rng", device).rng("wrong", device);
+            matches!(restore.apply(), Err(Error::Torch(_)))
+        };
+        let draw = || Tensor::rand([1], (Kind::Double, device)).double_value(&[0]);
+        let (drawn, is_done) = (AtomicUsize::new(0), AtomicBool::new(false));
         tch::manual_seed(11);
-        let (drawn, refused) = std::thread::scope(|scope| {
-            let drawing = scope.spawn(|| draws(device));
-            let mut refused = 0;
-            while !drawing.is_finished() || refused == 0 {
-                let restore = checkpoint.restore().rng("rng", device).rng("wrong", device);
-                assert!(matches!(restore.apply(), Err(Error::Torch(_))));
-                refused += 1;
+        let numbers = std::thread::scope(|scope| {
+            let drawing = scope.spawn(|| {
+                let mut numbers = Vec::new();
+                while !is_done.load(Relaxed) {
+                    numbers.push(draw());
+                    drawn.store(numbers.len(), Relaxed);
+                }
+                numbers
+            });
+            // The restores during which numbers were drawn.
+            let (mut met, mut refused) = (0, true);
+            while met < 50 && refused && !drawing.is_finished() {
+                let before = drawn.load(Relaxed);
+                refused = is_refused();
+                met += usize::from(drawn.load(Relaxed) > before);
             }
-            (drawing.join().unwrap(), refused)
+            is_done.store(true, Relaxed);
+            assert!(refused);
+            drawing.join().unwrap()
         });
-        assert!(drawn == expected, "{device:?}: changed by {refused} refused restores");
+        tch::manual_seed(11);
+        assert!(numbers.iter().all(|number| *number == draw()), "{device:?}");
     });
+}
+
+/// Draws a tensor during which other threads have time to disturb. libtorch holds the generator's lock meanwhile.
+fn draw_long() -> Vec<u8> {
+    bits(&Tensor::rand([1 << 15], (Kind::Double, Device::Cpu)))
+}
+
+const LONG_DRAWS: usize = 100;
+
+#[test]
+fn a_state_that_is_read_during_a_draw_is_that_before_or_after_it() {
+    let _alone = ALONE.lock().unwrap();
+    let state = || bits(&Rng(Device::Cpu).get_state().unwrap());
+    tch::manual_seed(13);
+    let mut states = vec![state()];
+    for _ in 0..LONG_DRAWS {
+        drop(draw_long());
+        states.push(state());
+    }
+    tch::manual_seed(13);
+    std::thread::scope(|scope| {
+        let drawing = scope.spawn(|| (0..LONG_DRAWS).for_each(|_| drop(draw_long())));
+        while !drawing.is_finished() {
+            assert!(states.contains(&state()));
+        }
+    });
+}
+
+#[test]
+fn a_state_that_is_set_during_a_draw_counts_from_the_next_one() {
+    let _alone = ALONE.lock().unwrap();
+    tch::manual_seed(13);
+    let state = Rng(Device::Cpu).get_state().unwrap();
+    let expected: Vec<_> = (0..LONG_DRAWS).map(|_| draw_long()).collect();
+    tch::manual_seed(13);
+    let drawn: Vec<_> = std::thread::scope(|scope| {
+        let drawing = scope.spawn(|| (0..LONG_DRAWS).map(|_| draw_long()).collect());
+        while !drawing.is_finished() {
+            Rng(Device::Cpu).set_state(&state).unwrap();
+        }
+        drawing.join().unwrap()
+    });
+    assert!(drawn.iter().all(|numbers| expected.contains(numbers)));
 }
 
 /// Where the fields are in the state of the CPU's generator.

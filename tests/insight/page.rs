@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{
-    Page, Profiler, ScaleHealth, ScaleHistory, SkipCause, Tracer, audit, named,
+    HealthReport, Page, Profiler, ScaleHealth, ScaleHistory, SkipCause, Tracer, audit, named,
 };
 use tch_amp::optim::AdamW;
 use tch_amp::{Autocast, Error, GradScaler};
@@ -141,21 +141,22 @@ fn the_page_is_data_and_text_and_a_file() {
     assert!(error.to_string().contains("/no"), "{error}");
 }
 
+/// Three gradients, whose exponents are further apart than the rows of a heat map.
+fn wide(exponent: f64) -> HealthReport {
+    let vs = VarStore::new(Device::Cpu);
+    let w = vs.root().ones("w", &[3]);
+    let sizes = Tensor::from_slice(&[exponent - 100.0, exponent, exponent + 3.0]).exp2();
+    let mut health = ScaleHealth::new(&vs);
+    (w * sizes.to_kind(Kind::Float)).sum(None).backward();
+    health.observe(&GradScaler::disabled()).unwrap();
+    health.report().unwrap()
+}
+
 /// Every column of the heat map over time holds all of its gradients, whatever the range.
 #[test]
 fn the_shares_of_a_column_add_up() {
     let mut page = page();
-    let gradients = |exponent: f64| {
-        let vs = VarStore::new(Device::Cpu);
-        let w = vs.root().ones("w", &[3]);
-        let sizes = Tensor::from_slice(&[exponent - 100.0, exponent, exponent + 3.0]).exp2();
-        let mut health = ScaleHealth::new(&vs);
-        let scaler = GradScaler::disabled();
-        (w * sizes.to_kind(Kind::Float)).sum(None).backward();
-        health.observe(&scaler).unwrap();
-        health.report().unwrap()
-    };
-    page.health = vec![(1, gradients(-20.0)), (2, gradients(100.0)), (3, gradients(0.0))];
+    page.health = vec![(1, wide(-20.0)), (2, wide(100.0)), (3, wide(0.0))];
     let html = page.to_html();
     let map = html.split("<svg").find(|svg| svg.contains("over time")).unwrap();
     for step in 1..=3 {
@@ -205,7 +206,9 @@ fn use_numbers(page: &Page) {
 /// One number of a page, the same number of all parts of a list, or all of a kind are replaced by those that no run has.
 #[test]
 fn numbers_of_a_damaged_file_break_nothing() {
-    let whole = serde_json::to_value(page()).unwrap();
+    let mut page = page();
+    page.health.push((40, wide(0.0)));
+    let whole = serde_json::to_value(page).unwrap();
     let mut paths = Vec::new();
     numbers(&whole, "", &mut paths);
     let mut kinds: BTreeMap<String, Vec<&String>> = BTreeMap::new();

@@ -1,10 +1,10 @@
 //! Explanations of the steps of a loop, for which it asks after every step.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::GradScaler;
-use tch_amp::insight::{Cause, Explanation, Tracer};
+use tch_amp::insight::{Cause, Explanation, Tracer, named};
 use tch_amp::optim::Sgd;
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector};
+use tch_amp::{Autocast, GradScaler};
 
 use crate::{Model, batch};
 
@@ -77,37 +77,74 @@ fn a_history_has_the_losses_that_it_is_given() {
     assert!(error.to_string().contains("has 2 elements"), "{error}");
 }
 
-/// The advice for the skipped steps of a training in fp16 with these factors of the gradients. The scale grows back after
-/// each step that is taken.
-fn advice(factors: &[f64]) -> Vec<String> {
-    let model = Model::new();
-    let x = batch();
-    let mut optimizer = Sgd::default().build(&model.vs, 1e-6).unwrap();
-    let config = GradScalerConfig { growth_interval: 1, ..Default::default() };
-    let mut scaler = config.build(Device::Cpu).unwrap();
-    let mut tracer = Tracer::new(&model.vs).unwrap();
-    let region = tch_amp::Autocast::new(Device::Cpu).dtype(Kind::Half);
-    let mut found = Vec::new();
-    for &factor in factors {
-        let loss = || region.run(|| model.loss(&x, Tensor::shallow_clone) * factor);
-        tracer.begin(&scaler).unwrap();
-        optimizer.zero_grad().unwrap();
-        scaler.backward(&loss().unwrap()).unwrap();
-        let outcome = scaler.step(&mut optimizer).unwrap();
-        scaler.update().unwrap();
-        let explanation = tracer.explain_if_skipped(&scaler, &outcome, loss).unwrap();
-        found.extend(explanation.map(|explanation| {
-            assert!(matches!(explanation.cause, Cause::Scale { .. }), "{explanation}");
-            let text = explanation.to_string();
-            text.split("advice: ").nth(1).unwrap().to_owned()
-        }));
+/// The loss of a step.
+type Loss = fn(&Model, &Tensor) -> Tensor;
+
+/// A loss whose gradients overflow if the scale is large.
+const LARGE: Loss = |model, x| model.loss(x, Tensor::shallow_clone) * 2000.0;
+const SMALL: Loss = |model, x| model.loss(x, Tensor::shallow_clone) * 1e-3;
+const INFINITE: Loss = |model, x| model.loss(x, Tensor::shallow_clone) * f64::INFINITY;
+
+/// A loss for which they overflow in another part of the model.
+const LARGE_INSIDE: Loss =
+    |model, x| model.loss(x, |x| named("inside", || x + (x - x.detach()) * 20_000.0));
+
+/// A training in which the scale grows back after each step that is taken.
+struct Run {
+    kind: Kind,
+    init_scale: f64,
+    /// How often each skipped step is explained.
+    times: usize,
+}
+
+const IN_FP16: Run = Run { kind: Kind::Half, init_scale: 65536.0, times: 1 };
+
+impl Run {
+    fn explanations(&self, losses: &[Loss]) -> Vec<Explanation> {
+        let model = Model::new();
+        let x = batch();
+        let mut optimizer = Sgd::default().build(&model.vs, 1e-6).unwrap();
+        let config = GradScalerConfig {
+            growth_interval: 1,
+            init_scale: self.init_scale,
+            ..Default::default()
+        };
+        let mut scaler = config.build(Device::Cpu).unwrap();
+        let mut tracer = Tracer::new(&model.vs).unwrap();
+        let region = Autocast::new(Device::Cpu).dtype(self.kind).enabled(self.kind != Kind::Float);
+        let mut found = Vec::new();
+        for loss in losses {
+            let loss = || region.run(|| loss(&model, &x));
+            tracer.begin(&scaler).unwrap();
+            optimizer.zero_grad().unwrap();
+            scaler.backward(&loss().unwrap()).unwrap();
+            let outcome = scaler.step(&mut optimizer).unwrap();
+            scaler.update().unwrap();
+            for _ in 0..self.times {
+                found.extend(tracer.explain_if_skipped(&scaler, &outcome, loss).unwrap());
+            }
+        }
+        found
     }
-    found
+
+    /// The advice for the steps that were skipped because of the scale.
+    fn advice(&self, losses: &[Loss]) -> Vec<String> {
+        let mut found = self.explanations(losses);
+        found.retain(|explanation| matches!(explanation.cause, Cause::Scale { .. }));
+        let text = |explanation: &Explanation| explanation.to_string();
+        found.iter().map(|it| text(it).split("advice: ").nth(1).unwrap().to_owned()).collect()
+    }
+}
+
+/// Asserts that there is so much advice and that none is to change anything.
+fn assert_none_is_needed(advice: &[String], count: usize) {
+    assert_eq!(advice.len(), count, "{advice:?}");
+    assert!(advice.iter().all(|advice| advice.starts_with("none is needed")), "{advice:?}");
 }
 
 #[test]
 fn a_part_that_overflows_again_and_again_is_to_be_kept_in_f32() {
-    let advice = advice(&[2000.0; 5]);
+    let advice = IN_FP16.advice(&[LARGE; 5]);
     assert_eq!(advice.len(), 5, "{advice:?}");
     for (index, advice) in advice.iter().enumerate() {
         assert_eq!(advice.starts_with("none is needed"), index < 2, "{index}: {advice}");
@@ -122,7 +159,37 @@ fn a_part_that_overflows_again_and_again_is_to_be_kept_in_f32() {
 
 #[test]
 fn overflows_at_a_scale_that_grows_back_need_no_advice() {
-    let advice = advice(&[2000.0, 1e-3, 2000.0, 1e-3, 2000.0, 1e-3, 2000.0]);
-    assert_eq!(advice.len(), 4, "{advice:?}");
-    assert!(advice.iter().all(|advice| advice.starts_with("none is needed")), "{advice:?}");
+    let advice = IN_FP16.advice(&[LARGE, SMALL, LARGE, SMALL, LARGE, SMALL, LARGE]);
+    assert_none_is_needed(&advice, 4);
+}
+
+/// The scale falls for all of them.
+#[test]
+fn parts_that_overflow_in_turn_need_no_advice() {
+    let losses = [LARGE, LARGE_INSIDE, LARGE, LARGE_INSIDE, LARGE];
+    let culprits = IN_FP16.explanations(&losses).into_iter().map(|it| it.culprit.unwrap());
+    let parts: Vec<_> = culprits.map(|culprit| (culprit.path, culprit.after)).collect();
+    assert!(parts.windows(2).all(|pair| pair[0] != pair[1]), "{parts:?}");
+    assert_none_is_needed(&IN_FP16.advice(&losses), 5);
+}
+
+#[test]
+fn a_step_that_is_skipped_for_another_reason_ends_the_succession() {
+    assert_none_is_needed(&IN_FP16.advice(&[LARGE, LARGE, INFINITE, LARGE, LARGE]), 4);
+}
+
+#[test]
+fn an_overflow_that_is_explained_twice_counts_once() {
+    let advice = Run { times: 2, ..IN_FP16 }.advice(&[LARGE; 3]);
+    assert_none_is_needed(&advice[..4], 4);
+    for advice in &advice[4..] {
+        assert!(advice.contains("3 times in succession"), "{advice}");
+    }
+}
+
+/// Another dtype does not help there.
+#[test]
+fn a_part_that_overflows_in_f32_needs_no_advice() {
+    let run = Run { kind: Kind::Float, init_scale: 2f64.powi(127), times: 1 };
+    assert_none_is_needed(&run.advice(&[LARGE; 5]), 5);
 }

@@ -1,7 +1,10 @@
 //! What a step cannot process is refused before anything changes, however often it is tried.
 
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::optim::{AdamW, AmpOptimizer as _, MasterWeights, Muon, Optimizer, Step};
+use tch_amp::Error;
+use tch_amp::optim::{
+    AdamW, AmpOptimizer as _, MasterWeights, Muon, Optimizer, OptimizerError, Sgd, Step,
+};
 
 use crate::common::bits::bits;
 use crate::common::tensors::leaf;
@@ -124,6 +127,27 @@ fn stepping_a_copy_on_write_parameter_leaves_its_original_unchanged() {
         assert_eq!(to_f64(&original), [1.0, 2.0, 3.0], "{algorithm:?}");
         assert_eq!(bits(&w), bits(&twin), "{algorithm:?}");
     }
+}
+
+/// They have one memory only until the first write, unlike two views of one copy.
+#[test]
+fn copy_on_write_parameters_of_one_original_are_stepped_apart() {
+    for_each_device(|device| {
+        let original = leaf(&[1.0, 2.0, 3.0], Kind::Float, device).detach();
+        // Only memory that has several owners is compared.
+        let copies = [(); 2].map(|()| original.internal_lazy_clone());
+        let parameters = copies.each_ref().map(|copy| copy.detach().set_requires_grad(true));
+        let mut opt = Sgd::default().build(&parameters, 1.0).unwrap();
+        set_grad(&parameters[0], &[1.0; 3]);
+        set_grad(&parameters[1], &[2.0; 3]);
+        opt.step().unwrap();
+        assert_eq!(parameters.each_ref().map(to_f64), [[0.0, 1.0, 2.0], [-1.0, 0.0, 1.0]]);
+        assert_eq!(to_f64(&original), [1.0, 2.0, 3.0]);
+        let copy = original.internal_lazy_clone();
+        let views = [(); 2].map(|()| copy.detach().set_requires_grad(true));
+        let error = Sgd::default().build(&views, 1.0).unwrap_err();
+        assert!(matches!(error, Error::Optimizer(OptimizerError::SharedMemory { .. })), "{error}");
+    });
 }
 
 /// Memory in another order than the gradient's, or with gaps, is processed in a copy that has to be copied back.

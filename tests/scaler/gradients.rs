@@ -3,9 +3,9 @@
 use half::{bf16, f16};
 use rstest::rstest;
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::gradients::GradientError;
+use tch_amp::gradients::{ClipNorm, GradientError};
 use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer};
-use tch_amp::scaler::{GradScalerConfig, PerLossScalers};
+use tch_amp::scaler::{GradScalerConfig, PerLossScalers, Unscaled};
 use tch_amp::{Error, GradScaler};
 
 use crate::common::tensors::leaf;
@@ -420,16 +420,42 @@ fn a_parameter_that_is_frozen_after_unscaling_is_neither_clipped_nor_stepped() {
 
 #[test]
 fn the_norm_in_a_transaction_leaves_out_a_parameter_that_is_frozen_after_unscaling() {
+    let clips: [fn(&mut Unscaled<'_>) -> tch_amp::Result<Tensor>; 2] = [
+        |unscaled| unscaled.clip_grad_norm(10.0),
+        |unscaled| unscaled.clip_grad_norm(ClipNorm { error_if_nonfinite: true, ..10.0.into() }),
+    ];
     for_each_device(|device| {
-        let (frozen, w) = (ones(Kind::Float, device), ones(Kind::Float, device));
-        let mut opt = Descent(vec![frozen.shallow_clone(), w.shallow_clone()]);
-        let scaler = scaler(device);
-        scaler.backward(&(loss(&frozen, &[100.0; 3]) + loss(&w, &[2.0, 0.0, 0.0]))).unwrap();
-        let mut unscaled = scaler.unscale(&mut opt).unwrap();
-        let _frozen = frozen.set_requires_grad(false);
-        assert_eq!(to_f64(&unscaled.clip_grad_norm(10.0).unwrap()), [2.0]);
-        assert!(unscaled.step().unwrap().is_stepped().unwrap());
-        assert_eq!((to_f64(&frozen), to_f64(&w)), (vec![1.0; 3], vec![-1.0, 1.0, 1.0]));
+        for clip in clips {
+            let (frozen, w) = (ones(Kind::Float, device), ones(Kind::Float, device));
+            let mut opt = Descent(vec![frozen.shallow_clone(), w.shallow_clone()]);
+            let scaler = scaler(device);
+            scaler.backward(&(loss(&frozen, &[100.0; 3]) + loss(&w, &[2.0, 0.0, 0.0]))).unwrap();
+            let mut unscaled = scaler.unscale(&mut opt).unwrap();
+            let _frozen = frozen.set_requires_grad(false);
+            assert_eq!(to_f64(&clip(&mut unscaled).unwrap()), [2.0]);
+            // Its gradient was not clipped, and is not stepped with.
+            let _trained = frozen.set_requires_grad(true);
+            assert!(unscaled.step().unwrap().is_stepped().unwrap());
+            assert_eq!((to_f64(&frozen), to_f64(&w)), (vec![1.0; 3], vec![-1.0, 1.0, 1.0]));
+        }
+    });
+}
+
+/// A later backward would add to gradients that are still scaled.
+#[rstest]
+fn gradients_are_dropped_if_all_parameters_are_frozen(#[values(false, true)] fused: bool) {
+    for_each_device(|device| {
+        let (vs, w, mut plain) = model(device);
+        let mut own = tch_amp::optim::Sgd::default().build(&vs, 1.0).unwrap();
+        let opt: &mut dyn AmpOptimizer = if fused { &mut own } else { &mut plain };
+        let mut scaler = scaler(device);
+        scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+        let _frozen = w.set_requires_grad(false);
+        assert!(scaler.step(opt).unwrap().has_no_gradients());
+        let _trained = w.set_requires_grad(true);
+        scaler.backward(&loss(&w, &[2.0; 3])).unwrap();
+        assert!(scaler.step(opt).unwrap().is_stepped().unwrap());
+        assert_eq!(to_f64(&w), [-1.0; 3]);
     });
 }
 

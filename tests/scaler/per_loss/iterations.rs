@@ -2,10 +2,11 @@
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
-use tch_amp::Error;
 use tch_amp::checkpoint::Checkpoint;
+use tch_amp::gradients::GradientError;
 use tch_amp::optim::{AmpOptimizer, OptimizerError, Step};
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, ScalerError};
+use tch_amp::{Error, function};
 
 use super::{scales, two};
 use crate::common::tensors::leaf;
@@ -30,6 +31,7 @@ struct Moody {
     inner: Descent,
     fails: bool,
     panics: bool,
+    wants_f32: bool,
 }
 
 impl AmpOptimizer for Moody {
@@ -39,7 +41,7 @@ impl AmpOptimizer for Moody {
 
     fn wants_f32_gradients(&self) -> bool {
         assert!(!self.panics, "in a bad mood");
-        false
+        self.wants_f32
     }
 
     fn update(&mut self, step: &Step<'_>) -> tch_amp::Result<()> {
@@ -53,7 +55,7 @@ impl AmpOptimizer for Moody {
 fn moody(device: Device) -> (Tensor, Moody) {
     let w = leaf(&[1.0; 3], Kind::Float, device);
     let inner = Descent(vec![w.shallow_clone()]);
-    (w, Moody { inner, fails: false, panics: false })
+    (w, Moody { inner, fails: false, panics: false, wants_f32: false })
 }
 
 #[test]
@@ -96,6 +98,52 @@ fn a_panic_in_the_optimizer_leaves_the_previous_gradients() {
         std::panic::AssertUnwindSafe(|| scalers.backward(1, &loss(&w, &[1.0; 3]), &mut opt));
     assert!(std::panic::catch_unwind(panics).is_err());
     assert_eq!(to_f64(&w.grad()), [3.0; 3]);
+}
+
+/// Gradients that were made f32 for the optimizer before the call failed have their dtype back, and so have later ones.
+#[rstest]
+fn a_refused_backward_does_not_widen_gradients(#[values(Kind::BFloat16, Kind::Half)] kind: Kind) {
+    for_each_device(|device| {
+        let (_, mut opt) = moody(device);
+        let low = leaf(&[1.0; 3], kind, device);
+        // Its gradient is refused because it is fp16, and stays so.
+        let complex = Tensor::zeros([2], (Kind::ComplexHalf, device)).set_requires_grad(true);
+        opt.inner = Descent(vec![low.shallow_clone(), complex.shallow_clone()]);
+        opt.wants_f32 = true;
+        let mut scalers = two(device);
+        let both = || loss(&low, &[1.0; 3]) + complex.view_as_real().sum(kind);
+        let error = scalers.backward(0, &both(), &mut opt).unwrap_err();
+        assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
+        assert!(!low.grad().defined() && !complex.grad().defined());
+        loss(&low, &[1.0; 3]).backward();
+        assert_eq!((low.grad().kind(), to_f64(&low.grad())), (kind, vec![1.0; 3]));
+    });
+}
+
+/// What its backward has given it is scaled, and is not added to the sum.
+#[test]
+fn a_parameter_that_is_frozen_in_a_backward_keeps_the_previous_gradient() {
+    for_each_device(|device| {
+        let [w, other] = [(); 2].map(|()| leaf(&[1.0; 3], Kind::Float, device));
+        let mut opt = Descent(vec![w.shallow_clone(), other.shallow_clone()]);
+        let mut scalers = two(device);
+        scalers.backward(0, &loss(&w, &[2.0; 3]), &mut opt).unwrap();
+        let frozen = w.shallow_clone();
+        let freezes = function(
+            |_, x| Ok(x[0] * 1.0),
+            move |_, grads| {
+                assert!(frozen.grad().defined(), "what came later in the forward runs before");
+                let _frozen = frozen.set_requires_grad(false);
+                Ok(grads[0].shallow_clone())
+            },
+        );
+        let part = loss(&freezes.apply(&[&other]).unwrap(), &[1.0; 3]);
+        scalers.backward(1, &(part + loss(&w, &[1.0; 3])), &mut opt).unwrap();
+        let _trained = w.set_requires_grad(true);
+        assert_eq!((to_f64(&w.grad()), to_f64(&other.grad())), (vec![2.0; 3], vec![1.0; 3]));
+        assert!(scalers.step(&mut opt).unwrap().is_stepped().unwrap());
+        assert_eq!((to_f64(&w), to_f64(&other)), (vec![-1.0; 3], vec![0.0; 3]));
+    });
 }
 
 #[test]
