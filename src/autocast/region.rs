@@ -202,8 +202,8 @@ impl Autocast {
         AutocastGuard::open(previous, next)
     }
 
-    /// Runs `f` inside the region and restores the previous state when `f` returns or panics. Corresponds to a function
-    /// that is decorated with `torch.autocast`.
+    /// Runs `f` inside the region and restores the previous state when `f` returns or panics. The counterpart of the
+    /// `with` statement around `torch.autocast`.
     ///
     /// Regions whose guards `f` leaked are closed, too.
     ///
@@ -238,6 +238,36 @@ impl Autocast {
         f: impl FnOnce() -> std::result::Result<T, E>,
     ) -> std::result::Result<T, E> {
         self.run(f)?
+    }
+
+    /// Turns a function into one that runs in the region, whenever it is called and on whatever thread. Corresponds to
+    /// the decorator `@torch.autocast(…)`, for instance on the `forward` of a model.
+    ///
+    /// Rust has no decorators, and an attribute macro could not replace them: it sees the text of a function, but not the
+    /// device, which is known only when the program runs. A function with several arguments takes a tuple of them.
+    ///
+    /// # Errors
+    ///
+    /// None here. The new function returns the errors of [`run`](Self::run); then `f` is not run.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::nn::{self, Module};
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_amp::Autocast;
+    ///
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let net = nn::linear(vs.root(), 4, 2, Default::default());
+    /// let forward = Autocast::new(vs.device()).wrap(|xs: &Tensor| net.forward(xs));
+    /// for _ in 0..3 {
+    ///     let xs = Tensor::randn([8, 4], (Kind::Float, vs.device()));
+    ///     assert_eq!(forward(&xs)?.kind(), Kind::BFloat16);
+    /// }
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn wrap<A: ?Sized, T>(self, f: impl Fn(&A) -> T) -> impl Fn(&A) -> Result<T> {
+        move |argument| self.run(|| f(argument))
     }
 
     /// Returns the thread's state before the region and the state inside it.
