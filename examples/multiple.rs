@@ -35,7 +35,7 @@ pub fn main() -> anyhow::Result<()> {
         })?;
 
         // One backward pass for both losses, which may share a part of the graph.
-        let scaled = scaler.scale_all(&losses)?;
+        let scaled = scaler.scale(&losses)?;
         (&scaled[0] + &scaled[1]).f_backward()?;
 
         scaler.unscale_(&mut opt_a)?; // needed only before clipping

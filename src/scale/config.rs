@@ -28,10 +28,11 @@ pub(crate) const LARGEST: f64 = f32::MAX as f64;
 ///     growth_interval: 1000,
 ///     hysteresis: 2,
 ///     consecutive_hysteresis: false,
+///     min_scale: 1.0,
+///     error_at_min_scale: true,
 ///     ..Default::default()
 /// };
-/// let scaler = GradScalerConfig { min_scale: 1.0, error_at_min_scale: true, ..deepspeed }.build(Device::Cpu)?;
-/// # assert!(scaler.is_enabled());
+/// # assert!(deepspeed.build(Device::Cpu)?.is_enabled());
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -15,6 +15,7 @@ use crate::device::check_usable;
 use crate::error::{Error, Result, ScalerError};
 use crate::ffi::{self, FoundInf, ScaleUpdate};
 use crate::gradients::overflow;
+use crate::tree::Tree;
 
 pub use config::GradScalerConfig;
 pub(crate) use config::{LARGEST, SMALLEST, check_interval};
@@ -78,19 +79,22 @@ impl AdaptiveScale {
         self.number.as_ref().map(Number::value).transpose()
     }
 
-    /// Multiplies an output by the scale.
-    pub(crate) fn apply(&self, output: &Tensor) -> Result<Tensor> {
+    /// Multiplies outputs by the scale, which is copied to each of their devices once.
+    pub(crate) fn apply<T: Tree + ?Sized>(&self, outputs: &T) -> Result<T::Output> {
         let Some(number) = &self.number else {
-            return Ok(output.shallow_clone());
+            return outputs.try_map(&mut |output| Ok(output.shallow_clone()));
         };
-        let kind = output.f_kind()?;
-        if !matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16) {
-            return Err(ScalerError::Dtype { dtype: kind }.into());
-        }
-        match self.config.is_one() {
-            true => Ok(output.shallow_clone()),
-            false => ffi::scaled(output, number.tensor()),
-        }
+        let mut replicas = Replicas::new(number.tensor());
+        outputs.try_map(&mut |output| {
+            let kind = output.f_kind()?;
+            if !matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16) {
+                return Err(ScalerError::Dtype { dtype: kind }.into());
+            }
+            match self.config.is_one() {
+                true => Ok(output.shallow_clone()),
+                false => ffi::scaled(output, &replicas.on(output.device())?),
+            }
+        })
     }
 
     /// Sets the scale and keeps the tracker.
@@ -100,6 +104,17 @@ impl AdaptiveScale {
         };
         self.config.check_scale("new_scale", new_scale)?;
         number.set_scale(new_scale as f32)
+    }
+
+    /// Sets the scale to the number in a tensor and keeps the tracker. If both are on GPUs, the device checks the number.
+    pub(crate) fn set_scale_to(&mut self, new_scale: &Tensor) -> Result<()> {
+        let Some(number) = &mut self.number else {
+            return Ok(());
+        };
+        if [number.tensor(), new_scale].map(Tensor::device).contains(&Device::Cpu) {
+            return self.set_scale(new_scale.f_double_value(&[])?);
+        }
+        number.set_scale_on_device(new_scale, self.config)
     }
 
     /// Changes the growth factor, the backoff factor and the growth interval, and refuses to change another option.
@@ -149,6 +164,32 @@ impl AdaptiveScale {
         }
         (self.config, self.skips) = (loaded.config, loaded.skips);
         Ok(())
+    }
+}
+
+/// A number, and its copies on other devices.
+#[derive(Debug)]
+struct Replicas<'a> {
+    number: &'a Tensor,
+    copies: Vec<Tensor>,
+}
+
+impl<'a> Replicas<'a> {
+    fn new(number: &'a Tensor) -> Self {
+        Self { number, copies: Vec::new() }
+    }
+
+    /// The number on a device. Every device reads a number on the CPU where it is.
+    fn on(&mut self, device: Device) -> Result<Tensor> {
+        if [Device::Cpu, device].contains(&self.number.device()) {
+            return Ok(self.number.shallow_clone());
+        }
+        if let Some(copy) = self.copies.iter().find(|copy| copy.device() == device) {
+            return Ok(copy.shallow_clone());
+        }
+        let copy = ffi::number_on(self.number, device, Kind::Float)?;
+        self.copies.push(copy.shallow_clone());
+        Ok(copy)
     }
 }
 

@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::ffi::{
     self, Arrival, OutsideRegions, OverflowCounts, ScaleRule, ScaleUpdate, Unscaling,
 };
+use crate::scale::GradScalerConfig;
 use crate::scale::rule::{Mirror, clamp_tracker, lowest_next, next};
 
 /// The scale, the growth tracker, and the counts of overflows if the scale tolerates some.
@@ -21,6 +22,15 @@ pub(crate) struct Number {
     is_one: bool,
     mirror: Cell<Option<Mirror>>,
     bound: RefCell<Bound>,
+    given: RefCell<Option<Given>>,
+}
+
+/// A scale that a program has given on the device, which the host has not seen, and the options with their bounds. If
+/// there were several, the first that is out of bounds.
+#[derive(Debug)]
+struct Given {
+    scale: Tensor,
+    config: GradScalerConfig,
 }
 
 /// The least that a scale can be while only its device has its value.
@@ -42,9 +52,15 @@ impl Bound {
     /// Follows an update of the scale that the host does not know.
     fn follow(&mut self, scale: &Tensor, rule: &ScaleRule) {
         self.at_least = lowest_next(self.at_least, rule);
-        if let Some((_, rules)) = &mut self.arrival {
-            rules.push(*rule);
-        } else if self.at_least < Self::LOW && rule.min_scale < 1.0 {
+        match &mut self.arrival {
+            Some((_, rules)) => rules.push(*rule),
+            None => self.ask(scale, rule.min_scale),
+        }
+    }
+
+    /// Asks for the scale if it may be small.
+    fn ask(&mut self, scale: &Tensor, min_scale: f64) {
+        if self.at_least < Self::LOW && min_scale < 1.0 {
             // If the transfer cannot be started, the bound stays as low as it is.
             self.arrival = Arrival::new(scale).ok().map(|arrival| (arrival, Vec::new()));
         }
@@ -76,6 +92,7 @@ impl Number {
             is_one,
             mirror: Cell::new(Some(value)),
             bound: RefCell::default(),
+            given: RefCell::default(),
         })
     }
 
@@ -83,19 +100,26 @@ impl Number {
         &self.tensor
     }
 
-    /// The value on the host. Synchronizes, in one transfer, if only the device has it.
+    /// The value on the host. Synchronizes, in one transfer, if only the device has it. Fails, once, if the device has
+    /// refused a scale since the last call.
     pub(crate) fn value(&self) -> Result<Mirror> {
         if let Some(mirror) = self.mirror.get() {
             return Ok(mirror);
         }
-        let tensors = [&self.tensor, &self.tracker].into_iter().chain(&self.counts);
+        let mut given = self.given.borrow_mut();
+        let tensors = [&self.tensor, &self.tracker].into_iter();
+        let tensors = tensors.chain(given.as_ref().map(|given| &given.scale)).chain(&self.counts);
         let read = ffi::numbers_read(&tensors.collect::<Vec<_>>())?;
-        let [scale, tracker, counts @ ..] = read.as_slice() else {
+        let [scale, tracker, rest @ ..] = read.as_slice() else {
             return Err(Error::Torch(format!("a scale was read as {} numbers", read.len())));
         };
+        let (seen, counts) = rest.split_at(usize::from(given.is_some()));
         let counts = OverflowCounts::from_numbers(counts);
         let mirror = Mirror { scale: *scale as f32, tracker: *tracker as i32, counts };
         self.mirror.set(Some(mirror));
+        if let (Some(Given { config, .. }), [seen]) = (given.take(), seen) {
+            config.check_scale("new_scale", *seen)?;
+        }
         Ok(mirror)
     }
 
@@ -125,6 +149,35 @@ impl Number {
         Ok(())
     }
 
+    /// Sets the scale to a number on a device, and keeps the tracker. If the number is out of bounds, the scale stays as it
+    /// is, and the next call of [`value`](Self::value) fails. Does not synchronize.
+    pub(crate) fn set_scale_on_device(
+        &mut self,
+        scale: &Tensor,
+        config: GradScalerConfig,
+    ) -> Result<()> {
+        let _own = OutsideRegions::enter();
+        let device = self.tensor.device();
+        let low = ffi::number_new(config.min_scale, Kind::Float, device)?;
+        let high = ffi::number_new(config.max_scale, Kind::Float, device)?;
+        let is_valid =
+            |scale: &Tensor| scale.f_ge_tensor(&low)?.f_logical_and(&scale.f_le_tensor(&high)?);
+        let scale = ffi::number_on(scale, device, Kind::Float)?;
+        let next = scale.f_where_self(&is_valid(&scale)?, &self.tensor)?;
+        let given = match self.given.get_mut() {
+            Some(given) => scale.f_where_self(&is_valid(&given.scale)?, &given.scale)?,
+            None => scale.f_detach_copy()?,
+        };
+        self.mirror.set(None);
+        self.bound.take();
+        self.tensor.f_copy_(&next)?;
+        self.given.replace(Some(Given { scale: given, config }));
+        let mut bound = Bound::new(config.min_scale as f32);
+        bound.ask(&self.tensor, config.min_scale);
+        self.bound.replace(bound);
+        Ok(())
+    }
+
     /// Allocates what `set` needs, the only part of it that can run out of memory.
     pub(crate) fn prepare(&self, value: Mirror, counted: bool, is_one: bool) -> Result<Prepared> {
         let device = self.tensor.device();
@@ -138,6 +191,7 @@ impl Number {
         // Unknown in between, since the second write can fail.
         self.mirror.set(None);
         self.bound.take();
+        self.given.take();
         (self.counts, self.is_one) = (counts, is_one);
         ffi::number_set(&self.tensor, f64::from(value.scale))?;
         ffi::number_set(&self.tracker, f64::from(value.tracker))?;
@@ -174,6 +228,7 @@ impl Number {
             is_one: self.is_one,
             mirror: Cell::new(None),
             bound: RefCell::default(),
+            given: RefCell::default(),
         };
         ffi::scales_update(&[next.change(&[found_inf], rule)])?;
         Ok(next)
@@ -188,6 +243,7 @@ impl Number {
             is_one: self.is_one,
             mirror: self.mirror.clone(),
             bound: RefCell::default(),
+            given: RefCell::default(),
         }
     }
 
@@ -234,7 +290,6 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
-    use crate::scale::GradScalerConfig;
 
     fn number(config: &GradScalerConfig) -> Number {
         let (value, counted) = (Mirror::new(config), config.tolerates_overflows());

@@ -1,6 +1,5 @@
 //! The scaler itself.
 
-use std::borrow::Borrow;
 use std::cell::{RefCell, RefMut};
 use std::collections::HashMap;
 #[cfg(feature = "insight")]
@@ -20,6 +19,7 @@ use crate::optim::AmpOptimizer;
 use crate::scale::{AdaptiveScale, LoadedState};
 use crate::scaler::iteration::Iteration;
 use crate::scaler::{GradScalerConfig, GradScalerState};
+use crate::tree::{Tree, leaves};
 use crate::variables::{named, variables};
 
 /// The ranks that skip the same steps.
@@ -177,16 +177,18 @@ impl GradScaler {
         self.scale.is_enabled()
     }
 
-    /// Multiplies a loss, or any other output that is going to be differentiated, by the scale.
+    /// Multiplies a loss, or any other outputs that are going to be differentiated, by the scale. The counterpart of
+    /// `scale`, which takes a tensor or nested lists of tensors; here it is any [`Tree`].
     ///
-    /// The result has the output's shape and device. fp16 and bf16 outputs become f32 first, because 65536 is infinite
-    /// in fp16, unless the scale is fixed at 1; PyTorch widens only 0-dim outputs. Backward casts the scaled gradient
-    /// back to the output's dtype all the same, so compute the loss in f32: `xs.mean(Kind::Float)` rather than
-    /// `xs.mean(None)`. Synchronizes only where the scale is on a GPU and the output on the CPU.
+    /// Each result has the shape and the device of its output. fp16 and bf16 outputs become f32 first, because 65536 is
+    /// infinite in fp16, unless the scale is fixed at 1; PyTorch widens only 0-dim outputs. Backward casts the scaled
+    /// gradient back to the output's dtype all the same, so compute the loss in f32: `xs.mean(Kind::Float)` rather than
+    /// `xs.mean(None)`. The scale is copied once to each other device that has an output. Synchronizes, once, only where
+    /// the scale is on a GPU and an output on the CPU.
     ///
     /// # Errors
     ///
-    /// [`ScalerError::Dtype`] for an integer, boolean or complex tensor.
+    /// [`ScalerError::Dtype`] for an integer, boolean or complex tensor, and [`Error::Torch`] for an undefined one.
     ///
     /// # Examples
     ///
@@ -197,23 +199,16 @@ impl GradScaler {
     /// let scaler = GradScaler::new(Device::Cpu)?;
     /// let loss = Tensor::from(2f32).to_kind(Kind::Half);
     /// assert_eq!(scaler.scale(&loss)?, Tensor::from(131072f32));
+    ///
+    /// let (main, others) = scaler.scale(&(&loss, vec![Tensor::from(0.5f32), Tensor::from(0.25f32)]))?;
+    /// assert_eq!((main, others.len()), (Tensor::from(131072f32), 2));
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
-    pub fn scale(&self, output: &Tensor) -> Result<Tensor> {
-        let scaled = self.scale.apply(output)?;
+    pub fn scale<T: Tree + ?Sized>(&self, outputs: &T) -> Result<T::Output> {
+        let scaled = self.scale.apply(outputs)?;
         // After scaling: if that fails, no backward follows.
-        self.iteration()?.note_scale(output)?;
+        self.iteration()?.note_scale(&leaves(outputs))?;
         Ok(scaled)
-    }
-
-    /// Multiplies several outputs by the scale, each on its own device. Synchronizes like [`scale`](Self::scale).
-    /// Corresponds to `scale` with a list in PyTorch.
-    ///
-    /// # Errors
-    ///
-    /// The same as [`scale`](Self::scale).
-    pub fn scale_all<T: Borrow<Tensor>>(&self, outputs: &[T]) -> Result<Vec<Tensor>> {
-        outputs.iter().map(|output| self.scale(output.borrow())).collect()
     }
 
     /// Scales a loss and runs backward on it: short for `scaler.scale(&loss)?.f_backward()?`.

@@ -262,11 +262,13 @@ impl Iteration {
         Ok(unscaled)
     }
 
-    /// Records that a loss is being scaled: from here on, a change of a gradient may come from its backward. If it is not
-    /// the first, that backward may add to gradients, each of which has to have memory of its own.
-    pub(crate) fn note_scale(&mut self, loss: &Tensor) -> Result<()> {
-        if std::mem::replace(&mut self.is_scaled, true) {
-            ffi::gradients_separate_leaves(loss)?;
+    /// Records that losses are being scaled: from here on, a change of a gradient may come from their backward. That of
+    /// any but the first may add to gradients, each of which has to have memory of its own.
+    pub(crate) fn note_scale(&mut self, losses: &[&Tensor]) -> Result<()> {
+        for loss in losses {
+            if std::mem::replace(&mut self.is_scaled, true) {
+                ffi::gradients_separate_leaves(loss)?;
+            }
         }
         self.note_rests()?;
         for record in self.records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {

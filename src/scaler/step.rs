@@ -534,14 +534,18 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Ends the iteration and sets the scale to the value of a one-element tensor. Synchronizes with the tensor's
-    /// device, because a non-finite scale has to be refused. Corresponds to `update(new_scale)` with a tensor in
-    /// PyTorch.
+    /// Ends the iteration and sets the scale to the value of a one-element tensor. Corresponds to `update(new_scale)`
+    /// with a tensor in PyTorch.
+    ///
+    /// If the tensor and the scale are on GPUs, this does not synchronize: the device checks the value. A value that is
+    /// not from `min_scale` to `max_scale` leaves the scale as it is, and the next call that reads the scale, such as
+    /// [`get_scale`](Self::get_scale) or [`state_dict`](Self::state_dict), returns the error, once. A tensor on a GPU for
+    /// a scale on the CPU is read at once, which synchronizes.
     ///
     /// # Errors
     ///
-    /// The same as [`update_with`](Self::update_with), also for a tensor that does not have exactly one element;
-    /// [`Error::Torch`] for an undefined one.
+    /// The same as [`update_with`](Self::update_with), also for a complex tensor and for one that does not have exactly
+    /// one element; [`Error::Torch`] for an undefined one.
     pub fn update_with_tensor(&mut self, new_scale: &Tensor) -> Result<()> {
         let _own = OutsideRegions::enter();
         let value = new_scale.f_view(-1)?.f_detach()?;
@@ -550,7 +554,14 @@ impl GradScaler {
             let (field, value) = ("the number of elements of new_scale", elements as f64);
             return Err(Error::out_of_range(field, value, "1"));
         }
-        self.update_with(value.f_double_value(&[0])?)
+        if value.f_is_complex()? {
+            let problem = "is a complex tensor; give a real one".to_owned();
+            return Err(Error::InvalidArgument { name: "new_scale", problem });
+        }
+        self.check_scale_may_change()?;
+        self.scale.set_scale_to(&value.f_view([0i64; 0])?)?;
+        self.iteration.get_mut().close();
+        Ok(())
     }
 
     /// Removes an optimizer from this iteration, for a loop that neither steps it nor calls `update` after unscaling

@@ -170,7 +170,8 @@ class Machine:
     def op_backward(self, how, *terms):
         losses = [self.loss(term) for term in terms]
         if how == "each":
-            for loss in self.scaler.scale(losses):
+            first, rest = self.scaler.scale((losses[0], losses[1:]))
+            for loss in [first, *rest]:
                 loss.backward()
             return
         total = losses[0]

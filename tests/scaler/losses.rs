@@ -69,11 +69,31 @@ fn losses_on_several_devices_are_scaled_on_their_devices() {
     for home in &devices {
         let scaler = GradScaler::new(*home).unwrap();
         let ones = devices.iter().map(|device| Tensor::ones([2], (Kind::Float, *device)));
-        let scaled = scaler.scale_all(&ones.collect::<Vec<_>>()).unwrap();
+        let scaled = scaler.scale(&ones.collect::<Vec<_>>()).unwrap();
         for (scaled, device) in scaled.iter().zip(&devices) {
             assert_eq!((scaled.device(), to_f64(scaled)), (*device, vec![65536.0; 2]), "{home:?}");
         }
     }
+}
+
+#[test]
+fn nested_losses_keep_their_structure() {
+    for_each_device(|device| {
+        let one = |kind| Tensor::ones([], (kind, device));
+        let losses = (one(Kind::Float), vec![[one(Kind::Half), one(Kind::Double)]], None::<Tensor>);
+        let (first, rest, none) = scaler(device).scale(&losses).unwrap();
+        let [narrow, wide] = &rest[0];
+        assert_eq!((narrow.kind(), wide.kind(), rest.len()), (Kind::Float, Kind::Double, 1));
+        assert_eq!([&first, narrow, wide].map(to_f64), [[8.0], [8.0], [8.0]]);
+        assert!(none.is_none());
+    });
+}
+
+#[test]
+fn one_loss_that_is_refused_refuses_all() {
+    let losses = [Kind::Float, Kind::Int64].map(|kind| Tensor::ones([], (kind, Device::Cpu)));
+    let refused = scaler(Device::Cpu).scale(&losses);
+    assert!(matches!(refused, Err(Error::Scaler(ScalerError::Dtype { dtype: Kind::Int64 }))));
 }
 
 #[test]

@@ -118,7 +118,7 @@ fn two_optimizers_of_which_one_overflows_share_only_the_backoff() {
         let (_b, wb, mut opt_b) = model(device);
         let mut scaler = scaler(device);
         let losses = [loss(&wa, &[1.0; 3]), loss(&wb, &[INF, 1.0, 1.0])];
-        for scaled in scaler.scale_all(&losses).unwrap() {
+        for scaled in scaler.scale(&losses).unwrap() {
             scaled.backward();
         }
         assert!(scaler.step(&mut opt_a).unwrap().is_stepped().unwrap());

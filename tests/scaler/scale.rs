@@ -349,6 +349,11 @@ fn a_scale_that_is_set_while_the_last_one_is_unread_is_known_to_enlarge() {
         assert_eq!(run.weights(), [1.0; 3]);
         let mut run = Unread::new(65536.0, device);
         run.step(0.0);
+        run.scaler.update_with_tensor(&Tensor::from(1e-3f32).to_device(device)).unwrap();
+        run.step(9e37);
+        assert_eq!(run.weights(), [1.0; 3]);
+        let mut run = Unread::new(65536.0, device);
+        run.step(0.0);
         let mut state = run.scaler.state_dict().unwrap();
         run.step(0.0);
         state.scale = Some(1e-3);

@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
-use crate::common::to_f64;
+use crate::common::{for_each_device, to_f64};
 use crate::{INF, NAN, loss, model};
 
 /// The default configuration with one field changed.
@@ -146,6 +146,45 @@ fn a_new_scale_that_is_refused_leaves_the_iteration_open() {
     // The gradient is not unscaled a second time.
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
     assert_eq!(to_f64(&w), [-7.0; 3]);
+}
+
+/// The next call that reads the scale has the error, and the one after it has the scale.
+#[rstest]
+#[case(NAN)]
+#[case(1e39)]
+#[case(0.5)]
+#[case(2048.0)]
+fn an_invalid_new_scale_in_a_tensor_leaves_the_scale(#[case] new_scale: f64) {
+    for_each_device(|device| {
+        let config = GradScalerConfig { min_scale: 1.0, max_scale: 1024.0, ..Default::default() };
+        let mut scaler = GradScalerConfig { init_scale: 8.0, ..config }.build(device).unwrap();
+        let tensor = |value: f64| Tensor::from(value).to_device(device);
+        let updated = scaler.update_with_tensor(&tensor(new_scale));
+        assert_eq!(updated.is_err(), device == Device::Cpu);
+        let told = updated.and_then(|()| {
+            // A valid one does not hide it.
+            scaler.update_with_tensor(&tensor(8.0))?;
+            scaler.state_dict().map(drop)
+        });
+        assert!(matches!(told, Err(Error::InvalidArgument { name: "new_scale", .. })), "{told:?}");
+        assert_eq!(scaler.get_scale().unwrap(), 8.0);
+    });
+}
+
+#[test]
+fn a_new_scale_in_a_tensor_is_that_of_the_next_loss() {
+    for_each_device(|device| {
+        for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Int64] {
+            let mut scaler = GradScaler::new(device).unwrap();
+            let new_scale = Tensor::from(4.0f32).to_kind(kind).to_device(device).view(1);
+            scaler.update_with_tensor(&new_scale).unwrap();
+            let one = Tensor::ones([], (Kind::Float, device));
+            assert_eq!(to_f64(&scaler.scale(&one).unwrap()), [4.0], "{kind:?}");
+            assert_eq!(scaler.get_scale().unwrap(), 4.0, "{kind:?}");
+        }
+        let complex = Tensor::ones([], (Kind::ComplexFloat, device));
+        assert!(GradScaler::new(device).unwrap().update_with_tensor(&complex).is_err());
+    });
 }
 
 #[test]

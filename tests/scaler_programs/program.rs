@@ -90,7 +90,7 @@ pub enum How {
     Backward,
     /// `scaler.scale(&loss)?.backward()`
     Scale,
-    /// `scaler.scale_all(&losses)?`, and a backward for each
+    /// `scaler.scale(&(first, rest))?`, and a backward for each
     Each,
 }
 

@@ -121,7 +121,10 @@ impl Machine {
         match how {
             How::Backward => self.scaler.backward(&total())?,
             How::Scale => self.scaler.scale(&total())?.backward(),
-            How::Each => self.scaler.scale_all(&losses)?.iter().for_each(Tensor::backward),
+            How::Each => {
+                let (first, rest) = self.scaler.scale(&(&losses[0], &losses[1..]))?;
+                [first].iter().chain(&rest).for_each(Tensor::backward);
+            }
         }
         Ok(())
     }

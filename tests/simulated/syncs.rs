@@ -208,6 +208,36 @@ fn the_scale_and_its_state_are_read_in_one_transfer() {
 }
 
 #[test]
+fn a_new_scale_on_the_device_is_not_read() {
+    let Some(simulation) = Simulation::find() else { return };
+    for device in [Device::Cuda(0), Device::Cuda(1)] {
+        let mut scaler = unknown(GradScalerConfig::default());
+        let new_scale = Tensor::from(16f32).to_device(device);
+        let ((), counts) = simulation.count(|| scaler.update_with_tensor(&new_scale).unwrap());
+        assert_eq!(counts.host_syncs, 0, "{device:?}");
+        let (scale, counts) = simulation.count(|| scaler.get_scale().unwrap());
+        assert_eq!((scale, counts.host_syncs), (16.0, 1), "{device:?}");
+    }
+}
+
+/// As in PyTorch, outputs on one device share a copy of the scale.
+#[test]
+fn the_scale_is_copied_once_to_each_device() {
+    let Some(simulation) = Simulation::find() else { return };
+    let scaler = scaler();
+    let scaled = |device, count| {
+        let losses: Vec<_> = (0..count).map(|_| Tensor::ones([], (Kind::Float, device))).collect();
+        simulation.count(|| scaler.scale(&losses).unwrap()).1
+    };
+    for count in [1, 5] {
+        let [here, there, on_host] =
+            [Device::Cuda(0), Device::Cuda(1), Device::Cpu].map(|device| scaled(device, count));
+        assert_eq!((here.launches, there.launches), (count, count + 1));
+        assert_eq!([here, there, on_host].map(|counts| counts.host_syncs), [0, 0, 1]);
+    }
+}
+
+#[test]
 fn counting_steps_does_not_synchronize() {
     let Some(simulation) = Simulation::find() else { return };
     let all = parameters(TWO, Kind::Float, 1);
