@@ -10,6 +10,7 @@ mod callbacks;
 mod guards;
 mod overrides;
 mod own_arithmetic;
+mod porting;
 mod regions;
 mod threads;
 

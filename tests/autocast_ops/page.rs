@@ -30,10 +30,10 @@ const VERSIONS: [&str; 2] = ["2.11", "2.13"];
 /// What the table has for all of them.
 const ALL: &str = "&ALL";
 
-const HALF: &str = "LowerPrecision";
-const F32: &str = "F32";
-const F32_UNLESS_ASKED: &str = "F32UnlessAsked";
-const WIDEST: &str = "Widest";
+pub const HALF: &str = "LowerPrecision";
+pub const F32: &str = "F32";
+pub const F32_UNLESS_ASKED: &str = "F32UnlessAsked";
+pub const WIDEST: &str = "Widest";
 const REFUSED: &str = "Refused";
 
 /// The lists, by their names in the table, with their headings on the page, in its order.
@@ -116,6 +116,21 @@ fn the_page_is_written_from_the_table() {
 
 fn file(path: &str) -> String {
     fs::read_to_string(python::root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+/// The page.
+pub fn text() -> String {
+    file(PAGE)
+}
+
+/// The lists on which operations are in every version, by device and operation.
+pub fn lists_of_all_versions() -> BTreeMap<(&'static str, String), String> {
+    let on_all = |(entry, on): (Entry, BTreeSet<String>)| {
+        let (device, op, list) = entry;
+        let device = DEVICES.into_iter().find(|known| *known == device)?;
+        (on.len() == VERSIONS.len()).then_some(((device, op), list))
+    };
+    read(&file(TABLE)).into_iter().filter_map(on_all).collect()
 }
 
 fn bless(path: &str, text: &str) {
