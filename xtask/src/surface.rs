@@ -129,7 +129,8 @@ fn line(item: &PublicItem) -> String {
 /// How large a public API is.
 #[derive(Debug, PartialEq, Eq)]
 struct Size {
-    /// What modules have: structs, enums, traits, functions, macros, aliases of types and constants, also of other crates.
+    /// What modules have: structs, enums, traits, functions, macros, aliases of types, constants, and re-exports of
+    /// other crates.
     items: usize,
     /// The methods and functions of types, and those that traits declare.
     methods: usize,
