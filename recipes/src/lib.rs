@@ -3,6 +3,7 @@
 //! The modules at the root are what the recipes share: the loop in [`training`], options, several processes, progress,
 //! logs, checkpoints and reports. Whoever needs one recipe copies the folder and removes the others with their programs.
 
+pub mod ahead;
 pub mod computer;
 pub mod confusion;
 pub mod crates;
@@ -23,6 +24,7 @@ pub mod progress;
 pub mod ranks;
 pub mod report;
 pub mod saves;
+pub mod session;
 pub mod text_classifier;
 pub mod training;
 pub mod writable;
@@ -35,6 +37,7 @@ pub use precision::Precision;
 pub use progress::{Progress, print, tell};
 pub use ranks::Ranks;
 pub use saves::Saves;
+pub use session::Session;
 pub use training::Training;
 
 use std::env;

@@ -25,6 +25,8 @@ pub const GRADIENT_NORM: &str = "gradient_norm";
 pub const SCALE: &str = "scale";
 /// The most memory so far, of this rank, in bytes.
 pub const PEAK_MEMORY: &str = "peak_memory";
+/// What this rank has sent to the others in the step, in bytes.
+pub const SENT: &str = "sent";
 
 /// What a step has measured, on the device.
 #[derive(Debug)]
@@ -35,6 +37,8 @@ pub struct Measured {
     pub norm: Option<Tensor>,
     /// The learning rate of the step.
     pub lr: f64,
+    /// The bytes that this rank has sent to the others, if they were counted.
+    pub sent: Option<u64>,
 }
 
 /// Counts what is read, and measures memory.
@@ -78,6 +82,7 @@ impl Meter {
         numbers.push((self.rate, count / since.elapsed().as_secs_f64()));
         let peak = self.memory.and_then(PeakMemory::read);
         numbers.extend(peak.map(|bytes| (PEAK_MEMORY, bytes as f64)));
+        numbers.extend(measured.sent.map(|bytes| (SENT, bytes as f64)));
         Ok(numbers)
     }
 

@@ -1,6 +1,6 @@
-//! The options that the recipes have in common.
+//! The options that the recipes have in common, and how all options are read.
 
-use super::{Precision, Ranks, writable};
+use super::{Precision, Ranks, print, writable};
 use anyhow::{Context, Result, bail, ensure};
 use lexopt::{Arg, Parser};
 use std::ffi::OsString;
@@ -9,21 +9,59 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use tch::{Cuda, Device};
 
-/// What `--help` says of the common options.
-pub const USAGE: &str = "  --amp          off, bf16 or fp16, default bf16
-  --device       cpu or cuda, default CUDA if it is usable
-  --steps        default STEPS
-  --seed         initial weights and order of the data, default 0
-  --ranks        train on N processes of this computer, each on a GPU of its own if
-                 there are GPUs; on several computers, start the program by torchrun
-  --checkpoints  the folder for the checkpoints, which must have none of another run,
-                 default target/NAME-checkpoints
-  --resume       go on from the newest checkpoint, with the same numbers as a run that
-                 was never interrupted
-  --logs         the folder for log.csv and for TensorBoard, default target/NAME-logs
-  --out          the HTML report, default target/NAME-report.html
+/// An option: its name, what `--help` says of it, and what takes it, with its value from [`Arguments`].
+pub type Flag<T> = (&'static str, &'static str, fn(&mut T, &mut Arguments<'_>) -> Result<()>);
 
-Ctrl-C saves a checkpoint and ends the run; a second Ctrl-C ends it at once.";
+/// The common options. In what `--help` says, words in capitals stand for the defaults of the recipe.
+const COMMON: &[Flag<Options>] = &[
+    ("--amp", "off, bf16 or fp16, default bf16", |it, args| {
+        args.parsed(Precision::parse).map(|amp| it.amp = amp)
+    }),
+    ("--device", "cpu or cuda, default CUDA if it is usable", |it, args| {
+        args.parsed(parse_device).map(|device| it.device = Some(device))
+    }),
+    ("--steps", "default STEPS", |it, args| args.at_least(1).map(|steps| it.steps = steps)),
+    ("--seed", "initial weights and order of the data, default 0", |it, args| {
+        args.value().map(|seed| it.seed = seed)
+    }),
+    (
+        "--ranks",
+        "train on N processes of this computer, each on a GPU of its own if\n\
+         there are GPUs; on several computers, start the program by torchrun",
+        |it, args| args.between(1, MOST_RANKS).map(|ranks| it.ranks = Some(ranks)),
+    ),
+    (
+        "--eval-every",
+        "steps from one evaluation on held-out data to the next, default EVAL",
+        |it, args| args.at_least(1).map(|every| it.eval_every = every),
+    ),
+    ("--save-every", "steps from one checkpoint to the next, default SAVE", |it, args| {
+        args.at_least(1).map(|every| it.save_every = every)
+    }),
+    ("--log-every", "steps from one line of the log to the next, default LOG", |it, args| {
+        args.at_least(1).map(|every| it.log_every = every)
+    }),
+    (
+        "--checkpoints",
+        "the folder for the checkpoints, which must have none of another run,\n\
+         default target/NAME-checkpoints",
+        |it, args| args.path().map(|path| it.checkpoints = Some(path)),
+    ),
+    (
+        "--resume",
+        "go on from the newest checkpoint, with the same numbers as a run that\n\
+         was never interrupted",
+        |it, args| args.turn_on(&mut it.resume),
+    ),
+    (
+        "--logs",
+        "the folder for log.csv and for TensorBoard, default target/NAME-logs",
+        |it, args| args.path().map(|path| it.logs = Some(path)),
+    ),
+    ("--out", "the HTML report, default target/NAME-report.html", |it, args| {
+        args.path().map(|path| it.out = Some(path))
+    }),
+];
 
 /// The most processes that can be started on a computer.
 const MOST_RANKS: usize = 64;
@@ -47,6 +85,12 @@ pub struct Options {
     pub seed: i64,
     /// The number of processes that train together; `None`: this one alone.
     pub ranks: Option<usize>,
+    /// Steps from one evaluation to the next.
+    pub eval_every: u64,
+    /// Steps from one checkpoint to the next.
+    pub save_every: u64,
+    /// Steps from one line of the log to the next.
+    pub log_every: u64,
     /// The folder of the checkpoints; `None`: none are saved.
     pub checkpoints: Option<PathBuf>,
     /// Whether to go on from the newest checkpoint.
@@ -69,6 +113,9 @@ impl Options {
             steps,
             seed: 0,
             ranks: None,
+            eval_every: 50,
+            save_every: 50,
+            log_every: 10,
             checkpoints: None,
             resume: false,
             logs: None,
@@ -84,41 +131,6 @@ impl Options {
             out: Some(below_target(&format!("{name}-report.html"))),
             ..Self::silent(name, steps)
         }
-    }
-
-    /// Parses the arguments; `false` if they ask for help. `own` takes the options of the recipe's own, whose value it
-    /// gets from [`Arguments::value`], and returns `false` for one that it does not know.
-    pub fn parse(
-        &mut self,
-        args: impl IntoIterator<Item: Into<OsString>>,
-        mut own: impl FnMut(&str, &mut Arguments<'_>) -> Result<bool>,
-    ) -> Result<bool> {
-        parse(args, |flag, args| {
-            let is_known = own(flag, args)? || self.take(flag, args)?;
-            ensure!(is_known, "unknown argument {flag}: --help lists the options");
-            Ok(())
-        })
-    }
-
-    /// What `--help` says of the common options, with the defaults of this recipe.
-    pub fn usage(&self) -> String {
-        USAGE.replace("NAME", self.name).replace("STEPS", &self.steps.to_string())
-    }
-
-    fn take(&mut self, flag: &str, args: &mut Arguments<'_>) -> Result<bool> {
-        match flag {
-            "--amp" => self.amp = args.parsed(Precision::parse)?,
-            "--device" => self.device = Some(args.parsed(parse_device)?),
-            "--steps" => self.steps = args.at_least(1)?,
-            "--seed" => self.seed = args.value()?,
-            "--ranks" => self.ranks = Some(args.between(1, MOST_RANKS)?),
-            "--checkpoints" => self.checkpoints = Some(args.path()?),
-            "--resume" => self.resume = true,
-            "--logs" => self.logs = Some(args.path()?),
-            "--out" => self.out = Some(args.path()?),
-            _ => return Ok(false),
-        }
-        Ok(true)
     }
 
     /// Fails if the report could not be written at the end. Changes nothing that is there. All ranks call this.
@@ -137,6 +149,69 @@ impl Options {
             None => Ok(Device::Cpu),
         }
     }
+
+    /// Puts the defaults of this recipe into what `--help` says.
+    fn with_defaults(&self, help: &str) -> String {
+        let defaults = [
+            ("NAME", self.name.to_owned()),
+            ("STEPS", self.steps.to_string()),
+            ("EVAL", self.eval_every.to_string()),
+            ("SAVE", self.save_every.to_string()),
+            ("LOG", self.log_every.to_string()),
+        ];
+        defaults.iter().fold(help.to_owned(), |help, (word, default)| help.replace(word, default))
+    }
+}
+
+/// All options of a recipe: the common ones and its own.
+pub trait OwnOptions: Sized + 'static {
+    /// What `--help` says before the options and after them.
+    const ABOUT: [&'static str; 2];
+
+    /// The recipe's own options. One that has the name of a common one takes its place.
+    const FLAGS: &'static [Flag<Self>];
+
+    /// The common options.
+    fn common(&mut self) -> &mut Options;
+
+    /// Takes the arguments; `None` after `--help`, which has printed the usage.
+    fn take(mut self, args: impl IntoIterator<Item: Into<OsString>>) -> Result<Option<Self>> {
+        let usage = self.usage();
+        let is_run =
+            parse(args, |name, args| match (find(Self::FLAGS, name), find(COMMON, name)) {
+                (Some((.., take)), _) => take(&mut self, args),
+                (None, Some((.., take))) => take(self.common(), args),
+                (None, None) => bail!("unknown argument {name}: --help lists the options"),
+            })?;
+        if !is_run {
+            print(usage);
+            return Ok(None);
+        }
+        Ok(Some(self))
+    }
+
+    /// What `--help` prints.
+    fn usage(&mut self) -> String {
+        let [before, after] = Self::ABOUT;
+        let own: String = Self::FLAGS.iter().map(help).collect();
+        let common = COMMON.iter().filter(|flag| find(Self::FLAGS, flag.0).is_none());
+        let common = self.common().with_defaults(&common.map(help).collect::<String>());
+        format!("{before}\n{own}{common}\n{INTERRUPTED}\n{after}")
+    }
+}
+
+/// What `--help` says after all options.
+const INTERRUPTED: &str =
+    "Ctrl-C saves a checkpoint and ends the run; a second Ctrl-C ends it at once.";
+
+/// The lines of `--help` on an option.
+fn help<T>((name, text, _): &Flag<T>) -> String {
+    format!("  {name:<14} {}\n", text.replace('\n', &format!("\n{:17}", "")))
+}
+
+/// The option with this name.
+fn find<T>(flags: &'static [Flag<T>], name: &str) -> Option<&'static Flag<T>> {
+    flags.iter().find(|flag| flag.0 == name)
 }
 
 /// Whether there is a GPU that autocast can use.
@@ -185,10 +260,22 @@ pub struct Arguments<'a> {
 }
 
 impl Arguments<'_> {
+    /// Turns on what the option stands for, which has no value.
+    pub fn turn_on(&mut self, what: &mut bool) -> Result<()> {
+        *what = true;
+        Ok(())
+    }
+
     /// Takes the value of the option, which is a path.
     pub fn path(&mut self) -> Result<PathBuf> {
         let value = self.parser.value();
         Ok(value.with_context(|| format!("{} needs a value", self.flag))?.into())
+    }
+
+    /// Takes the value of the option, which must be one of these words.
+    pub fn one_of<const N: usize>(&mut self, words: [&'static str; N]) -> Result<&'static str> {
+        let parse = |text: &str| words.into_iter().find(|word| *word == text);
+        self.parsed(|text| parse(text).with_context(|| format!("must be {}", words.join(" or "))))
     }
 
     /// Takes the value of the option.
@@ -244,16 +331,25 @@ mod tests {
 
     use super::*;
 
-    fn parse(line: &str) -> Result<Option<(Options, u32)>> {
-        let (mut options, mut width) = (Options::new("it", 10), 1);
-        let asked = options.parse(line.split_whitespace().map(str::to_owned), |flag, args| {
-            let is_own = flag == "--width";
-            if is_own {
-                width = args.at_least(1)?;
-            }
-            Ok(is_own)
-        })?;
-        Ok(asked.then_some((options, width)))
+    /// The options of a recipe with a width.
+    #[derive(Debug, PartialEq)]
+    struct Wide(Options, u32);
+
+    impl OwnOptions for Wide {
+        const ABOUT: [&'static str; 2] = ["Trains.\n", ""];
+        const FLAGS: &'static [Flag<Self>] = &[
+            ("--width", "of the model", |it, args| args.at_least(1).map(|width| it.1 = width)),
+            ("--logs", "is refused", |_, _| bail!("--logs: not here")),
+        ];
+
+        fn common(&mut self) -> &mut Options {
+            &mut self.0
+        }
+    }
+
+    fn parse(line: &str) -> Result<Option<Wide>> {
+        let wide = Wide(Options::new("it", 12), 1);
+        wide.take(line.split_whitespace().map(str::to_owned))
     }
 
     #[test]
@@ -267,15 +363,18 @@ mod tests {
             steps: 3,
             seed: -7,
             ranks: Some(2),
+            eval_every: 4,
+            save_every: 5,
+            log_every: 6,
             checkpoints: Some("saved".into()),
             resume: true,
-            logs: Some("logs".into()),
+            logs: Options::new("it", 12).logs,
             out: Some("a.html".into()),
         };
-        let line = "--amp fp16 --device cpu --steps 3 --resume --seed -7 --out a.html --width 8 \
-                    --checkpoints saved --ranks 2 --logs logs";
-        assert_eq!(parse(line).unwrap(), Some((want, 8)));
-        assert_eq!(parse("").unwrap(), Some((Options::new("it", 10), 1)));
+        let line = "--amp fp16 --device cpu --steps 3 --resume --seed -7 --out a.html --width 8 --checkpoints saved \
+                    --ranks 2 --eval-every 4 --save-every 5 --log-every 6";
+        assert_eq!(parse(line).unwrap(), Some(Wide(want, 8)));
+        assert_eq!(parse("").unwrap(), Some(Wide(Options::new("it", 12), 1)));
         assert_eq!(parse("--steps=3 --seed=-7").unwrap(), parse("--steps 3 --seed -7").unwrap());
         assert_eq!(parse("--steps 3 --help").unwrap(), None);
     }
@@ -292,7 +391,9 @@ mod tests {
             "--ranks 65",
             "--ranks 18446744073709551615",
             "--amp fp8",
+            "--log-every 0",
             "--width 0",
+            "--logs here",
             "--resume=yes",
         ] {
             let error = format!("{:#}", parse(line).unwrap_err());
@@ -302,12 +403,19 @@ mod tests {
     }
 
     #[test]
-    fn the_usage_names_every_option_with_its_defaults() {
-        let usage = Options::new("it", 10).usage();
-        for text in ["default 10", "target/it-logs", "--amp", "--device", "--seed", "--ranks"] {
+    fn the_usage_has_every_option_once_with_its_defaults() {
+        let usage = Wide(Options::new("it", 12), 1).usage();
+        for text in ["default 12", "default 50", "default 10", "target/it-report.html"] {
             assert!(usage.contains(text), "{text}");
         }
-        let (options, _) = usage.split_once("\n\n").unwrap();
-        assert!(options.lines().all(|line| line.starts_with("  ")), "{usage}");
+        for (name, ..) in COMMON {
+            assert_eq!(usage.matches(&format!("\n  {name} ")).count(), 1, "{name}: {usage}");
+        }
+        assert!(
+            usage.contains("--logs         is refused") && !usage.contains("TensorBoard"),
+            "{usage}"
+        );
+        let (options, _) = usage.rsplit_once("\n\n").unwrap();
+        assert!(options.lines().skip(2).all(|line| line.starts_with("  ")), "{usage}");
     }
 }

@@ -3,10 +3,11 @@
 use super::interrupt::INTERRUPTED;
 use anyhow::{Result, ensure};
 use std::collections::BTreeMap;
+use std::{fs, process};
 use tch::nn::{self, BatchNormConfig, ModuleT, Path, VarStore};
-use tch::{Cuda, Device, Tensor, no_grad};
+use tch::{Cuda, Device, Kind, Tensor, no_grad};
 use tch_amp::checkpoint::{Checkpoint, Restore};
-use tch_amp::distributed::{DistributedDataParallel, DistributedError, ProcessGroup};
+use tch_amp::distributed::{DdpConfig, DistributedDataParallel, DistributedError, ProcessGroup};
 use tch_amp::distributed::{ReduceOp, Spawned, SyncBatchNorm, spawn};
 use tch_amp::optim::Optimizer;
 use tch_amp::{Error, GradScaler};
@@ -33,7 +34,7 @@ impl Ranks {
             Ok(Spawned::Rank) => Ok(Some(Self(Some(ProcessGroup::from_env()?)))),
             Ok(Spawned::Finished) => Ok(None),
             Err(Error::Distributed(DistributedError::Interrupted { .. })) => {
-                std::process::exit(INTERRUPTED.into())
+                process::exit(INTERRUPTED.into())
             }
             Err(error) => Err(error.into()),
         }
@@ -65,6 +66,23 @@ impl Ranks {
         Ok(Device::Cuda(local))
     }
 
+    /// Returns a line about this process: its id, its rank and the number of ranks, how many of its machine's GPUs there
+    /// are for each rank, and the numbers of those that it uses.
+    pub fn describe(&self, device: Device) -> Result<String> {
+        let on_machine = std::env::var("LOCAL_WORLD_SIZE").map_or(Ok(1), |size| size.parse())?;
+        let gpus = usize::try_from(Cuda::device_count())? / usize::max(on_machine, 1);
+        let used: Vec<usize> = match device {
+            Device::Cuda(number) => vec![number],
+            _ => Vec::new(),
+        };
+        Ok(format!(
+            "[{}] rank = {}, world_size = {}, n = {gpus}, device_ids = {used:?}",
+            process::id(),
+            self.rank(),
+            self.size()
+        ))
+    }
+
     /// Returns this rank's share of a batch: every second row with two ranks.
     pub fn share(&self, batch: &Tensor) -> Tensor {
         batch.slice(0, self.rank() as i64, None, self.size() as i64)
@@ -84,6 +102,16 @@ impl Ranks {
     pub fn gather(&self, rows: &Tensor) -> Result<Tensor> {
         let Some(group) = &self.0 else { return Ok(rows.shallow_clone()) };
         Ok(Tensor::stack(&group.all_gather(rows)?, 1).flatten(0, 1))
+    }
+
+    /// Returns how many bytes this process has sent to other ranks and written to files so far, if there are others and the
+    /// system counts them: Linux does on the CPU, where ranks communicate by Gloo.
+    pub fn sent(&self, device: Device) -> Option<u64> {
+        if self.size() == 1 || device != Device::Cpu {
+            return None;
+        }
+        let counts = fs::read_to_string("/proc/self/io").ok()?;
+        counts.lines().find_map(|line| line.strip_prefix("wchar:"))?.trim().parse().ok()
     }
 
     /// Returns whether any rank passes `true`, so that all of them do the same.
@@ -151,7 +179,13 @@ impl Ranks {
 
     /// Returns what averages the gradients of these variables over the ranks.
     pub fn gradients(&self, vs: &VarStore) -> Result<Gradients> {
-        let ddp = self.0.as_ref().map(|group| DistributedDataParallel::new(group, vs));
+        self.compressed_gradients(vs, None)
+    }
+
+    /// Returns what averages the gradients of these variables over the ranks, which send them in this dtype.
+    pub fn compressed_gradients(&self, vs: &VarStore, dtype: Option<Kind>) -> Result<Gradients> {
+        let options = DdpConfig { compression: dtype, ..Default::default() };
+        let ddp = self.0.as_ref().map(|group| options.build(group, vs));
         Ok(Gradients(ddp.transpose()?))
     }
 

@@ -45,19 +45,13 @@ pub trait Training {
     fn weights(&self) -> &VarStore;
 }
 
-/// How long a run is, and what it does after how many steps.
+/// A run that a trainer is to do.
 #[derive(Clone, Debug)]
 pub struct Plan<'a> {
     /// The common options of the recipe.
     pub options: &'a Options,
     /// The options on which the numbers depend, in words: a resumed run must have the same.
     pub of_run: String,
-    /// Steps from one line of the log to the next.
-    pub log_every: u64,
-    /// Steps from one evaluation to the next.
-    pub eval_every: u64,
-    /// Steps from one checkpoint to the next.
-    pub save_every: u64,
 }
 
 /// The part of a checkpoint with the seconds of training so far.
@@ -85,60 +79,101 @@ pub fn train<'a, T: Training>(
     interrupt: &'a Interrupt,
     progress: &Progress,
 ) -> Result<Trained<'a>> {
-    let Plan { options, log_every, eval_every, save_every, .. } = *plan;
-    // Only now that there is a trainer: a run whose options do not fit leaves no folder.
-    let saves = Saves::open(options, &plan.of_run, ranks)?;
-    let (mut done, mut rows, mut seconds) = (0, Vec::new(), 0.0);
-    if let Some((step, checkpoint)) = saves.resume()? {
-        (done, rows) = (step, log::load(&checkpoint)?);
-        if checkpoint.contains(SECONDS) {
-            seconds = checkpoint.value(SECONDS)?;
-        }
-        trainer.restore(&checkpoint)?;
-    }
-    progress.resumed(done);
-    let folder = options.logs.as_deref().filter(|_| ranks.is_first());
-    let mut log = Log::start(folder, T::COLUMNS, rows, done)?;
-
-    let steps = options.steps;
-    let (mut ended, mut last) = (Ended::Finished, steps);
-    let mut started = Instant::now();
-    for step in done + 1..=steps {
-        let measured = trainer.step()?;
-        let is_last = step == steps;
-        let is_due = |every: u64| step.is_multiple_of(every) || is_last;
-        let mut message = None;
-        if is_due(log_every) || is_due(eval_every) || step == 1 {
-            let mut numbers = trainer.read(&measured, started)?;
-            seconds += started.elapsed().as_secs_f64();
-            if is_due(eval_every) {
-                numbers.extend(trainer.evaluate(step)?);
-            }
-            log.write(step, &numbers)?;
-            message = Some(trainer.words(&numbers));
-            started = Instant::now();
-        }
-        progress.step(step, message);
-        let stops = ranks.any(interrupt.is_requested())? && !is_last;
-        if is_due(save_every) || stops {
-            let mut checkpoint = Checkpoint::new();
-            trainer.save(&mut checkpoint)?;
-            log::save(log.rows(), &mut checkpoint)?;
-            checkpoint.add_value(SECONDS, &(seconds + started.elapsed().as_secs_f64()))?;
-            saves.save(step, checkpoint)?;
+    let mut run = Run::start(trainer, plan, ranks, progress)?;
+    let (mut ended, steps) = (Ended::Finished, plan.options.steps);
+    for step in run.done + 1..=steps {
+        run.step(step)?;
+        let stops = ranks.any(interrupt.is_requested())? && step != steps;
+        if stops || run.is_due(plan.options.save_every) {
+            run.save()?;
         }
         if stops {
-            progress.say(&saves.how_to_resume(step));
-            (ended, last) = (Ended::Interrupted { step }, step);
+            ended = Ended::Interrupted { step };
             break;
         }
     }
     let saved = interrupt.nothing_to_save();
     if ended == Ended::Finished && ranks.any(interrupt.is_requested())? {
-        progress.say(&saves.how_to_resume(steps));
         ended = Ended::Interrupted { step: steps };
     }
-    ranks.check_weights(trainer.weights())?;
-    let skipped = last.saturating_sub(trainer.taken()?);
-    Ok(Trained { ended, log, skipped, seconds, _saved: saved })
+    if ended != Ended::Finished {
+        progress.say(&run.saves.how_to_resume(run.done));
+    }
+    ranks.check_weights(run.trainer.weights())?;
+    let skipped = run.done.saturating_sub(run.trainer.taken()?);
+    Ok(Trained { ended, log: run.log, skipped, seconds: run.seconds, _saved: saved })
+}
+
+/// A run in progress.
+struct Run<'a, T> {
+    trainer: &'a mut T,
+    options: &'a Options,
+    progress: &'a Progress,
+    saves: Saves<'a>,
+    log: Log,
+    /// How many steps are done.
+    done: u64,
+    /// The time of the steps before the last line of the log, and when those after it began.
+    seconds: f64,
+    since: Instant,
+}
+
+impl<'a, T: Training> Run<'a, T> {
+    /// Takes over the newest checkpoint, if the run is to be resumed and there is one.
+    fn start(
+        trainer: &'a mut T,
+        plan: &'a Plan<'_>,
+        ranks: &'a Ranks,
+        progress: &'a Progress,
+    ) -> Result<Self> {
+        let options = plan.options;
+        // Only now that there is a trainer: a run whose options do not fit leaves no folder.
+        let saves = Saves::open(options, &plan.of_run, ranks)?;
+        let (mut done, mut rows, mut seconds) = (0, Vec::new(), 0.0);
+        if let Some((step, checkpoint)) = saves.resume()? {
+            (done, rows) = (step, log::load(&checkpoint)?);
+            if checkpoint.contains(SECONDS) {
+                seconds = checkpoint.value(SECONDS)?;
+            }
+            trainer.restore(&checkpoint)?;
+        }
+        progress.resumed(done);
+        let folder = options.logs.as_deref().filter(|_| ranks.is_first());
+        let log = Log::start(folder, T::COLUMNS, rows, done)?;
+        Ok(Self { trainer, options, progress, saves, log, done, seconds, since: Instant::now() })
+    }
+
+    /// Takes a step, and logs and evaluates if it is time for that.
+    fn step(&mut self, step: u64) -> Result<()> {
+        let measured = self.trainer.step()?;
+        self.done = step;
+        let evaluates = self.is_due(self.options.eval_every);
+        let mut message = None;
+        if evaluates || self.is_due(self.options.log_every) || step == 1 {
+            let mut numbers = self.trainer.read(&measured, self.since)?;
+            self.seconds += self.since.elapsed().as_secs_f64();
+            if evaluates {
+                numbers.extend(self.trainer.evaluate(step)?);
+            }
+            self.log.write(step, &numbers)?;
+            message = Some(self.trainer.words(&numbers));
+            self.since = Instant::now();
+        }
+        self.progress.step(step, message);
+        Ok(())
+    }
+
+    /// Whether something that is done every few steps is due after this step. All of it is due after the last one.
+    fn is_due(&self, every: u64) -> bool {
+        self.done.is_multiple_of(every) || self.done == self.options.steps
+    }
+
+    fn save(&mut self) -> Result<()> {
+        let mut checkpoint = Checkpoint::new();
+        self.trainer.save(&mut checkpoint)?;
+        log::save(self.log.rows(), &mut checkpoint)?;
+        let seconds = self.seconds + self.since.elapsed().as_secs_f64();
+        checkpoint.add_value(SECONDS, &seconds)?;
+        self.saves.save(self.done, checkpoint)
+    }
 }

@@ -37,7 +37,7 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
     // Networks this small gain nothing from several threads, which lose much time to each other on a busy machine.
     tch::set_num_threads(1);
     let name = format!("GAN {}", options.common.amp.name());
-    let progress = Progress::new(&name, options.common.steps, options.log_every)?;
+    let progress = Progress::new(&name, options.common.steps, options.common.log_every)?;
     progress.say(&bce::plain_bce(device)?);
     let run = train(&options, device, &interrupt, &progress)?;
     progress.finish();
@@ -64,9 +64,9 @@ pub fn train_from(
     interrupt: &Interrupt,
     progress: &Progress,
 ) -> Result<Run> {
-    let Options { log_every, save_every, .. } = *options;
-    let (common, of_run, eval_every) = (&options.common, options.of_run(), log_every);
-    let plan = Plan { options: common, of_run, log_every, eval_every, save_every };
+    // There is nothing to evaluate beside what is in each line of the log.
+    let common = crate::Options { eval_every: options.common.log_every, ..options.common.clone() };
+    let plan = Plan { options: &common, of_run: options.of_run() };
     let trained = training::train(&mut trainer, &plan, &Ranks::alone(), interrupt, progress)?;
     let (ended, skipped) = (trained.ended, trained.skipped);
     Ok(Run { ended, log: trained.log, skipped, points: trainer.points()? })
@@ -74,8 +74,8 @@ pub fn train_from(
 
 /// Takes a few steps in this process, without files: for tests.
 pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
-    let common = crate::Options { amp, ..crate::Options::silent("gan", steps) };
-    let options = Options { log_every: 5, ..Options::new(common) };
+    let common = crate::Options { amp, log_every: 5, ..crate::Options::silent("gan", steps) };
+    let options = Options::new(common);
     let run = train(&options, device, &Interrupt::never(), &Progress::silent())?;
     // The report of the run can be made, too.
     report::page(&options, &run, device).to_html();

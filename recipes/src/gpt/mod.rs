@@ -8,13 +8,12 @@ pub mod report;
 pub mod train;
 
 use crate::training::{self, Plan};
-use crate::{Ended, Interrupt, Log, Precision, Progress, Ranks};
+use crate::{Ended, Interrupt, Log, Precision, Progress, Ranks, Session};
 use anyhow::Result;
 use data::Text;
 use options::Options;
 use std::ffi::OsString;
 use tch::Device;
-use tch_amp::memory::keep_freed_memory;
 use train::Trainer;
 
 /// What a run has left.
@@ -33,23 +32,18 @@ pub struct Run {
 /// Runs the program with these arguments.
 pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
     let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
-    let Some(ranks) = Ranks::start(options.common.ranks)? else { return Ok(Ended::Finished) };
-    let interrupt = Interrupt::catch()?;
-    options.common.check_out(&ranks)?;
+    let Some(session) = Session::start(&options.common)? else { return Ok(Ended::Finished) };
     let text = match &options.text {
         Some(path) => Text::read(path)?,
         None => Text::load()?,
     };
     let name = format!("GPT {}", options.common.amp.name());
-    let progress = Progress::on_first(&ranks, &name, options.common.steps, options.log_every)?;
+    let progress = Progress::on_first(&session.ranks, &name, &options.common)?;
     progress.say(&format!("The text: {}", text.origin));
-    let device = ranks.device(options.common.device()?)?;
-    // Each step takes the same memory again.
-    keep_freed_memory();
-    let run = train(&options, &text, device, &ranks, &interrupt, &progress)?;
+    let run = train(&options, &text, &session, &progress)?;
     progress.finish();
-    if ranks.is_first() && run.ended == Ended::Finished {
-        report::write(&options, &run, &text.origin, device, &ranks)?;
+    if session.ranks.is_first() && run.ended == Ended::Finished {
+        report::write(&options, &run, &text.origin, session.device, &session.ranks)?;
     }
     Ok(run.ended)
 }
@@ -58,30 +52,23 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
 pub fn train(
     options: &Options,
     text: &Text,
-    device: Device,
-    ranks: &Ranks,
-    interrupt: &Interrupt,
+    session: &Session,
     progress: &Progress,
 ) -> Result<Run> {
-    let mut trainer = Trainer::new(options, text, device, ranks)?;
-    let trained = training::train(&mut trainer, &plan(options, text), ranks, interrupt, progress)?;
+    let Session { ranks, device, interrupt } = session;
+    let mut trainer = Trainer::new(options, text, *device, ranks)?;
+    let plan = Plan { options: &options.common, of_run: options.of_run(text) };
+    let trained = training::train(&mut trainer, &plan, ranks, interrupt, progress)?;
     let writes = trained.ended == Ended::Finished && ranks.is_first();
     let sample = if writes { trainer.write(options.sample)? } else { String::new() };
     Ok(Run { ended: trained.ended, log: trained.log, skipped: trained.skipped, sample })
 }
 
-/// What the loop is to do.
-fn plan<'a>(options: &'a Options, text: &Text) -> Plan<'a> {
-    let Options { log_every, eval_every, save_every, .. } = *options;
-    let of_run = options.of_run(text);
-    Plan { options: &options.common, of_run, log_every, eval_every, save_every }
-}
-
 /// A very small model, which writes no files: for tests.
 pub fn small(amp: Precision, steps: u64) -> Result<(Options, Text)> {
-    let common = crate::Options { amp, ..crate::Options::silent("gpt", steps) };
+    let common = crate::Options { amp, log_every: 1, ..crate::Options::silent("gpt", steps) };
     let options = Options { width: 64, layers: 1, length: 16, rows: 2, ..Options::new(common) };
-    let options = Options { log_every: 1, sample: 4, recompute: true, ..options };
+    let options = Options { sample: 4, recompute: true, ..options };
     let line = "    pub fn learn(&mut self, text: &[u8]) -> Result<()> { self.read(text) }\n";
     Ok((options, Text::new(line.repeat(200).as_bytes(), "a line, again and again".to_owned())?))
 }
@@ -102,5 +89,6 @@ pub fn run_alone(
     device: Device,
     interrupt: &Interrupt,
 ) -> Result<Run> {
-    train(options, text, device, &Ranks::alone(), interrupt, &Progress::silent())
+    let session = Session::alone(device, interrupt.clone());
+    train(options, text, &session, &Progress::silent())
 }

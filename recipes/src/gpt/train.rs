@@ -153,7 +153,7 @@ impl Training for Trainer<'_> {
         let norm = outcome.total_norm().map(Tensor::shallow_clone);
         self.schedule.step(&mut self.optimizer, &outcome)?;
         self.meter.count += rows * micro_batches * self.options.length as usize;
-        Ok(Measured { loss, norm, lr })
+        Ok(Measured { loss, norm, lr, sent: None })
     }
 
     fn read(&mut self, measured: &Measured, since: Instant) -> Result<Vec<Number>> {

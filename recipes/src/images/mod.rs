@@ -12,14 +12,13 @@ pub mod train;
 
 use crate::order::mixed;
 use crate::training::{self, Plan};
-use crate::{Ended, Interrupt, Log, Precision, Progress, Ranks, Saves, tell};
+use crate::{Ended, Interrupt, Log, Precision, Progress, Ranks, Saves, Session, tell};
 use anyhow::Result;
 use batch::Set;
 use data::{Data, Images};
 use options::Options;
 use std::ffi::OsString;
 use tch::Device;
-use tch_amp::memory::keep_freed_memory;
 use test::Tested;
 use train::Trainer;
 
@@ -43,18 +42,16 @@ pub struct Run {
 /// Runs the program with these arguments.
 pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
     let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
-    let Some(ranks) = Ranks::start(options.common.ranks)? else { return Ok(Ended::Finished) };
-    let interrupt = Interrupt::catch()?;
+    let Some(session) = Session::start(&options.common)? else { return Ok(Ended::Finished) };
+    let Session { ranks, device, .. } = &session;
     options.check_ranks(ranks.size())?;
-    options.common.check_out(&ranks)?;
-    let device = ranks.device(options.common.device()?)?;
     let data = match &options.data {
         Some(folder) => Data::read(folder)?,
         None => Data::load()?,
     };
     options.check_data(&data)?;
-    let set = Set::new(&data, options.moved, device);
-    let (runs, is_fp16_left_out) = options.runs(device);
+    let set = Set::new(&data, options.moved, *device);
+    let (runs, is_fp16_left_out) = options.runs(*device);
     if ranks.is_first() {
         tell(data.describe());
         if is_fp16_left_out {
@@ -66,15 +63,13 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
     }
     for run in &runs {
         // None of the runs begins if there is no room for the checkpoints of one of them.
-        drop(Saves::open(&run.common, &run.of_run(&data), &ranks)?);
+        drop(Saves::open(&run.common, &run.of_run(&data), ranks)?);
     }
-    // Each step takes the same memory again.
-    keep_freed_memory();
     let mut done = Vec::new();
     for options in &runs {
         let name = format!("ResNet {}", options.common.amp.name());
-        let progress = Progress::on_first(&ranks, &name, options.common.steps, options.log_every)?;
-        let run = train(options, &data, &set, device, &ranks, &interrupt, &progress)?;
+        let progress = Progress::on_first(ranks, &name, &options.common)?;
+        let run = train(options, &data, &set, &session, &progress)?;
         progress.finish();
         if run.ended != Ended::Finished {
             return Ok(run.ended);
@@ -82,7 +77,7 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
         done.push(run);
     }
     if ranks.is_first() {
-        report::write(&options, &done, &data, device, &ranks)?;
+        report::write(&options, &done, &data, *device, ranks)?;
     }
     Ok(Ended::Finished)
 }
@@ -92,15 +87,12 @@ pub fn train(
     options: &Options,
     data: &Data,
     set: &Set,
-    device: Device,
-    ranks: &Ranks,
-    interrupt: &Interrupt,
+    session: &Session,
     progress: &Progress,
 ) -> Result<Run> {
-    let mut trainer = Trainer::new(options, data, set, device, ranks)?;
-    let Options { log_every, eval_every, save_every, .. } = *options;
-    let of_run = options.of_run(data);
-    let plan = Plan { options: &options.common, of_run, log_every, eval_every, save_every };
+    let Session { ranks, device, interrupt } = session;
+    let mut trainer = Trainer::new(options, data, set, *device, ranks)?;
+    let plan = Plan { options: &options.common, of_run: options.of_run(data) };
     let trained = training::train(&mut trainer, &plan, ranks, interrupt, progress)?;
     let tested = (trained.ended == Ended::Finished).then(|| trainer.test()).transpose()?;
     let (amp, ended, skipped) = (options.common.amp, trained.ended, trained.skipped);
@@ -109,9 +101,10 @@ pub fn train(
 
 /// A very small model and images of [`bars`], which writes no files: for tests.
 pub fn small(amp: Precision, steps: u64) -> Result<(Options, Data)> {
-    let common = crate::Options { amp, ..crate::Options::silent("images", steps) };
+    let common = crate::Options::silent("images", steps);
+    let common = crate::Options { amp, log_every: 1, eval_every: 20, save_every: 100, ..common };
     let options = Options { width: 8, stages: 2, rows: 16, lr: 0.05, ..Options::new(common) };
-    let options = Options { log_every: 1, eval_every: 20, swa_every: 2, swa_batches: 4, ..options };
+    let options = Options { swa_every: 2, swa_batches: 4, ..options };
     let data = Data::new(bars(0, 240), bars(240, 50), [8, 8], "bars".to_owned())?;
     Ok((options, data))
 }
@@ -154,5 +147,5 @@ pub fn run_alone(
 ) -> Result<Run> {
     options.check_data(data)?;
     let set = Set::new(data, options.moved, device);
-    train(options, data, &set, device, &Ranks::alone(), interrupt, &Progress::silent())
+    train(options, data, &set, &Session::alone(device, interrupt.clone()), &Progress::silent())
 }

@@ -2,55 +2,11 @@
 
 use super::data::Data;
 use crate::Precision;
+use crate::options::{Flag, OwnOptions};
 use anyhow::{Result, ensure};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use tch::Device;
-
-/// What `--help` prints before the common options.
-const USAGE: &str = "\
-Trains a residual network on images, and writes a report of it.
-
-Usage: images [options]
-
-  --data         a folder with the four files of a data set in the format of MNIST,
-                 default Fashion-MNIST where Debian's package dataset-fashion-mnist is
-                 installed, otherwise small handwritten digits
-  --compare      train in several precisions, one after the other, and compare them:
-                 a list such as off,bf16, or all, which leaves out fp16 on the CPU
-  --width        channels of the first stage, default 16
-  --stages       each has twice the channels of the one before, and images of half the
-                 size, default 3
-  --blocks       of a stage, default 1
-  --rows         images of a batch, on all ranks together, default 128
-  --lr           the largest learning rate, after a warm-up of a tenth of the steps,
-                 from which it falls to a fifth by a cosine, default 0.3
-  --swa-from     the share of the steps after which the weights are averaged, and the
-                 learning rate stays as it is, default 0.75
-  --swa-every    steps from one average to the next, default 5
-  --swa-batches  from which the averages get the statistics of batch normalization,
-                 default 50
-  --move         pixels by which an image is moved at most, default 1
-  --mirror       mirror half of the images, default with Fashion-MNIST only
-  --channels-first   do not lay out images and weights channels-last
-  --sync-batch-norm  normalize with the statistics of the batch on all ranks together
-  --eval-every   steps from one evaluation on held-out images to the next, default 100
-  --save-every   steps from one checkpoint to the next, default 100
-  --log-every    steps from one line of the log to the next, default 10
-";
-
-/// What `--help` prints at the end.
-const GPUS: &str = "
-With --compare, each precision has a folder of its own below those of the checkpoints
-and of the logs.
-
-A GPU is used if there is one. It should get a larger network and more epochs, such as
-  cargo run --release --example images -- --width 64 --stages 3 --blocks 3 --rows 512
-    --lr 0.4 --steps 3000 --eval-every 300 --save-every 300 --compare all
-On several GPUs, add --ranks N, and --sync-batch-norm if each has few images. On several
-computers, start it on each of them by
-  torchrun --no-python --nnodes ... -- target/release/examples/images ...
-where the first -- keeps the options apart from those of torchrun.";
 
 /// The options of a run.
 #[derive(Clone, Debug, PartialEq)]
@@ -75,9 +31,97 @@ pub struct Options {
     pub mirror: bool,
     pub channels_first: bool,
     pub sync_batch_norm: bool,
-    pub eval_every: u64,
-    pub save_every: u64,
-    pub log_every: u64,
+}
+
+impl OwnOptions for Options {
+    const ABOUT: [&'static str; 2] = [
+        "\
+Trains a residual network on images, and writes a report of it.
+
+Usage: images [options]
+",
+        "
+With --compare, each precision has a folder of its own below those of the checkpoints
+and of the logs.
+
+A GPU is used if there is one. It should get a larger network and more epochs, such as
+  cargo run --release --example images -- --width 64 --stages 3 --blocks 3 --rows 512
+    --lr 0.4 --steps 3000 --eval-every 300 --save-every 300 --compare all
+On several GPUs, add --ranks N, and --sync-batch-norm if each has few images. On several
+computers, start it on each of them by
+  torchrun --no-python --nnodes ... -- target/release/examples/images ...
+where the first -- keeps the options apart from those of torchrun.",
+    ];
+
+    const FLAGS: &'static [Flag<Self>] = &[
+        (
+            "--data",
+            "a folder with the four files of a data set in the format of MNIST,\n\
+             default Fashion-MNIST where Debian's package dataset-fashion-mnist is\n\
+             installed, otherwise small handwritten digits",
+            |it, args| args.path().map(|path| it.data = Some(path)),
+        ),
+        (
+            "--compare",
+            "train in several precisions, one after the other, and compare them:\n\
+             a list such as off,bf16, or all, which leaves out fp16 on the CPU",
+            |it, args| args.parsed(precisions).map(|all| (it.compare, it.names_all) = all),
+        ),
+        ("--width", "channels of the first stage, default 16", |it, args| {
+            args.at_least(1).map(|width| it.width = width)
+        }),
+        (
+            "--stages",
+            "each has twice the channels of the one before, and images of half the\n\
+             size, default 3",
+            |it, args| args.between(1, 8).map(|stages| it.stages = stages),
+        ),
+        ("--blocks", "of a stage, default 1", |it, args| {
+            args.at_least(1).map(|blocks| it.blocks = blocks)
+        }),
+        ("--rows", "images of a batch, on all ranks together, default 128", |it, args| {
+            args.at_least(1).map(|rows| it.rows = rows)
+        }),
+        (
+            "--lr",
+            "the largest learning rate, after a warm-up of a tenth of the steps,\n\
+             from which it falls to a fifth by a cosine, default 0.3",
+            |it, args| args.finite().map(|lr| it.lr = lr),
+        ),
+        (
+            "--swa-from",
+            "the share of the steps after which the weights are averaged, and the\n\
+             learning rate stays as it is, default 0.75",
+            |it, args| args.between(0.0, 1.0).map(|share| it.swa_from = share),
+        ),
+        ("--swa-every", "steps from one average to the next, default 5", |it, args| {
+            args.at_least(1).map(|every| it.swa_every = every)
+        }),
+        (
+            "--swa-batches",
+            "from which the averages get the statistics of batch normalization,\n\
+             default 50",
+            |it, args| args.between(1, 1_000_000).map(|batches| it.swa_batches = batches),
+        ),
+        ("--move", "pixels by which an image is moved at most, default 1", |it, args| {
+            args.at_least(0).map(|pixels| it.moved = pixels)
+        }),
+        ("--mirror", "mirror half of the images, default with Fashion-MNIST only", |it, args| {
+            args.turn_on(&mut it.mirror)
+        }),
+        ("--channels-first", "do not lay out images and weights channels-last", |it, args| {
+            args.turn_on(&mut it.channels_first)
+        }),
+        (
+            "--sync-batch-norm",
+            "normalize with the statistics of the batch on all ranks together",
+            |it, args| args.turn_on(&mut it.sync_batch_norm),
+        ),
+    ];
+
+    fn common(&mut self) -> &mut crate::Options {
+        &mut self.common
+    }
 }
 
 impl Options {
@@ -100,45 +144,13 @@ impl Options {
             mirror: false,
             channels_first: false,
             sync_batch_norm: false,
-            eval_every: 100,
-            save_every: 100,
-            log_every: 10,
         }
     }
 
     /// Parses the arguments; `None` after `--help`, which has printed the usage.
     pub fn parse(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Option<Self>> {
-        let mut options = Self::new(crate::Options::new("images", STEPS));
-        let mut common = options.common.clone();
-        let is_run = common.parse(args, |flag, args| {
-            match flag {
-                "--data" => options.data = Some(args.path()?),
-                "--compare" => (options.compare, options.names_all) = args.parsed(precisions)?,
-                "--width" => options.width = args.at_least(1)?,
-                "--stages" => options.stages = args.between(1, 8)?,
-                "--blocks" => options.blocks = args.at_least(1)?,
-                "--rows" => options.rows = args.at_least(1)?,
-                "--lr" => options.lr = args.finite()?,
-                "--swa-from" => options.swa_from = args.between(0.0, 1.0)?,
-                "--swa-every" => options.swa_every = args.at_least(1)?,
-                "--swa-batches" => options.swa_batches = args.between(1, 1_000_000)?,
-                "--move" => options.moved = args.at_least(0)?,
-                "--mirror" => options.mirror = true,
-                "--channels-first" => options.channels_first = true,
-                "--sync-batch-norm" => options.sync_batch_norm = true,
-                "--eval-every" => options.eval_every = args.at_least(1)?,
-                "--save-every" => options.save_every = args.at_least(1)?,
-                "--log-every" => options.log_every = args.at_least(1)?,
-                _ => return Ok(false),
-            }
-            Ok(true)
-        })?;
-        if !is_run {
-            crate::print(format_args!("{USAGE}{}\n{GPUS}", common.usage()));
-            return Ok(None);
-        }
-        options.common = common;
-        Ok(Some(options))
+        let common = crate::Options::new("images", STEPS);
+        Self::new(crate::Options { eval_every: 100, save_every: 100, ..common }).take(args)
     }
 
     /// Fails if the ranks cannot have equally many images of a batch.

@@ -150,7 +150,7 @@ impl Training for Trainer<'_> {
         }
         self.schedule.step(&mut self.optimizer, &outcome)?;
         self.meter.count += rows;
-        Ok(Measured { loss: loss.detach(), norm: None, lr })
+        Ok(Measured { loss: loss.detach(), norm: None, lr, sent: None })
     }
 
     fn read(&mut self, measured: &Measured, since: Instant) -> Result<Vec<Number>> {

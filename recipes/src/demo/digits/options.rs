@@ -28,6 +28,9 @@ Usage: demo [--gpt-steps N] [--device cpu|cuda] [--epochs N] [--seed N]
 
 const MOST_EPOCHS: usize = 1_000_000;
 
+/// Without a terminal, a line is printed after this many epochs.
+const LINE_EPOCHS: u64 = 5;
+
 /// The options of the demo.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
@@ -98,6 +101,9 @@ impl Options {
             resume: self.resume,
             replaces: true,
             length: "--epochs",
+            log_every: 1,
+            eval_every: LINE_EPOCHS * batches as u64,
+            save_every: batches as u64,
             ..crate::Options::silent("digits", steps)
         }
     }

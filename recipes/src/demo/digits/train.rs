@@ -21,9 +21,6 @@ use tch_amp::{Autocast, GradScaler};
 
 const LEARNING_RATE: f64 = 3e-3;
 
-/// Without a terminal, a line is printed after this many epochs.
-const LINE_EPOCHS: u64 = 5;
-
 /// Steps without overflow before the scale doubles. With PyTorch's 2000 it would not change in a run this short.
 pub const GROWTH_INTERVAL: i64 = 20;
 
@@ -268,13 +265,7 @@ pub fn train(
     let memory = PeakMemory::start(device);
     let batches = digits.train.batches();
     let common = options.of(precision, batches);
-    let plan = Plan {
-        options: &common,
-        of_run: format!("--seed {}", options.seed),
-        log_every: 1,
-        eval_every: LINE_EPOCHS * batches as u64,
-        save_every: batches as u64,
-    };
+    let plan = Plan { options: &common, of_run: format!("--seed {}", options.seed) };
     let interrupt = Interrupt::never();
     let trained = training::train(&mut trainer, &plan, ranks, &interrupt, progress)?;
     let steps = trained.log.rows().iter().map(Step::of).collect::<Result<Vec<_>>>()?;

@@ -74,14 +74,7 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
     let trainer = Trainer::new(&recipe, text, device, &ranks)?;
     let (losses, seconds, activations) = (Vec::new(), Vec::new(), None);
     let mut watched = Watched { trainer, losses, seconds, activations };
-    let steps = recipe.common.steps;
-    let plan = Plan {
-        options: &recipe.common,
-        of_run: recipe.of_run(text),
-        log_every: 1,
-        eval_every: steps,
-        save_every: steps,
-    };
+    let plan = Plan { options: &recipe.common, of_run: recipe.of_run(text) };
     drop(training::train(&mut watched, &plan, &ranks, &Interrupt::never(), progress)?);
     progress.finish();
     let Watched { mut trainer, losses, seconds, activations } = watched;
@@ -94,7 +87,9 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
 
 /// The options of the recipe: a small model, whose gradients are not accumulated.
 fn recipe(Options { precision, steps, seed, .. }: Options) -> Recipe {
-    let silent = crate::Options::silent("gpt", steps as u64);
+    let last = steps as u64;
+    let silent = crate::Options::silent("gpt", last);
+    let silent = crate::Options { log_every: 1, eval_every: last, save_every: last, ..silent };
     let common = crate::Options { amp: precision, seed, ..silent };
     let (rows, length) = (ROWS as usize, LENGTH);
     Recipe { rows, length, width: WIDTH, micro_batches: 1, dropout: 0.0, ..Recipe::new(common) }
