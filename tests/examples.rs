@@ -40,8 +40,8 @@ use common::bits;
 use common::files::Folder;
 use common::python::Oracle;
 use recipes::Precision;
-use recipes::text_classifier::batch::Sentences;
-use recipes::text_classifier::model::Classifier;
+use recipes::text_classifier::batch::Collate;
+use recipes::text_classifier::model::{Classifier, Dropout, Pooling};
 use recipes::text_classifier::pretrained;
 use recipes::{gan, gpt, images, inference, text_classifier};
 use serde_json::json;
@@ -207,12 +207,13 @@ fn compare_with_python(
     }
     let want = run(&[], &encoded)?;
 
-    let mut vs = VarStore::new(Device::Cpu);
-    let model = Classifier::new(&vs.root(), config, 2, 0.1);
-    pretrained::load(folder, &mut vs)?;
-    let sentences = Sentences::new(&rows, &tokens, 16, 0)?;
-    let batch = sentences.in_order(rows.len()).next().context("no batch")?;
-    let found: Vec<Vec<f32>> = Vec::try_from(model.means(&batch, false))?;
+    let vs = VarStore::new(Device::Cpu);
+    let dropout = Dropout { hidden: 0.1, attention: 0.1 };
+    let model = Classifier::new(&vs.root(), config, Pooling::Mean, 2, dropout);
+    pretrained::load(folder, Pooling::Mean, &vs)?;
+    let collate = Collate { tokens: tokens.into(), length: 16, pads_to_length: false };
+    let batch = collate.batch(rows.iter())?;
+    let found: Vec<Vec<f32>> = Vec::try_from(model.pooled(&batch, false))?;
     let mut most = 0.0_f64;
     for (found, want) in found.iter().zip(&want) {
         assert_eq!(found.len(), want.len());

@@ -77,11 +77,14 @@ def dense(xs, weights, name):
     return xs @ weights[name + ".weight"].T + weights[name + ".bias"]
 
 
-def forward(tokens, weights, config):
+def forward(tokens, weights, config, types=None):
+    """The last hidden state of each token."""
     eps, heads = config["layer_norm_eps"], config["num_attention_heads"]
     size = config["hidden_size"] // heads
     embeddings = [weights[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position", "token_type")]
-    xs = torch.stack([embeddings[0][token] + embeddings[1][i] + embeddings[2][0] for i, token in enumerate(tokens)])
+    types = types or [0] * len(tokens)
+    xs = torch.stack([embeddings[0][token] + embeddings[1][i] + embeddings[2][types[i]]
+                      for i, token in enumerate(tokens)])
     xs = norm(xs, weights, "embeddings.LayerNorm", eps)
     for i in range(config["num_hidden_layers"]):
         layer = f"encoder.layer.{i}."
@@ -96,7 +99,14 @@ def forward(tokens, weights, config):
         up = dense(xs, weights, layer + "intermediate.dense")
         up = up * 0.5 * (1 + torch.erf(up / math.sqrt(2)))
         xs = norm(xs + dense(up, weights, layer + "output.dense"), weights, layer + "output.LayerNorm", eps)
-    return xs.mean(0)
+    return xs
+
+
+def classify(weights, config, tokens, types):
+    """The logits of BertForSequenceClassification for a sentence."""
+    weights = {name.removeprefix("bert."): value for name, value in weights.items()}
+    first = forward(tokens, weights, config, types)[0]
+    return dense(torch.tanh(dense(first, weights, "pooler.dense")), weights, "classifier")
 
 
 def main():
@@ -105,7 +115,8 @@ def main():
         write(folder)
     weights, config = read(folder), json.loads((folder / "config.json").read_text())
     sentences = json.loads(sys.stdin.read())
-    print(json.dumps([forward(tokens, weights, config).tolist() for tokens in sentences]))
+    print(json.dumps([forward(tokens, weights, config).mean(0).tolist() for tokens in sentences]))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 use std::fs;
 
 use crate::common::files::Folder;
-use crate::program::{self, Recipe};
+use crate::program::{self, Recipe, assert_equal};
 use recipes::log::CSV;
 use recipes::text_classifier;
 
@@ -47,7 +47,9 @@ fn numbers(folder: &Folder) -> Vec<[Option<f64>; 4]> {
 #[test]
 fn the_classifier_prints_its_scores_and_two_ranks_have_the_numbers_of_one_process() {
     let (one, text) = run("");
-    assert!(text.contains("precision") && text.contains("bird"), "{text}");
+    for words in ["precision", "bird", "micro average", "macro average", "weighted average"] {
+        assert!(text.contains(words), "{text}");
+    }
     let html = fs::read_to_string(one.file("out")).unwrap();
     assert_eq!(html.matches("<svg").count(), 3);
     assert!(!html.contains("NaN"), "{html}");
@@ -66,4 +68,16 @@ fn the_classifier_prints_its_scores_and_two_ranks_have_the_numbers_of_one_proces
             }
         }
     }
+}
+
+/// Epochs end with a smaller batch, and threads read ahead of what a checkpoint has.
+#[test]
+fn a_killed_run_over_epochs_goes_on_with_the_same_bits_and_without_threads() {
+    let (calm, killed) = (Folder::new(), Folder::new());
+    let epochs = "--epochs 4 --rows 10 --pooling first --attention-dropout 0.1 --save-every 4 --ranks 2";
+    CLASSIFIER.start(&calm, epochs).finish();
+    let output = CLASSIFIER.start_and_signal(&killed, &format!("{epochs} --workers 2"), 14, "KILL");
+    assert!(!output.status.success());
+    CLASSIFIER.start(&killed, &format!("{epochs} --resume")).finish();
+    assert_equal(&killed, &calm, "over epochs");
 }

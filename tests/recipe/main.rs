@@ -13,6 +13,7 @@ mod output;
 mod picture_ranks;
 mod pictures;
 mod program;
+mod published;
 mod resumed;
 mod same;
 mod trainer;

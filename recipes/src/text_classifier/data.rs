@@ -1,98 +1,79 @@
-//! Sentences with labels: of a file, or those of the doc comments of six crates, labelled by crate.
+//! Sentences with labels, divided into those to learn, those that are held out, and those of the test.
 
-use crate::crates;
-use anyhow::{Context, Result, ensure};
-use std::collections::BTreeSet;
-use std::fs;
-use std::path::Path;
+use super::lines::Lines;
+use super::options::Options;
+use super::python;
+use anyhow::{Result, ensure};
+use std::mem;
+use std::sync::Arc;
 
-/// Cargo has their sources wherever this example builds. All are under the MIT licence, most also under Apache-2.0.
-const CRATES: [&str; 6] = ["rayon", "regex-automata", "serde_json", "syn", "tch", "zip"];
-/// At most this many sentences of a crate, so that none is much more frequent than the others.
-const MOST: usize = 1000;
 /// Of this many sentences, one is held out and one is for the test.
 const PARTS: usize = 10;
+
+/// Sentences, each with the number of its label.
+pub type Sentences = Arc<Vec<(String, i64)>>;
 
 /// Labelled sentences.
 #[derive(Debug)]
 pub struct Data {
     pub labels: Vec<String>,
-    /// Those to learn: a sentence and the number of its label.
-    pub train: Vec<(String, i64)>,
+    /// Those to learn.
+    pub train: Sentences,
     /// Those that say during the training how good the weights are.
-    pub held_out: Vec<(String, i64)>,
-    /// Those on which the weights that were chosen are tested at the end.
-    pub test: Vec<(String, i64)>,
+    pub held_out: Sentences,
+    /// Those on which the weights that were chosen are tested at the end: the same, if the data were divided in two.
+    pub test: Sentences,
     /// Where they are from, in words.
     pub origin: String,
     checksum: u32,
 }
 
 impl Data {
-    /// Reads the doc comments of the crates.
-    pub fn load() -> Result<Self> {
-        let folders = crates::sources(&CRATES).context(
-            "cargo does not say where the crates are, whose doc comments are the sentences: start the program by \
-             `cargo run` in a checkout, or give it a file by --data",
-        )?;
-        let mut lines = Vec::new();
-        for (label, folder) in CRATES.into_iter().zip(folders) {
-            let mut sentences = BTreeSet::new();
-            for file in crates::rust_files(&folder)? {
-                let text = fs::read_to_string(&file)
-                    .with_context(|| format!("cannot read {}", file.display()))?;
-                sentences.extend(self::sentences(&text));
-            }
-            // In an order without meaning, but always the same one.
-            let mut sentences: Vec<String> = sentences.into_iter().collect();
-            sentences.sort_by_cached_key(|sentence| crc32c::crc32c(sentence.as_bytes()));
-            sentences.truncate(MOST);
-            lines.extend(sentences.into_iter().map(|sentence| (label.to_owned(), sentence)));
-        }
-        Self::new(lines, format!("doc comments of {}", CRATES.join(", ")))
-    }
-
-    /// Reads a file with a label, a tab and a text on each line.
-    pub fn read(path: &Path) -> Result<Self> {
-        let text =
-            fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-        let line = |(number, line): (usize, &str)| {
-            let (label, text) = line.split_once('\t').with_context(|| {
-                format!("{}:{}: no tab after the label", path.display(), number + 1)
-            })?;
-            Ok((label.to_owned(), text.to_owned()))
+    /// Reads and divides the sentences that the options want.
+    pub fn load(options: &Options) -> Result<Self> {
+        let mut lines = match &options.data {
+            Some(path) => Lines::read(path)?,
+            None => Lines::of_crates()?,
         };
-        let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(line);
-        Self::new(lines.collect::<Result<_>>()?, path.display().to_string())
+        lines.all.truncate(options.rows_limit.unwrap_or(usize::MAX));
+        if options.remove_blanks {
+            lines
+                .all
+                .iter_mut()
+                .for_each(|(_, text)| *text = text.replace(' ', "").trim().to_owned());
+        }
+        match options.ratio {
+            Some(ratio) => lines.divided_in_two(ratio, options.common.seed),
+            None => lines.divided_in_three(),
+        }
     }
 
     /// Divides pairs of a label and a sentence into those to learn, those that are held out, and those of the test.
-    pub fn new(mut lines: Vec<(String, String)>, origin: String) -> Result<Self> {
-        lines.sort();
-        let all = lines.iter().flat_map(|(label, text)| [label.as_bytes(), b"\t", text.as_bytes()]);
-        let checksum = all.fold(0, crc32c::crc32c_append);
-        let labels: BTreeSet<_> = lines.iter().map(|(label, _)| label.clone()).collect();
-        let labels: Vec<_> = labels.into_iter().collect();
-        lines.sort_by_cached_key(|(_, text)| crc32c::crc32c(text.as_bytes()));
-        let (mut train, mut held_out, mut test) = (Vec::new(), Vec::new(), Vec::new());
-        for (number, (label, text)) in lines.into_iter().enumerate() {
-            let label = labels.partition_point(|other| *other < label) as i64;
-            let part = match number % PARTS {
-                0 => &mut test,
-                5 => &mut held_out,
-                _ => &mut train,
-            };
-            part.push((text, label));
-        }
-        ensure!(labels.len() > 1, "{origin}: at least two different labels are needed");
-        ensure!(train.len() >= 10, "{origin}: only {} sentences to learn", train.len());
-        Ok(Self { labels, train, held_out, test, origin, checksum })
+    pub fn new(lines: Vec<(String, String)>, origin: String) -> Result<Self> {
+        Lines::new(lines, origin).divided_in_three()
     }
 
     /// What tells them from other sentences, wherever they are from.
     pub fn identity(&self) -> String {
-        let count = self.train.len() + self.held_out.len() + self.test.len();
+        let other = if self.is_tested_on_held_out() { 0 } else { self.test.len() };
+        let count = self.train.len() + self.held_out.len() + other;
         format!("{count} sentences with the checksum {:08x}", self.checksum)
+    }
+
+    /// How many sentences there are, and where they are from.
+    pub fn describe(&self) -> String {
+        let [train, held_out, test] =
+            [&self.train, &self.held_out, &self.test].map(|part| part.len());
+        let test = match self.is_tested_on_held_out() {
+            true => "the same for the test".to_owned(),
+            false => format!("{test} for the test"),
+        };
+        format!("{train} sentences to learn, {held_out} held out and {test}: {}", self.origin)
+    }
+
+    /// Whether the weights are tested on the sentences by which they are chosen.
+    pub fn is_tested_on_held_out(&self) -> bool {
+        Arc::ptr_eq(&self.test, &self.held_out)
     }
 
     /// The accuracy in the test of always answering with its most frequent label.
@@ -103,28 +84,60 @@ impl Data {
     }
 }
 
-/// The sentences of the doc comments in a source text, without code, headings and lists.
-pub fn sentences(source: &str) -> Vec<String> {
-    let (mut all, mut text, mut is_code) = (Vec::new(), String::new(), false);
-    for line in source.lines().map(str::trim).chain([""]) {
-        let comment = line.strip_prefix("///").or_else(|| line.strip_prefix("//!"));
-        let comment = comment.unwrap_or_default().trim();
-        if comment.starts_with("```") {
-            is_code = !is_code;
+/// How the sentences are divided.
+impl Lines {
+    /// Four fifths to learn, a tenth that is held out, and a tenth for the test, in whichever order they come.
+    fn divided_in_three(mut self) -> Result<Data> {
+        self.all.sort();
+        let checksum = self.checksum();
+        self.all.sort_by_cached_key(|(_, text)| crc32c::crc32c(text.as_bytes()));
+        let (mut train, mut held_out, mut test) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, sentence) in self.numbered().into_iter().enumerate() {
+            let part = match number % PARTS {
+                0 => &mut test,
+                5 => &mut held_out,
+                _ => &mut train,
+            };
+            part.push(sentence);
         }
-        let is_prose = comment.starts_with(|start: char| start.is_alphabetic()) && !is_code;
-        if is_prose {
-            text += comment;
-            text.push(' ');
-        } else {
-            let parts = text.split(". ").map(|part| part.trim().trim_end_matches('.'));
-            all.extend(parts.filter(|part| part.split(' ').count() >= 4).map(str::to_owned));
-            text.clear();
-        }
-        // A comment ends its block of code at the latest where it ends itself.
-        is_code &= line.starts_with("//");
+        self.data(train, Arc::new(held_out), Arc::new(test), checksum)
     }
-    all
+
+    /// A share to learn, and the rest for everything else, in the order of Python's `random.shuffle`.
+    fn divided_in_two(mut self, ratio: f64, seed: i64) -> Result<Data> {
+        let checksum = self.checksum();
+        python::shuffle(&mut self.all, seed);
+        let mut train = self.numbered();
+        let rest = Arc::new(train.split_off((train.len() as f64 * ratio) as usize));
+        ensure!(!rest.is_empty(), "--ratio {ratio}: no sentences are held out");
+        self.data(train, rest.clone(), rest, checksum)
+    }
+
+    fn data(
+        self,
+        train: Vec<(String, i64)>,
+        held_out: Sentences,
+        test: Sentences,
+        checksum: u32,
+    ) -> Result<Data> {
+        let Self { labels, origin, .. } = self;
+        ensure!(labels.len() > 1, "{origin}: at least two different labels are needed");
+        ensure!(train.len() >= 10, "{origin}: only {} sentences to learn", train.len());
+        Ok(Data { labels, train: Arc::new(train), held_out, test, origin, checksum })
+    }
+
+    fn checksum(&self) -> u32 {
+        let all =
+            self.all.iter().flat_map(|(label, text)| [label.as_bytes(), b"\t", text.as_bytes()]);
+        all.fold(0, crc32c::crc32c_append)
+    }
+
+    /// The sentences with the numbers of their labels.
+    fn numbered(&mut self) -> Vec<(String, i64)> {
+        let number = |label: &String| self.labels.iter().position(|other| other == label);
+        let sentence = |(label, text)| (text, number(&label).unwrap_or(0) as i64);
+        mem::take(&mut self.all).into_iter().map(sentence).collect()
+    }
 }
 
 #[cfg(test)]
@@ -134,14 +147,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sentences_are_prose_of_doc_comments() {
-        let source = "//! This is one. And this is the\n//! second one.\n// This is no doc comment.\n/// ```\n/// let \
-                      not_this_one = this;\n/// ```\n/// This is the third.\nfn f() {}\n/// Too short.\n";
-        let want = ["And this is the second one", "This is the third"];
-        assert_eq!(sentences(source), want);
-    }
-
-    #[test]
     fn a_tenth_is_held_out_another_one_is_for_the_test_and_labels_are_in_order() {
         let lines: Vec<_> =
             (0..50).map(|i| (["b", "a"][i % 2].to_owned(), format!("text {i}"))).collect();
@@ -149,11 +154,29 @@ mod tests {
         assert_eq!(data.labels, ["a", "b"]);
         assert_eq!((data.train.len(), data.held_out.len(), data.test.len()), (40, 5, 5));
         let mut all = Vec::new();
-        for (text, label) in data.train.iter().chain(&data.held_out).chain(&data.test) {
+        for (text, label) in data.train.iter().chain(&*data.held_out).chain(&*data.test) {
             let pair = (data.labels[*label as usize].clone(), text.clone());
             assert!(lines.contains(&pair) && !all.contains(&pair), "{pair:?}");
             all.push(pair);
         }
         assert!(Data::new(lines[..1].to_vec(), String::new()).is_err());
+    }
+
+    #[test]
+    fn a_ratio_divides_in_two_and_leaves_something_for_both() {
+        let lines = || {
+            let all = (0..25).map(|i| (["b", "a"][i % 2].to_owned(), i.to_string()));
+            Lines::new(all.collect(), String::new())
+        };
+        let data = lines().divided_in_two(0.92, 123).unwrap();
+        assert_eq!((data.train.len(), data.held_out.len()), (23, 2));
+        assert!(data.is_tested_on_held_out() && data.describe().contains("the same"));
+        let mut all: Vec<_> = data.train.iter().chain(&*data.held_out).cloned().collect();
+        all.sort_by_key(|(text, _)| text.parse::<i64>().unwrap());
+        let want: Vec<_> = (0..25).map(|i| (i.to_string(), 1 - i % 2)).collect();
+        assert_eq!(all, want);
+        for ratio in [0.0, 1.0] {
+            assert!(lines().divided_in_two(ratio, 0).is_err(), "{ratio}");
+        }
     }
 }

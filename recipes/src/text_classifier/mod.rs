@@ -2,24 +2,27 @@
 
 pub mod batch;
 pub mod data;
+pub mod lines;
 pub mod model;
 pub mod options;
 pub mod pretrained;
+pub mod python;
 pub mod report;
 pub mod tokens;
 pub mod train;
 
 use crate::training::{self, Plan};
-use crate::{Confusion, Ended, Interrupt, Log, Precision, Progress, Ranks};
-use anyhow::Result;
+use crate::writable::check_file;
+use crate::{Confusion, Ended, Interrupt, Log, Precision, Progress, Ranks, Session};
+use anyhow::{Context, Result};
 use data::Data;
-use model::Config;
+use model::{Config, Pooling};
 use options::Options;
 use std::ffi::OsString;
+use std::sync::Arc;
 use std::time::Instant;
 use tch::Device;
 use tch::nn::VarStore;
-use tch_amp::memory::keep_freed_memory;
 use tokens::Tokens;
 use train::Trainer;
 
@@ -27,7 +30,7 @@ use train::Trainer;
 #[derive(Debug)]
 pub struct Task<'a> {
     pub data: &'a Data,
-    pub tokens: Tokens,
+    pub tokens: Arc<Tokens>,
     pub config: Config,
     pretrained: Option<&'a std::path::Path>,
 }
@@ -54,30 +57,19 @@ pub struct Run {
 /// Runs the program with these arguments.
 pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
     let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
-    let Some(ranks) = Ranks::start(options.common.ranks)? else { return Ok(Ended::Finished) };
-    let interrupt = Interrupt::catch()?;
-    options.common.check_out(&ranks)?;
-    let data = match &options.data {
-        Some(path) => Data::read(path)?,
-        None => Data::load()?,
-    };
+    let Some(session) = Session::start(&options.common)? else { return Ok(Ended::Finished) };
+    let check = || options.weights.as_deref().map_or(Ok(()), check_file);
+    session.ranks.on_first(|| check().context("--weights"))?;
+    let data = Data::load(&options)?;
+    let options = options.resolved(session.ranks.size(), data.train.len())?;
     let task = Task::new(&options, &data)?;
     let name = format!("BERT {}", options.common.amp.name());
-    let progress = Progress::on_first(&ranks, &name, options.common.steps, options.log_every)?;
-    progress.say(&format!(
-        "{} sentences to learn, {} held out and {} for the test: {}",
-        data.train.len(),
-        data.held_out.len(),
-        data.test.len(),
-        data.origin
-    ));
-    let device = ranks.device(options.common.device()?)?;
-    // Each step takes the same memory again.
-    keep_freed_memory();
-    let run = train(&options, &task, device, &ranks, &interrupt, &progress)?;
+    let progress = Progress::on_first(&session.ranks, &name, &options.common)?;
+    progress.say(&data.describe());
+    let run = train(&options, &task, &session, &progress)?;
     progress.finish();
-    if ranks.is_first() && run.ended == Ended::Finished {
-        report::write(&options, &run, &task, device, &ranks)?;
+    if session.ranks.is_first() && run.ended == Ended::Finished {
+        report::write(&options, &run, &task, session.device, &session.ranks)?;
     }
     Ok(run.ended)
 }
@@ -95,12 +87,12 @@ impl<'a> Task<'a> {
                 (tokens, config)
             }
         };
-        Ok(Self { data, tokens, config, pretrained })
+        Ok(Self { data, tokens: Arc::new(tokens), config, pretrained })
     }
 
     /// Loads the pretrained weights, if the run begins with some.
-    pub fn load_weights(&self, vs: &mut VarStore) -> Result<()> {
-        self.pretrained.map_or(Ok(()), |folder| pretrained::load(folder, vs))
+    pub fn load_weights(&self, pooling: Pooling, vs: &VarStore) -> Result<()> {
+        self.pretrained.map_or(Ok(()), |folder| pretrained::load(folder, pooling, vs))
     }
 }
 
@@ -108,17 +100,18 @@ impl<'a> Task<'a> {
 pub fn train(
     options: &Options,
     task: &Task<'_>,
-    device: Device,
-    ranks: &Ranks,
-    interrupt: &Interrupt,
+    session: &Session,
     progress: &Progress,
 ) -> Result<Run> {
+    let Session { ranks, device, interrupt } = session;
     let begun = Instant::now();
-    let mut trainer = Trainer::new(options, task, device, ranks)?;
-    let Options { log_every, eval_every, save_every, .. } = *options;
+    let mut trainer = Trainer::new(options, task, *device, ranks)?;
     let of_run = options.of_run(task.data, task.config);
-    let plan = Plan { options: &options.common, of_run, log_every, eval_every, save_every };
+    let plan = Plan { options: &options.common, of_run };
     let trained = training::train(&mut trainer, &plan, ranks, interrupt, progress)?;
+    if options.no_eval && trained.ended == Ended::Finished {
+        trainer.save_weights()?;
+    }
     let best_step = trainer.reload_best()?.map(|best| best.1);
     let classify = |sentences| match trained.ended {
         Ended::Finished => trainer.classify(sentences),
@@ -132,9 +125,10 @@ pub fn train(
 
 /// A very small model, which writes no files: for tests. The second word of each sentence says what its label is.
 pub fn small(amp: Precision, steps: u64) -> Result<(Options, Data)> {
-    let common = crate::Options { amp, ..crate::Options::silent("text_classifier", steps) };
+    let common = crate::Options::silent("text_classifier", steps);
+    let common = crate::Options { amp, log_every: 1, eval_every: 4, ..common };
     let options = Options { width: 64, layers: 1, length: 16, rows: 8, ..Options::new(common) };
-    let options = Options { vocabulary: 200, log_every: 1, eval_every: 4, ..options };
+    let options = Options { vocabulary: 200, ..options };
     let line = |i: usize| {
         let words = [["cat", "purrs"], ["dog", "barks"], ["bird", "sings"]][i % 3];
         let text = format!("Some {} {}{}", words[0], "loudly ".repeat(i % 4), words[1]);
@@ -159,6 +153,8 @@ pub fn run_alone(
     device: Device,
     interrupt: &Interrupt,
 ) -> Result<Run> {
-    let task = Task::new(options, data)?;
-    train(options, &task, device, &Ranks::alone(), interrupt, &Progress::silent())
+    let options = options.clone().resolved(1, data.train.len())?;
+    let task = Task::new(&options, data)?;
+    let session = Session::alone(device, interrupt.clone());
+    train(&options, &task, &session, &Progress::silent())
 }

@@ -1,6 +1,7 @@
 //! The model: BERT, whose variables have the names of Hugging Face's models.
 
 use super::batch::Batch;
+use anyhow::{Result, bail};
 use tch::nn::{self, Module, Path};
 use tch::{Kind, Tensor};
 
@@ -30,30 +31,83 @@ impl Config {
     }
 }
 
-/// A BERT and, on the mean of its outputs, a layer that classifies.
+/// What of a sentence the layer gets that classifies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pooling {
+    /// The mean over the tokens.
+    Mean,
+    /// The first token, through BERT's pooler.
+    First,
+}
+
+impl Pooling {
+    /// The value of `--pooling`.
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "mean" => Ok(Self::Mean),
+            "first" => Ok(Self::First),
+            _ => bail!("must be mean or first"),
+        }
+    }
+
+    /// The value of `--pooling` that means it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Mean => "mean",
+            Self::First => "first",
+        }
+    }
+}
+
+/// Shares of numbers that are replaced by zeros in training.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Dropout {
+    /// Of the activations.
+    pub hidden: f64,
+    /// Of the weights with which tokens look at each other.
+    pub attention: f64,
+}
+
+/// A BERT and a layer that classifies. With the pooler it is Hugging Face's `BertForSequenceClassification`.
 #[derive(Debug)]
 pub struct Classifier {
     bert: Bert,
+    pooler: Option<nn::Linear>,
     head: nn::Linear,
     dropout: f64,
 }
 
 impl Classifier {
-    /// Makes the model with variables under `path`. `dropout` is the share of activations that are replaced by zeros
-    /// in training.
-    pub fn new(path: &Path<'_>, config: Config, labels: usize, dropout: f64) -> Self {
-        let head = linear(&(path / "classifier"), config.hidden_size, labels as i64);
-        Self { bert: Bert::new(path, config, dropout), head, dropout }
+    /// Makes the model with variables under `path`.
+    pub fn new(
+        path: &Path<'_>,
+        config: Config,
+        pooling: Pooling,
+        labels: usize,
+        dropout: Dropout,
+    ) -> Self {
+        let (width, body) = (config.hidden_size, path / "bert");
+        let head = linear(&(path / "classifier"), width, labels as i64);
+        let bert = Bert::new(&body, config, dropout);
+        let pooler = match pooling {
+            Pooling::First => Some(linear(&(&body / "pooler" / "dense"), width, width)),
+            Pooling::Mean => None,
+        };
+        Self { bert, pooler, head, dropout: dropout.hidden }
     }
 
-    /// The mean of the last hidden states of each sentence.
-    pub fn means(&self, batch: &Batch, train: bool) -> Tensor {
-        mean(&self.bert.forward(&batch.tokens, &batch.mask, train), &batch.mask)
+    /// What the layer gets that classifies: a row for each sentence.
+    pub fn pooled(&self, batch: &Batch, train: bool) -> Tensor {
+        let xs = self.bert.forward(batch, train);
+        match &self.pooler {
+            Some(pooler) => pooler.forward(&xs.select(1, 0)).tanh(),
+            None => mean(&xs, &batch.mask),
+        }
     }
 
     /// The logits of each sentence.
     pub fn logits(&self, batch: &Batch, train: bool) -> Tensor {
-        let xs = self.means(batch, train).dropout(self.dropout, train);
+        let xs = self.pooled(batch, train).dropout(self.dropout, train);
         self.head.forward(&xs).to_kind(Kind::Float)
     }
 }
@@ -78,7 +132,7 @@ pub struct Bert {
 
 impl Bert {
     /// Makes the encoder with variables under `path`.
-    pub fn new(path: &Path<'_>, config: Config, dropout: f64) -> Self {
+    pub fn new(path: &Path<'_>, config: Config, dropout: Dropout) -> Self {
         let Config { vocab_size, hidden_size, max_position_embeddings, type_vocab_size, .. } =
             config;
         let path_of = path / "embeddings";
@@ -96,16 +150,17 @@ impl Bert {
             layers: (0..config.num_hidden_layers)
                 .map(|number| Layer::new(&(&layers / number), config, dropout))
                 .collect(),
-            dropout,
+            dropout: dropout.hidden,
         }
     }
 
-    /// The last hidden state of each token. All tokens are of the first type.
-    pub fn forward(&self, tokens: &Tensor, mask: &Tensor, train: bool) -> Tensor {
+    /// The last hidden state of each token.
+    pub fn forward(&self, batch: &Batch, train: bool) -> Tensor {
+        let Batch { tokens, types, mask, .. } = batch;
         let places = Tensor::arange(tokens.size()[1], (Kind::Int64, tokens.device()));
-        let types = self.types.ws.narrow(0, 0, 1);
-        let xs = self.words.forward(tokens) + self.places.forward(&places) + types;
-        let xs = self.norm.forward(&xs).dropout(self.dropout, train);
+        let xs = self.words.forward(tokens) + self.types.forward(types);
+        let xs = self.norm.forward(&(xs + self.places.forward(&places)));
+        let xs = xs.dropout(self.dropout, train);
         // One row for all heads and all tokens that look.
         let mask = mask.unsqueeze(1).unsqueeze(1);
         self.layers.iter().fold(xs, |xs, layer| layer.forward(&xs, &mask, train))
@@ -122,11 +177,11 @@ struct Layer {
     down: nn::Linear,
     down_norm: nn::LayerNorm,
     heads: i64,
-    dropout: f64,
+    dropout: Dropout,
 }
 
 impl Layer {
-    fn new(path: &Path<'_>, config: Config, dropout: f64) -> Self {
+    fn new(path: &Path<'_>, config: Config, dropout: Dropout) -> Self {
         let Config { hidden_size: width, intermediate_size: wide, .. } = config;
         let attention = path / "attention";
         let qkv = ["query", "key", "value"];
@@ -143,20 +198,23 @@ impl Layer {
     }
 
     fn forward(&self, xs: &Tensor, mask: &Tensor, train: bool) -> Tensor {
-        let drop = |xs: Tensor| xs.dropout(self.dropout, train);
-        let xs = self.attended_norm.forward(&(xs + drop(self.attention(xs, mask))));
+        let drop = |xs: Tensor| xs.dropout(self.dropout.hidden, train);
+        let attended = drop(self.attention(xs, mask, train));
+        let xs = self.attended_norm.forward(&(xs + attended));
         let ys = self.down.forward(&self.up.forward(&xs).gelu("none"));
         self.down_norm.forward(&(&xs + drop(ys)))
     }
 
-    fn attention(&self, xs: &Tensor, mask: &Tensor) -> Tensor {
+    fn attention(&self, xs: &Tensor, mask: &Tensor, train: bool) -> Tensor {
         let [rows, length, width] = <[i64; 3]>::try_from(xs.size()).unwrap_or_default();
         let [q, k, v] = self.qkv.each_ref().map(|linear| {
             let heads = [rows, length, self.heads, width / self.heads];
             linear.forward(xs).view(heads).transpose(1, 2)
         });
+        let dropout = if train { self.dropout.attention } else { 0.0 };
+        let (mask, is_causal, scale, gqa) = (Some(mask), false, None, false);
         let ys =
-            Tensor::scaled_dot_product_attention(&q, &k, &v, Some(mask), 0.0, false, None, false);
+            Tensor::scaled_dot_product_attention(&q, &k, &v, mask, dropout, is_causal, scale, gqa);
         self.attended.forward(&ys.transpose(1, 2).reshape([rows, length, width]))
     }
 }

@@ -1,13 +1,15 @@
 //! The weights, the vocabulary and the size of a BERT from Hugging Face.
 
-use super::model::Config;
+use super::model::{Config, Pooling};
 use super::tokens::Tokens;
 use anyhow::{Context, Result, ensure};
-use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 use tch::nn::VarStore;
-use tch::{Tensor, no_grad};
+use tch_amp::checkpoint::Checkpoint;
+
+/// The files in which weights can be, of which the first is taken that there is.
+const FILES: [&str; 3] = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"];
 
 /// Reads the vocabulary and the size of the model in a folder.
 pub fn describe(folder: &Path, length: usize) -> Result<(Tokens, Config)> {
@@ -31,36 +33,29 @@ pub fn describe(folder: &Path, length: usize) -> Result<(Tokens, Config)> {
     Ok((tokens, config))
 }
 
-/// Loads `model.safetensors` into the variables of the same names, and changes none if it does not fit. The layer that
-/// classifies keeps its random weights; a pooler and heads for other tasks are not used.
-pub fn load(folder: &Path, vs: &mut VarStore) -> Result<()> {
-    let path = folder.join("model.safetensors");
-    let found = Tensor::read_safetensors(&path)?;
-    let found: HashMap<String, Tensor> =
-        found.into_iter().map(|(name, tensor)| (our_name(&name), tensor)).collect();
-    let variables = vs.variables();
-    let ours = variables.iter().filter(|(name, _)| !name.starts_with("classifier."));
-    let mut pairs = Vec::new();
-    for (name, ours) in ours {
-        let theirs = found.get(name);
-        let theirs = theirs.with_context(|| format!("{} has no {name}", path.display()))?;
-        ensure!(
-            theirs.size() == ours.size(),
-            "{name} in {} has the shape {:?}, and by config.json it is {:?}",
-            path.display(),
-            theirs.size(),
-            ours.size()
-        );
-        pairs.push((ours, theirs));
+/// Loads the weights into the variables of the same names; heads for other tasks are not used. The layer that
+/// classifies keeps its random weights if the file has none, or if it gets the mean of the tokens, for which that of the
+/// file was not made.
+pub fn load(folder: &Path, pooling: Pooling, vs: &VarStore) -> Result<()> {
+    let path = FILES.iter().map(|name| folder.join(name)).find(|path| path.exists());
+    let path = path.with_context(|| format!("{} has none of {FILES:?}", folder.display()))?;
+    let file = Checkpoint::load(&path)?;
+    let mut restore = file.restore().model("model", vs).cast(true).strict(false);
+    // What DistributedDataParallel adds to names, and what models without a head lack.
+    restore = restore.rename_prefix("module.", "");
+    for part in ["embeddings.", "encoder.", "pooler."] {
+        restore = restore.rename_prefix(part, &format!("bert.{part}"));
     }
-    for (ours, theirs) in pairs {
-        no_grad(|| ours.shallow_clone().f_copy_(theirs))?;
+    // The older names of layer norms.
+    for name in vs.variables().keys().filter(|name| name.contains("LayerNorm")) {
+        let older = name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta");
+        restore = restore.rename_prefix(&older, name);
     }
+    if pooling == Pooling::Mean {
+        restore = restore.skip(&["classifier.*"]);
+    }
+    let restored = restore.apply().with_context(|| path.display().to_string())?;
+    let lacks = restored.missing_keys.iter().find(|name| !name.starts_with("model/classifier."));
+    ensure!(lacks.is_none(), "{} lacks {}", path.display(), lacks.map_or("", |name| name));
     Ok(())
-}
-
-/// The name of a variable without the prefix that models with a head have, and with the newer names of a layer norm.
-fn our_name(theirs: &str) -> String {
-    let name = theirs.strip_prefix("bert.").unwrap_or(theirs);
-    name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 }

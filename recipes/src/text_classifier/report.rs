@@ -2,7 +2,7 @@
 
 use super::options::Options;
 use super::{Run, Task};
-use crate::report::or_dash;
+use crate::report::{mebibytes, or_dash};
 use crate::{Ranks, computer, measure, print};
 use anyhow::Result;
 use tch::Device;
@@ -27,7 +27,7 @@ pub fn write(
 }
 
 /// The result in numbers.
-pub fn table(options: &Options, run: &Run, task: &Task<'_>) -> Table<8> {
+pub fn table(options: &Options, run: &Run, task: &Task<'_>) -> Table<10> {
     let mut table = Table::new([
         "run",
         "accuracy",
@@ -37,6 +37,8 @@ pub fn table(options: &Options, run: &Run, task: &Task<'_>) -> Table<8> {
         "best step",
         "skipped steps",
         "seconds",
+        "peak memory",
+        "sent in a step",
     ]);
     table.row([
         options.common.amp.name().to_owned(),
@@ -47,6 +49,8 @@ pub fn table(options: &Options, run: &Run, task: &Task<'_>) -> Table<8> {
         or_dash(run.best_step),
         run.skipped.to_string(),
         format!("{:.1}", run.seconds),
+        mebibytes(run.log.last(measure::PEAK_MEMORY).map(|bytes| bytes as u64)),
+        or_dash(run.log.median(measure::SENT).map(|bytes| format!("{:.0} kB", bytes / 1e3))),
     ]);
     table
 }
@@ -69,10 +73,7 @@ pub fn page(
             100.0 * task.data.majority()
         ))
         .table(&table(options, run, task))
-        .note(
-            "Of the weights whose accuracy on held-out sentences was the best. Accuracy: on the sentences of the test, \
-             on which nothing was chosen. Seconds: training and evaluations of this part of the run.",
-        )
+        .note(&note(task))
         .heading("Classes")
         .table(&run.test.scores_table(labels, "sentences"))
         .heading("Confusion matrix")
@@ -104,37 +105,48 @@ fn plot(run: &Run, column: &str, label: &'static str) -> Plot {
     Plot::new(label, ["step", label], Spacing::Linear, series)
 }
 
+/// What the numbers in the table are.
+fn note(task: &Task<'_>) -> String {
+    let chosen = if task.data.is_tested_on_held_out() {
+        "by which the weights were chosen"
+    } else {
+        "on which nothing was chosen"
+    };
+    format!(
+        "Of the weights whose accuracy on held-out sentences was the best. Accuracy: on the sentences of the test, \
+         {chosen}. Seconds: training and evaluations of this part of the run. Peak memory: of the tensors on a GPU, or \
+         of the whole process on the CPU, of the first process. Sent in a step: by the first process to the others, \
+         median, where the system counts it."
+    )
+}
+
 fn facts(
     options: &Options,
     task: &Task<'_>,
     device: Device,
     ranks: &Ranks,
 ) -> [(&'static str, String); 6] {
-    let Options { length, rows, lr, dropout, .. } = options;
+    let Options { length, rows, lr, dropout, weight_decay, .. } = options;
     let (data, config) = (task.data, task.config);
+    let schedule = if options.constant_lr { "constant" } else { "linear" };
+    let clipped = options.max_norm.map(|norm| format!(", gradients clipped to a norm of {norm}"));
     [
-        (
-            "Sentences",
-            format!(
-                "{} to learn, {} held out, {} for the test: {}",
-                data.train.len(),
-                data.held_out.len(),
-                data.test.len(),
-                data.origin
-            ),
-        ),
+        ("Sentences", data.describe()),
         (
             "Model",
             format!(
-                "{} layers of width {}, {} tokens, {length} of a sentence at most, dropout {dropout}",
-                config.num_hidden_layers, config.hidden_size, config.vocab_size
+                "{} layers of width {}, {} tokens, {length} of a sentence at most, dropout {}",
+                config.num_hidden_layers, config.hidden_size, config.vocab_size, dropout.hidden
             ),
         ),
         (
             "Steps",
             format!(
-                "{} of {rows} sentences, AdamW with a learning rate of {lr}, gradients clipped to a norm of 1, seed {}",
-                options.common.steps, options.common.seed
+                "{} of {rows} sentences, AdamW with a learning rate of {lr} ({schedule}) and a weight decay of \
+                 {weight_decay}{}, seed {}",
+                options.common.steps,
+                clipped.unwrap_or_default(),
+                options.common.seed
             ),
         ),
         ("Processes", ranks.size().to_string()),

@@ -1,29 +1,29 @@
 //! The model with everything that trains it: the training step, the evaluation, and what a checkpoint contains.
 
 use super::Task;
-use super::batch::Sentences;
+use super::batch::{Batch, Collate, Order, Reader};
+use super::data::Data;
 use super::model::Classifier;
 use super::options::Options;
 use crate::measure::{self, Measured, Meter, Number};
 use crate::memory::check_fits;
 use crate::ranks::Gradients;
 use crate::{Confusion, Ranks, Training};
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result};
 use std::time::Instant;
 use tch::nn::VarStore;
-use tch::{Device, Tensor, no_grad};
-use tch_amp::checkpoint::Checkpoint;
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::checkpoint::{Checkpoint, save_weights};
 use tch_amp::optim::{AdamW, Optimizer};
-use tch_amp::schedule::{LinearLr, Scheduler, SequentialLr};
+use tch_amp::schedule::{ConstantLr, LinearLr, Schedule, Scheduler, SequentialLr};
 use tch_amp::{Autocast, GradScaler};
 
 /// The column of the rate.
 const SENTENCES_PER_SECOND: &str = "sentences_per_second";
 
-const MAX_NORM: f64 = 1.0;
-const WEIGHT_DECAY: f64 = 0.01;
 /// The parameters that are not pulled towards zero, by their names.
 const NO_DECAY: [&str; 2] = ["*.bias", "*LayerNorm.weight"];
+
 /// The model and everything that trains it.
 pub struct Trainer<'a> {
     pub(super) options: &'a Options,
@@ -41,9 +41,9 @@ pub struct Trainer<'a> {
     schedule: Scheduler,
     /// Averages the gradients if there are several ranks.
     gradients: Gradients,
-    train: Sentences,
-    pub(super) held_out: Sentences,
-    pub(super) test: Sentences,
+    train: Batches,
+    pub(super) held_out: Reader,
+    pub(super) test: Reader,
     meter: Meter,
 }
 
@@ -55,33 +55,23 @@ impl<'a> Trainer<'a> {
         device: Device,
         ranks: &'a Ranks,
     ) -> Result<Self> {
-        let (amp, seed, steps) = (options.common.amp, options.common.seed, options.common.steps);
-        let (rows, size) = (options.rows, ranks.size());
-        ensure!(rows.is_multiple_of(size), "--rows {rows} cannot be divided among {size} ranks");
-        let sentences = |part| Sentences::new(part, &task.tokens, options.length, seed);
-        let train = sentences(&task.data.train)?;
-        let labels = task.data.labels.len();
-        let tokens = train.longest() as f64 * (rows / size) as f64;
-        check_fits(task.config.least_bytes(tokens), device)?;
+        let (amp, seed) = (options.common.amp, options.common.seed);
+        let (config, labels) = (task.config, task.data.labels.len());
+        let Options { pooling, dropout, .. } = *options;
+        let [train, held_out, test] = readers(options, task, ranks);
+        check_fits(config.least_bytes(train.least_tokens() as f64), device)?;
 
         let best = VarStore::new(device);
-        let _best = Classifier::new(&best.root(), task.config, labels, options.dropout);
+        let _best = Classifier::new(&best.root(), config, pooling, labels, dropout);
         tch::manual_seed(seed);
-        let mut vs = VarStore::new(device);
-        let model = Classifier::new(&vs.root(), task.config, labels, options.dropout);
-        task.load_weights(&mut vs)?;
+        let vs = VarStore::new(device);
+        let model = Classifier::new(&vs.root(), config, pooling, labels, dropout);
+        task.load_weights(pooling, &vs)?;
         // From here on the ranks draw different numbers, for dropout.
         ranks.manual_seed(seed);
-        let gradients = ranks.gradients(&vs)?;
-        let mut optimizer =
-            AdamW { weight_decay: WEIGHT_DECAY, ..Default::default() }.build(&vs, options.lr)?;
-        optimizer.assign_group(1, &NO_DECAY)?;
-        optimizer.set_weight_decay_group(1, 0.0)?;
-        let warm_up = (steps / 10).max(1);
-        let total_iters = steps.saturating_sub(warm_up).max(1);
-        let fall = LinearLr { start_factor: 1.0, end_factor: 0.0, total_iters };
-        let rise = LinearLr { start_factor: 0.01, total_iters: warm_up, ..Default::default() };
-        let schedule = SequentialLr::new(rise).then_at(warm_up, fall).build(&mut optimizer)?;
+        let gradients = ranks.compressed_gradients(&vs, options.compress)?;
+        let mut optimizer = optimizer(options, &vs)?;
+        let schedule = schedule(options).build(&mut optimizer)?;
         let mut scaler = amp.scaler(device)?;
         scaler.name_parameters(&vs)?;
         Ok(Self {
@@ -97,36 +87,49 @@ impl<'a> Trainer<'a> {
             scaler,
             schedule,
             gradients,
-            train,
-            held_out: sentences(&task.data.held_out)?,
-            test: sentences(&task.data.test)?,
-            meter: Meter::new(amp, SENTENCES_PER_SECOND),
+            train: Batches::new(train, options.workers),
+            held_out,
+            test,
+            meter: Meter::new(amp, SENTENCES_PER_SECOND).with_memory(device),
         })
     }
 
-    /// Classifies all these sentences. Each rank takes a part, and all of them get all logits.
-    pub fn classify(&self, sentences: &Sentences) -> Result<Confusion> {
+    /// Classifies all these sentences. Each rank takes a part, and all of them get all logits. The loss is the mean over
+    /// the sentences, or the sum of the means of the batches, each of them the mean of the ranks.
+    pub fn classify(&self, sentences: &Reader) -> Result<Confusion> {
         let (mut logits, mut labels) = (Vec::new(), Vec::new());
-        for batch in sentences.in_order(self.options.rows) {
-            let part = batch.map(|tensor| self.ranks.share(tensor)).to(self.device);
-            let part = no_grad(|| self.region.run(|| self.model.logits(&part, false)))?;
+        let mut sum = Tensor::zeros([], (Kind::Float, self.device));
+        for batch in sentences.batches(0, self.options.workers) {
+            let batch = batch?.to(self.device);
+            let part = no_grad(|| self.region.run(|| self.model.logits(&batch, false)))?;
+            sum += part.cross_entropy_for_logits(&batch.labels);
             logits.push(self.ranks.gather(&part)?);
-            labels.push(batch.labels);
+            labels.push(self.ranks.gather(&batch.labels)?);
         }
-        // The last batch has some sentences twice.
-        let count = sentences.len() as i64;
-        let logits = Tensor::cat(&logits, 0).narrow(0, 0, count).to_device(Device::Cpu);
-        let labels = Tensor::cat(&labels, 0).narrow(0, 0, count);
-        Confusion::new(&logits, &labels)
+        // The last batch may have some sentences twice.
+        let all = |parts: &[Tensor]| {
+            Tensor::cat(parts, 0).narrow(0, 0, sentences.len() as i64).to_device(Device::Cpu)
+        };
+        let confusion = Confusion::new(&all(&logits), &all(&labels))?;
+        let loss = if self.options.sums_loss { self.ranks.mean(&sum)? } else { confusion.loss };
+        Ok(Confusion { loss, ..confusion })
+    }
+
+    /// Saves the weights alone, if the options want that.
+    pub fn save_weights(&self) -> Result<()> {
+        let Some(path) = &self.options.weights else { return Ok(()) };
+        self.ranks.on_first(|| Ok(save_weights(path, &self.vs.variables())?))?;
+        Ok(())
     }
 
     /// Keeps a copy of the weights if they are better than all before.
     fn keep_best(&mut self, accuracy: f64, step: u64) -> Result<()> {
-        if self.best_of.is_none_or(|(best, _)| accuracy > best) {
-            self.best.copy(&self.vs)?;
-            self.best_of = Some((accuracy, step));
+        if self.best_of.is_some_and(|(best, _)| accuracy <= best) {
+            return Ok(());
         }
-        Ok(())
+        self.best.copy(&self.vs)?;
+        self.best_of = Some((accuracy, step));
+        self.save_weights()
     }
 
     /// Takes the best weights, and returns their accuracy and after how many steps they were.
@@ -149,27 +152,33 @@ impl Training for Trainer<'_> {
         measure::GRADIENT_NORM,
         measure::SCALE,
         SENTENCES_PER_SECOND,
+        measure::PEAK_MEMORY,
+        measure::SENT,
     ];
 
-    /// One training step: the clipped gradients of a batch, a step of the optimizer and of the schedule. Non-finite
+    /// One training step: the gradients of a batch, a step of the optimizer and of the schedule. Non-finite
     /// gradients change neither, and lower the scale of fp16. Nothing synchronizes.
     fn step(&mut self) -> Result<Measured> {
         let lr = self.optimizer.lr(0)?;
-        let batch = self.train.next(self.options.rows).map(|tensor| self.ranks.share(tensor));
-        let batch = batch.to(self.device);
+        let batch = self.train.next()?.to(self.device);
         self.optimizer.zero_grad()?;
         // Each rank has equally many sentences, so the mean of the ranks is that of the batch.
         let loss = self.gradients.forward(|| {
             self.region
                 .run(|| self.model.logits(&batch, true).cross_entropy_for_logits(&batch.labels))
         })??;
+        let before = self.ranks.sent(self.device);
         self.gradients.backward(&mut self.scaler, &loss)?;
-        let outcome = self.scaler.step_clip_norm(&mut self.optimizer, MAX_NORM)?;
+        let sent = self.ranks.sent(self.device).zip(before).map(|(after, before)| after - before);
+        let outcome = match self.options.max_norm {
+            Some(norm) => self.scaler.step_clip_norm(&mut self.optimizer, norm)?,
+            None => self.scaler.step(&mut self.optimizer)?,
+        };
         self.scaler.update()?;
         let norm = outcome.total_norm().map(Tensor::shallow_clone);
         self.schedule.step(&mut self.optimizer, &outcome)?;
-        self.meter.count += self.options.rows;
-        Ok(Measured { loss: loss.detach(), norm, lr })
+        self.meter.count += batch.labels.size()[0] as usize * self.ranks.size();
+        Ok(Measured { loss: loss.detach(), norm, lr, sent })
     }
 
     fn read(&mut self, measured: &Measured, since: Instant) -> Result<Vec<Number>> {
@@ -178,6 +187,9 @@ impl Training for Trainer<'_> {
 
     /// Keeps the weights if they are the best so far on held-out sentences.
     fn evaluate(&mut self, step: u64) -> Result<Vec<Number>> {
+        if self.options.no_eval {
+            return Ok(Vec::new());
+        }
         let confusion = self.classify(&self.held_out)?;
         let accuracy = confusion.accuracy();
         self.keep_best(accuracy, step)?;
@@ -196,12 +208,12 @@ impl Training for Trainer<'_> {
         checkpoint.add("schedule", &mut self.schedule)?;
         self.ranks.add_rngs(checkpoint, self.device)?;
         checkpoint.add_value("best_of", &self.best_of)?;
-        checkpoint.add_value("position", &self.train.position)?;
+        checkpoint.add_value("batches", &self.train.read)?;
         Ok(())
     }
 
     fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        let position = checkpoint.value("position")?;
+        let read = checkpoint.value("batches")?;
         let best_of = checkpoint.value("best_of")?;
         let restore = checkpoint
             .restore()
@@ -211,7 +223,8 @@ impl Training for Trainer<'_> {
             .scaler("scaler", &mut self.scaler)
             .add("schedule", &mut self.schedule);
         self.ranks.rngs(restore, checkpoint, self.device).apply()?;
-        (self.train.position, self.best_of) = (position, best_of);
+        self.train.go_on_after(read);
+        self.best_of = best_of;
         Ok(())
     }
 
@@ -222,4 +235,67 @@ impl Training for Trainer<'_> {
     fn weights(&self) -> &VarStore {
         &self.vs
     }
+}
+
+/// The batches to learn, one after the other.
+struct Batches {
+    reader: Reader,
+    workers: usize,
+    /// How many were read so far. A checkpoint has this number, from which a resumed run goes on.
+    read: u64,
+    /// What the workers prepare; they start with the first batch that is read.
+    ahead: Option<Box<dyn Iterator<Item = Result<Batch>>>>,
+}
+
+impl Batches {
+    fn new(reader: Reader, workers: usize) -> Self {
+        Self { reader, workers, read: 0, ahead: None }
+    }
+
+    fn next(&mut self) -> Result<Batch> {
+        let (reader, read, workers) = (&self.reader, self.read, self.workers);
+        let ahead = self.ahead.get_or_insert_with(|| Box::new(reader.batches(read, workers)));
+        self.read += 1;
+        ahead.next().context("there are no more batches")?
+    }
+
+    fn go_on_after(&mut self, read: u64) {
+        (self.read, self.ahead) = (read, None);
+    }
+}
+
+/// Reads the sentences to learn, those that are held out, and those of the test.
+fn readers(options: &Options, task: &Task<'_>, ranks: &Ranks) -> [Reader; 3] {
+    let Options { length, pads_to_length, rows, .. } = *options;
+    let collate = Collate { tokens: task.tokens.clone(), length, pads_to_length };
+    let shuffled = options.epochs.is_some();
+    let order =
+        if shuffled { Order::Epochs } else { Order::Endless { seed: options.common.seed } };
+    let once = Order::Once { shuffled };
+    let dev_rows = options.dev_rows.unwrap_or(rows);
+    let Data { train, held_out, test, .. } = task.data;
+    [(train, order, rows), (held_out, once, dev_rows), (test, once, dev_rows)]
+        .map(|(sentences, order, rows)| Reader::new(sentences, &collate, order, rows, ranks))
+}
+
+/// AdamW, without weight decay for some parameters.
+fn optimizer(options: &Options, vs: &VarStore) -> Result<Optimizer> {
+    let Options { weight_decay, eps, lr, .. } = *options;
+    let mut optimizer = AdamW { weight_decay, eps, ..Default::default() }.build(vs, lr)?;
+    optimizer.assign_group(1, &NO_DECAY)?;
+    optimizer.set_weight_decay_group(1, 0.0)?;
+    Ok(optimizer)
+}
+
+/// A warm-up in a tenth of the steps and a fall to zero, or a learning rate that stays as it is.
+fn schedule(options: &Options) -> Schedule {
+    if options.constant_lr {
+        return ConstantLr { factor: 1.0, ..Default::default() }.into();
+    }
+    let steps = options.common.steps;
+    let warm_up = (steps / 10).max(1);
+    let rise = LinearLr { start_factor: 0.01, total_iters: warm_up, ..Default::default() };
+    let total_iters = steps.saturating_sub(warm_up).max(1);
+    let fall = LinearLr { start_factor: 1.0, end_factor: 0.0, total_iters };
+    SequentialLr::new(rise).then_at(warm_up, fall).into()
 }
