@@ -43,6 +43,10 @@ fn a_dtype_that_a_call_asks_for_is_that_of_its_result() {
     for_each_device(|device| {
         for (name, call) in CALLS {
             for [given, asked, region] in KINDS.into_iter().flat_map(combinations) {
+                // libtorch refuses it, and tch panics for an error of a call with a number.
+                if name.contains("norm") && narrows(given, asked) {
+                    continue;
+                }
                 let x = numbers.to_kind(given).to_device(device);
                 let told = |result: Result<Tensor, TchError>| {
                     result.map(|tensor| output(&tensor)).map_err(first_line)
@@ -56,6 +60,12 @@ fn a_dtype_that_a_call_asks_for_is_that_of_its_result() {
             }
         }
     });
+}
+
+/// Whether numbers of a dtype may lose digits in another.
+fn narrows(given: Kind, asked: Kind) -> bool {
+    let widens = asked == Kind::Double || (asked == Kind::Float && given != Kind::Double);
+    given != asked && !widens
 }
 
 /// The dtype of the input with that which the call asks for, and that of the region.

@@ -74,7 +74,8 @@ fn the_classifier_prints_its_scores_and_two_ranks_have_the_numbers_of_one_proces
 #[test]
 fn a_killed_run_over_epochs_goes_on_with_the_same_bits_and_without_threads() {
     let (calm, killed) = (Folder::new(), Folder::new());
-    let epochs = "--epochs 4 --rows 10 --pooling first --attention-dropout 0.1 --save-every 4 --ranks 2";
+    let epochs =
+        "--epochs 4 --rows 10 --pooling first --attention-dropout 0.1 --save-every 4 --ranks 2";
     CLASSIFIER.start(&calm, epochs).finish();
     let output = CLASSIFIER.start_and_signal(&killed, &format!("{epochs} --workers 2"), 14, "KILL");
     assert!(!output.status.success());

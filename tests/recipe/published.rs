@@ -176,8 +176,10 @@ fn a_pretrained_model_has_the_logits_of_python_for_both_parts_of_a_sentence() {
         let region = amp.region(Device::Cpu);
         let logits = no_grad(|| region.run(|| model.logits(&batch, false))).unwrap();
         let found: Vec<Vec<f32>> = Vec::try_from(&logits).unwrap();
-        let found: Vec<Vec<i32>> =
-            found.iter().map(|row| row.iter().map(|logit| logit.to_bits() as i32).collect()).collect();
+        let found: Vec<Vec<i32>> = found
+            .iter()
+            .map(|row| row.iter().map(|logit| logit.to_bits() as i32).collect())
+            .collect();
         assert_eq!(found, *want, "{amp:?}");
     }
     for (found, want) in python.off.iter().flatten().zip(python.formulas.iter().flatten()) {

@@ -61,7 +61,6 @@ impl Collate {
         let mask = Tensor::from_slice(&mask).view(shape);
         Ok(Batch { types: tokens.zeros_like(), tokens, mask, labels: Tensor::from_slice(&labels) })
     }
-
 }
 
 /// In which order sentences are read.
@@ -147,8 +146,8 @@ impl Reader {
         };
         let (size, rows, rank, ranks) = (self.len(), self.rows, self.rank, self.ranks);
         let order = self.of_epoch(epoch, || {
-            let mut sampler =
-                SamplerConfig { shuffle: shuffled, ..Default::default() }.build_for(size, rank, ranks)?;
+            let mut sampler = SamplerConfig { shuffle: shuffled, ..Default::default() }
+                .build_for(size, rank, ranks)?;
             sampler.set_epoch(epoch);
             let order = Vec::<i64>::try_from(sampler.indices()?)?;
             Ok(order.into_iter().map(|place| place as usize).collect())

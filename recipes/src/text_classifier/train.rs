@@ -269,8 +269,7 @@ fn readers(options: &Options, task: &Task<'_>, ranks: &Ranks) -> [Reader; 3] {
     let Options { length, pads_to_length, rows, .. } = *options;
     let collate = Collate { tokens: task.tokens.clone(), length, pads_to_length };
     let shuffled = options.epochs.is_some();
-    let order =
-        if shuffled { Order::Epochs } else { Order::Endless { seed: options.common.seed } };
+    let order = if shuffled { Order::Epochs } else { Order::Endless { seed: options.common.seed } };
     let once = Order::Once { shuffled };
     let dev_rows = options.dev_rows.unwrap_or(rows);
     let Data { train, held_out, test, .. } = task.data;
