@@ -80,7 +80,15 @@ void Product::run() const {
       if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
     }
   }
-  for (const auto &[alike, factor] : lists_) at::_foreach_mul_(alike, factor);
+  for (const auto &[alike, factor] : lists_) {
+    bool negated = false;
+    for (const auto &t : alike) negated = negated || t.is_neg();
+    // libtorch's lists take no negated views.
+    if (!negated) at::_foreach_mul_(alike, factor);
+    for (const auto &t : alike) {
+      if (negated) t.mul_(factor);
+    }
+  }
 }
 
 }  // namespace tamp

@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::device::check_usable;
 use crate::error::{Error, Result, ScalerError};
-use crate::ffi::{self, FoundInf, ScaleUpdate};
+use crate::ffi::{self, FoundInf, OutsideRegions, ScaleUpdate};
 use crate::gradients::overflow;
 use crate::tree::Tree;
 
@@ -108,6 +108,7 @@ impl AdaptiveScale {
 
     /// Sets the scale to the number in a tensor and keeps the tracker. If both are on GPUs, the device checks the number.
     pub(crate) fn set_scale_to(&mut self, new_scale: &Tensor) -> Result<()> {
+        let _own = OutsideRegions::enter();
         let Some(number) = &mut self.number else {
             return Ok(());
         };

@@ -75,7 +75,7 @@ def half_norms_are_halves():
 
 
 def powers_overflow_and_underflow_although_their_norms_do_not():
-    for number, norm_type, norm in [(1e20, 3.0, torch.inf), (1e-20, 3.0, 0), (6e4, 8.0, torch.inf)]:
+    for number, norm_type, norm in [(1e20, 3.0, torch.inf), (1e-20, 3.0, 0), (1e5, 8.0, torch.inf)]:
         param = weight(torch.ones(2), torch.full((2,), number))
         assert torch.nn.utils.clip_grad_norm_([param], 1.0, norm_type) == norm
 
