@@ -68,21 +68,11 @@ std::vector<ClippedGroup> groups(tamp_tensor *const *parameters, size_t count, c
   return out;
 }
 
-// The norm of gradients whose numbers are `numbers`.
-Tensor common_norm(const std::vector<tamp_tensor *> &parameters, const std::vector<ClippedGroup> &numbers,
-                   double norm_type) {
+Tensor common_norm(const std::vector<ClippedGroup> &groups, double norm_type) {
   std::vector<Tensor> norms;
-  const auto take = [&](const std::vector<ClippedGroup> &groups) {
-    for (const auto &group : groups) {
-      const Tensor one = at::ones({}, at::TensorOptions().dtype(at::kFloat).device(group.device));
-      norms.push_back(tamp::norm(group.gradients, norm_type, one));
-    }
-  };
-  const auto normed = [&](const Tensor &gradient) { return tamp::normed(gradient, norm_type); };
-  if (norm_type == 2) {
-    take(numbers);
-  } else {
-    take(groups(parameters.data(), parameters.size(), normed));
+  for (const auto &group : groups) {
+    const Tensor one = at::ones({}, at::TensorOptions().dtype(at::kFloat).device(group.device));
+    norms.push_back(tamp::norm(group.gradients, norm_type, one));
   }
   return tamp::norm_of_norms(norms, norm_type);
 }
@@ -143,7 +133,9 @@ tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, d
     const auto normed = with_gradients(parameters, count, check_normed);
     if (normed.empty()) return nullptr;
     const auto found = groups(normed.data(), normed.size(), tamp::numbers);
-    const Tensor norm = common_norm(normed, found, norm_type);
+    const auto for_norm = [&](const Tensor &gradient) { return tamp::for_norm(gradient, norm_type); };
+    const Tensor norm = norm_type == 2 ? common_norm(found, norm_type)
+                                       : common_norm(groups(normed.data(), normed.size(), for_norm), norm_type);
     *is_finite = error_if_nonfinite == 0 || at::isfinite(norm).item<bool>();
     if (*is_finite != 0) clip_by(norm, max_norm, found);
     return tamp::give(norm);

@@ -99,7 +99,7 @@ Tensor vector_norm(const Tensor &numbers, double norm_type) {
   return at::linalg_vector_norm(numbers / unit, norm_type) * unit;
 }
 
-// Calls `f` with lists of these tensors, which it may copy, and with how many numbers they have: about so many.
+// Calls `f` with lists of these tensors, and with how many numbers each list has: about as many as fit into a copy.
 template <typename F>
 void in_parts(const std::vector<Tensor> &tensors, const F &f) {
   constexpr int64_t kNumbers = int64_t{1} << 24;
@@ -127,8 +127,8 @@ struct Norms {
   Tensor unit;
 };
 
-// The 2-norms of f64 tensors, whose squares may overflow or underflow. They are taken of copies that are multiplied by a
-// power of two, which changes no other bit.
+// The 2-norms of f64 tensors, whose squares may overflow or underflow. They are taken of copies that are multiplied by
+// a power of two, which changes no other bit.
 Norms two_norms_of_f64(const std::vector<Tensor> &filled) {
   const Tensor exponent = std::get<1>(at::frexp(largest(filled))).clamp(-1000, 1000);
   const Tensor down = power_of_two(exponent.neg());
@@ -139,8 +139,8 @@ Norms two_norms_of_f64(const std::vector<Tensor> &filled) {
   return {std::move(norms), power_of_two(exponent)};
 }
 
-// The common norm of tensors, whose terms are powers, in a dtype. They are taken of copies that are divided by the largest
-// absolute value.
+// The common norm of tensors, whose terms are powers, in a dtype. They are those of copies that are divided by the
+// largest absolute value.
 Tensor norm_of_powers(const std::vector<Tensor> &filled, double norm_type, at::ScalarType dtype) {
   const Tensor unit = unit_of(largest(filled).to(dtype));
   std::vector<Tensor> sums;
@@ -213,7 +213,7 @@ Tensor hypotenuse(const std::vector<Tensor> &norms) {
 
 }  // namespace
 
-Tensor normed(const Tensor &gradient, double norm_type) {
+Tensor for_norm(const Tensor &gradient, double norm_type) {
   if (!gradient.is_complex() || norm_type == 2) return numbers(gradient);
   const Tensor own = gradient._is_zerotensor() ? with_own_numbers(gradient) : gradient;
   // libtorch does not compute with complex numbers of two fp16.

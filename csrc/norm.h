@@ -1,4 +1,5 @@
-// Norms of lists of gradients. The type of a norm is its order: more than 0, and infinity for the largest absolute value.
+// Norms of lists of gradients. The type of a norm is its order: more than 0, or infinity, which stands for the largest
+// absolute value.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +10,7 @@ namespace tamp {
 
 // Returns the dense real tensor whose norm is that of a dense gradient. For the 2-norm it has the real and imaginary
 // parts of complex numbers, and for all others their absolute values.
-at::Tensor normed(const at::Tensor &gradient, double norm_type);
+at::Tensor for_norm(const at::Tensor &gradient, double norm_type);
 
 // Returns the norm of tensors of one device, multiplied by `factor`, as a 0-dim tensor there. It is f64 if all of them
 // are or if, on the CPU, it is finite and too large for f32; otherwise it is f32. It is non-finite if an element is.

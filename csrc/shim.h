@@ -267,7 +267,8 @@ void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const 
                             char **err) TAMP_NOEXCEPT;
 
 // Returns the common norm of the gradients of `count` parameters, at least one, multiplied by 1/scale: a 0-dim tensor.
-// The type of the norm is more than 0, and may be infinity. Null stands for a scale of one. The gradients are on one device, like the result, and do not change.
+// The type of the norm is more than 0, and may be infinity. Null stands for a scale of one. The gradients are on one
+// device, like the result, and do not change.
 //
 // The norm is f64 if all gradients are or if, on the CPU, it is finite but too large for f32. Otherwise it is f32.
 // `found_inf` gets a new tensor: one if the norm is non-finite, which it is if a gradient is, and zero otherwise. `answer`
@@ -358,7 +359,8 @@ tamp_tensor *tamp_all_finite(tamp_tensor *const *tensors, size_t count, char **e
 // These functions clip gradients.
 
 // Multiplies the gradients of `count` parameters in place so that their common norm is at most `max_norm`. The type of
-// the norm is more than 0, and may be infinity. Returns the norm before that, a 0-dim tensor on the device of the first gradient, or null if there are no gradients.
+// the norm is more than 0, and may be infinity. Returns the norm before that, a 0-dim tensor on the device of the first
+// gradient, or null if there are no gradients.
 //
 // With `error_if_nonfinite` it synchronizes, writes to `is_finite` whether the norm is finite, and changes nothing if
 // it is not. Otherwise it synchronizes only if gradients are on the CPU and on other devices as well.

@@ -217,7 +217,7 @@ tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, d
       const Tensor &parameter = tamp::tensor(parameters[i]);
       TORCH_CHECK(tamp::gradient(parameter).layout() == at::kStrided,
                   "the norm of a sparse gradient cannot be taken; make it dense first");
-      gradients.push_back(tamp::normed(tamp::gradient(parameter), norm_type));
+      gradients.push_back(tamp::for_norm(tamp::gradient(parameter), norm_type));
     }
     const auto device = gradients.front().device();
     const Tensor factor = scale == nullptr ? at::ones({}, at::TensorOptions(device).dtype(at::kFloat))
