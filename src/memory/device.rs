@@ -12,14 +12,14 @@ use crate::ffi;
 pub struct DeviceMemory {
     /// The bytes of tensors. Corresponds to `torch.cuda.memory_allocated`.
     pub allocated: u64,
-    /// The most bytes of tensors since the start of the process or the last [`reset_peak`](Self::reset_peak). Corresponds to
-    /// `torch.cuda.max_memory_allocated`.
+    /// The most bytes of tensors since the start of the process or the last [`reset_peak`](Self::reset_peak).
+    /// Corresponds to `torch.cuda.max_memory_allocated`.
     pub max_allocated: u64,
     /// The bytes that the allocator has taken from the device, with those that it keeps for later tensors. Corresponds
     /// to `torch.cuda.memory_reserved`.
     pub reserved: u64,
-    /// The most bytes that it had taken since the start of the process or the last [`reset_peak`](Self::reset_peak). Corresponds to
-    /// `torch.cuda.max_memory_reserved`.
+    /// The most bytes that it had taken since the start of the process or the last [`reset_peak`](Self::reset_peak).
+    /// Corresponds to `torch.cuda.max_memory_reserved`.
     pub max_reserved: u64,
 }
 
