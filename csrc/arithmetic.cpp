@@ -81,12 +81,11 @@ void Product::run() const {
     }
   }
   for (const auto &[alike, factor] : lists_) {
-    bool negated = false;
-    for (const auto &t : alike) negated = negated || t.is_neg();
     // libtorch's lists take no negated views.
-    if (!negated) at::_foreach_mul_(alike, factor);
-    for (const auto &t : alike) {
-      if (negated) t.mul_(factor);
+    if (std::any_of(alike.begin(), alike.end(), [](const Tensor &t) { return t.is_neg(); })) {
+      for (const auto &t : alike) t.mul_(factor);
+    } else {
+      at::_foreach_mul_(alike, factor);
     }
   }
 }
