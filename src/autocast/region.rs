@@ -240,11 +240,11 @@ impl Autocast {
         self.run(f)?
     }
 
-    /// Turns a function into one that runs in the region, whenever it is called and on whatever thread. Corresponds to
-    /// the decorator `@torch.autocast(…)`, for instance on the `forward` of a model.
+    /// Turns a function into one that opens the region whenever it is called. Corresponds to the decorator
+    /// `@torch.autocast(…)`, for instance on the `forward` of a model.
     ///
-    /// Rust has no decorators, and an attribute macro could not replace them: it sees the text of a function, but not the
-    /// device, which is known only when the program runs. A function with several arguments takes a tuple of them.
+    /// The function takes a reference, to a tuple if there are several arguments. There is no attribute macro: it would
+    /// see the text of a function, but not the device, which is known only when the program runs.
     ///
     /// # Errors
     ///

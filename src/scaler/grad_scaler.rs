@@ -251,11 +251,12 @@ impl GradScaler {
     /// Returns the scale; 1 for a disabled scaler.
     ///
     /// Synchronizes, once, only if a fused optimizer was stepped on the device, or any optimizer was unscaled there and
-    /// not stepped, since the scale was last read.
+    /// not stepped, or a new scale was set there, since the scale was last read.
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if the device cannot be read.
+    /// [`Error::Torch`] if the device cannot be read; [`Error::InvalidArgument`], once, if it has refused a new scale of
+    /// [`update_with_tensor`](Self::update_with_tensor).
     pub fn get_scale(&self) -> Result<f64> {
         Ok(self.scale.value()?.map_or(1.0, |value| value.scale.into()))
     }
@@ -318,7 +319,7 @@ impl GradScaler {
     /// # Errors
     ///
     /// [`ScalerError::IterationOpen`] between `unscale_` or `step` and `update`, when a part of the state is in the
-    /// gradients; [`Error::Torch`] if the device cannot be read.
+    /// gradients; otherwise as in [`get_scale`](Self::get_scale).
     ///
     /// # Examples
     ///
