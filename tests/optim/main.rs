@@ -9,6 +9,7 @@ mod build;
 mod clip;
 mod f32_gradients;
 mod groups;
+mod labml;
 mod lost_updates;
 mod masters;
 mod muon;
