@@ -15,7 +15,10 @@ use crate::common::bits::hex;
 use crate::common::simulation::{Counts, Simulation};
 
 /// Runs two threads that form a group, each with a device.
-fn ranks<T: Send>(devices: [Device; 2], rank: impl Fn(ProcessGroup, Device) -> T + Sync) -> [T; 2] {
+pub fn ranks<T: Send>(
+    devices: [Device; 2],
+    rank: impl Fn(ProcessGroup, Device) -> T + Sync,
+) -> [T; 2] {
     let options = GroupConfig { timeout: std::time::Duration::from_secs(60), ..Default::default() };
     let store = Store::in_process().unwrap();
     std::thread::scope(|scope| {

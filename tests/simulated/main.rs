@@ -28,6 +28,7 @@ mod recipes;
 mod recompute;
 mod schedule;
 mod skips;
+mod spanning;
 mod spikes;
 mod steps;
 mod syncs;

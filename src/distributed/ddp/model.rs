@@ -37,6 +37,14 @@ fn form(tensor: &Tensor) -> Result<(Kind, Device, Vec<i64>)> {
     Ok((tensor.f_kind()?, tensor.device(), sizes(tensor)?))
 }
 
+/// The place of a device in a list, which it is added to.
+fn place_of(devices: &mut Vec<Device>, device: Device) -> usize {
+    devices.iter().position(|known| *known == device).unwrap_or_else(|| {
+        devices.push(device);
+        devices.len() - 1
+    })
+}
+
 impl DistributedModel {
     pub(super) fn new(vs: &VarStore) -> Result<Self> {
         let mut store = TrackedVariables::new(vs);
@@ -82,14 +90,20 @@ impl DistributedModel {
         self.store.has_more() || self.store.named() > self.names
     }
 
-    /// One line for each variable.
+    /// One line for each variable. The devices are counted, because those of two ranks may have different numbers.
     fn lines(&self) -> String {
-        let line = |what: &str, (name, tensor): &(String, Tensor)| {
-            format!("{what} {name:?}, {:?} {:?}\n", tensor.kind(), tensor.size())
+        let mut devices = Vec::new();
+        let mut line = |what: &str, (name, tensor): &(String, Tensor)| {
+            let place = match place_of(&mut devices, tensor.device()) {
+                0 => String::new(),
+                place => format!(" on device {} of the model", place + 1),
+            };
+            format!("{what} {name:?}, {:?} {:?}{place}\n", tensor.kind(), tensor.size())
         };
-        let parameters = self.parameters.iter().map(|named| line("the parameter", named));
+        let parameters: String =
+            self.parameters.iter().map(|named| line("the parameter", named)).collect();
         let others = self.others.iter().map(|named| line("the buffer or frozen parameter", named));
-        parameters.chain(others).collect()
+        parameters + &others.collect::<String>()
     }
 
     /// Returns an error unless all ranks have the same model. It names the first difference.

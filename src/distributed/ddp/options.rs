@@ -63,7 +63,8 @@ impl DdpConfig {
     /// # Errors
     ///
     /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) if the options of the ranks
-    /// differ, or the names, shapes or dtypes of their variables, with the first difference;
+    /// differ, or the names, shapes or dtypes of their variables, or how these are divided among devices, with the first
+    /// difference;
     /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not
     /// answer;
     /// [`Error::InvalidArgument`] for an option that cannot be used, for a `VarStore` without trainable variables, and for
