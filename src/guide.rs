@@ -24,6 +24,12 @@ pub mod porting {}
 pub mod training {}
 
 #[doc = include_str!("guide/links.md")]
+/// Losses that a program writes itself: in which region each is safe, and what to write instead.
+#[doc = ""]
+#[doc = include_str!("../docs/losses.md")]
+pub mod losses {}
+
+#[doc = include_str!("guide/links.md")]
 /// Fused optimizers: parameter groups, clipping in the step, and learning-rate schedules.
 #[doc = ""]
 #[doc = include_str!("../docs/optimizers.md")]

@@ -10,11 +10,13 @@ use crate::device::check_usable;
 use crate::error::{AutocastError, Error, Result};
 use crate::ffi::RawAutocastState;
 
-/// The pointwise operators of log-probabilities, likelihoods and divergences, for [`Autocast::keep_in_f32`].
+/// The operators of log-probabilities, likelihoods and divergences, for [`Autocast::keep_in_f32`].
 ///
 /// Losses that are written by hand in half precision lose what they are about: log(1 - tanh(x)²) of a tanh-squashed
 /// Gaussian, 1 - p, or a difference of two log-probabilities. On CUDA autocast's lists keep most of these operators in
-/// f32, but not `tanh` and `sigmoid`; on the CPU they run in bf16.
+/// f32, but not `tanh` and `sigmoid`; on the CPU they run in bf16. A loss whose first operation is a sum, a difference
+/// or a product of the outputs of a network needs `to_kind(Kind::Float)` instead: the guide has a
+/// [table of losses](crate::guide::losses).
 ///
 /// # Examples
 ///
@@ -29,7 +31,7 @@ use crate::ffi::RawAutocastState;
 /// assert!((log.double_value(&[0]) - -2.6499913).abs() < 1e-4);
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
-pub const LOG_PROBABILITIES: [&str; 16] = [
+pub const LOG_PROBABILITIES: [&str; 18] = [
     "atanh",
     "exp",
     "exp2",
@@ -39,11 +41,13 @@ pub const LOG_PROBABILITIES: [&str; 16] = [
     "log1p",
     "log2",
     "log_sigmoid",
+    "log_softmax",
     "logaddexp",
     "logit",
     "logsumexp",
     "pow",
     "sigmoid",
+    "softmax",
     "softplus",
     "tanh",
 ];
@@ -310,11 +314,9 @@ impl Autocast {
 /// # A guard around a whole training loop
 ///
 /// Inside a region libtorch casts a weight once and uses the cast until the region ends. If a guard is opened before
-/// the loop, the cached casts must therefore be cleared after every step. [`GradScaler::step`](crate::GradScaler::step)
-/// and the [fused optimizers](crate::optim) do that. The `step` of tch's own optimizers does not, and then **training
-/// stops without any error**: the weights change, but the model keeps computing with the first casts. Open the region
-/// around the forward pass and the loss of each step, or call
-/// [`clear_autocast_cache`](crate::autocast::clear_autocast_cache) after each step.
+/// the loop, and tch's own optimizer steps in it, **training stops without any error**. Open the region around the
+/// forward pass and the loss of each step; the page on [common errors](crate::guide::errors) has the example and the
+/// remedies.
 ///
 /// # Thread pools
 ///

@@ -8,6 +8,7 @@ mod common;
 mod cache;
 mod callbacks;
 mod guards;
+mod losses;
 mod overrides;
 mod own_arithmetic;
 mod porting;
