@@ -36,6 +36,12 @@ pub mod losses {}
 pub mod optimizers {}
 
 #[doc = include_str!("guide/links.md")]
+/// Which calls make the host wait for a GPU, and what to write instead.
+#[doc = ""]
+#[doc = include_str!("../docs/synchronization.md")]
+pub mod synchronization {}
+
+#[doc = include_str!("guide/links.md")]
 /// Parameters in bf16 or fp16, and master weights.
 #[doc = ""]
 #[doc = include_str!("../docs/half_parameters.md")]

@@ -33,3 +33,4 @@ mod spikes;
 mod steps;
 mod syncs;
 mod training;
+mod waits;
