@@ -5,6 +5,13 @@
 // guide/links.md defines the links of all pages and of the README. It is included first, so that its definitions take
 // precedence over those at the end of a page, which link to files of the repository.
 
+#[cfg(feature = "insight")]
+#[doc = include_str!("guide/links.md")]
+/// From a training loop in f32 to one in half precision that clips, resumes and is explained, step by step.
+#[doc = ""]
+#[doc = include_str!("../docs/tutorial.md")]
+pub mod tutorial {}
+
 #[doc = include_str!("guide/links.md")]
 /// From a loop in f32 to mixed precision, and to the example for each further need.
 #[doc = ""]
