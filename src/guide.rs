@@ -25,6 +25,12 @@ pub mod recipes {}
 pub mod porting {}
 
 #[doc = include_str!("guide/links.md")]
+/// Converting the examples of tch that train.
+#[doc = ""]
+#[doc = include_str!("../docs/tch_examples.md")]
+pub mod tch_examples {}
+
+#[doc = include_str!("guide/links.md")]
 /// The training loop: gradient clipping, gradient accumulation, several losses, threads, and pitfalls.
 #[doc = ""]
 #[doc = include_str!("../docs/training.md")]
