@@ -111,7 +111,8 @@ impl Checkpoint {
     /// [`Rng::get_state`](crate::checkpoint::Rng::get_state) returns it.
     ///
     /// When you train on a GPU, save the states of both generators under two names: dropout draws from the GPU's
-    /// generator, and shuffling on the CPU from the CPU's.
+    /// generator, and shuffling on the CPU from the CPU's. Random numbers of other libraries, such as the crate `rand`,
+    /// and the place in the data are not covered: save them with [`add_value`](Self::add_value).
     ///
     /// # Errors
     ///
