@@ -85,13 +85,6 @@ pub mod functions {}
 #[doc = include_str!("../docs/distributed.md")]
 pub mod distributed {}
 
-#[cfg(feature = "distributed")]
-#[doc = include_str!("guide/links.md")]
-/// What changes with 8, 64 and 1,000 ranks: bytes, memory and failures.
-#[doc = ""]
-#[doc = include_str!("../docs/many-ranks.md")]
-pub mod many_ranks {}
-
 #[cfg(feature = "insight")]
 #[doc = include_str!("guide/links.md")]
 /// Why a step was skipped, what half precision does to the numbers of a model, why it is not faster, and whether the loss
@@ -125,7 +118,7 @@ pub mod errors {}
 pub mod differences {}
 
 #[doc = include_str!("guide/links.md")]
-/// The guarantees of the crate, and how they are tested.
+/// The guarantees of the crate, and what is not tested.
 #[doc = ""]
 #[doc = include_str!("../docs/guarantees.md")]
 pub mod guarantees {}
