@@ -717,6 +717,16 @@ void tamp_device_memory_read(int8_t device_type, int8_t index, tamp_device_memor
 // Resets the peaks of a device to what it uses now.
 void tamp_device_memory_reset(int8_t device_type, int8_t index, char **err) TAMP_NOEXCEPT;
 
+// ------------------------------------------------------------------------------------------------------------- jit.cpp
+// These functions are for TorchScript modules, which tch runs.
+
+// Turns TorchScript's own autocast pass on or off, in all threads. Returns whether it was on.
+uint8_t tamp_jit_set_autocast_mode(uint8_t enabled, char **err) TAMP_NOEXCEPT;
+
+// Freezes the module in a TorchScript file of `count` bytes. Returns the bytes of the file of the frozen module, as a
+// uint8 tensor.
+tamp_tensor *tamp_jit_freeze(const uint8_t *file, size_t count, char **err) TAMP_NOEXCEPT;
+
 // --------------------------------------------------------------------------------------------------------- testing.cpp
 // These functions serve the crate's own tests, and exist in debug builds only.
 #ifdef TAMP_WITH_TESTING

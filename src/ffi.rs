@@ -16,6 +16,7 @@ mod gradients;
 mod heap;
 #[cfg(feature = "insight")]
 pub(crate) mod insight;
+mod jit;
 mod loss_scale;
 mod memory;
 mod numbers;
@@ -53,6 +54,7 @@ pub(crate) use function::{
 };
 pub(crate) use gradients::*;
 pub(crate) use heap::*;
+pub(crate) use jit::*;
 pub(crate) use loss_scale::*;
 pub(crate) use memory::{Stamps, elements, numel, overlapping, sizes};
 pub(crate) use numbers::*;

@@ -35,6 +35,7 @@ pub mod guide;
 pub mod half;
 #[cfg(feature = "insight")]
 pub mod insight;
+pub mod jit;
 pub mod loss_scale;
 pub mod memory;
 pub mod optim;

@@ -670,6 +670,13 @@ unsafe extern "C" {
     );
     pub(crate) fn tamp_device_memory_reset(device_type: i8, index: i8, err: *mut *mut c_char);
 
+    pub(crate) fn tamp_jit_set_autocast_mode(enabled: u8, err: *mut *mut c_char) -> u8;
+    pub(crate) fn tamp_jit_freeze(
+        file: *const u8,
+        count: usize,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+
     #[cfg(all(test, tamp_testing))]
     pub(crate) fn tamp_testing_fail_at(call: i64, kind: u8) -> i64;
     #[cfg(all(test, tamp_testing))]

@@ -386,6 +386,7 @@ const COMPUTES_NOTHING: &[&str] = &[
     "tamp_group_new",
     "tamp_group_reduce_scatter",
     "tamp_group_unwritable",
+    "tamp_jit_set_autocast_mode",
     "tamp_leaves",
     "tamp_matmul_precision",
     "tamp_name_begin",

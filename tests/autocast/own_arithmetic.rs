@@ -1,7 +1,7 @@
 //! What this crate computes itself obeys no region; see `common::own_arithmetic`.
 
 use tch::nn::VarStore;
-use tch::{Device, Kind, Tensor, no_grad};
+use tch::{CModule, Device, Kind, Tensor, no_grad};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::average::{Ema, Swa};
 use tch_amp::buffers::{BufferSnapshot, check_buffers_finite};
@@ -14,10 +14,11 @@ use tch_amp::loss_scale::{
 use tch_amp::optim::{Adagrad, Adam, AdamW, Lion, MasterWeights, Muon, Optimizer, RmsProp, Sgd};
 use tch_amp::policy::{KeepF32, cast_to_full, cast_to_half};
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, SpikeConfig};
-use tch_amp::{GradScaler, Policy, function, half};
+use tch_amp::{GradScaler, Policy, function, half, jit};
 
 use crate::alone;
 use crate::common::descent::Descent;
+use crate::common::files::Folder;
 use crate::common::for_each_device;
 use crate::common::own_arithmetic::{
     Job, assert_obeys_no_region, backward_of, large, leaves, loss_of, sum_of,
@@ -590,6 +591,17 @@ const JOBS: &[Job] = &[
         },
     },
     Job {
+        name: "a module that is frozen",
+        entries: &["tamp_jit_freeze"],
+        run: |device, within, results| {
+            let file = traced(device);
+            let mut frozen = Vec::new();
+            within(&mut || frozen = jit::freeze(&file).unwrap());
+            let module = CModule::load_data_on_device(&mut frozen.as_slice(), device).unwrap();
+            results.tensor(&module.forward_ts(&[large(device, F32)]).unwrap());
+        },
+    },
+    Job {
         name: "checks of derivatives",
         entries: &[],
         run: |device, within, results| {
@@ -609,6 +621,17 @@ const JOBS: &[Job] = &[
         },
     },
 ];
+
+/// The file of a module with a product of constants, which freezing computes.
+fn traced(device: Device) -> Vec<u8> {
+    let (weight, inputs) = (large(device, F32), [large(device, F32)]);
+    let mut forward = |xs: &[Tensor]| vec![xs[0].matmul(&weight.tr().matmul(&weight))];
+    let module = no_grad(|| CModule::create_by_tracing("Net", "forward", &inputs, &mut forward));
+    let folder = Folder::new();
+    let file = folder.file("traced.pt");
+    module.unwrap().save(&file).unwrap();
+    std::fs::read(file).unwrap()
+}
 
 fn build(algorithm: usize, list: &[Tensor], masters: usize) -> Optimizer {
     let masters = match masters {

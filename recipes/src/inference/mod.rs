@@ -1,5 +1,6 @@
 //! The recipe `inference`: the ways to evaluate a model, and their comparison.
 
+use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -9,10 +10,9 @@ use crate::{computer, print};
 use anyhow::{Context, Result, ensure};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{CModule, Cuda, Device, Kind, Tensor, no_grad};
-use tch_amp::autocast::is_autocast_enabled;
 use tch_amp::insight::html::{Document, Table};
 use tch_amp::policy::{KeepF32, keep_in_f32};
-use tch_amp::{Autocast, Policy};
+use tch_amp::{Autocast, Policy, jit};
 
 const INPUTS: i64 = 64;
 const WIDTH: i64 = 1024;
@@ -53,11 +53,13 @@ fn trace(xs: &Tensor, mut forward: impl FnMut(&Tensor) -> Tensor) -> Result<CMod
     Ok(module)
 }
 
-/// Saves a module and loads it again.
-fn reload(module: &CModule, file: &Path, device: Device) -> Result<CModule> {
-    module.save(file).with_context(|| format!("{} cannot be written", file.display()))?;
-    CModule::load_on_device(file, device)
-        .with_context(|| format!("{} cannot be read", file.display()))
+/// Saves a module frozen, and loads the file.
+fn freeze(module: &CModule, file: &Path, device: Device) -> Result<CModule> {
+    let name = file.display();
+    module.save(file).with_context(|| format!("{name} cannot be written"))?;
+    let saved = fs::read(file).with_context(|| format!("{name} cannot be read"))?;
+    fs::write(file, jit::freeze(&saved)?).with_context(|| format!("{name} cannot be written"))?;
+    CModule::load_on_device(file, device).with_context(|| format!("{name} cannot be loaded"))
 }
 
 /// Fails unless the outputs differ from those in f32 by no more than their roundings explain.
@@ -134,13 +136,13 @@ pub fn run(device: Device, file: &Path, rows: i64, times: usize) -> Result<Compa
         Ok(outputs.to_kind(Kind::Float))
     };
 
-    // The same as a file.
-    let module = trace(&xs, |xs| net.forward_t(xs, false).to_kind(Kind::Float))?;
-    let module = reload(&module, file, device)?;
-    let in_module = || {
-        ensure!(!is_autocast_enabled(device), "TorchScript's autocast pass would be on");
-        Ok(no_grad(|| module.forward_ts(&[&xs]))?)
-    };
+    // The same as a file. TorchScript's own autocast pass is off, so that the file computes the same in any region.
+    jit::set_autocast_mode(false)?;
+    let traced = trace(&xs, |xs| net.forward_t(xs, false).to_kind(Kind::Float))?;
+    let module = freeze(&traced, file, device)?;
+    let call = |module: &CModule| no_grad(|| module.forward_ts(&[&xs]));
+    ensure!(call(&traced)?.equal(&call(&module)?), "freezing changes the outputs");
+    let in_module = || Ok(call(&module)?);
 
     // With a policy the weights themselves are in bf16, so that no call casts them.
     let policy: Policy = POLICY.parse()?;

@@ -172,6 +172,8 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         });
         let random = ffi::rng_state(Device::Cpu).unwrap();
         fails(&|| ffi::rng_check_state(Device::Cpu, &random));
+        fails(&|| ffi::jit_set_autocast_mode(false).map(drop));
+        fails(&|| ffi::jit_freeze(b"file").map(drop));
         assert!(!ffi::any_nonzero(&[&found]).unwrap());
         #[cfg(feature = "insight")]
         {
