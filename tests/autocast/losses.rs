@@ -65,13 +65,16 @@ fn sum(x: &Tensor) -> Tensor {
     x.sum_dim_intlist(-1, false, None::<Kind>)
 }
 
-const HALF_LOG_2_PI: f64 = 0.918_938_533_204_672_7;
+/// What the logarithm of the density of a Gaussian subtracts: the logarithm of the square root of 2π.
+fn half_log_2_pi() -> f64 {
+    0.5 * std::f64::consts::TAU.ln()
+}
 
 fn squashed_gaussian(out: &[Tensor], correction: impl Fn(&Tensor) -> Tensor) -> Tensor {
     let (mean, log_std) = (&out[0], &out[1]);
     let noise = constant(mean, &mean.size(), 0.37).to_kind(mean.kind());
     let x = mean + log_std.exp() * &noise;
-    let density = noise.square() * -0.5 - log_std - HALF_LOG_2_PI;
+    let density = noise.square() * -0.5 - log_std - half_log_2_pi();
     sum(&(density - correction(&x)))
 }
 
@@ -79,7 +82,7 @@ fn mixture(out: &[Tensor], shares: &Tensor) -> Tensor {
     let (mean, log_std) = (&out[1], &out[2]);
     let y = constant(mean, &[32, 1], 0.71) * 2.0;
     let z = (y - mean) / log_std.exp();
-    shares + z.square() * -0.5 - log_std - HALF_LOG_2_PI
+    shares + z.square() * -0.5 - log_std - half_log_2_pi()
 }
 
 fn logits() -> Vec<Tensor> {
@@ -344,7 +347,7 @@ fn errors(loss: &Loss, formula: Formula, region: Autocast, device: Device, kind:
     let outputs: Vec<_> =
         (loss.outputs)().iter().map(|x| x.to_kind(kind).to_device(device)).collect();
     let wide: Vec<_> = outputs.iter().map(|x| x.to_kind(F32)).collect();
-    let exact = computed(&wide, 1.0, |out| (loss.by_hand)(out));
+    let exact = computed(&wide, 1.0, loss.by_hand);
     let at =
         |scale| computed(&outputs, scale, |out| region.dtype(kind).run(|| formula(out)).unwrap());
     let is_finite = |found: &[Tensor; 2]| found[1].isfinite().all().int64_value(&[]) == 1;
@@ -397,7 +400,7 @@ fn tables() -> [String; 2] {
     [errors, instead]
 }
 
-/// The page with the tables between its marks, or the tables of the page.
+/// Where the page has a table: its first byte, and the first one behind it.
 fn between(page: &str, mark: &str) -> (usize, usize) {
     let begin = format!("<!-- generated: {mark} -->\n\n");
     let from = page.find(&begin).unwrap_or_else(|| panic!("{PAGE} has no {mark}")) + begin.len();
