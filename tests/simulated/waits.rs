@@ -69,8 +69,11 @@ fn call<T>(f: impl FnOnce() -> T + 'static) -> Call {
     Box::new(move || drop(f()))
 }
 
+/// What comes before a call, and the call.
+type Prepared = fn(Training) -> Call;
+
 /// The calls of the page, as it writes them.
-const CALLS: &[(&str, fn(Training) -> Call)] = &[
+const CALLS: &[(&str, Prepared)] = &[
     // tch's that synchronize.
     ("f64::try_from(&loss)?", |t| call(move || f64::try_from(&t.loss).unwrap())),
     ("loss.double_value(&[])", |t| call(move || t.loss.double_value(&[]))),
