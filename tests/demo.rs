@@ -5,6 +5,7 @@ mod common;
 
 use common::files::Folder;
 use common::html::unclosed_tags;
+use recipes::Ranks;
 use recipes::demo::digits::computer::Facts;
 use recipes::demo::digits::options::Options;
 use recipes::demo::digits::train::{GROWTH_INTERVAL, RunResult};
@@ -12,10 +13,11 @@ use recipes::demo::digits::{report, table};
 use recipes::demo::gpt::train::{Options as GptOptions, Run};
 use recipes::demo::{digits, gpt};
 use recipes::gpt::data::Text;
-use recipes::{Precision, Ranks};
+use recipes::{PRECISIONS, precision_name};
 use std::path::PathBuf;
 use std::sync::{LazyLock, Mutex};
 use tch::Device;
+use tch_amp::Amp;
 
 /// Held while random numbers are drawn, because the generator belongs to the whole process.
 static RANDOM: Mutex<()> = Mutex::new(());
@@ -35,7 +37,7 @@ static GPT: LazyLock<Vec<Run>> = LazyLock::new(|| {
         gpt::run(options, &text, Device::Cpu, false).unwrap()
     };
     let _random = RANDOM.lock().unwrap();
-    [Precision::Fp32, Precision::Bf16].map(run).into()
+    [Amp::Off, Amp::Bf16].map(run).into()
 });
 
 fn options() -> Options {
@@ -53,9 +55,9 @@ fn html() -> String {
 
 #[test]
 fn every_run_learns() {
-    assert_eq!(RUNS.iter().map(|run| run.precision).collect::<Vec<_>>(), Precision::ALL);
+    assert_eq!(RUNS.iter().map(|run| run.precision).collect::<Vec<_>>(), PRECISIONS);
     for run in RUNS.iter() {
-        let (first, name) = (run.steps[0].loss, run.precision.name());
+        let (first, name) = (run.steps[0].loss, precision_name(run.precision));
         assert_eq!(run.steps.len(), 4 * 22, "{name}");
         assert!(run.final_loss < first / 3.0, "{name}: {first} to {}", run.final_loss);
         assert!(run.accuracy > 85.0, "{name}: {}", run.accuracy);
@@ -75,7 +77,7 @@ fn a_resumed_run_has_the_same_losses() {
     let rest = Options { epochs: 4, resume: true, ..part.clone() };
     for (run, whole) in run(&rest).unwrap().iter().zip(RUNS.iter()) {
         let losses = |run: &RunResult| run.steps.iter().map(|step| step.loss).collect::<Vec<_>>();
-        assert_eq!(losses(run), losses(whole), "{}", run.precision.name());
+        assert_eq!(losses(run), losses(whole), "{}", precision_name(run.precision));
         assert_eq!(run.accuracy, whole.accuracy);
         assert_eq!((run.final_scale, run.skipped()), (whole.final_scale, whole.skipped()));
     }
@@ -122,7 +124,7 @@ fn two_ranks_learn_what_one_process_does() {
     let runs: Vec<Vec<f64>> = serde_json::from_str(line).unwrap();
     assert_eq!(runs.len(), RUNS.len());
     for (losses, alone) in runs.into_iter().zip(RUNS.iter()) {
-        let name = alone.precision.name();
+        let name = precision_name(alone.precision);
         assert_eq!(losses.len(), 2 * 22, "{name}");
         // Two units in the last place of bf16, between a batch and the mean of its halves.
         assert!((losses[0] / alone.steps[0].loss - 1.0).abs() < 2.0 / 256.0, "{name}");
@@ -202,15 +204,20 @@ fn all_runs_start_from_the_same_weights_and_the_same_batch() {
 
 #[test]
 fn a_run_without_a_scaler_has_no_scale_and_skips_nothing() {
-    for run in RUNS.iter().filter(|run| run.precision != Precision::Fp16) {
-        assert_eq!((run.skipped(), run.final_scale), (0, None), "{}", run.precision.name());
+    for run in RUNS.iter().filter(|run| run.precision != Amp::Fp16) {
+        assert_eq!(
+            (run.skipped(), run.final_scale),
+            (0, None),
+            "{}",
+            precision_name(run.precision)
+        );
         assert!(run.steps.iter().all(|step| step.scale.is_none()));
     }
 }
 
 #[test]
 fn the_scale_halves_at_every_skip_and_doubles_after_every_clean_interval() {
-    let run = RUNS.iter().find(|run| run.precision == Precision::Fp16).unwrap();
+    let run = RUNS.iter().find(|run| run.precision == Amp::Fp16).unwrap();
     let (mut scale, mut clean) = (65536.0, 0);
     for (index, step) in run.steps.iter().enumerate() {
         assert_eq!(step.scale, Some(scale), "step {index}");
@@ -238,7 +245,7 @@ fn the_loss_plot_draws_every_step_of_every_run() {
     let svg = report::loss_plot(&RUNS).svg();
     for run in RUNS.iter() {
         for class in ["raw", "curve"] {
-            let points = polyline(&svg, &format!("{class} {}", run.precision.name()));
+            let points = polyline(&svg, &format!("{class} {}", precision_name(run.precision)));
             assert_eq!(points.len(), run.steps.len());
         }
     }

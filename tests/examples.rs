@@ -39,7 +39,6 @@ use anyhow::Context;
 use common::bits;
 use common::files::Folder;
 use common::python::Oracle;
-use recipes::Precision;
 use recipes::text_classifier::batch::Collate;
 use recipes::text_classifier::model::{Classifier, Dropout, Pooling};
 use recipes::text_classifier::pretrained;
@@ -48,6 +47,7 @@ use serde_json::json;
 use std::path::Path;
 use tch::Device;
 use tch::nn::VarStore;
+use tch_amp::Amp;
 
 #[test]
 fn train_runs() -> anyhow::Result<()> {
@@ -129,12 +129,12 @@ fn policy_runs() -> anyhow::Result<()> {
 /// A few steps. `tests/recipe` starts it as a program, which it interrupts.
 #[test]
 fn gan_runs() -> anyhow::Result<()> {
-    for (amp, steps) in [(Precision::Fp32, 20), (Precision::Bf16, 20), (Precision::Fp16, 6)] {
+    for (amp, steps) in [(Amp::Off, 20), (Amp::Bf16, 20), (Amp::Fp16, 6)] {
         let run = gan::short_run(Device::Cpu, amp, steps)?;
         let loss = run.log.last(gan::measure::DISCRIMINATOR);
         anyhow::ensure!(loss.is_some_and(f64::is_finite), "{run:?}");
         // The first scales of fp16 are too large, and lowering them skips steps.
-        anyhow::ensure!(run.skipped == 0 || amp == Precision::Fp16, "{run:?}");
+        anyhow::ensure!(run.skipped == 0 || amp == Amp::Fp16, "{run:?}");
     }
     println!("{}", gan::bce::plain_bce(Device::Cpu)?);
     Ok(())
@@ -143,7 +143,7 @@ fn gan_runs() -> anyhow::Result<()> {
 /// A few steps. `tests/recipe` starts it as a program, which it kills and interrupts, also on two ranks.
 #[test]
 fn gpt_runs() -> anyhow::Result<()> {
-    for (amp, steps) in [(Precision::Fp32, 5), (Precision::Bf16, 5), (Precision::Fp16, 2)] {
+    for (amp, steps) in [(Amp::Off, 5), (Amp::Bf16, 5), (Amp::Fp16, 2)] {
         let run = gpt::short_run(Device::Cpu, amp, steps)?;
         anyhow::ensure!(run.log.rows().len() == steps as usize, "{run:?}");
         let loss = run.log.last(recipes::measure::HELD_OUT);
@@ -155,11 +155,11 @@ fn gpt_runs() -> anyhow::Result<()> {
 /// A few steps, in which it learns to tell sentences apart, and in fp16 a single one, which is slow on the CPU.
 #[test]
 fn text_classifier_runs() -> anyhow::Result<()> {
-    for (amp, steps) in [(Precision::Fp32, 40), (Precision::Bf16, 40), (Precision::Fp16, 1)] {
+    for (amp, steps) in [(Amp::Off, 40), (Amp::Bf16, 40), (Amp::Fp16, 1)] {
         let run = text_classifier::short_run(Device::Cpu, amp, steps)?;
         anyhow::ensure!(run.log.rows().len() == steps as usize, "{run:?}");
         let accuracy = run.test.accuracy();
-        anyhow::ensure!(accuracy > 0.9 || amp == Precision::Fp16, "{amp:?}: {run:?}");
+        anyhow::ensure!(accuracy > 0.9 || amp == Amp::Fp16, "{amp:?}: {run:?}");
         // The best weights are those that were reloaded.
         let accuracies = run.log.series(recipes::measure::ACCURACY);
         let best = accuracies.iter().map(|point| point.1).fold(0.0, f64::max);
@@ -171,14 +171,14 @@ fn text_classifier_runs() -> anyhow::Result<()> {
 /// A few steps, in which it learns to tell bars apart, and in fp16 fewer, which are slow on the CPU.
 #[test]
 fn images_runs() -> anyhow::Result<()> {
-    for (amp, steps) in [(Precision::Fp32, 60), (Precision::Bf16, 60), (Precision::Fp16, 2)] {
+    for (amp, steps) in [(Amp::Off, 60), (Amp::Bf16, 60), (Amp::Fp16, 2)] {
         let run = images::short_run(Device::Cpu, amp, steps)?;
         anyhow::ensure!(run.log.rows().len() == steps as usize, "{run:?}");
         let tested = run.tested.as_ref().context("no test")?;
         for confusion in [&tested.averaged, &tested.last] {
             anyhow::ensure!(confusion.counts.iter().flatten().sum::<usize>() == 50, "{run:?}");
             let accuracy = confusion.accuracy();
-            anyhow::ensure!(accuracy > 0.9 || amp == Precision::Fp16, "{amp:?}: {run:?}");
+            anyhow::ensure!(accuracy > 0.9 || amp == Amp::Fp16, "{amp:?}: {run:?}");
         }
     }
     Ok(())

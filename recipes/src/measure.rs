@@ -1,11 +1,12 @@
 //! The numbers that most recipes measure: their columns in the log, which are also their names in TensorBoard.
 
+use super::Ranks;
 use super::memory::PeakMemory;
-use super::{Precision, Ranks};
 use anyhow::Result;
 use std::mem;
 use std::time::Instant;
 use tch::{Device, Tensor};
+use tch_amp::Amp;
 use tch_amp::GradScaler;
 
 /// A number of a step, with its column.
@@ -44,7 +45,7 @@ pub struct Measured {
 /// Counts what is read, and measures memory.
 #[derive(Debug)]
 pub struct Meter {
-    amp: Precision,
+    amp: Amp,
     memory: Option<PeakMemory>,
     /// The column of the rate, such as `images_per_second`.
     rate: &'static str,
@@ -55,7 +56,7 @@ pub struct Meter {
 impl Meter {
     /// Measures without memory. `rate` is the column of how many items all ranks read in a second, without evaluations
     /// but with the time that checkpoints take.
-    pub fn new(amp: Precision, rate: &'static str) -> Self {
+    pub fn new(amp: Amp, rate: &'static str) -> Self {
         Self { amp, memory: None, rate, count: 0 }
     }
 
@@ -75,7 +76,7 @@ impl Meter {
         let mut numbers = vec![(LOSS, ranks.mean(&measured.loss)?), (LEARNING_RATE, measured.lr)];
         let norm = measured.norm.as_ref().map(|norm| (GRADIENT_NORM, norm.double_value(&[])));
         numbers.extend(norm);
-        if self.amp == Precision::Fp16 {
+        if self.amp == Amp::Fp16 {
             numbers.push((SCALE, scaler.get_scale()?));
         }
         let count = mem::take(&mut self.count) as f64;

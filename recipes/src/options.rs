@@ -1,6 +1,6 @@
 //! The options that the recipes have in common, and how all options are read.
 
-use super::{Precision, Ranks, print, writable};
+use super::{Ranks, print, tell, writable};
 use anyhow::{Context, Result, bail, ensure};
 use lexopt::{Arg, Parser};
 use std::ffi::OsString;
@@ -8,14 +8,15 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use tch::{Cuda, Device};
+use tch_amp::Amp;
 
 /// An option: its name, what `--help` says of it, and what takes it, with its value from [`Arguments`].
 pub type Flag<T> = (&'static str, &'static str, fn(&mut T, &mut Arguments<'_>) -> Result<()>);
 
 /// The common options. In what `--help` says, words in capitals stand for the defaults of the recipe.
 const COMMON: &[Flag<Options>] = &[
-    ("--amp", "off, bf16 or fp16, default bf16", |it, args| {
-        args.parsed(Precision::parse).map(|amp| it.amp = amp)
+    ("--amp", "off, bf16, fp16, or auto for what is fastest; default bf16", |it, args| {
+        args.value().map(|amp| it.amp = amp)
     }),
     ("--device", "cpu or cuda, default CUDA if it is usable", |it, args| {
         args.parsed(parse_device).map(|device| it.device = Some(device))
@@ -66,6 +67,19 @@ const COMMON: &[Flag<Options>] = &[
 /// The most processes that can be started on a computer.
 const MOST_RANKS: usize = 64;
 
+/// What can be trained in, in the order in which it is compared.
+pub const PRECISIONS: [Amp; 3] = [Amp::Off, Amp::Bf16, Amp::Fp16];
+
+/// The name of a precision in tables, plots and style sheets.
+pub fn precision_name(amp: Amp) -> &'static str {
+    match amp {
+        Amp::Off => "fp32",
+        Amp::Bf16 => "bf16",
+        Amp::Fp16 => "fp16",
+        Amp::Auto => "auto",
+    }
+}
+
 /// The common options of a recipe.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
@@ -76,7 +90,7 @@ pub struct Options {
     /// Whether a run without `--resume` takes the place of an earlier one with the same options.
     pub replaces: bool,
     /// The precision of the training.
-    pub amp: Precision,
+    pub amp: Amp,
     /// `None`: CUDA if it is usable, otherwise the CPU.
     pub device: Option<Device>,
     /// The number of steps of the whole run.
@@ -108,7 +122,7 @@ impl Options {
             name,
             length: "--steps",
             replaces: false,
-            amp: Precision::Bf16,
+            amp: Amp::Bf16,
             device: None,
             steps,
             seed: 0,
@@ -148,6 +162,25 @@ impl Options {
             None if cuda_is_usable() => Ok(Device::Cuda(0)),
             None => Ok(Device::Cpu),
         }
+    }
+
+    /// Decides what `--amp auto` stands for on this device: what is fastest on the first rank, which says why. All
+    /// ranks call this.
+    pub fn decide(&mut self, device: Device, ranks: &Ranks) -> Result<()> {
+        if self.amp != Amp::Auto {
+            return Ok(());
+        }
+        let chosen = ranks.on_first(|| {
+            let fastest = self.amp.on(device)?;
+            tell(&fastest);
+            Ok(fastest.amp())
+        })?;
+        for amp in PRECISIONS {
+            if ranks.any(chosen == Some(amp))? {
+                self.amp = amp;
+            }
+        }
+        Ok(())
     }
 
     /// Puts the defaults of this recipe into what `--help` says.
@@ -358,7 +391,7 @@ mod tests {
             name: "it",
             length: "--steps",
             replaces: false,
-            amp: Precision::Fp16,
+            amp: Amp::Fp16,
             device: Some(Device::Cpu),
             steps: 3,
             seed: -7,

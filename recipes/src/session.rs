@@ -16,8 +16,8 @@ pub struct Session {
 
 impl Session {
     /// Starts the ranks that the options want, catches Ctrl-C, and checks that the report can be written. Returns `None`
-    /// in the process that has started the ranks, once they have ended.
-    pub fn start(options: &Options) -> Result<Option<Self>> {
+    /// in the process that has started the ranks, once they have ended. Decides the precision, if it is `auto`.
+    pub fn start(options: &mut Options) -> Result<Option<Self>> {
         let Some(ranks) = Ranks::start(options.ranks)? else { return Ok(None) };
         let interrupt = Interrupt::catch()?;
         options.check_out(&ranks)?;
@@ -25,6 +25,7 @@ impl Session {
         if ranks.size() > 1 {
             tell(ranks.describe(device)?);
         }
+        options.decide(device, &ranks)?;
         // Each step takes the same memory again.
         keep_freed_memory();
         Ok(Some(Self { ranks, device, interrupt }))

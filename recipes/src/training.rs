@@ -8,6 +8,7 @@ use anyhow::Result;
 use std::time::Instant;
 use tch::nn::VarStore;
 use tch_amp::checkpoint::Checkpoint;
+use tch_amp::{GradScaler, MixedPrecision};
 
 /// A model with everything that trains it. All ranks call the methods together.
 pub trait Training {
@@ -43,6 +44,14 @@ pub trait Training {
 
     /// The weights, which must be the same on all ranks.
     fn weights(&self) -> &VarStore;
+}
+
+/// The scaler of a recipe. Only that of fp16 scales; the others skip steps with non-finite gradients.
+pub fn scaler(precision: &MixedPrecision) -> tch_amp::Result<GradScaler> {
+    if precision.needs_scaling() {
+        return GradScaler::new(precision.device());
+    }
+    GradScaler::skip_only(precision.device())
 }
 
 /// A run that a trainer is to do.

@@ -6,6 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
+use crate::amp::MixedPrecision;
 use crate::error::{Error, PolicyError, Result};
 use crate::optim::MasterWeights;
 use crate::policy::{KeepF32, Policy, half_dtype};
@@ -68,9 +69,13 @@ pub enum OptLevel {
 impl OptLevel {
     const ALL: [Self; 4] = [Self::O0, Self::O1, Self::O2, Self::O3];
 
-    /// Returns the policy of the level on a device.
+    /// Returns the policy of the level on a device, in the device's [`half_dtype`]. For another dtype, see
+    /// [`MixedPrecision::policy`].
     pub fn policy(self, device: Device) -> Policy {
-        let half = half_dtype(device);
+        self.policy_in(half_dtype(device))
+    }
+
+    fn policy_in(self, half: Kind) -> Policy {
         match self {
             Self::O0 => Policy::FULL,
             Self::O1 => Policy { compute: half, ..Policy::FULL },
@@ -117,6 +122,26 @@ impl OptLevel {
             (Self::O1 | Self::O2, Kind::Half) => GradScaler::new(device),
             (Self::O1 | Self::O2, _) => GradScaler::skip_only(device),
         }
+    }
+}
+
+impl MixedPrecision {
+    /// Returns the policy of a level in the dtype of this precision; if it is f32, that of [`OptLevel::O0`]. The
+    /// [`scaler`](Self::scaler) of the precision fits each level but `O3`, which has none.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind};
+    /// use tch_amp::policy::OptLevel;
+    /// use tch_amp::Amp;
+    ///
+    /// let amp = Amp::Fp16.on(Device::Cpu)?;
+    /// assert_eq!(amp.policy(OptLevel::O2).compute(), Kind::Half);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn policy(&self, level: OptLevel) -> Policy {
+        self.dtype().map_or(Policy::FULL, |half| level.policy_in(half))
     }
 }
 

@@ -4,8 +4,9 @@ use tch::Device;
 use tch_amp::memory::Resident;
 
 use crate::same::RANDOM;
-use recipes::{Interrupt, Precision, Ranks};
+use recipes::{Interrupt, Ranks};
 use recipes::{gan, gpt, images, text_classifier};
+use tch_amp::Amp;
 
 /// Whole numbers at the ends of their types, also such that a width may have; and numbers that are none.
 const EXTREMES: [&str; 14] = [
@@ -56,7 +57,7 @@ fn try_all(own: &[&str], run: impl Fn(Vec<String>) -> anyhow::Result<()>) {
 #[test]
 fn a_gpt_survives_extreme_options() {
     let _random = RANDOM.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let (_, text) = gpt::small(Precision::Fp32, 2).unwrap();
+    let (_, text) = gpt::small(Amp::Off, 2).unwrap();
     let own = [
         "--width",
         "--layers",
@@ -104,7 +105,7 @@ fn a_gan_survives_extreme_options() {
 #[test]
 fn images_survive_extreme_options() {
     let _random = RANDOM.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let (_, data) = images::small(Precision::Fp32, 2).unwrap();
+    let (_, data) = images::small(Amp::Off, 2).unwrap();
     let own = [
         "--width",
         "--stages",
@@ -136,7 +137,7 @@ fn images_survive_extreme_options() {
 #[test]
 fn a_text_classifier_survives_extreme_options() {
     let _random = RANDOM.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let (_, data) = text_classifier::small(Precision::Fp32, 2).unwrap();
+    let (_, data) = text_classifier::small(Amp::Off, 2).unwrap();
     let own = [
         "--vocabulary",
         "--rows-limit",

@@ -12,12 +12,12 @@ use tch::{Device, Kind, Tensor, no_grad};
 use crate::common::files::Folder;
 use crate::common::python::Oracle;
 use crate::program::{self, Recipe};
-use recipes::Precision;
 use recipes::log::CSV;
 use recipes::measure::{ACCURACY, HELD_OUT, LOSS, SENT};
 use recipes::text_classifier::batch::Batch;
 use recipes::text_classifier::model::{Classifier, Dropout, Pooling};
 use recipes::text_classifier::{self, pretrained};
+use tch_amp::Amp;
 
 /// The settings of the published trainer, but for its sizes, and for dropout, for which the ranks draw other numbers here.
 const PUBLISHED: Recipe = Recipe {
@@ -172,8 +172,8 @@ fn a_pretrained_model_has_the_logits_of_python_for_both_parts_of_a_sentence() {
     let mask = places.lt_tensor(&Tensor::from_slice(&lengths).to_kind(Kind::Int64).unsqueeze(1));
     let labels = Tensor::zeros([rows], (Kind::Int64, Device::Cpu));
     let batch = Batch { tokens: whole(&tokens), types: whole(&types), mask, labels };
-    for (amp, want) in [(Precision::Fp32, &python.off), (Precision::Bf16, &python.bf16)] {
-        let region = amp.region(Device::Cpu);
+    for (amp, want) in [(Amp::Off, &python.off), (Amp::Bf16, &python.bf16)] {
+        let region = amp.on(Device::Cpu).unwrap().region();
         let logits = no_grad(|| region.run(|| model.logits(&batch, false))).unwrap();
         let found: Vec<Vec<f32>> = Vec::try_from(&logits).unwrap();
         let found: Vec<Vec<i32>> = found

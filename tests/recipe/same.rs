@@ -7,19 +7,20 @@ use tch::Device;
 use recipes::gpt::options::Options;
 use recipes::gpt::{self, Run};
 use recipes::measure::LOSS;
-use recipes::{Ended, Interrupt, Precision};
+use recipes::{Ended, Interrupt};
+use tch_amp::Amp;
 
 /// Held while random numbers are drawn, because the generator belongs to the whole process.
 pub static RANDOM: Mutex<()> = Mutex::new(());
 
-fn options(amp: Precision) -> Options {
+fn options(amp: Amp) -> Options {
     let (options, _) = gpt::small(amp, 6).unwrap();
     Options { layers: 2, length: 32, rows: 4, recompute: false, ..options }
 }
 
 fn run(options: &Options) -> Run {
     let _random = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
-    let (_, text) = gpt::small(Precision::Fp32, 6).unwrap();
+    let (_, text) = gpt::small(Amp::Off, 6).unwrap();
     let run = gpt::run_alone(options, &text, Device::Cpu, &Interrupt::never()).unwrap();
     assert_eq!((run.ended, run.log.rows().len()), (Ended::Finished, 6));
     run
@@ -31,7 +32,7 @@ fn losses(options: &Options) -> Vec<f64> {
 
 #[test]
 fn recomputing_changes_no_bit_with_dropout_either() {
-    for amp in [Precision::Fp32, Precision::Bf16] {
+    for amp in [Amp::Off, Amp::Bf16] {
         let kept = options(amp);
         let recomputed = Options { recompute: true, ..kept.clone() };
         assert_eq!(losses(&recomputed), losses(&kept), "{amp:?}");
@@ -43,7 +44,7 @@ fn recomputing_changes_no_bit_with_dropout_either() {
 /// One batch of 8 excerpts, two of 4, and four of 2: the same excerpts and, but for rounding, the same gradients.
 #[test]
 fn micro_batches_add_up_to_the_batch() {
-    let kept = Options { dropout: 0.0, ..options(Precision::Fp32) };
+    let kept = Options { dropout: 0.0, ..options(Amp::Off) };
     let whole = losses(&Options { rows: 8, micro_batches: 1, ..kept.clone() });
     for (rows, micro_batches) in [(4, 2), (2, 4)] {
         let parts = losses(&Options { rows, micro_batches, ..kept.clone() });

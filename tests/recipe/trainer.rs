@@ -11,7 +11,8 @@ use recipes::images::batch::Set;
 use recipes::images::options::Options;
 use recipes::images::reader::Reader;
 use recipes::images::{self, train::Trainer};
-use recipes::{Precision, Ranks, Training};
+use recipes::{Ranks, Training};
+use tch_amp::Amp;
 use tch_amp::checkpoint::Checkpoint;
 
 /// Runs a check with a trainer of the small model.
@@ -20,7 +21,7 @@ fn with_trainer<T>(
     check: impl FnOnce(&mut Trainer<'_>, &Set) -> T,
 ) -> T {
     let _random = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
-    let (options, data) = images::small(Precision::Fp32, 20).unwrap();
+    let (options, data) = images::small(Amp::Off, 20).unwrap();
     let options = change(options);
     let (set, ranks) = (Set::new(&data, options.moved, Device::Cpu), Ranks::alone());
     check(&mut Trainer::new(&options, &data, &set, Device::Cpu, &ranks).unwrap(), &set)

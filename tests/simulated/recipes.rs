@@ -7,8 +7,10 @@ mod matmul;
 use crate::common::files::Folder;
 use crate::common::simulation::Simulation;
 use crate::training::GPUS;
-use recipes::{Ended, Interrupt, Options, Precision, Ranks, Training};
+use recipes::PRECISIONS;
+use recipes::{Ended, Interrupt, Options, Ranks, Training};
 use recipes::{gan, gpt, images, inference, text_classifier};
+use tch_amp::Amp;
 
 #[test]
 fn custom_functions_run_in_the_dtype_of_the_region() {
@@ -22,9 +24,9 @@ fn custom_functions_run_in_the_dtype_of_the_region() {
 fn two_networks_train_with_a_scale_for_each_loss_and_plain_bce_is_refused() {
     let Some(_simulation) = Simulation::find() else { return };
     for gpu in GPUS {
-        for amp in Precision::ALL {
+        for amp in PRECISIONS {
             let run = gan::short_run(gpu, amp, 4).unwrap();
-            assert!(run.skipped == 0 || amp == Precision::Fp16, "{run:?}");
+            assert!(run.skipped == 0 || amp == Amp::Fp16, "{run:?}");
         }
         let refusal = gan::bce::plain_bce(gpu).unwrap();
         assert!(refusal.contains("unsafe to autocast"), "{refusal}");
@@ -34,7 +36,7 @@ fn two_networks_train_with_a_scale_for_each_loss_and_plain_bce_is_refused() {
 #[test]
 fn a_step_of_two_networks_does_not_synchronize() {
     let Some(simulation) = Simulation::find() else { return };
-    for amp in Precision::ALL {
+    for amp in PRECISIONS {
         let common = Options { amp, ..Options::silent("gan", 9) };
         let mut trainer =
             gan::train::Trainer::new(&gan::options::Options::new(common), GPUS[0]).unwrap();
@@ -59,7 +61,7 @@ fn a_file_that_was_traced_in_a_region_runs_on_the_device_of_the_trace() {
 fn the_gpt_trains_recomputes_evaluates_its_averages_and_writes() {
     let Some(_simulation) = Simulation::find() else { return };
     for gpu in GPUS {
-        for amp in Precision::ALL {
+        for amp in PRECISIONS {
             let run = gpt::short_run(gpu, amp, 4).unwrap();
             assert_eq!(run.log.rows().len(), 4, "{run:?}");
             let peak = run.log.last(recipes::measure::PEAK_MEMORY);
@@ -72,7 +74,7 @@ fn the_gpt_trains_recomputes_evaluates_its_averages_and_writes() {
 fn a_step_of_the_gpt_does_not_synchronize() {
     let Some(simulation) = Simulation::find() else { return };
     for gpu in GPUS {
-        for amp in Precision::ALL {
+        for amp in PRECISIONS {
             let (options, text) = gpt::small(amp, 10).unwrap();
             let ranks = Ranks::alone();
             let mut trainer = gpt::train::Trainer::new(&options, &text, gpu, &ranks).unwrap();
@@ -92,7 +94,7 @@ fn a_step_of_the_gpt_does_not_synchronize() {
 fn the_text_classifier_trains_without_synchronizing_and_goes_on() {
     let Some(simulation) = Simulation::find() else { return };
     for gpu in GPUS {
-        for amp in Precision::ALL {
+        for amp in PRECISIONS {
             let (whole, data) = text_classifier::small(amp, 6).unwrap();
             let task = text_classifier::Task::new(&whole, &data).unwrap();
             let ranks = Ranks::alone();
@@ -125,7 +127,7 @@ fn the_text_classifier_trains_without_synchronizing_and_goes_on() {
 fn an_interrupted_run_of_the_gpt_goes_on_with_the_random_numbers_of_its_gpu() {
     let Some(_simulation) = Simulation::find() else { return };
     for gpu in GPUS {
-        let (whole, text) = gpt::small(Precision::Fp16, 5).unwrap();
+        let (whole, text) = gpt::small(Amp::Fp16, 5).unwrap();
         let folder = Folder::new();
         let mut options = whole.clone();
         options.common.checkpoints = Some(folder.0.clone());
@@ -148,7 +150,7 @@ fn an_interrupted_run_of_the_gpt_goes_on_with_the_random_numbers_of_its_gpu() {
 fn the_images_are_learned_without_synchronizing_and_the_run_goes_on() {
     let Some(simulation) = Simulation::find() else { return };
     for gpu in GPUS {
-        for amp in Precision::ALL {
+        for amp in PRECISIONS {
             let (whole, data) = images::small(amp, 6).unwrap();
             let set = images::batch::Set::new(&data, whole.moved, gpu);
             let ranks = Ranks::alone();

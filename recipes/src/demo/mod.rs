@@ -4,7 +4,7 @@ pub mod digits;
 pub mod gpt;
 mod process;
 
-use crate::{Precision, Ranks, print, writable};
+use crate::{Ranks, print, writable};
 use anyhow::{Context, Result, ensure};
 use digits::computer::Facts;
 use digits::data::BATCH;
@@ -13,6 +13,8 @@ use digits::{report, table};
 use gpt::train::{Options as GptOptions, Run};
 use std::ffi::OsString;
 use tch::{Device, Kind};
+use tch_amp::Amp;
+use tch_amp::memory::keep_freed_memory;
 use tch_amp::precision::Precision as Speeds;
 
 /// How many steps bf16 takes where it is slow: enough to tell how slow.
@@ -87,8 +89,8 @@ fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
         process::run(GptOptions { precision, steps, seed, sample }, device)
     };
     let (bf16_steps, fp32_sample) = if is_slow { (FEW, SAMPLE) } else { (steps, 0) };
-    let fp32 = run(Precision::Fp32, steps, fp32_sample)?;
-    Ok(vec![fp32, run(Precision::Bf16, bf16_steps, SAMPLE - fp32_sample)?])
+    let fp32 = run(Amp::Off, steps, fp32_sample)?;
+    Ok(vec![fp32, run(Amp::Bf16, bf16_steps, SAMPLE - fp32_sample)?])
 }
 
 /// One run in this process: prints it as JSON.
@@ -97,13 +99,12 @@ fn gpt_run(args: &[OsString]) -> Result<()> {
     let [precision, steps, seed, sample, device] = args[..] else {
         anyhow::bail!("{} takes a precision, steps, seed, sample and device", process::ARGUMENT);
     };
-    let known = [Precision::Fp32, Precision::Bf16];
-    let precision = known.into_iter().find(|known| known.name() == precision);
-    let precision = precision.context("the precision is fp32 or bf16")?;
+    let precision: Amp = precision.parse()?;
     let (steps, seed, sample) = (steps.parse()?, seed.parse()?, sample.parse()?);
     let options = GptOptions { precision, steps, seed, sample };
     let device = if device == "cpu" { Device::Cpu } else { Device::Cuda(0) };
     let text = crate::gpt::data::Text::load()?;
+    keep_freed_memory();
     let run = gpt::run(options, &text, device, true)?;
     println!("{}", serde_json::to_string(&run)?);
     Ok(())

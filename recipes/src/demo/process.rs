@@ -1,6 +1,7 @@
 //! A run in a process of its own, so that its peak memory is its own, too.
 
 use crate::demo::gpt::train::{Options, Run};
+use crate::precision_name;
 use anyhow::{Context, Result, ensure};
 use std::env;
 use std::process::{Command, Stdio};
@@ -17,18 +18,21 @@ pub fn run(options: Options, device: Device) -> Result<Run> {
     let child = Command::new(program)
         .args([
             ARGUMENT,
-            precision.name(),
+            &precision.to_string(),
             &steps.to_string(),
             &seed.to_string(),
             &sample.to_string(),
             device,
         ])
-        // glibc gives freed tensors back to the system, so that a step that takes their memory again is seen to take it.
-        .env("MALLOC_MMAP_THRESHOLD_", "65536")
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output()
         .context("cannot start another process of this program")?;
-    ensure!(child.status.success(), "the {} run failed ({})", precision.name(), child.status);
+    ensure!(
+        child.status.success(),
+        "the {} run failed ({})",
+        precision_name(precision),
+        child.status
+    );
     serde_json::from_slice(&child.stdout).context("the other process printed no run")
 }

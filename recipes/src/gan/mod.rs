@@ -7,12 +7,14 @@ pub mod report;
 pub mod ring;
 pub mod train;
 
+use crate::precision_name;
 use crate::training::{self, Plan};
-use crate::{Ended, Interrupt, Log, Precision, Progress, Ranks};
+use crate::{Ended, Interrupt, Log, Progress, Ranks};
 use anyhow::Result;
 use options::Options;
 use std::ffi::OsString;
 use tch::{Device, Tensor};
+use tch_amp::Amp;
 use train::Trainer;
 
 /// What a run has left.
@@ -30,13 +32,14 @@ pub struct Run {
 
 /// Runs the program with these arguments.
 pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
-    let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
+    let Some(mut options) = Options::parse(args)? else { return Ok(Ended::Finished) };
     let interrupt = Interrupt::catch()?;
     options.common.check_out(&Ranks::alone())?;
     let device = options.common.device()?;
+    options.common.decide(device, &Ranks::alone())?;
     // Networks this small gain nothing from several threads, which lose much time to each other on a busy machine.
     tch::set_num_threads(1);
-    let name = format!("GAN {}", options.common.amp.name());
+    let name = format!("GAN {}", precision_name(options.common.amp));
     let progress = Progress::new(&name, options.common.steps, options.common.log_every)?;
     progress.say(&bce::plain_bce(device)?);
     let run = train(&options, device, &interrupt, &progress)?;
@@ -73,7 +76,7 @@ pub fn train_from(
 }
 
 /// Takes a few steps in this process, without files: for tests.
-pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
+pub fn short_run(device: Device, amp: Amp, steps: u64) -> Result<Run> {
     let common = crate::Options { amp, log_every: 5, ..crate::Options::silent("gan", steps) };
     let options = Options::new(common);
     let run = train(&options, device, &Interrupt::never(), &Progress::silent())?;

@@ -54,6 +54,6 @@ impl Options {
     /// line of the log judges points that are made of random numbers.
     pub fn of_run(&self) -> String {
         let crate::Options { amp, steps, seed, log_every, .. } = &self.common;
-        format!("--amp {} --steps {steps} --seed {seed} --log-every {log_every}", amp.name())
+        format!("--amp {amp} --steps {steps} --seed {seed} --log-every {log_every}")
     }
 }

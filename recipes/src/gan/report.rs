@@ -4,10 +4,12 @@ use super::Run;
 use super::measure::{self, SCALES};
 use super::options::Options;
 use super::ring::{MODES, RADIUS};
+use crate::precision_name;
 use crate::report::or_dash;
-use crate::{Precision, computer, print};
+use crate::{computer, print};
 use anyhow::Result;
 use tch::{Device, Kind};
+use tch_amp::Amp;
 use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
 
 /// How many points of the generator are drawn.
@@ -36,7 +38,7 @@ pub fn table(options: &Options, run: &Run) -> Table<7> {
         "skipped steps",
     ]);
     table.row([
-        options.common.amp.name().to_owned(),
+        precision_name(options.common.amp).to_owned(),
         or_dash(last(measure::COVERED).map(|modes| format!("{modes} of {MODES}"))),
         or_dash(last(measure::CLOSE).map(|share| format!("{:.0} %", 100.0 * share))),
         loss(measure::DISCRIMINATOR),
@@ -54,7 +56,7 @@ pub fn page(options: &Options, run: &Run, device: Device) -> Document {
     let page = Document::new("A generator and a discriminator")
         .result(&format!(
             "After {steps} steps in {}, the generator covers {covered} of {MODES} modes.",
-            amp.name()
+            precision_name(amp)
         ))
         .table(&table(options, run))
         .note(
@@ -68,18 +70,17 @@ pub fn page(options: &Options, run: &Run, device: Device) -> Document {
         .heading("Modes")
         .plot(&plot(run, "modes covered", Spacing::Linear, &[("first", "modes", measure::COVERED)]));
     let page = match amp {
-        Precision::Fp16 => page.heading("A scale for each loss").plot(&plot(
+        Amp::Fp16 => page.heading("A scale for each loss").plot(&plot(
             run,
             "loss scale",
             Spacing::Log2,
             &OF_SCALES,
         )),
-        Precision::Fp32 | Precision::Bf16 => page,
+        Amp::Off | Amp::Bf16 | Amp::Auto => page,
     };
     page.heading("The run").facts([
         ("Steps", format!("{steps} of both networks, seed {}", options.common.seed)),
         ("Device", computer::device(device)),
-        ("libtorch", or_dash(computer::torch_version())),
     ])
 }
 

@@ -5,12 +5,13 @@ use super::measure;
 use super::options::Options;
 use super::ring;
 use crate::measure::Number;
-use crate::{Precision, Ranks, Training};
+use crate::{Ranks, Training};
 use anyhow::Result;
 use std::time::Instant;
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor, no_grad};
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::Amp;
+use tch_amp::checkpoint::{Checkpoint, Stateful};
 use tch_amp::optim::{Adam, Optimizer};
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, StepCounter};
 use tch_amp::{Autocast, GradScaler};
@@ -59,7 +60,7 @@ pub struct Losses {
 
 /// Both networks and everything that trains them.
 pub struct Trainer {
-    amp: Precision,
+    amp: Amp,
     device: Device,
     region: Autocast,
     centres: Tensor,
@@ -74,13 +75,14 @@ impl Trainer {
     /// Makes networks with random weights, the same ones for the same seed.
     pub fn new(options: &Options, device: Device) -> Result<Self> {
         let amp = options.common.amp;
+        let precision = amp.on(device)?;
         tch::manual_seed(options.common.seed);
         // bf16 has the range of f32 and needs no scale; the loop is the same.
-        let config = GradScalerConfig { enabled: amp == Precision::Fp16, ..Default::default() };
+        let config = GradScalerConfig { enabled: precision.needs_scaling(), ..Default::default() };
         Ok(Self {
             amp,
             device,
-            region: amp.region(device),
+            region: precision.region(),
             centres: ring::centres(device),
             generator: Player::new(device, NOISE, 2)?,
             discriminator: Player::new(device, 2, 1)?,
@@ -132,6 +134,18 @@ impl Trainer {
     fn noise(&self, count: i64) -> Tensor {
         Tensor::randn([count, NOISE], (Kind::Float, self.device))
     }
+
+    /// The states of a checkpoint.
+    fn parts(&mut self) -> [(&'static str, &mut dyn Stateful); 6] {
+        [
+            ("generator", &mut self.generator.vs),
+            ("discriminator", &mut self.discriminator.vs),
+            ("generator_optimizer", &mut self.generator.optimizer),
+            ("discriminator_optimizer", &mut self.discriminator.optimizer),
+            ("generator_scalers", &mut self.scalers),
+            ("discriminator_scaler", &mut self.scaler),
+        ]
+    }
 }
 
 impl Training for Trainer {
@@ -159,7 +173,7 @@ impl Training for Trainer {
             (measure::COVERED, covered),
             (measure::CLOSE, close),
         ];
-        if self.amp == Precision::Fp16 {
+        if self.amp == Amp::Fp16 {
             let of_generator = [self.scalers.get_scale(0)?, self.scalers.get_scale(1)?];
             let scales = [self.scaler.get_scale()?, of_generator[0], of_generator[1]];
             numbers.extend(measure::SCALES.into_iter().zip(scales));
@@ -172,12 +186,7 @@ impl Training for Trainer {
     }
 
     fn save(&mut self, checkpoint: &mut Checkpoint) -> Result<()> {
-        checkpoint.add_model("generator", &self.generator.vs)?;
-        checkpoint.add_model("discriminator", &self.discriminator.vs)?;
-        checkpoint.add_optimizer("generator_optimizer", &mut self.generator.optimizer)?;
-        checkpoint.add_optimizer("discriminator_optimizer", &mut self.discriminator.optimizer)?;
-        checkpoint.add_scalers("generator_scalers", &self.scalers)?;
-        checkpoint.add_scaler("discriminator_scaler", &self.scaler)?;
+        checkpoint.add_all(self.parts())?;
         Ranks::alone().add_rngs(checkpoint, self.device)?;
         checkpoint.add_value("taken", &self.taken.count()?)?;
         Ok(())
@@ -185,15 +194,9 @@ impl Training for Trainer {
 
     fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let taken = checkpoint.value("taken")?;
-        let restore = checkpoint
-            .restore()
-            .model("generator", &self.generator.vs)
-            .model("discriminator", &self.discriminator.vs)
-            .optimizer("generator_optimizer", &mut self.generator.optimizer)
-            .optimizer("discriminator_optimizer", &mut self.discriminator.optimizer)
-            .scalers("generator_scalers", &mut self.scalers)
-            .scaler("discriminator_scaler", &mut self.scaler);
-        Ranks::alone().rngs(restore, checkpoint, self.device).apply()?;
+        let device = self.device;
+        let restore = checkpoint.restore().add_all(self.parts());
+        Ranks::alone().rngs(restore, checkpoint, device).apply()?;
         self.taken = StepCounter::starting_at(taken);
         Ok(())
     }

@@ -7,13 +7,15 @@ pub mod reader;
 pub mod report;
 pub mod train;
 
+use crate::precision_name;
 use crate::training::{self, Plan};
-use crate::{Ended, Interrupt, Log, Precision, Progress, Ranks, Session};
+use crate::{Ended, Interrupt, Log, Progress, Ranks, Session};
 use anyhow::Result;
 use data::Text;
 use options::Options;
 use std::ffi::OsString;
 use tch::Device;
+use tch_amp::Amp;
 use train::Trainer;
 
 /// What a run has left.
@@ -31,13 +33,13 @@ pub struct Run {
 
 /// Runs the program with these arguments.
 pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
-    let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
-    let Some(session) = Session::start(&options.common)? else { return Ok(Ended::Finished) };
+    let Some(mut options) = Options::parse(args)? else { return Ok(Ended::Finished) };
+    let Some(session) = Session::start(&mut options.common)? else { return Ok(Ended::Finished) };
     let text = match &options.text {
         Some(path) => Text::read(path)?,
         None => Text::load()?,
     };
-    let name = format!("GPT {}", options.common.amp.name());
+    let name = format!("GPT {}", precision_name(options.common.amp));
     let progress = Progress::on_first(&session.ranks, &name, &options.common)?;
     progress.say(&format!("The text: {}", text.origin));
     let run = train(&options, &text, &session, &progress)?;
@@ -65,7 +67,7 @@ pub fn train(
 }
 
 /// A very small model, which writes no files: for tests.
-pub fn small(amp: Precision, steps: u64) -> Result<(Options, Text)> {
+pub fn small(amp: Amp, steps: u64) -> Result<(Options, Text)> {
     let common = crate::Options { amp, log_every: 1, ..crate::Options::silent("gpt", steps) };
     let options = Options { width: 64, layers: 1, length: 16, rows: 2, ..Options::new(common) };
     let options = Options { sample: 4, recompute: true, ..options };
@@ -74,7 +76,7 @@ pub fn small(amp: Precision, steps: u64) -> Result<(Options, Text)> {
 }
 
 /// Takes a few steps of the small model in this process.
-pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
+pub fn short_run(device: Device, amp: Amp, steps: u64) -> Result<Run> {
     let (options, text) = small(amp, steps)?;
     let run = run_alone(&options, &text, device, &Interrupt::never())?;
     // The report of the run can be made, too.

@@ -141,9 +141,8 @@ impl Options {
         let Self { width, layers, length, rows, micro_batches, lr, dropout, ema, .. } = self;
         let crate::Options { amp, steps, seed, .. } = &self.common;
         format!(
-            "--amp {} --steps {steps} --seed {seed} --width {width} --layers {layers} --length {length} --rows {rows} \
+            "--amp {amp} --steps {steps} --seed {seed} --width {width} --layers {layers} --length {length} --rows {rows} \
              --accumulate {micro_batches} --lr {lr} --dropout {dropout} --ema {ema}, and {}",
-            amp.name(),
             text.identity()
         )
     }

@@ -3,10 +3,12 @@
 use super::Run;
 use super::options::Options;
 use super::train::TOKENS_PER_SECOND;
+use crate::precision_name;
 use crate::report::{mebibytes, or_dash};
-use crate::{Precision, Ranks, computer, measure, print};
+use crate::{Ranks, computer, measure, print};
 use anyhow::Result;
 use tch::Device;
+use tch_amp::Amp;
 use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
 
 /// The lines of the log over which the last loss is averaged, but no more than half of them.
@@ -40,7 +42,7 @@ pub fn table(options: &Options, run: &Run) -> Table<7> {
         "final scale",
     ]);
     table.row([
-        options.common.amp.name().to_owned(),
+        precision_name(options.common.amp).to_owned(),
         format!("{loss:.3}"),
         or_dash(number(measure::HELD_OUT).map(|loss| format!("{loss:.3}"))),
         or_dash(run.log.median(TOKENS_PER_SECOND).map(|rate| format!("{rate:.0}"))),
@@ -59,7 +61,7 @@ pub fn page(options: &Options, run: &Run, origin: &str, device: Device, ranks: &
         .result(&format!(
             "After {steps} steps in {}, the averaged weights predict held-out text with a loss of {held_out:.3} nats \
              per byte.",
-            options.common.amp.name()
+            precision_name(options.common.amp)
         ))
         .table(&table(options, run))
         .note(&format!(
@@ -74,7 +76,7 @@ pub fn page(options: &Options, run: &Run, origin: &str, device: Device, ranks: &
         .plot(&plot(run, measure::LEARNING_RATE, "learning rate", Spacing::Linear))
         .heading("Norm of the gradients")
         .plot(&plot(run, measure::GRADIENT_NORM, "2-norm before clipping", Spacing::Log10));
-    let page = if options.common.amp == Precision::Fp16 {
+    let page = if options.common.amp == Amp::Fp16 {
         page.heading("Loss scale").plot(&plot(run, measure::SCALE, "loss scale", Spacing::Log2))
     } else {
         page
@@ -106,7 +108,7 @@ fn facts(
     origin: &str,
     device: Device,
     ranks: &Ranks,
-) -> [(&'static str, String); 7] {
+) -> [(&'static str, String); 6] {
     let Options { width, layers, length, rows, micro_batches, lr, dropout, ema, .. } = options;
     let yes = |is: bool| if is { "yes" } else { "no" }.to_owned();
     let zero = if options.zero { ", which divide the state of the optimizer (ZeRO-1)" } else { "" };
@@ -124,6 +126,5 @@ fn facts(
         ("Recomputed", yes(options.recompute)),
         ("Processes", format!("{}{zero}", ranks.size())),
         ("Device", computer::device(device)),
-        ("libtorch", or_dash(computer::torch_version())),
     ]
 }

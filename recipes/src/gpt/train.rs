@@ -7,14 +7,14 @@ use super::reader::Reader;
 use crate::measure::{self, Measured, Meter, Number};
 use crate::memory::check_fits;
 use crate::ranks::Gradients;
-use crate::{Ranks, Training};
+use crate::{Ranks, Training, training};
 use anyhow::{Result, ensure};
 use std::time::Instant;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::average::{AveragedWeights, Ema};
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, Stateful};
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::schedule::{CosineAnnealingLr, LinearLr, Scheduler, SequentialLr};
 use tch_amp::{Autocast, GradScaler};
@@ -55,6 +55,7 @@ impl<'a> Trainer<'a> {
         ranks: &'a Ranks,
     ) -> Result<Self> {
         let (amp, seed, steps) = (options.common.amp, options.common.seed, options.common.steps);
+        let precision = amp.on(device)?;
         let meter = Meter::new(amp, TOKENS_PER_SECOND).with_memory(device);
         ensure!(
             options.rows.is_multiple_of(ranks.size()),
@@ -85,10 +86,10 @@ impl<'a> Trainer<'a> {
             LinearLr { start_factor: 0.01, total_iters: warm_up, ..Default::default() };
         let schedule =
             SequentialLr::new(warm_up_lr).then_at(warm_up, cosine).build(&mut optimizer)?;
-        let mut scaler = amp.scaler(device)?;
+        let mut scaler = training::scaler(&precision)?;
         scaler.name_parameters(&vs)?;
         let ema = Ema { warmup: true, ..Ema::new(options.ema) }.build(&vs)?;
-        let region = amp.region(device);
+        let region = precision.region();
         Ok(Self {
             options,
             ranks,
@@ -112,6 +113,17 @@ impl<'a> Trainer<'a> {
         tch::manual_seed(self.options.common.seed);
         let _averages = self.ema.swap_in()?;
         Ok(no_grad(|| self.region.run(|| self.model.write(PROMPT, bytes, self.device)))?)
+    }
+
+    /// The states of a checkpoint.
+    fn parts(&mut self) -> [(&'static str, &mut dyn Stateful); 5] {
+        [
+            ("model", &mut self.vs),
+            ("optimizer", &mut self.optimizer),
+            ("scaler", &mut self.scaler),
+            ("schedule", &mut self.schedule),
+            ("ema", &mut self.ema),
+        ]
     }
 }
 
@@ -179,11 +191,7 @@ impl Training for Trainer<'_> {
     }
 
     fn save(&mut self, checkpoint: &mut Checkpoint) -> Result<()> {
-        checkpoint.add_model("model", &self.vs)?;
-        checkpoint.add_optimizer("optimizer", &mut self.optimizer)?;
-        checkpoint.add_scaler("scaler", &self.scaler)?;
-        checkpoint.add("schedule", &mut self.schedule)?;
-        checkpoint.add("ema", &mut self.ema)?;
+        checkpoint.add_all(self.parts())?;
         self.ranks.add_rngs(checkpoint, self.device)?;
         checkpoint.add_value("position", &self.reader.position)?;
         Ok(())
@@ -191,14 +199,9 @@ impl Training for Trainer<'_> {
 
     fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let position = checkpoint.value("position")?;
-        let restore = checkpoint
-            .restore()
-            .model("model", &self.vs)
-            .optimizer("optimizer", &mut self.optimizer)
-            .scaler("scaler", &mut self.scaler)
-            .add("schedule", &mut self.schedule)
-            .add("ema", &mut self.ema);
-        self.ranks.rngs(restore, checkpoint, self.device).apply()?;
+        let (ranks, device) = (self.ranks, self.device);
+        let restore = checkpoint.restore().add_all(self.parts());
+        ranks.rngs(restore, checkpoint, device).apply()?;
         self.reader.position = position;
         Ok(())
     }

@@ -11,14 +11,16 @@ pub mod test;
 pub mod train;
 
 use crate::order::mixed;
+use crate::precision_name;
 use crate::training::{self, Plan};
-use crate::{Ended, Interrupt, Log, Precision, Progress, Ranks, Saves, Session, tell};
+use crate::{Ended, Interrupt, Log, Progress, Ranks, Saves, Session, tell};
 use anyhow::Result;
 use batch::Set;
 use data::{Data, Images};
 use options::Options;
 use std::ffi::OsString;
 use tch::Device;
+use tch_amp::Amp;
 use test::Tested;
 use train::Trainer;
 
@@ -26,7 +28,7 @@ use train::Trainer;
 #[derive(Debug)]
 pub struct Run {
     /// The precision.
-    pub amp: Precision,
+    pub amp: Amp,
     /// Whether it has done all of its steps.
     pub ended: Ended,
     /// The numbers of all steps, also of those before it was resumed.
@@ -41,8 +43,8 @@ pub struct Run {
 
 /// Runs the program with these arguments.
 pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
-    let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
-    let Some(session) = Session::start(&options.common)? else { return Ok(Ended::Finished) };
+    let Some(mut options) = Options::parse(args)? else { return Ok(Ended::Finished) };
+    let Some(session) = Session::start(&mut options.common)? else { return Ok(Ended::Finished) };
     let Session { ranks, device, .. } = &session;
     options.check_ranks(ranks.size())?;
     let data = match &options.data {
@@ -67,7 +69,7 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
     }
     let mut done = Vec::new();
     for options in &runs {
-        let name = format!("ResNet {}", options.common.amp.name());
+        let name = format!("ResNet {}", precision_name(options.common.amp));
         let progress = Progress::on_first(ranks, &name, &options.common)?;
         let run = train(options, &data, &set, &session, &progress)?;
         progress.finish();
@@ -100,7 +102,7 @@ pub fn train(
 }
 
 /// A very small model and images of [`bars`], which writes no files: for tests.
-pub fn small(amp: Precision, steps: u64) -> Result<(Options, Data)> {
+pub fn small(amp: Amp, steps: u64) -> Result<(Options, Data)> {
     let common = crate::Options::silent("images", steps);
     let common = crate::Options { amp, log_every: 1, eval_every: 20, save_every: 100, ..common };
     let options = Options { width: 8, stages: 2, rows: 16, lr: 0.05, ..Options::new(common) };
@@ -130,7 +132,7 @@ pub fn bars(first: u64, count: u64) -> Images {
 }
 
 /// Takes a few steps of the small model in this process.
-pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
+pub fn short_run(device: Device, amp: Amp, steps: u64) -> Result<Run> {
     let (options, data) = small(amp, steps)?;
     let run = run_alone(&options, &data, device, &Interrupt::never())?;
     // The report of the run can be made, too.

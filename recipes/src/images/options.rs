@@ -1,12 +1,13 @@
 //! The command line.
 
 use super::data::Data;
-use crate::Precision;
 use crate::options::{Flag, OwnOptions};
+use crate::{PRECISIONS, precision_name};
 use anyhow::{Result, ensure};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use tch::Device;
+use tch_amp::Amp;
 
 /// The options of a run.
 #[derive(Clone, Debug, PartialEq)]
@@ -16,7 +17,7 @@ pub struct Options {
     /// The folder of the images; `None`: Fashion-MNIST or digits.
     pub data: Option<PathBuf>,
     /// The precisions to compare; empty: that of `--amp` alone.
-    pub compare: Vec<Precision>,
+    pub compare: Vec<Amp>,
     /// Whether `--compare` names the precisions, so that none is left out.
     pub names_all: bool,
     pub width: i64,
@@ -172,11 +173,11 @@ impl Options {
         if self.compare.is_empty() {
             return (vec![self.clone()], false);
         }
-        let is_slow =
-            |amp: &Precision| *amp == Precision::Fp16 && device == Device::Cpu && !self.names_all;
-        let run = |amp: &Precision| {
-            let below =
-                |path: &Option<PathBuf>| path.as_deref().map(|path: &Path| path.join(amp.name()));
+        let is_slow = |amp: &Amp| *amp == Amp::Fp16 && device == Device::Cpu && !self.names_all;
+        let run = |amp: &Amp| {
+            let below = |path: &Option<PathBuf>| {
+                path.as_deref().map(|path: &Path| path.join(precision_name(*amp)))
+            };
             let (checkpoints, logs) = (below(&self.common.checkpoints), below(&self.common.logs));
             let common = crate::Options { amp: *amp, checkpoints, logs, ..self.common.clone() };
             Self { common, ..self.clone() }
@@ -192,9 +193,8 @@ impl Options {
         let crate::Options { amp, steps, seed, .. } = &self.common;
         let flag = |is_on, name| if is_on { name } else { "" };
         format!(
-            "--amp {} --steps {steps} --seed {seed} --width {width} --stages {stages} --blocks {blocks} --rows {rows} \
+            "--amp {amp} --steps {steps} --seed {seed} --width {width} --stages {stages} --blocks {blocks} --rows {rows} \
              --lr {lr} --swa-from {swa_from} --swa-every {swa_every} --move {moved}{}{}{}, and {}",
-            amp.name(),
             flag(*mirror, " --mirror"),
             flag(self.channels_first, " --channels-first"),
             flag(self.sync_batch_norm, " --sync-batch-norm"),
@@ -207,13 +207,14 @@ impl Options {
 const STEPS: u64 = 1000;
 
 /// The value of `--compare`, and whether it names each of the precisions.
-fn precisions(text: &str) -> Result<(Vec<Precision>, bool)> {
+fn precisions(text: &str) -> Result<(Vec<Amp>, bool)> {
     if text == "all" {
-        return Ok((Precision::ALL.into(), false));
+        return Ok((PRECISIONS.into(), false));
     }
     let mut all = Vec::new();
     for name in text.split(',') {
-        let amp = Precision::parse(name)?;
+        let amp: Amp = name.parse()?;
+        ensure!(amp != Amp::Auto, "auto is not a precision to compare");
         ensure!(!all.contains(&amp), "{name} is there twice");
         all.push(amp);
     }
@@ -226,7 +227,7 @@ mod tests {
 
     use super::*;
 
-    fn runs(line: &str, device: Device) -> (Vec<(Precision, PathBuf)>, bool) {
+    fn runs(line: &str, device: Device) -> (Vec<(Amp, PathBuf)>, bool) {
         let words = line.split_whitespace().map(str::to_owned);
         let options = Options::parse(words).unwrap().unwrap();
         let (runs, is_left_out) = options.runs(device);
@@ -236,8 +237,8 @@ mod tests {
 
     #[test]
     fn fp16_is_left_out_on_the_cpu_unless_it_is_asked_for() {
-        let [fp32, bf16, fp16] = Precision::ALL;
-        let precisions = |(runs, is_left_out): (Vec<(Precision, PathBuf)>, bool)| {
+        let [fp32, bf16, fp16] = PRECISIONS;
+        let precisions = |(runs, is_left_out): (Vec<(Amp, PathBuf)>, bool)| {
             (runs.into_iter().map(|run| run.0).collect::<Vec<_>>(), is_left_out)
         };
         let all = "--compare all";

@@ -5,6 +5,7 @@ use super::options::Options;
 use super::test::Tested;
 use super::train::IMAGES_PER_SECOND;
 use super::{Run, train};
+use crate::precision_name;
 use crate::report::{mebibytes, or_dash};
 use crate::{Ranks, computer, measure, print};
 use anyhow::Result;
@@ -51,7 +52,7 @@ pub fn table(runs: &[Run]) -> Table<9> {
         let relative = (runs.len() > 1).then(|| format!("{:.2}", rate(run) / first));
         let peak = run.log.last(measure::PEAK_MEMORY).map(|bytes| bytes as u64);
         table.row([
-            run.amp.name().to_owned(),
+            precision_name(run.amp).to_owned(),
             tested(|tested| tested.averaged.accuracy()),
             tested(|tested| tested.last.accuracy()),
             format!("{:.1}", run.seconds),
@@ -78,7 +79,7 @@ pub fn page(
         if let Some(tested) = &run.tested {
             page = page.result(&format!(
                 "In {}, the averaged weights give the right answer for {:.2} % of the images of the test.",
-                run.amp.name(),
+                precision_name(run.amp),
                 100.0 * tested.averaged.accuracy()
             ));
         }
@@ -101,7 +102,7 @@ pub fn page(
     for run in runs {
         if let Some(Tested { averaged, .. }) = &run.tested {
             page = page
-                .heading(&format!("Classes in {}", run.amp.name()))
+                .heading(&format!("Classes in {}", precision_name(run.amp)))
                 .table(&averaged.scores_table(&data.labels, "images"))
                 .preformatted(&averaged.matrix(&data.labels))
                 .note(
@@ -115,7 +116,7 @@ pub fn page(
 /// A line for each run.
 fn plot(runs: &[Run], description: &'static str, column: &str, label: &'static str) -> Plot {
     let line = |run: &Run| {
-        let (name, points) = (run.amp.name(), run.log.series(column));
+        let (name, points) = (precision_name(run.amp), run.log.series(column));
         if column != measure::LOSS {
             return Series::line(name, name, points);
         }
@@ -132,7 +133,7 @@ fn facts(
     data: &Data,
     device: Device,
     ranks: &Ranks,
-) -> [(&'static str, String); 7] {
+) -> [(&'static str, String); 6] {
     let Options { width, stages, blocks, rows, lr, swa_every, moved, .. } = options;
     let (_, before) = train::phases(options);
     let mirrored =
@@ -154,6 +155,5 @@ fn facts(
         ),
         ("Processes", format!("{}{synced}", ranks.size())),
         ("Device", computer::device(device)),
-        ("libtorch", or_dash(computer::torch_version())),
     ]
 }

@@ -9,13 +9,13 @@ use super::reader::Reader;
 use crate::measure::{self, Measured, Meter, Number};
 use crate::memory::check_fits;
 use crate::ranks::Gradients;
-use crate::{Ranks, Training};
+use crate::{Ranks, Training, training};
 use anyhow::Result;
 use std::time::Instant;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 use tch_amp::average::{AveragedWeights, Swa};
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, Stateful};
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::schedule::{
     ConstantLr, CosineAnnealingLr, LinearLr, Schedule, Scheduler, SequentialLr,
@@ -71,6 +71,7 @@ impl<'a> Trainer<'a> {
         ranks: &'a Ranks,
     ) -> Result<Self> {
         let (amp, seed) = (options.common.amp, options.common.seed);
+        let precision = amp.on(device)?;
         let meter = Meter::new(amp, IMAGES_PER_SECOND).with_memory(device);
         options.check_ranks(ranks.size())?;
         tch::manual_seed(seed);
@@ -89,7 +90,7 @@ impl<'a> Trainer<'a> {
         optimizer.assign_group(1, &NO_DECAY)?;
         optimizer.set_weight_decay_group(1, 0.0)?;
         let schedule = schedule(options).build(&mut optimizer)?;
-        let mut scaler = amp.scaler(device)?;
+        let mut scaler = training::scaler(&precision)?;
         scaler.name_parameters(&vs)?;
         let swa = Swa::default().build(&vs)?;
         let mirrors = options.mirror || data.has_mirror_images;
@@ -97,7 +98,7 @@ impl<'a> Trainer<'a> {
             options,
             set,
             vs,
-            network: Network { ranks, model, region: amp.region(device) },
+            network: Network { ranks, model, region: precision.region() },
             optimizer,
             scaler,
             schedule,
@@ -111,6 +112,17 @@ impl<'a> Trainer<'a> {
     /// The averages of the weights.
     pub fn averages(&mut self) -> &mut AveragedWeights {
         &mut self.swa
+    }
+
+    /// The states of a checkpoint.
+    fn parts(&mut self) -> [(&'static str, &mut dyn Stateful); 5] {
+        [
+            ("model", &mut self.vs),
+            ("optimizer", &mut self.optimizer),
+            ("scaler", &mut self.scaler),
+            ("schedule", &mut self.schedule),
+            ("swa", &mut self.swa),
+        ]
     }
 }
 
@@ -170,25 +182,14 @@ impl Training for Trainer<'_> {
 
     /// The statistics of batch normalization are those of the first rank, with which all ranks go on.
     fn save(&mut self, checkpoint: &mut Checkpoint) -> Result<()> {
-        checkpoint.add_model("model", &self.vs)?;
-        checkpoint.add_optimizer("optimizer", &mut self.optimizer)?;
-        checkpoint.add_scaler("scaler", &self.scaler)?;
-        checkpoint.add("schedule", &mut self.schedule)?;
-        checkpoint.add("swa", &mut self.swa)?;
+        checkpoint.add_all(self.parts())?;
         checkpoint.add_value("position", &self.reader.position)?;
         Ok(())
     }
 
     fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let position = checkpoint.value("position")?;
-        checkpoint
-            .restore()
-            .model("model", &self.vs)
-            .optimizer("optimizer", &mut self.optimizer)
-            .scaler("scaler", &mut self.scaler)
-            .add("schedule", &mut self.schedule)
-            .add("swa", &mut self.swa)
-            .apply()?;
+        checkpoint.restore().add_all(self.parts()).apply()?;
         self.reader.position = position;
         Ok(())
     }

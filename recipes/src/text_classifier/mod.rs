@@ -11,9 +11,10 @@ pub mod report;
 pub mod tokens;
 pub mod train;
 
+use crate::precision_name;
 use crate::training::{self, Plan};
 use crate::writable::check_file;
-use crate::{Confusion, Ended, Interrupt, Log, Precision, Progress, Ranks, Session};
+use crate::{Confusion, Ended, Interrupt, Log, Progress, Ranks, Session};
 use anyhow::{Context, Result};
 use data::Data;
 use model::{Config, Pooling};
@@ -23,6 +24,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use tch::Device;
 use tch::nn::VarStore;
+use tch_amp::Amp;
 use tokens::Tokens;
 use train::Trainer;
 
@@ -56,14 +58,14 @@ pub struct Run {
 
 /// Runs the program with these arguments.
 pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
-    let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
-    let Some(session) = Session::start(&options.common)? else { return Ok(Ended::Finished) };
+    let Some(mut options) = Options::parse(args)? else { return Ok(Ended::Finished) };
+    let Some(session) = Session::start(&mut options.common)? else { return Ok(Ended::Finished) };
     let check = || options.weights.as_deref().map_or(Ok(()), check_file);
     session.ranks.on_first(|| check().context("--weights"))?;
     let data = Data::load(&options)?;
     let options = options.resolved(session.ranks.size(), data.train.len())?;
     let task = Task::new(&options, &data)?;
-    let name = format!("BERT {}", options.common.amp.name());
+    let name = format!("BERT {}", precision_name(options.common.amp));
     let progress = Progress::on_first(&session.ranks, &name, &options.common)?;
     progress.say(&data.describe());
     let run = train(&options, &task, &session, &progress)?;
@@ -124,7 +126,7 @@ pub fn train(
 }
 
 /// A very small model, which writes no files: for tests. The second word of each sentence says what its label is.
-pub fn small(amp: Precision, steps: u64) -> Result<(Options, Data)> {
+pub fn small(amp: Amp, steps: u64) -> Result<(Options, Data)> {
     let common = crate::Options::silent("text_classifier", steps);
     let common = crate::Options { amp, log_every: 1, eval_every: 4, ..common };
     let options = Options { width: 64, layers: 1, length: 16, rows: 8, ..Options::new(common) };
@@ -138,7 +140,7 @@ pub fn small(amp: Precision, steps: u64) -> Result<(Options, Data)> {
 }
 
 /// Takes a few steps of the small model in this process.
-pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
+pub fn short_run(device: Device, amp: Amp, steps: u64) -> Result<Run> {
     let (options, data) = small(amp, steps)?;
     let run = run_alone(&options, &data, device, &Interrupt::never())?;
     // The report of the run can be made, too.

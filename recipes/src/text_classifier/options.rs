@@ -336,10 +336,9 @@ impl Options {
         let crate::Options { amp, steps, seed, eval_every, .. } = &self.common;
         let word = |is: bool, words: [&'static str; 2]| words[usize::from(is)];
         format!(
-            "--amp {} {} {steps} --seed {seed} --pooling {} --length {length} --pad {} --rows {rows} --lr {lr} \
+            "--amp {amp} {} {steps} --seed {seed} --pooling {} --length {length} --pad {} --rows {rows} --lr {lr} \
              --schedule {} --weight-decay {weight_decay} --eps {eps} --max-norm {} --dropout {hidden} \
              --attention-dropout {attention} --compress {:?} --eval-every {eval_every}{}, {config:?}, and {}",
-            amp.name(),
             self.common.length,
             pooling.name(),
             word(self.pads_to_length, ["longest", "max"]),

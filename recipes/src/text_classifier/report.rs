@@ -2,6 +2,7 @@
 
 use super::options::Options;
 use super::{Run, Task};
+use crate::precision_name;
 use crate::report::{mebibytes, or_dash};
 use crate::{Ranks, computer, measure, print};
 use anyhow::Result;
@@ -41,7 +42,7 @@ pub fn table(options: &Options, run: &Run, task: &Task<'_>) -> Table<10> {
         "sent in a step",
     ]);
     table.row([
-        options.common.amp.name().to_owned(),
+        precision_name(options.common.amp).to_owned(),
         format!("{:.3}", run.test.accuracy()),
         format!("{:.3}", task.data.majority()),
         format!("{:.3}", run.test.loss),
@@ -69,7 +70,7 @@ pub fn page(
         .result(&format!(
             "In {}, {accuracy:.1} % of the sentences of the test get the right answer, and {:.1} % if the \
              answer is always the most frequent class.",
-            options.common.amp.name(),
+            precision_name(options.common.amp),
             100.0 * task.data.majority()
         ))
         .table(&table(options, run, task))
@@ -125,7 +126,7 @@ fn facts(
     task: &Task<'_>,
     device: Device,
     ranks: &Ranks,
-) -> [(&'static str, String); 6] {
+) -> [(&'static str, String); 5] {
     let Options { length, rows, lr, dropout, weight_decay, .. } = options;
     let (data, config) = (task.data, task.config);
     let schedule = if options.constant_lr { "constant" } else { "linear" };
@@ -151,6 +152,5 @@ fn facts(
         ),
         ("Processes", ranks.size().to_string()),
         ("Device", computer::device(device)),
-        ("libtorch", or_dash(computer::torch_version())),
     ]
 }

@@ -8,12 +8,12 @@ use super::options::Options;
 use crate::measure::{self, Measured, Meter, Number};
 use crate::memory::check_fits;
 use crate::ranks::Gradients;
-use crate::{Confusion, Ranks, Training};
+use crate::{Confusion, Ranks, Training, training};
 use anyhow::{Context, Result};
 use std::time::Instant;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::checkpoint::{Checkpoint, save_weights};
+use tch_amp::checkpoint::{Checkpoint, Stateful, save_weights};
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::schedule::{ConstantLr, LinearLr, Schedule, Scheduler, SequentialLr};
 use tch_amp::{Autocast, GradScaler};
@@ -56,6 +56,7 @@ impl<'a> Trainer<'a> {
         ranks: &'a Ranks,
     ) -> Result<Self> {
         let (amp, seed) = (options.common.amp, options.common.seed);
+        let precision = amp.on(device)?;
         let (config, labels) = (task.config, task.data.labels.len());
         let Options { pooling, dropout, .. } = *options;
         let [train, held_out, test] = readers(options, task, ranks);
@@ -72,7 +73,7 @@ impl<'a> Trainer<'a> {
         let gradients = ranks.compressed_gradients(&vs, options.compress)?;
         let mut optimizer = optimizer(options, &vs)?;
         let schedule = schedule(options).build(&mut optimizer)?;
-        let mut scaler = amp.scaler(device)?;
+        let mut scaler = training::scaler(&precision)?;
         scaler.name_parameters(&vs)?;
         Ok(Self {
             options,
@@ -82,7 +83,7 @@ impl<'a> Trainer<'a> {
             best,
             best_of: None,
             model,
-            region: amp.region(device),
+            region: precision.region(),
             optimizer,
             scaler,
             schedule,
@@ -138,6 +139,17 @@ impl<'a> Trainer<'a> {
             self.vs.copy(&self.best)?;
         }
         Ok(self.best_of)
+    }
+
+    /// The states of a checkpoint.
+    fn parts(&mut self) -> [(&'static str, &mut dyn Stateful); 5] {
+        [
+            ("model", &mut self.vs),
+            ("best", &mut self.best),
+            ("optimizer", &mut self.optimizer),
+            ("scaler", &mut self.scaler),
+            ("schedule", &mut self.schedule),
+        ]
     }
 }
 
@@ -201,11 +213,7 @@ impl Training for Trainer<'_> {
     }
 
     fn save(&mut self, checkpoint: &mut Checkpoint) -> Result<()> {
-        checkpoint.add_model("model", &self.vs)?;
-        checkpoint.add_model("best", &self.best)?;
-        checkpoint.add_optimizer("optimizer", &mut self.optimizer)?;
-        checkpoint.add_scaler("scaler", &self.scaler)?;
-        checkpoint.add("schedule", &mut self.schedule)?;
+        checkpoint.add_all(self.parts())?;
         self.ranks.add_rngs(checkpoint, self.device)?;
         checkpoint.add_value("best_of", &self.best_of)?;
         checkpoint.add_value("batches", &self.train.read)?;
@@ -215,14 +223,9 @@ impl Training for Trainer<'_> {
     fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let read = checkpoint.value("batches")?;
         let best_of = checkpoint.value("best_of")?;
-        let restore = checkpoint
-            .restore()
-            .model("model", &self.vs)
-            .model("best", &self.best)
-            .optimizer("optimizer", &mut self.optimizer)
-            .scaler("scaler", &mut self.scaler)
-            .add("schedule", &mut self.schedule);
-        self.ranks.rngs(restore, checkpoint, self.device).apply()?;
+        let (ranks, device) = (self.ranks, self.device);
+        let restore = checkpoint.restore().add_all(self.parts());
+        ranks.rngs(restore, checkpoint, device).apply()?;
         self.train.go_on_after(read);
         self.best_of = best_of;
         Ok(())

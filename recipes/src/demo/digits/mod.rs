@@ -8,7 +8,8 @@ pub mod report;
 pub mod table;
 pub mod train;
 
-use crate::{Precision, Progress, Ranks};
+use crate::{PRECISIONS, precision_name};
+use crate::{Progress, Ranks};
 use anyhow::Result;
 use options::Options;
 use train::RunResult;
@@ -22,10 +23,10 @@ pub fn run(options: &Options, progress: bool, ranks: &Ranks) -> Result<Vec<RunRe
     tch::set_num_threads(1);
     let digits = data::Digits::load(&data::default_path())?;
     let mut runs = Vec::new();
-    for precision in Precision::ALL {
+    for precision in PRECISIONS {
         let steps = options.epochs * digits.train.batches();
         let bar = if progress && ranks.is_first() {
-            Progress::new(precision.name(), steps as u64, 0)?
+            Progress::new(precision_name(precision), steps as u64, 0)?
         } else {
             Progress::silent()
         };

@@ -1,12 +1,13 @@
 //! The command line.
 
 use super::data::BATCH;
-use crate::Precision;
 use crate::options::{below_target, cuda_is_usable, parse, parse_device};
+use crate::precision_name;
 use anyhow::{Result, bail};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use tch::Device;
+use tch_amp::Amp;
 
 /// What `--help` prints.
 pub const USAGE: &str = "\
@@ -91,9 +92,9 @@ impl Options {
     }
 
     /// The options of the run in a precision, with so many batches in an epoch.
-    pub fn of(&self, precision: Precision, batches: usize) -> crate::Options {
+    pub fn of(&self, precision: Amp, batches: usize) -> crate::Options {
         let steps = (self.epochs * batches) as u64;
-        let folder = |path: &PathBuf| path.join(precision.name());
+        let folder = |path: &PathBuf| path.join(precision_name(precision));
         crate::Options {
             amp: precision,
             seed: self.seed,

@@ -1,8 +1,9 @@
 //! The results as a table and as one sentence.
 
 use super::train::RunResult;
-use crate::Precision;
+use crate::precision_name;
 use crate::report::{mebibytes, or_dash};
+use tch_amp::Amp;
 use tch_amp::insight::html::Table;
 
 /// Medians within this ratio of each other are not reported as different.
@@ -27,7 +28,7 @@ pub fn table(results: &[RunResult]) -> Table<{ HEADER.len() }> {
 
 fn row(run: &RunResult) -> [String; HEADER.len()] {
     [
-        run.precision.name().to_owned(),
+        precision_name(run.precision).to_owned(),
         format!("{:.4}", run.final_loss),
         format!("{:.2} %", run.accuracy),
         format!("{:.2}", run.step_ms(0.5)),
@@ -40,7 +41,7 @@ fn row(run: &RunResult) -> [String; HEADER.len()] {
 /// One sentence that compares the measurements of the runs with those of fp32.
 pub fn verdict(results: &[RunResult]) -> String {
     let (base, others): (Vec<_>, Vec<_>) =
-        results.iter().partition(|run| run.precision == Precision::Fp32);
+        results.iter().partition(|run| run.precision == Amp::Off);
     let [base] = base[..] else {
         return String::new();
     };
@@ -62,10 +63,11 @@ fn compare(runs: &[&RunResult], predicate: impl Fn(&RunResult) -> String) -> Str
     if let [first, _, ..] = runs
         && same
     {
-        let names: Vec<&str> = runs.iter().map(|run| run.precision.name()).collect();
+        let names: Vec<&str> = runs.iter().map(|run| precision_name(run.precision)).collect();
         return format!("{} are {}", names.join(" and "), predicate(first));
     }
-    let clause = |run: &&RunResult| format!("{} is {}", run.precision.name(), predicate(run));
+    let clause =
+        |run: &&RunResult| format!("{} is {}", precision_name(run.precision), predicate(run));
     runs.iter().map(clause).collect::<Vec<_>>().join(" and ")
 }
 
@@ -100,7 +102,7 @@ mod tests {
     use super::super::train::Step;
     use super::*;
 
-    fn result(precision: Precision, accuracy: f64, seconds: f64) -> RunResult {
+    fn result(precision: Amp, accuracy: f64, seconds: f64) -> RunResult {
         let step = Step { loss: 0.5, scale: None, skipped: false, seconds };
         RunResult {
             precision,
@@ -115,9 +117,9 @@ mod tests {
     #[test]
     fn the_sentence_says_which_run_is_faster_and_by_how_much() {
         let runs = [
-            result(Precision::Fp32, 98.0, 0.002),
-            result(Precision::Bf16, 98.5, 0.001),
-            result(Precision::Fp16, 98.0, 0.006),
+            result(Amp::Off, 98.0, 0.002),
+            result(Amp::Bf16, 98.5, 0.001),
+            result(Amp::Fp16, 98.0, 0.006),
         ];
         assert_eq!(
             verdict(&runs),
@@ -129,9 +131,9 @@ mod tests {
     #[test]
     fn the_sentence_names_the_small_network_when_autocast_gains_nothing() {
         let runs = [
-            result(Precision::Fp32, 98.0, 0.002),
-            result(Precision::Bf16, 97.5, 0.002),
-            result(Precision::Fp16, 98.0, 0.002),
+            result(Amp::Off, 98.0, 0.002),
+            result(Amp::Bf16, 97.5, 0.002),
+            result(Amp::Fp16, 98.0, 0.002),
         ];
         let sentence = verdict(&runs);
         assert!(sentence.contains("bf16 is 0.5 points below fp32"), "{sentence}");
@@ -144,7 +146,7 @@ mod tests {
 
     #[test]
     fn runs_whose_step_times_overlap_are_not_ranked() {
-        let mut runs = [Precision::Fp32, Precision::Bf16].map(|p| result(p, 98.0, 0.0));
+        let mut runs = [Amp::Off, Amp::Bf16].map(|p| result(p, 98.0, 0.0));
         for (run, millis) in runs.iter_mut().zip([[2.0, 4.0, 5.0, 9.0], [1.0, 2.0, 3.0, 8.0]]) {
             let step = |ms: f64| Step { loss: 0.5, scale: None, skipped: false, seconds: ms / 1e3 };
             run.steps = millis.map(step).to_vec();
@@ -154,7 +156,7 @@ mod tests {
 
     #[test]
     fn columns_line_up_and_unknown_cells_are_dashes() {
-        let text = table(&[result(Precision::Fp32, 98.0, 0.002)]).to_string();
+        let text = table(&[result(Amp::Off, 98.0, 0.002)]).to_string();
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 3);
         assert!(lines.iter().all(|line| line.len() == lines[0].len()), "{text}");

@@ -6,18 +6,20 @@ use super::options::Options;
 use crate::log::Row;
 use crate::measure::{LOSS, Number, SCALE};
 use crate::memory::PeakMemory;
+use crate::precision_name;
 use crate::ranks::Gradients;
 use crate::training::{self, Plan};
-use crate::{Interrupt, Precision, Progress, Ranks, Training};
+use crate::{Interrupt, Progress, Ranks, Training};
 use anyhow::{Context, Result};
 use std::time::Instant;
 use tch::data::Iter2;
 use tch::nn::{Module, VarStore};
 use tch::{Device, Tensor};
+use tch_amp::Amp;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
-use tch_amp::{Autocast, GradScaler};
+use tch_amp::{Autocast, GradScaler, MixedPrecision};
 
 const LEARNING_RATE: f64 = 3e-3;
 
@@ -25,14 +27,9 @@ const LEARNING_RATE: f64 = 3e-3;
 pub const GROWTH_INTERVAL: i64 = 20;
 
 /// The scaler. A disabled one leaves losses and gradients unchanged, so the loop needs no `if`.
-fn scaler(precision: Precision, device: Device) -> tch_amp::Result<GradScaler> {
-    match precision {
-        Precision::Fp32 | Precision::Bf16 => Ok(GradScaler::disabled()),
-        Precision::Fp16 => {
-            GradScalerConfig { growth_interval: GROWTH_INTERVAL, ..Default::default() }
-                .build(device)
-        }
-    }
+fn scaler(precision: &MixedPrecision) -> tch_amp::Result<GradScaler> {
+    let config = GradScalerConfig { growth_interval: GROWTH_INTERVAL, ..Default::default() };
+    GradScalerConfig { enabled: precision.needs_scaling(), ..config }.build(precision.device())
 }
 
 /// What happened in one iteration.
@@ -72,7 +69,7 @@ impl Step {
 #[derive(Clone, Debug)]
 pub struct RunResult {
     /// The precision of the run.
-    pub precision: Precision,
+    pub precision: Amp,
     /// Every iteration, in order.
     pub steps: Vec<Step>,
     /// Mean loss of the last epoch.
@@ -113,7 +110,7 @@ pub struct Trainer<'a, M> {
     gradients: Gradients,
     ranks: &'a Ranks,
     progress: &'a Progress,
-    precision: Precision,
+    precision: Amp,
     epochs: usize,
     device: Device,
     split: &'a Split,
@@ -187,7 +184,7 @@ impl<M: Module> Training for Trainer<'_, M> {
     /// Prints a line where there is no bar.
     fn evaluate(&mut self, _step: u64) -> Result<Vec<Number>> {
         let line = self.shown(mean(&self.losses));
-        self.progress.say_in_log(&format!("{}  {line}", self.precision.name()));
+        self.progress.say_in_log(&format!("{}  {line}", precision_name(self.precision)));
         Ok(Vec::new())
     }
 
@@ -231,7 +228,7 @@ impl<M: Module> Training for Trainer<'_, M> {
 
 /// Trains once. The initial weights and the batches depend on the seed only, not on the precision.
 pub fn train(
-    precision: Precision,
+    precision: Amp,
     digits: &Digits,
     device: Device,
     options: &Options,
@@ -242,7 +239,8 @@ pub fn train(
     let vs = VarStore::new(device);
     let net = model::network(&vs.root());
     let optimizer = AdamW::default().build(&vs, LEARNING_RATE)?;
-    let (autocast, mut scaler) = (precision.region(device), scaler(precision, device)?);
+    let mixed = precision.on(device)?;
+    let (autocast, mut scaler) = (mixed.region(), scaler(&mixed)?);
     scaler.name_parameters(&vs)?;
     let mut trainer = Trainer {
         gradients: ranks.gradients(&vs)?,

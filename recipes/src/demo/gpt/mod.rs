@@ -6,6 +6,7 @@ pub mod train;
 
 use crate::Progress;
 use crate::gpt::data::Text;
+use crate::precision_name;
 use anyhow::Result;
 use tch::{Device, Kind, Tensor};
 use train::{Options, Run};
@@ -25,7 +26,7 @@ impl Text {
 /// Trains once in this process, with or without progress on stderr.
 pub fn run(options: Options, text: &Text, device: Device, progress: bool) -> Result<Run> {
     let progress = if progress {
-        let name = format!("GPT {}", options.precision.name());
+        let name = format!("GPT {}", precision_name(options.precision));
         Progress::new(&name, options.steps as u64, LINE_STEPS)?
     } else {
         Progress::silent()

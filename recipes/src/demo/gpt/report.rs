@@ -2,6 +2,7 @@
 
 use super::incident::Incident;
 use super::train::{LENGTH, ROWS, Run};
+use crate::precision_name;
 use crate::report::mebibytes;
 use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
 
@@ -38,7 +39,7 @@ pub fn table(runs: &[Run]) -> Table<5> {
     for run in runs {
         let rate = run.tokens_per_second();
         table.row([
-            run.precision.name().to_owned(),
+            precision_name(run.precision).to_owned(),
             format!("{rate:.0}"),
             format!("{:.0}", 1e3 * (ROWS * LENGTH) as f64 / rate),
             format!("{:.3}", run.final_loss(LAST)),
@@ -86,7 +87,7 @@ pub fn incident(runs: &[Run]) -> Option<&Incident> {
 pub fn loss_plot(runs: &[Run]) -> Plot {
     let series = |run: &Run| {
         let points = (0..).zip(&run.losses).map(|(index, &loss)| (f64::from(index), loss));
-        let name = run.precision.name();
+        let name = precision_name(run.precision);
         Series::smoothed(name, name, points.collect(), 0.8)
     };
     Plot::new(
