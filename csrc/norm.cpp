@@ -176,12 +176,14 @@ Norms norms_of(const std::vector<Tensor> &alike, double norm_type) {
 
 // The norm of tensors on another device. It is f64 only if all of them are.
 Tensor norm_on_device(const std::vector<Tensor> &tensors, double norm_type) {
-  const auto lists = by_dtype(tensors);
+  auto lists = by_dtype(tensors);
   if (lists.size() == 1) {
     const auto [norms, unit] = norms_of(lists.front(), norm_type);
     const Tensor total = vector_norm(at::stack(norms), norm_type);
     return unit.defined() ? total.mul(unit) : total;
   }
+  // In f32 the order of the squares decides the last bit.
+  std::stable_partition(lists.begin(), lists.end(), [](const auto &alike) { return is_f64(alike.front()); });
   std::vector<Tensor> all;
   for (const auto &alike : lists) {
     auto [norms, unit] = norms_of(alike, norm_type);
