@@ -104,6 +104,18 @@ class Place {
   std::optional<c10::Device> device_, first_cuda_;
 };
 
+// Gives each lazy copy that a call writes to memory of its own, as a kernel does that asks for memory to write to.
+void end_lazy_copies(const Call &call) {
+  const auto &arguments = call.schema.arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto *alias = arguments[i].alias_info();
+    if (alias == nullptr || !alias->isWrite()) continue;
+    for_each_tensor(call.stack[call.first + i], [](const Tensor &t) {
+      if (t.defined() && t.is_cuda() && t.has_storage()) (void)t.storage().mutable_data();
+    });
+  }
+}
+
 Tensor to_host(Mirror &mirror, const Tensor &t) { return t.defined() && t.is_cuda() ? mirror.host(t) : t; }
 
 c10::List<Tensor> list_to_host(Mirror &mirror, const std::vector<Tensor> &tensors) {
@@ -184,6 +196,7 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet, torch::jit::Stack *
     note_wait(device.index(), name == "_local_scalar_dense" ? Wait::kItem : Wait::kOperator, name);
     arrive_all();
   }
+  end_lazy_copies(call);
   Mirror mirror;
   arguments_to_host(call, mirror, device);
   {
