@@ -1,5 +1,7 @@
 //! Adding parts to a checkpoint.
 
+use std::collections::HashSet;
+
 use serde::Serialize;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
@@ -45,6 +47,57 @@ impl Checkpoint {
     /// ```
     pub fn add(&mut self, name: &str, what: &mut dyn Stateful) -> Result<()> {
         self.add_by(name, |state| what.save_state(state))
+    }
+
+    /// Adds several states by their names. A function that returns the list of a program's parts serves this and
+    /// [`Restore::add_all`](crate::checkpoint::Restore::add_all), so that nothing that is saved is forgotten on loading.
+    ///
+    /// # Errors
+    ///
+    /// See [`add`](Self::add). Nothing is added then.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::nn::{self, VarStore};
+    /// use tch::Device;
+    /// use tch_amp::checkpoint::{Checkpoint, Rng, Stateful};
+    /// use tch_amp::optim::{AdamW, Optimizer};
+    /// use tch_amp::GradScaler;
+    ///
+    /// struct Training { vs: VarStore, optimizer: Optimizer, scaler: GradScaler, rng: Rng }
+    ///
+    /// impl Training {
+    ///     fn parts(&mut self) -> [(&str, &mut dyn Stateful); 4] {
+    ///         [
+    ///             ("model", &mut self.vs),
+    ///             ("optimizer", &mut self.optimizer),
+    ///             ("scaler", &mut self.scaler),
+    ///             ("rng", &mut self.rng),
+    ///         ]
+    ///     }
+    /// }
+    ///
+    /// let vs = VarStore::new(Device::Cpu);
+    /// nn::linear(vs.root(), 4, 2, Default::default());
+    /// let optimizer = AdamW::default().build(&vs, 1e-3)?;
+    /// let scaler = GradScaler::new(Device::Cpu)?;
+    /// let mut training = Training { vs, optimizer, scaler, rng: Rng(Device::Cpu) };
+    ///
+    /// let mut checkpoint = Checkpoint::new();
+    /// checkpoint.add_all(training.parts())?;
+    /// checkpoint.restore().add_all(training.parts()).apply()?;
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn add_all<'p>(
+        &mut self,
+        parts: impl IntoIterator<Item = (&'p str, &'p mut dyn Stateful)>,
+    ) -> Result<()> {
+        let mut saved = Vec::new();
+        for (name, what) in parts {
+            saved.extend(saved_by(name, |state| what.save_state(state))?);
+        }
+        self.insert(saved)
     }
 
     /// Adds all variables of a `VarStore`, including those that are not trainable. The counterpart of
@@ -126,14 +179,15 @@ impl Checkpoint {
         name: &str,
         save: impl FnOnce(&mut SaveState<'_>) -> Result<()>,
     ) -> Result<()> {
-        let mut state = SaveState::new(name);
-        save(&mut state)?;
-        self.insert(state.finish())
+        self.insert(saved_by(name, save)?)
     }
 
     /// Inserts all of the parts, or none of them.
     fn insert(&mut self, parts: Vec<(String, Part)>) -> Result<()> {
-        parts.iter().try_for_each(|(name, _)| self.check_name(name))?;
+        let mut names = HashSet::new();
+        for (name, _) in &parts {
+            self.check_name(name, !names.insert(name))?;
+        }
         let taken = self.room()?;
         let room = parts.iter().try_fold(taken, |room, (name, part)| room.with(name, part))?;
         self.room = Some(room);
@@ -157,12 +211,22 @@ impl Checkpoint {
         Ok(room)
     }
 
-    fn check_name(&self, name: &str) -> Result<()> {
-        let taken =
-            || self.parts.contains_key(name).then_some("there is a part of that name already");
+    fn check_name(&self, name: &str, is_repeated: bool) -> Result<()> {
+        let is_taken = is_repeated || self.parts.contains_key(name);
+        let taken = || is_taken.then_some("there is a part of that name already");
         match problem_of_name(name).or_else(taken) {
             Some(problem) => Err(unsaveable(name, problem).into()),
             None => Ok(()),
         }
     }
+}
+
+/// The parts of what `save` records under a name.
+fn saved_by(
+    name: &str,
+    save: impl FnOnce(&mut SaveState<'_>) -> Result<()>,
+) -> Result<Vec<(String, Part)>> {
+    let mut state = SaveState::new(name);
+    save(&mut state)?;
+    Ok(state.finish())
 }

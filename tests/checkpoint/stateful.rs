@@ -171,6 +171,31 @@ fn a_name_can_be_used_only_once() {
     assert_eq!(restored.unexpected_keys, ["x/updates"]);
 }
 
+/// One list serves both, and is saved wholly or not at all.
+#[test]
+fn a_list_of_parts_is_saved_and_restored() {
+    fn parts<'p>(
+        [first, second]: [&'p str; 2],
+        decay: &'p mut Decay,
+        ema: &'p mut Ema,
+    ) -> [(&'p str, &'p mut dyn Stateful); 2] {
+        [(first, decay), (second, ema)]
+    }
+    let mut checkpoint = Checkpoint::new();
+    let (mut decay, mut ema) = (DECAY, Ema::new(3, &[("w", &[1.0, 2.0])]));
+    for wrong in [["decay", "decay"], ["decay", ""]] {
+        let refused = checkpoint.add_all(parts(wrong, &mut decay, &mut ema));
+        assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Unsaveable { .. }))));
+        assert_eq!(checkpoint.names().count(), 0, "{wrong:?}");
+    }
+    let names = ["decay", "ema"];
+    checkpoint.add_all(parts(names, &mut decay, &mut ema)).unwrap();
+    let (mut decay, mut zeros) = (ZERO, Ema::new(0, &[("w", &[0.0, 0.0])]));
+    checkpoint.restore().add_all(parts(names, &mut decay, &mut zeros)).apply().unwrap();
+    assert_eq!((&decay, &zeros), (&DECAY, &ema));
+    checkpoint.add_all(parts(names, &mut decay, &mut zeros)).unwrap_err();
+}
+
 #[test]
 fn user_types_are_exchanged_with_python() {
     let Some(python) = Oracle::find("checkpoint.py") else { return };

@@ -50,6 +50,18 @@ impl<'a> Restore<'a> {
         self.target(name, target)
     }
 
+    /// Restores several states by their names: the list that
+    /// [`Checkpoint::add_all`](crate::checkpoint::Checkpoint::add_all) has saved.
+    pub fn add_all<'p>(
+        mut self,
+        parts: impl IntoIterator<Item = (&'p str, &'a mut dyn Stateful)>,
+    ) -> Self {
+        for (name, target) in parts {
+            self = self.add(name, target);
+        }
+        self
+    }
+
     pub(crate) fn target(mut self, name: &str, target: impl Stateful + 'a) -> Self {
         self.targets.push((name.to_owned(), Box::new(target)));
         self
