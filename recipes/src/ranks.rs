@@ -1,14 +1,14 @@
 //! Several processes that train together, by DistributedDataParallel.
 
 use super::interrupt::INTERRUPTED;
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use std::collections::BTreeMap;
 use std::{fs, process};
 use tch::nn::{self, BatchNormConfig, ModuleT, Path, VarStore};
 use tch::{Cuda, Device, Kind, Tensor, no_grad};
 use tch_amp::checkpoint::{Checkpoint, Restore};
 use tch_amp::distributed::{DdpConfig, DistributedDataParallel, DistributedError, ProcessGroup};
-use tch_amp::distributed::{ReduceOp, Spawned, SyncBatchNorm, spawn};
+use tch_amp::distributed::{ReduceOp, Spawned, SyncBatchNorm, local_device, spawn};
 use tch_amp::optim::Optimizer;
 use tch_amp::{Error, GradScaler};
 
@@ -60,10 +60,7 @@ impl Ranks {
         if self.0.is_none() || wanted == Device::Cpu {
             return Ok(wanted);
         }
-        let local = std::env::var("LOCAL_RANK").map_or(Ok(0), |rank| rank.parse())?;
-        let gpus = usize::try_from(Cuda::device_count())?;
-        ensure!(local < gpus, "there are {gpus} GPUs, and each rank needs one: use --device cpu");
-        Ok(Device::Cuda(local))
+        local_device().context("each rank needs a GPU of its own: use --device cpu")
     }
 
     /// Returns a line about this process: its id, its rank and the number of ranks, how many of its machine's GPUs there

@@ -3,10 +3,15 @@
 use std::env::VarError;
 use std::str::FromStr;
 
+use tch::{Cuda, Device};
+
+use crate::device::check_usable;
 use crate::error::{DistributedError, Error, Result};
 
 /// The largest number of ranks. Each has a connection to every other one.
 pub(super) const MOST_RANKS: usize = 1 << 16;
+
+const LOCAL_RANK: &str = "LOCAL_RANK";
 
 /// Returns the rank of this process, and the number of ranks.
 pub(super) fn rank_and_size() -> Result<(usize, usize)> {
@@ -22,6 +27,51 @@ pub(super) fn rank_and_size() -> Result<(usize, usize)> {
         return Err(invalid("RANK", problem));
     }
     Ok((rank, size))
+}
+
+/// Returns the number of this rank among those of its host, starting at 0: the variable `LOCAL_RANK`, which
+/// [`spawn`](super::spawn) and torchrun set, or 0 if it is not set. Corresponds to `int(os.environ["LOCAL_RANK"])`.
+///
+/// # Errors
+///
+/// [`DistributedError::Environment`] if the variable is not a number.
+pub fn local_rank() -> Result<usize> {
+    Ok(if optional(LOCAL_RANK)?.is_some() { parsed(LOCAL_RANK)? } else { 0 })
+}
+
+/// Returns the device of this rank: if CUDA can be used, the GPU with the number of [`local_rank`], so that each rank of
+/// a host has one of its own; otherwise the CPU. Corresponds to `torch.device("cuda", int(os.environ["LOCAL_RANK"]))`.
+///
+/// # Errors
+///
+/// The same as [`local_rank`], and [`DistributedError::Environment`] if the host has fewer GPUs than ranks.
+///
+/// # Examples
+///
+/// ```
+/// use tch::nn::VarStore;
+/// use tch_amp::distributed::local_device;
+///
+/// let vs = VarStore::new(local_device()?);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+pub fn local_device() -> Result<Device> {
+    let rank = local_rank()?;
+    let is_usable = check_usable(Device::Cuda(0)).is_ok();
+    device_of(rank, is_usable.then(Cuda::device_count))
+}
+
+fn device_of(rank: usize, gpus: Option<i64>) -> Result<Device> {
+    match gpus {
+        None => Ok(Device::Cpu),
+        Some(gpus) if (rank as i64) < gpus => Ok(Device::Cuda(rank)),
+        Some(gpus) => {
+            let problem = format!(
+                "is {rank}, but this host has {gpus} GPUs; start no more ranks on it than that"
+            );
+            Err(invalid(LOCAL_RANK, problem))
+        }
+    }
 }
 
 /// Returns the value of a variable, or `None` if it is not set.
@@ -49,4 +99,18 @@ pub(super) fn parsed<T: FromStr>(name: &'static str) -> Result<T> {
 
 pub(super) fn invalid(variable: &'static str, problem: String) -> Error {
     DistributedError::Environment { variable, problem }.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_rank_of_a_host_has_a_gpu_of_its_own() {
+        let devices = [None, Some(1), Some(4)].map(|gpus| device_of(3, gpus));
+        assert_eq!(*devices[0].as_ref().unwrap(), Device::Cpu);
+        assert_eq!(*devices[2].as_ref().unwrap(), Device::Cuda(3));
+        let text = devices[1].as_ref().unwrap_err().to_string();
+        assert!(text.contains("LOCAL_RANK") && text.contains("has 1 GPUs"), "{text}");
+    }
 }

@@ -43,6 +43,7 @@ pub use collectives::ReduceOp;
 pub use data_parallel::data_parallel;
 pub(crate) use ddp::any_is_averaged;
 pub use ddp::{DdpConfig, DistributedDataParallel};
+pub use environment::{local_device, local_rank};
 pub use group::{GroupConfig, ProcessGroup};
 pub use mean::Mean;
 pub use sampler::{DistributedSampler, SamplerConfig};

@@ -84,6 +84,7 @@ fn sum() -> ! {
     group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
     let names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"];
     let variables = names.map(|name| std::env::var(name).unwrap()).join(" ");
+    assert_eq!(variables.split(' ').nth(1), Some(&*distributed::local_rank().unwrap().to_string()));
     let last = std::env::args().next_back().unwrap();
     println!("rank: {variables} {last} has {}", sum.int64_value(&[]));
     std::process::exit(0)
