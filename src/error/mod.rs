@@ -146,7 +146,30 @@ debug_is_the_message!(
 #[cfg(feature = "distributed")]
 debug_is_the_message!(DistributedError);
 
+/// What libtorch's allocators say, on the host and on GPUs, and what C++'s own says.
+const OUT_OF_MEMORY: [&str; 4] =
+    ["out of memory", "can't allocate memory", "not enough memory", "std::bad_alloc"];
+
 impl Error {
+    /// Returns whether memory ran out, on a GPU or on the host, so that a smaller batch may succeed. Corresponds to
+    /// catching `torch.OutOfMemoryError`.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_amp::Error;
+    ///
+    /// let huge = Tensor::f_zeros([1 << 50], (Kind::Float, Device::Cpu)).map_err(Error::from);
+    /// assert!(huge.unwrap_err().is_out_of_memory());
+    /// ```
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            Self::Torch(message) => OUT_OF_MEMORY.iter().any(|text| message.contains(text)),
+            _ => false,
+        }
+    }
+
     /// Makes an [`Error::InvalidArgument`] for a number outside its range.
     pub(crate) fn out_of_range(name: &'static str, value: f64, rule: &'static str) -> Self {
         Self::InvalidArgument { name, problem: format!("is {}, but must be {rule}", Number(value)) }
