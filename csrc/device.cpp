@@ -6,6 +6,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/headeronly/version.h>
 
 #include "guarded.h"
 
@@ -42,6 +43,8 @@ uint8_t tamp_cuda_is_linked(void) noexcept {
 #endif
 }
 
+const char *tamp_libtorch_version() noexcept { return TORCH_VERSION; }
+
 void tamp_cuda_initialize(char **err) noexcept {
   tamp::guarded(err, [] { at::globalContext().lazyInitDevice(c10::DeviceType::CUDA); });
 }
@@ -63,6 +66,18 @@ uint8_t tamp_matmul_precision(uint8_t precision, char **err) noexcept {
     return before == at::Float32MatmulPrecision::HIGHEST ? TAMP_MATMUL_HIGHEST
            : before == at::Float32MatmulPrecision::HIGH  ? TAMP_MATMUL_HIGH
                                                          : TAMP_MATMUL_MEDIUM;
+  });
+}
+
+uint8_t tamp_reduced_precision_reduction(uint8_t allowed, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    at::Context &context = at::globalContext();
+    constexpr auto kAllowed = at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
+    const bool was_allowed =
+        context.allowFP16ReductionCuBLAS() == kAllowed || context.allowBF16ReductionCuBLAS() == kAllowed;
+    context.setAllowFP16ReductionCuBLAS(allowed != 0);
+    context.setAllowBF16ReductionCuBLAS(allowed != 0);
+    return was_allowed;
   });
 }
 

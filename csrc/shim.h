@@ -44,6 +44,9 @@ char *tamp_string_new(const char *text) TAMP_NOEXCEPT;
 // Returns whether this libtorch has its CUDA library linked in.
 uint8_t tamp_cuda_is_linked(void) TAMP_NOEXCEPT;
 
+// Returns the version of the libtorch for which the shim was compiled, such as "2.13.0".
+const char *tamp_libtorch_version(void) TAMP_NOEXCEPT;
+
 // Initializes CUDA. Fails with libtorch's own message where CUDA cannot be used.
 void tamp_cuda_initialize(char **err) TAMP_NOEXCEPT;
 
@@ -55,6 +58,10 @@ enum { TAMP_MATMUL_HIGHEST = 0, TAMP_MATMUL_HIGH = 1, TAMP_MATMUL_MEDIUM = 2 };
 // Sets how precise f32 matrix products are, in all threads: with TAMP_MATMUL_HIGH they may use TensorFloat-32 on GPUs
 // that have it. Returns how precise they were.
 uint8_t tamp_matmul_precision(uint8_t precision, char **err) TAMP_NOEXCEPT;
+
+// Sets whether cuBLAS may round the partial sums of fp16 and bf16 matrix products, in all threads. Returns whether it
+// was allowed for either.
+uint8_t tamp_reduced_precision_reduction(uint8_t allowed, char **err) TAMP_NOEXCEPT;
 
 // An asynchronous copy of a number from a device to the host.
 typedef struct tamp_arrival tamp_arrival;
@@ -716,6 +723,16 @@ void tamp_device_memory_read(int8_t device_type, int8_t index, tamp_device_memor
 
 // Resets the peaks of a device to what it uses now.
 void tamp_device_memory_reset(int8_t device_type, int8_t index, char **err) TAMP_NOEXCEPT;
+
+// The CPU memory that libtorch allocates on a thread, and frees again.
+typedef struct tamp_allocations tamp_allocations;
+
+// Counts what this thread allocates from now on, and what the backward passes that it starts do. Counts may be nested:
+// the inner one hides its allocations from the outer one, as it does from a profiler.
+tamp_allocations *tamp_allocations_count(char **err) TAMP_NOEXCEPT;
+
+// Ends the count that began last on this thread, frees it and returns the most bytes that it had at any time.
+uint64_t tamp_allocations_end(tamp_allocations *count) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------------- jit.cpp
 // These functions are for TorchScript modules, which tch runs.

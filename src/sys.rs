@@ -11,6 +11,12 @@ pub(crate) mod distributed;
 #[cfg(feature = "insight")]
 pub(crate) mod insight;
 
+/// A count of the CPU memory that a thread allocates.
+#[repr(C)]
+pub(crate) struct Allocations {
+    _opaque: [u8; 0],
+}
+
 /// An asynchronous copy of a number from a device to the host.
 #[repr(C)]
 pub(crate) struct Arrival {
@@ -307,10 +313,12 @@ unsafe extern "C" {
     pub(crate) fn tamp_string_new(text: *const c_char) -> *mut c_char;
 
     pub(crate) fn tamp_cuda_is_linked() -> u8;
+    pub(crate) fn tamp_libtorch_version() -> *const c_char;
     pub(crate) fn tamp_cuda_initialize(err: *mut *mut c_char);
     pub(crate) fn tamp_cuda_has_bf16(device: i8, err: *mut *mut c_char) -> u8;
 
     pub(crate) fn tamp_matmul_precision(precision: u8, err: *mut *mut c_char) -> u8;
+    pub(crate) fn tamp_reduced_precision_reduction(allowed: u8, err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_arrival_new(source: *const Tensor, err: *mut *mut c_char) -> *mut Arrival;
     pub(crate) fn tamp_arrival_poll(
         arrival: *const Arrival,
@@ -669,6 +677,8 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     );
     pub(crate) fn tamp_device_memory_reset(device_type: i8, index: i8, err: *mut *mut c_char);
+    pub(crate) fn tamp_allocations_count(err: *mut *mut c_char) -> *mut Allocations;
+    pub(crate) fn tamp_allocations_end(count: *mut Allocations) -> u64;
 
     pub(crate) fn tamp_jit_set_autocast_mode(enabled: u8, err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_jit_freeze(

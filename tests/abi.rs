@@ -69,6 +69,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_autocast_state", "AutocastState"),
         ("tamp_autocast_device", "AutocastDevice"),
         ("tamp_autocast_settle", "AutocastSettle"),
+        ("tamp_allocations", "Allocations"),
         ("tamp_arrival", "Arrival"),
         ("tamp_optim_options", "OptimOptions"),
         ("tamp_optim_parameter", "OptimParameter"),

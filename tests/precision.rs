@@ -4,7 +4,8 @@
 mod common;
 
 use tch::{Device, nn};
-use tch_amp::precision::{MatmulPrecision, Precision, advice_for_model, bf16_is_native};
+use tch_amp::precision::{MatmulPrecision, Precision, ReducedPrecisionReduction};
+use tch_amp::precision::{advice_for_model, bf16_is_native};
 use tch_amp::{Error, autocast};
 
 use common::simulation::Simulation;
@@ -75,6 +76,19 @@ fn the_precision_of_products_is_that_of_the_last_guard_that_lives() {
         assert_eq!(Highest.set().unwrap(), Highest);
     }
     assert_eq!(before.set().unwrap(), Medium);
+}
+
+#[test]
+fn half_precision_sums_are_those_of_the_last_guard_that_lives() {
+    use ReducedPrecisionReduction::{Allowed, Disallowed};
+    {
+        let _outer = Disallowed.enter().unwrap();
+        let inner = Allowed.enter().unwrap();
+        assert_eq!(Allowed.set().unwrap(), Allowed);
+        drop(inner);
+        assert_eq!(Disallowed.set().unwrap(), Disallowed);
+    }
+    assert_eq!(Allowed.set().unwrap(), Allowed);
 }
 
 #[test]

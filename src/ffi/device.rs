@@ -1,5 +1,7 @@
 //! Availability and abilities of CUDA, and asynchronous copies of numbers to the host.
 
+use std::ffi::CStr;
+
 use tch::Tensor;
 
 use super::call;
@@ -10,6 +12,13 @@ use crate::sys;
 pub(crate) fn cuda_is_linked() -> bool {
     // SAFETY: takes nothing and reads a constant.
     unsafe { sys::tamp_cuda_is_linked() != 0 }
+}
+
+/// The version of libtorch.
+pub(crate) fn libtorch_version() -> String {
+    // SAFETY: takes nothing and returns a string literal.
+    let version = unsafe { CStr::from_ptr(sys::tamp_libtorch_version()) };
+    version.to_string_lossy().into_owned()
 }
 
 /// Initializes CUDA. The error has libtorch's message.
@@ -34,6 +43,14 @@ pub(crate) fn set_matmul_precision(precision: usize) -> Result<usize> {
     // SAFETY: `err` is valid for a write, and the shim checks the number.
     let before = call(|err| unsafe { sys::tamp_matmul_precision(MATMUL[precision], err) })?;
     Ok(MATMUL.iter().position(|known| *known == before).unwrap_or_default())
+}
+
+/// Sets whether the partial sums of half-precision matrix products may be rounded on CUDA devices, in all threads, and
+/// returns whether they might be.
+pub(crate) fn set_reduced_precision_reduction(is_allowed: bool) -> Result<bool> {
+    let allowed = u8::from(is_allowed);
+    // SAFETY: `err` is valid for a write.
+    Ok(call(|err| unsafe { sys::tamp_reduced_precision_reduction(allowed, err) })? != 0)
 }
 
 /// An asynchronous copy of a number from a device to the host.

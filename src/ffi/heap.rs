@@ -38,3 +38,35 @@ pub(crate) fn device_memory_reset(device: Device) -> Result<()> {
     // SAFETY: `err` is valid for a write.
     call(|err| unsafe { sys::tamp_device_memory_reset(device_type, index, err) })
 }
+
+/// Counts the CPU memory that libtorch allocates on this thread while it lives. It stays on its thread, because the
+/// pointer is not `Send`.
+#[derive(Debug)]
+pub(crate) struct Allocations(*mut sys::Allocations);
+
+impl Allocations {
+    pub(crate) fn count() -> Result<Self> {
+        // SAFETY: `err` is valid for a write.
+        Ok(Self(call(|err| unsafe { sys::tamp_allocations_count(err) })?))
+    }
+
+    /// Ends the count, which must be the last that began on this thread, and returns the most bytes.
+    pub(crate) fn end(mut self) -> u64 {
+        self.take()
+    }
+
+    fn take(&mut self) -> u64 {
+        let count = std::mem::replace(&mut self.0, std::ptr::null_mut());
+        if count.is_null() {
+            return 0;
+        }
+        // SAFETY: it comes from the shim on this thread and was not ended, or it would be null.
+        unsafe { sys::tamp_allocations_end(count) }
+    }
+}
+
+impl Drop for Allocations {
+    fn drop(&mut self) {
+        self.take();
+    }
+}

@@ -3,10 +3,44 @@
 mod device;
 mod resident;
 
+use crate::error::Result;
 use crate::ffi;
 
 pub use device::DeviceMemory;
 pub use resident::Resident;
+
+/// Runs a closure and returns, with its result, how many bytes of CPU memory the tensors of this thread took at most
+/// beyond those that there were before: of an iteration, that is the memory of its activations and of what is made
+/// beside them. For GPUs, see [`DeviceMemory`].
+///
+/// libtorch's allocator reports every tensor, so the number is the same in every run, unlike the pages of
+/// [`Resident`]. Backward passes that the closure starts are included; tensors that other threads make and what libraries
+/// allocate for themselves are not. While it counts, a profiler of libtorch sees no memory. Corresponds to the peak
+/// of `torch.profiler.profile(profile_memory=True)`.
+///
+/// # Errors
+///
+/// [`Error::Torch`](crate::Error::Torch) if memory for the count cannot be allocated; the closure is not run then.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::memory::peak_during;
+///
+/// let (sum, bytes) = peak_during(|| {
+///     let x = Tensor::ones([1024], (Kind::Float, Device::Cpu));
+///     (&x + &x).sum(Kind::Float)
+/// })?;
+/// assert_eq!(sum.double_value(&[]), 2048.0);
+/// assert!((8192..8192 + 256).contains(&bytes), "{bytes}");
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+pub fn peak_during<T>(f: impl FnOnce() -> T) -> Result<(T, u64)> {
+    let count = ffi::Allocations::count()?;
+    let result = f();
+    Ok((result, count.end()))
+}
 
 /// Keeps freed memory in the process, so that the activations of the next iteration need not be mapped and zeroed by the
 /// kernel again. Returns whether the C library can do so.
@@ -34,4 +68,58 @@ pub use resident::Resident;
 /// ```
 pub fn keep_freed_memory() -> bool {
     ffi::heap_keep()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use tch::{Device, Kind, Tensor};
+
+    use super::*;
+
+    const KIB: i64 = 1 << 10;
+
+    /// `kib` KiB of numbers.
+    fn tensor(kib: i64) -> Tensor {
+        Tensor::zeros([kib * KIB / 4], (Kind::Float, Device::Cpu))
+    }
+
+    /// How many KiB a closure takes at most, rounded down.
+    fn peak<T>(f: impl FnOnce() -> T) -> i64 {
+        let (kept, bytes) = peak_during(f).unwrap();
+        drop(kept);
+        bytes as i64 / KIB
+    }
+
+    #[test]
+    fn what_is_alive_at_once_counts() {
+        assert_eq!(peak(|| (drop(tensor(64)), tensor(16), tensor(32))), 64);
+        assert_eq!(peak(|| (tensor(64), drop(tensor(16)), tensor(32))), 96);
+        let before = tensor(64);
+        assert_eq!(peak(|| (drop(before), tensor(16))), 16, "what was there before does not count");
+        assert_eq!(peak(|| ()), 0);
+    }
+
+    #[test]
+    fn a_backward_pass_counts() {
+        let w = tensor(64).set_requires_grad(true);
+        let loss = (&w * 2.0).sum(Kind::Float);
+        let peak = peak(|| loss.backward());
+        assert!((64..=192).contains(&peak), "{peak} KiB for a gradient of 64 KiB");
+    }
+
+    #[test]
+    fn counts_end_with_a_panic_and_may_be_nested() {
+        let inner = |outer: &mut i64| *outer = peak(|| tensor(8));
+        let mut in_panic = 0;
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            drop(peak_during(|| {
+                inner(&mut in_panic);
+                panic!("in the closure")
+            }));
+        }));
+        assert!(panicked.is_err() && in_panic == 8);
+        assert_eq!(peak(|| (tensor(16), peak(|| tensor(32)), tensor(4))), 20);
+    }
 }

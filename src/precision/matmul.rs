@@ -1,4 +1,4 @@
-//! How precise matrix products of f32 tensors are.
+//! How precise matrix products are.
 
 use crate::error::Result;
 use crate::ffi;
@@ -53,20 +53,75 @@ impl MatmulPrecision {
     ///
     /// The same as [`set`](Self::set).
     pub fn enter(self) -> Result<MatmulPrecisionGuard> {
-        Ok(MatmulPrecisionGuard { before: self.set()? })
+        Ok(MatmulPrecisionGuard(Before::Float(self.set()?)))
     }
 }
 
-/// Sets the precision of matrix products back when it is dropped; made by [`MatmulPrecision::enter`].
+/// Whether NVIDIA's GPUs may round the partial sums of fp16 and bf16 matrix products to half precision, in the whole
+/// process. The default is [`Allowed`](Self::Allowed), which is faster for some shapes; long sums may lose precision, and
+/// in fp16 overflow. Without effect on the CPU, which sums in f32. The counterpart of
+/// `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` and of that for bf16, both at once.
+///
+/// # Examples
+///
+/// ```
+/// use tch_amp::precision::ReducedPrecisionReduction;
+///
+/// {
+///     let _precise = ReducedPrecisionReduction::Disallowed.enter()?;
+///     // Products are summed in f32 in this block.
+/// }
+/// assert_eq!(ReducedPrecisionReduction::Allowed.set()?, ReducedPrecisionReduction::Allowed);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReducedPrecisionReduction {
+    /// Partial sums may be rounded.
+    Allowed,
+    /// Sums are f32.
+    Disallowed,
+}
+
+impl ReducedPrecisionReduction {
+    /// Sets this for the whole process, all its threads included, and returns what was set before.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`](crate::Error::Torch) if libtorch fails.
+    pub fn set(self) -> Result<Self> {
+        let was_allowed = ffi::set_reduced_precision_reduction(self == Self::Allowed)?;
+        Ok(if was_allowed { Self::Allowed } else { Self::Disallowed })
+    }
+
+    /// Sets this for the whole process until the guard is dropped, as [`MatmulPrecision::enter`] does.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`set`](Self::set).
+    pub fn enter(self) -> Result<MatmulPrecisionGuard> {
+        Ok(MatmulPrecisionGuard(Before::Half(self.set()?)))
+    }
+}
+
+/// Sets the precision of matrix products back when it is dropped; made by [`MatmulPrecision::enter`] and
+/// [`ReducedPrecisionReduction::enter`].
 #[derive(Debug)]
 #[must_use = "the precision ends as soon as its guard is dropped; bind it to a variable such as `_guard`"]
-pub struct MatmulPrecisionGuard {
-    before: MatmulPrecision,
+pub struct MatmulPrecisionGuard(Before);
+
+/// What was set before.
+#[derive(Debug)]
+enum Before {
+    Float(MatmulPrecision),
+    Half(ReducedPrecisionReduction),
 }
 
 impl Drop for MatmulPrecisionGuard {
     fn drop(&mut self) {
         // It is one that libtorch had, so that it takes it again.
-        drop(self.before.set());
+        match self.0 {
+            Before::Float(precision) => drop(precision.set()),
+            Before::Half(reduction) => drop(reduction.set()),
+        }
     }
 }

@@ -21,7 +21,7 @@ use crate::variables::listed;
 
 pub use advice::MatmulSpeed;
 use advice::advice_for_layer;
-pub use matmul::{MatmulPrecision, MatmulPrecisionGuard};
+pub use matmul::{MatmulPrecision, MatmulPrecisionGuard, ReducedPrecisionReduction};
 
 lazy_static! {
     /// What has been measured in this process, by device.

@@ -7,14 +7,15 @@ use crate::gpt::options::Options as Recipe;
 use crate::gpt::train::Trainer;
 use crate::measure::{self, Measured, Number};
 use crate::training::{self, Plan};
-use crate::{Interrupt, Precision, Progress, Ranks, Training};
+use crate::{Interrupt, Progress, Ranks, Training};
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 use tch::Device;
 use tch::nn::VarStore;
+use tch_amp::Amp;
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::memory::{Resident, keep_freed_memory};
+use tch_amp::memory::peak_during;
 
 /// The excerpts of a batch, and the bytes of each. With a width of 256 and four layers, the model has about three million
 /// parameters.
@@ -25,7 +26,7 @@ pub const WIDTH: i64 = 256;
 /// What to train.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    pub precision: Precision,
+    pub precision: Amp,
     pub steps: usize,
     pub seed: i64,
     /// How many bytes to write afterwards.
@@ -35,7 +36,7 @@ pub struct Options {
 /// A finished run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Run {
-    pub precision: Precision,
+    pub precision: Amp,
     /// The loss of each step, in nats per byte.
     pub losses: Vec<f64>,
     /// The seconds that each step took.
@@ -79,7 +80,7 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
     progress.finish();
     let Watched { mut trainer, losses, seconds, activations } = watched;
     let sample = trainer.write(options.sample)?;
-    let is_half = options.precision != Precision::Fp32;
+    let is_half = options.precision != Amp::Off;
     let incident = is_half.then(|| incident::cause(&mut trainer, text)).transpose()?;
     let (precision, origin) = (options.precision, text.origin.clone());
     Ok(Run { precision, losses, seconds, activations, sample, origin, incident })
@@ -110,15 +111,13 @@ impl Training for Watched<'_> {
 
     fn step(&mut self) -> Result<Measured> {
         let (done, is_on_cpu) = (self.losses.len(), self.trainer.device == Device::Cpu);
-        // The second step: the first one has made the optimizer's state.
-        let memory = (done == 1 && is_on_cpu).then(Growth::start).flatten();
         let start = Instant::now();
-        let measured = self.trainer.step()?;
+        let (measured, bytes) = peak_during(|| self.trainer.step())?;
+        let measured = measured?;
         let loss = measured.loss.double_value(&[]);
-        self.activations = memory.and_then(|memory| memory.read()).or(self.activations);
+        // The second step: the first one has made the optimizer's state.
         if done == 1 && is_on_cpu {
-            // Only now, though a program should begin with it: kept memory would have hidden what a step takes.
-            keep_freed_memory();
+            self.activations = Some(bytes);
         }
         // The first steps allocate what later ones use again.
         if done > 1 {
@@ -150,22 +149,5 @@ impl Training for Watched<'_> {
 
     fn weights(&self) -> &VarStore {
         self.trainer.weights()
-    }
-}
-
-/// The growth of the process since `start`, at its highest.
-struct Growth {
-    before: u64,
-}
-
-impl Growth {
-    /// `None` if the system does not report it.
-    fn start() -> Option<Self> {
-        let reset = Resident::reset_peak();
-        Some(Self { before: Resident::read().filter(|_| reset)?.now })
-    }
-
-    fn read(&self) -> Option<u64> {
-        Some(Resident::read()?.peak.saturating_sub(self.before))
     }
 }
