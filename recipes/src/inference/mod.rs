@@ -5,7 +5,6 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::options::below_target;
-use crate::report::or_dash;
 use crate::{computer, print};
 use anyhow::{Context, Result, ensure};
 use tch::nn::{self, ModuleT, VarStore};
@@ -191,8 +190,7 @@ pub fn page(compared: &Compared, device: Device) -> Document {
             ("Layers", products),
             ("Policy", format!("{POLICY}, which keeps in f32: {}", compared.kept.join(", "))),
             ("Device", computer::device(device)),
-            ("libtorch", or_dash(computer::torch_version())),
-        ])
+            ])
 }
 
 /// Compares the ways on the first GPU, or on the CPU.

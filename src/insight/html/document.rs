@@ -5,6 +5,7 @@ use std::path::Path;
 use super::escape::escape;
 use super::heat_map::HeatMap;
 use super::plot::Plot;
+use super::provenance::provenance;
 use super::table::Table;
 use crate::atomic;
 use crate::error::{Error, Result};
@@ -108,9 +109,11 @@ impl Document {
         self.html(&format!("<{tag}>{text}</{tag}>"))
     }
 
-    /// Returns the page as HTML.
+    /// Returns the page as HTML. It ends with the versions of this crate and of libtorch, the time, and the command line of
+    /// the program.
     pub fn to_html(&self) -> String {
         let (title, body, style) = (&self.title, &self.body, include_str!("document.css"));
+        let footer = escape(&provenance());
         format!(
             r#"<!DOCTYPE html>
 <html lang="en">
@@ -122,7 +125,8 @@ impl Document {
 {style}</style>
 </head>
 <body>
-{body}</body>
+{body}<footer>{footer}</footer>
+</body>
 </html>
 "#
         )

@@ -27,6 +27,7 @@ mod document;
 mod escape;
 mod heat_map;
 mod plot;
+mod provenance;
 mod table;
 
 pub use axis::Spacing;

@@ -11,8 +11,6 @@ pub struct Facts {
     pub device: String,
     /// The number of CPU threads that libtorch uses.
     pub threads: i32,
-    /// The version of the loaded libtorch, if it is known.
-    pub torch: Option<String>,
     /// The seed of the command line.
     pub seed: i64,
     /// The value of the command line.
@@ -27,7 +25,7 @@ impl Facts {
             Some(ranks) => format!("{device}, {ranks} ranks"),
             None => device,
         };
-        let (threads, torch) = (tch::get_num_threads(), computer::torch_version());
-        Ok(Self { device, threads, torch, seed: options.seed, epochs: options.epochs })
+        let threads = tch::get_num_threads();
+        Ok(Self { device, threads, seed: options.seed, epochs: options.epochs })
     }
 }

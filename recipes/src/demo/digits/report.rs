@@ -5,6 +5,7 @@ use super::table::{table, verdict};
 use super::train::{GROWTH_INTERVAL, RunResult};
 use crate::demo::gpt::report as gpt_report;
 use crate::demo::gpt::train::Run;
+use crate::precision_name;
 use tch_amp::insight::html::{Document, Plot, Series, Spacing};
 
 const SMOOTHING: f64 = 0.9;
@@ -51,7 +52,7 @@ pub fn page(results: &[RunResult], facts: &Facts, gpt: &[Run]) -> Document {
         .html(FOOTER)
 }
 
-fn run(facts: &Facts, steps: usize, has_gpt: bool) -> [(&'static str, String); 5] {
+fn run(facts: &Facts, steps: usize, has_gpt: bool) -> [(&'static str, String); 4] {
     let of_gpt = if has_gpt { "; all of them for the GPT" } else { "" };
     let (threads, epochs) = (facts.threads, facts.epochs);
     [
@@ -62,7 +63,6 @@ fn run(facts: &Facts, steps: usize, has_gpt: bool) -> [(&'static str, String); 5
                 "{threads} for the digits, so that results do not depend on the number of cores{of_gpt}"
             ),
         ),
-        ("libtorch", facts.torch.clone().unwrap_or_else(|| "unknown".into())),
         ("Seed", facts.seed.to_string()),
         (
             "Digits",
@@ -77,7 +77,7 @@ fn run(facts: &Facts, steps: usize, has_gpt: bool) -> [(&'static str, String); 5
 pub fn loss_plot(results: &[RunResult]) -> Plot {
     let series = |run: &RunResult| {
         let points = (0..).zip(&run.steps).map(|(index, step)| (f64::from(index), step.loss));
-        let name = run.precision.name();
+        let name = precision_name(run.precision);
         Series::smoothed(name, name, points.collect(), SMOOTHING)
     };
     Plot::new(
@@ -109,6 +109,6 @@ fn scale_series(run: &RunResult) -> Option<Series> {
             marks.push((start + 1.0, scale, format!("step {index} skipped at scale {scale}")));
         }
     }
-    let name = run.precision.name();
+    let name = precision_name(run.precision);
     Some(Series::line(name, name, curve).marks(marks))
 }
