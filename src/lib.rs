@@ -14,6 +14,8 @@
 //! version may add fields, for which the `..` stands. The error enums are `#[non_exhaustive]`, so that a `match` on an
 //! error needs a wildcard arm.
 #![deny(unsafe_code)]
+// docs.rs sets this, and builds with a nightly compiler: each item of a feature then says which one it needs.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod accumulation;
 mod amp;

@@ -60,7 +60,8 @@ usage: cargo xtask <command>
   fmt                                formats the Rust and the C++
   lock                               rewrites xtask/lock from Cargo.lock
   surface                            rewrites xtask/surface.txt, the list of the public items, and counts them
-  package                            rewrites xtask/package.txt, the list of the package's files
+  package [--publishable]            rewrites xtask/package.txt, the list of the package's files; or checks that the
+                                     crate can be published, without publishing it
   ci                                 what .ci/run runs: test --all-versions
 
 V is a supported version of tch, such as 0.24. The default is the one in Cargo.lock.
@@ -105,7 +106,7 @@ fn dispatch() -> Result<ExitCode> {
             shadow::rewrite_locks(args)?;
             minimal::rewrite(&package::packed()?)?;
         }
-        "package" => package::rewrite_list(args)?,
+        "package" => package::run(args)?,
         "surface" => surface::rewrite_list(args)?,
         "fmt" => tools::format(args)?,
         "ci" => test::run_all(args)?,

@@ -12,14 +12,42 @@ use crate::{minimal, process, workspace};
 
 const NAME: &str = "tch-amp";
 
+/// What Cargo.toml says of the crate from its first release on.
+const KEYS: [&str; 2] = ["repository", "documentation"];
+
 /// The committed list of the package's files.
 const LIST: &str = "xtask/package.txt";
 
 const REFRESH: &str = "if that is right, run `cargo xtask package` and commit the list";
 
-/// `cargo xtask package`: rewrites the list.
-pub(crate) fn rewrite_list(args: Args) -> Result<()> {
+/// `cargo xtask package`: rewrites the list, or with `--publishable` checks what a release needs.
+pub(crate) fn run(mut args: Args) -> Result<()> {
+    let publishable = args.flag("--publishable");
     args.end()?;
+    if publishable { check_publishable() } else { rewrite_list() }
+}
+
+/// Fails if the crate cannot be published as it is committed. Publishes nothing.
+fn check_publishable() -> Result<()> {
+    let package = manifest()?;
+    let unset: Vec<_> = KEYS.into_iter().filter(|key| !package[*key].is_string()).collect();
+    ensure!(unset.is_empty(), "set in Cargo.toml, below `[package]`: {}", unset.join(", "));
+    let log = fs::read_to_string(workspace::root().join("CHANGELOG.md"))?;
+    let version = version()?;
+    ensure!(is_dated(&log, &version), "CHANGELOG.md has no entry of {version} with its date");
+    let mut publish = process::cargo();
+    publish.args(["publish", "--package", NAME, "--dry-run", "--no-verify"]);
+    process::run(publish.current_dir(workspace::root()))
+}
+
+/// Whether the log has an entry of a version with its date, such as `## 0.1.0 - 2026-11-26`.
+fn is_dated(log: &str, version: &str) -> bool {
+    let entry = format!("## {version} - ");
+    let dates = log.lines().filter_map(|line| line.strip_prefix(&*entry));
+    dates.into_iter().any(|date| date.starts_with(|first: char| first.is_ascii_digit()))
+}
+
+fn rewrite_list() -> Result<()> {
     let list = workspace::root().join(LIST);
     fs::write(&list, lines(&files()?)).with_context(|| format!("{LIST} cannot be written"))?;
     println!("wrote {LIST}");
@@ -134,16 +162,20 @@ fn unpack(target: &Path) -> Result<PathBuf> {
 }
 
 fn version() -> Result<String> {
+    let manifest = manifest()?;
+    Ok(manifest["version"].as_str().context("the package has no version")?.to_owned())
+}
+
+/// What Cargo.toml says of the package, as cargo reads it.
+fn manifest() -> Result<Value> {
     let mut metadata = process::cargo();
     metadata.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]);
     let printed = process::read(metadata.current_dir(workspace::root()))?;
     let metadata: Value =
         serde_json::from_str(&printed).context("cargo metadata prints no JSON")?;
-    let packages = metadata["packages"].as_array().into_iter().flatten();
-    let mut versions =
-        packages.filter(|package| package["name"] == NAME).map(|package| &package["version"]);
-    let version = versions.next().and_then(Value::as_str);
-    Ok(version.with_context(|| format!("the workspace has no {NAME}"))?.to_owned())
+    let mut packages = metadata["packages"].as_array().into_iter().flatten();
+    let package = packages.find(|package| package["name"] == NAME);
+    Ok(package.with_context(|| format!("the workspace has no {NAME}"))?.clone())
 }
 
 /// `cargo <command>` in `dir`, without libtorch.
@@ -172,6 +204,12 @@ mod tests {
     fn new_and_missing_files_are_named() {
         assert_eq!(changes("a\nb\n", "b\nc\n"), ["c is new", "a is gone"]);
         assert!(changes("a\n", "a\n").is_empty());
+    }
+
+    #[test]
+    fn a_release_has_a_date() {
+        let log = "## 0.2.0 - Unreleased\n\n## 0.1.0 - 2026-11-26\n";
+        assert!(is_dated(log, "0.1.0") && !is_dated(log, "0.2.0") && !is_dated(log, "0.1"));
     }
 
     #[test]
