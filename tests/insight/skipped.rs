@@ -1,7 +1,7 @@
 //! Explanations of the steps of a loop, for which it asks after every step.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::insight::{Cause, Explanation, Tracer};
+use tch_amp::insight::{Cause, Explanation, Tracer, named};
 use tch_amp::optim::Sgd;
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector};
 use tch_amp::{Autocast, GradScaler};
@@ -85,6 +85,10 @@ const LARGE: Loss = |model, x| model.loss(x, Tensor::shallow_clone) * 2000.0;
 const SMALL: Loss = |model, x| model.loss(x, Tensor::shallow_clone) * 1e-3;
 const INFINITE: Loss = |model, x| model.loss(x, Tensor::shallow_clone) * f64::INFINITY;
 
+/// A loss for which they overflow in another part of the model.
+const LARGE_INSIDE: Loss =
+    |model, x| model.loss(x, |x| named("inside", || x + (x - x.detach()) * 20_000.0));
+
 /// A training in which the scale grows back after each step that is taken.
 struct Run {
     kind: Kind,
@@ -157,6 +161,16 @@ fn a_part_that_overflows_again_and_again_is_to_be_kept_in_f32() {
 fn overflows_at_a_scale_that_grows_back_need_no_advice() {
     let advice = IN_FP16.advice(&[LARGE, SMALL, LARGE, SMALL, LARGE, SMALL, LARGE]);
     assert_none_is_needed(&advice, 4);
+}
+
+/// The scale falls for all of them.
+#[test]
+fn parts_that_overflow_in_turn_need_no_advice() {
+    let losses = [LARGE, LARGE_INSIDE, LARGE, LARGE_INSIDE, LARGE];
+    let culprits = IN_FP16.explanations(&losses).into_iter().map(|it| it.culprit.unwrap());
+    let parts: Vec<_> = culprits.map(|it| it.path.or(it.after).unwrap_or(it.operator)).collect();
+    assert!(parts.windows(2).all(|pair| pair[0] != pair[1]), "{parts:?}");
+    assert_none_is_needed(&IN_FP16.advice(&losses), 5);
 }
 
 #[test]
