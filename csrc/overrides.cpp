@@ -1,6 +1,7 @@
 // Overrides of autocast's lists. libtorch's lists are kernels that all threads share, so a region that overrides them
 // switches on another dispatch key on its thread, whose kernel comes before autocast's: it casts the inputs of the
-// operators that are overridden and runs them without autocast, and passes all others on.
+// operators that are overridden and runs them without autocast, and passes all others on. Rules say which calls of an
+// operator are overridden, and how; they are made once, and looking for one allocates nothing.
 //
 // What this crate computes itself is outside of all regions: see regions.h.
 
@@ -14,6 +15,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -22,7 +24,9 @@
 #include <utility>
 #include <vector>
 
+#include "attention.h"
 #include "guarded.h"
+#include "sizes.h"
 #include "statistics.h"
 
 namespace tamp {
@@ -30,11 +34,37 @@ namespace {
 
 using c10::IValue;
 
+// How an operator is overridden where its size is in a range.
+struct Rule {
+  uint64_t at_least, below, most_bytes;
+  uint8_t run_as;
+
+  bool is_for_all() const { return at_least == 0 && below == std::numeric_limits<uint64_t>::max(); }
+};
+
 // How an operator is overridden.
 struct Override {
-  bool f32;         // whether it runs in f32, as opposed to the dtype of the region
+  std::vector<Rule> rules;  // of which the last that applies counts
+  Measure measure;
   bool normalizes;  // whether it writes running statistics
+
+  // The rule for a call, or null.
+  const Rule *find(c10::ArrayRef<IValue> arguments) const;
 };
+
+const Rule *Override::find(c10::ArrayRef<IValue> arguments) const {
+  std::optional<uint64_t> size;
+  const auto is_in_range = [&](const Rule &rule) {
+    if (rule.is_for_all()) return true;
+    if (!size) size = size_of(measure, arguments);
+    return rule.at_least <= *size && *size < rule.below;
+  };
+  for (auto rule = rules.rbegin(); rule != rules.rend(); ++rule) {
+    if (!is_in_range(*rule)) continue;
+    if (rule->run_as != TAMP_RUN_COMPOSED || can_be_composed(arguments, rule->most_bytes)) return &*rule;
+  }
+  return nullptr;
+}
 
 // The names of operators with their overloads.
 using Overrides = std::unordered_map<c10::OperatorName, Override>;
@@ -115,6 +145,14 @@ void write_back(const Statistics &copied) {
   for (const auto &[statistic, copy] : copied) statistic.copy_(copy);
 }
 
+// Replaces the arguments of an attention, which have been cast, by its result.
+void compose(torch::jit::Stack *stack, size_t count) {
+  const c10::impl::ExcludeDispatchKeyGuard no_overrides(kOverrides);
+  auto result = composed_attention(c10::ArrayRef<IValue>(stack->data() + (stack->size() - count), count));
+  torch::jit::drop(*stack, count);
+  torch::jit::push(*stack, std::move(result));
+}
+
 // Called for every operator on a thread with overrides, or that averages running statistics.
 void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kOverrides);
@@ -124,17 +162,19 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::St
   if (overrides == nullptr || found == overrides->end()) return op.redispatchBoxed(below, stack);
   const c10::ArrayRef<IValue> arguments(stack->data() + (stack->size() - count), count);
   const auto device = autocast_device(arguments);
-  if (!device) return op.redispatchBoxed(below, stack);
-  const auto [f32, normalizes] = found->second;
+  const Rule *rule = device ? found->second.find(arguments) : nullptr;
+  if (rule == nullptr) return op.redispatchBoxed(below, stack);
+  const bool f32 = rule->run_as == TAMP_RUN_F32;
   const auto dtype = f32 ? at::kFloat : at::autocast::get_autocast_dtype(*device);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   IValue *first = stack->data() + (stack->size() - count);
   Statistics copied;
-  if (normalizes) {
+  if (found->second.normalizes) {
     copied = cast_normalization(op.schema(), first, f32, dtype, *device);
   } else {
     for (size_t i = 0; i < count; ++i) first[i] = cast(first[i], dtype, *device);
   }
+  if (rule->run_as == TAMP_RUN_COMPOSED) return compose(stack, count);
   op.redispatchBoxed(below - c10::autocast_dispatch_keyset, stack);
   write_back(copied);
 }
@@ -176,8 +216,11 @@ bool can_be_cast(const std::string &name, const c10::FunctionSchema &schema) {
          std::none_of(returns.begin(), returns.end(), is_alias);
 }
 
-// Adds the overloads of an operator. Returns what is wrong, or TAMP_OVERRIDE_OK.
-uint8_t add(Overrides &to, const std::vector<c10::OperatorName> &known, const std::string &name, bool f32) {
+// Adds a rule for the overloads of an operator. Returns what is wrong, or TAMP_OVERRIDE_OK.
+uint8_t add(Overrides &to, const std::vector<c10::OperatorName> &known, const tamp_rule &added_rule) {
+  const std::string name = added_rule.name;
+  const Rule rule{added_rule.at_least, added_rule.below, added_rule.most_bytes, added_rule.run_as};
+  if (rule.run_as == TAMP_RUN_COMPOSED && name != "aten::scaled_dot_product_attention") return TAMP_OVERRIDE_WHOLE;
   bool exists = false, added = false;
   for (const auto &candidate : known) {
     if (candidate.name != name) continue;
@@ -185,7 +228,10 @@ uint8_t add(Overrides &to, const std::vector<c10::OperatorName> &known, const st
     if (!op) continue;
     exists = true;
     if (!can_be_cast(name, op->schema())) continue;
-    to[candidate] = {f32, normalizes(name, op->schema())};
+    auto &override = to[candidate];
+    override.measure = measure_of(name, op->schema());
+    override.normalizes = normalizes(name, op->schema());
+    override.rules.push_back(rule);
     added = true;
   }
   return added ? TAMP_OVERRIDE_OK : exists ? TAMP_OVERRIDE_ALIASES : TAMP_OVERRIDE_UNKNOWN;
@@ -216,13 +262,13 @@ void include_kernel(bool included) {
 
 extern "C" {
 
-uint32_t tamp_overrides_add(const char *const *names, const uint8_t *f32, size_t count, size_t *refused,
-                            uint8_t *problem, char **err) noexcept {
+uint32_t tamp_overrides_add(const tamp_rule *rules, size_t count, size_t *refused, uint8_t *problem,
+                            char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint32_t {
     const auto known = c10::Dispatcher::singleton().getAllOpNames();
     auto made = std::make_unique<tamp::Overrides>();
     for (size_t i = 0; i < count; ++i) {
-      *problem = tamp::add(*made, known, names[i], f32[i] != 0);
+      *problem = tamp::add(*made, known, rules[i]);
       *refused = i;
       if (*problem != TAMP_OVERRIDE_OK) return 0;
     }

@@ -130,16 +130,29 @@ typedef void (*tamp_autocast_settle)(void);
 void tamp_autocast_after_backward(tamp_autocast_settle settle) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------- overrides.cpp
-// What is wrong with an operator that is to be overridden: it is unknown, or all of its overloads write to their inputs,
-// return views of them or take no tensors.
-enum { TAMP_OVERRIDE_OK = 0, TAMP_OVERRIDE_UNKNOWN = 1, TAMP_OVERRIDE_ALIASES = 2 };
+// What is wrong with a rule: its operator is unknown, all overloads of it write to their inputs, return views of them or
+// take no tensors, or it cannot be composed.
+enum { TAMP_OVERRIDE_OK = 0, TAMP_OVERRIDE_UNKNOWN = 1, TAMP_OVERRIDE_ALIASES = 2, TAMP_OVERRIDE_WHOLE = 3 };
+
+// How an operator runs: in the dtype of the region, in f32, or composed of others in the dtype of the region.
+enum { TAMP_RUN_HALF = 0, TAMP_RUN_F32 = 1, TAMP_RUN_COMPOSED = 2 };
+
+// Overrides the overloads of an operator, whose name has its namespace, where its size is at least one number and below
+// another; 2^64 - 1 is no limit. sizes.h says what a size is. What is composed keeps an intermediate result of at most
+// `most_bytes`; where it would be larger, or the call cannot be composed, the rule does not apply.
+typedef struct tamp_rule {
+  const char *name;
+  uint64_t at_least;
+  uint64_t below;
+  uint64_t most_bytes;
+  uint8_t run_as;
+} tamp_rule;
 
 // Adds overrides of autocast's lists and returns their number, by which any thread can use them until the process ends.
-// The overloads of operator i, whose name has its namespace, run in f32 if `f32[i]` is 1, and otherwise in the dtype of
-// the region. If one cannot be overridden, returns 0 and writes its place to `refused` and what is wrong to `problem`.
-// Fails if another extension uses the same dispatch key.
-uint32_t tamp_overrides_add(const char *const *names, const uint8_t *f32, size_t count, size_t *refused,
-                            uint8_t *problem, char **err) TAMP_NOEXCEPT;
+// Of the rules of an operator, the last that applies counts. If one cannot be added, returns 0 and writes its place to
+// `refused` and what is wrong to `problem`. Fails if another extension uses the same dispatch key.
+uint32_t tamp_overrides_add(const tamp_rule *rules, size_t count, size_t *refused, uint8_t *problem,
+                            char **err) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------- gradients.cpp
 // These functions inspect, compute, move, add and convert the gradients of a list of parameters.

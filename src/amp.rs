@@ -7,6 +7,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
+use crate::autocast::Plan;
 use crate::autocast::region::{Autocast, LOG_PROBABILITIES};
 use crate::device::check_usable;
 use crate::error::{Error, Result};
@@ -140,8 +141,8 @@ impl FromStr for Amp {
 
 /// The precision of a run on one device, made by [`Amp::on`]: opens its regions and makes its scaler.
 ///
-/// Printed, it says what was chosen and, after [`Amp::Auto`], why: `bf16 on Cpu: bf16 products are 3.1 times as fast as
-/// f32 here`.
+/// Printed, it says what was chosen and, after [`Amp::Auto`] or with a plan, why: `bf16 on Cpu: bf16 products are 3.1
+/// times as fast as f32 here`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MixedPrecision {
     device: Device,
@@ -151,6 +152,36 @@ pub struct MixedPrecision {
 }
 
 impl MixedPrecision {
+    /// Takes the precision of every operator from a plan, and the dtype with it, as [`Autocast::plan`] does.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`Autocast::plan`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind};
+    /// use tch_amp::Amp;
+    /// use tch_amp::autocast::{Plan, Rule, RunAs};
+    ///
+    /// let softmax = Rule::new("softmax", RunAs::Half);
+    /// let plan = Plan { dtype: Some(Kind::BFloat16), rules: vec![softmax], ..Plan::new(Device::Cpu)? };
+    /// let amp = Amp::Auto.on(Device::Cpu)?.plan(&plan)?;
+    /// assert_eq!(amp.dtype(), Some(Kind::BFloat16));
+    /// assert_eq!(amp.to_string(), "bf16 on Cpu: a plan with 1 rule");
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn plan(self, plan: &Plan) -> Result<Self> {
+        let rules = match plan.rules.len() {
+            1 => "1 rule".to_owned(),
+            count => format!("{count} rules"),
+        };
+        let region = region(self.device, plan.dtype).plan(plan)?;
+        let reason = Some(format!("a plan with {rules}"));
+        Ok(Self { device: self.device, dtype: plan.dtype, reason, region })
+    }
+
     /// Runs the forward pass and the loss in a region of this precision; in f32, without autocast. It is
     /// [`Autocast::run`] of [`region`](Self::region).
     ///

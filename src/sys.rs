@@ -51,6 +51,21 @@ pub(crate) type AutocastSettle = unsafe extern "C" fn();
 pub(crate) const OVERRIDE_OK: u8 = 0;
 pub(crate) const OVERRIDE_UNKNOWN: u8 = 1;
 pub(crate) const OVERRIDE_ALIASES: u8 = 2;
+pub(crate) const OVERRIDE_WHOLE: u8 = 3;
+
+pub(crate) const RUN_HALF: u8 = 0;
+pub(crate) const RUN_F32: u8 = 1;
+pub(crate) const RUN_COMPOSED: u8 = 2;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rule {
+    pub(crate) name: *const c_char,
+    pub(crate) at_least: u64,
+    pub(crate) below: u64,
+    pub(crate) most_bytes: u64,
+    pub(crate) run_as: u8,
+}
 
 pub(crate) const GRADIENT_REQUIRES_GRAD: u8 = 1;
 pub(crate) const GRADIENT_STRIDED: u8 = 2;
@@ -341,8 +356,7 @@ unsafe extern "C" {
     pub(crate) fn tamp_autocast_after_backward(settle: AutocastSettle);
 
     pub(crate) fn tamp_overrides_add(
-        names: *const *const c_char,
-        f32: *const u8,
+        rules: *const Rule,
         count: usize,
         refused: *mut usize,
         problem: *mut u8,

@@ -70,6 +70,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_autocast_device", "AutocastDevice"),
         ("tamp_autocast_settle", "AutocastSettle"),
         ("tamp_allocations", "Allocations"),
+        ("tamp_rule", "Rule"),
         ("tamp_arrival", "Arrival"),
         ("tamp_optim_options", "OptimOptions"),
         ("tamp_optim_parameter", "OptimParameter"),
@@ -315,7 +316,7 @@ const INSIDE_REGIONS: [&str; 5] = [
 ];
 
 /// The functions that cannot fail, because they call no operation on tensors.
-const WITHOUT_OPERATIONS: [&str; 30] = [
+const WITHOUT_OPERATIONS: [&str; 31] = [
     "tamp_arrival_free",
     "tamp_autocast_after_backward",
     "tamp_autocast_backward",
@@ -325,6 +326,7 @@ const WITHOUT_OPERATIONS: [&str; 30] = [
     "tamp_group_close",
     "tamp_group_free",
     "tamp_heap_keep",
+    "tamp_libtorch_version",
     "tamp_memory_release",
     "tamp_name_end",
     "tamp_process_end_with",

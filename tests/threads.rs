@@ -5,7 +5,7 @@ mod common;
 
 use tch::nn::{BatchNorm, Linear};
 use tch_amp::accumulation::{Accumulation, WithGradients};
-use tch_amp::autocast::{AutocastGuard, AutocastState};
+use tch_amp::autocast::{AutocastGuard, AutocastState, Plan, Platform, Rule, RunAs};
 use tch_amp::average::{AveragedWeights, Averaging, Ema, Swa, SwappedIn};
 use tch_amp::buffers::BufferSnapshot;
 use tch_amp::checkpoint::{
@@ -109,11 +109,15 @@ send_and_sync!(
     OptLevel,
     ParamGroup,
     ParamGroupState,
+    Plan,
+    Platform,
     Policy,
     Resident,
     Restored,
     RmsProp,
     Rng,
+    Rule,
+    RunAs,
     Sgd,
     SpikeConfig,
     SpikeCounts,

@@ -7,11 +7,13 @@
 //! dropped in any order, and the previous state is restored after a panic, too.
 
 mod overrides;
+mod plan;
 pub(crate) mod region;
 mod stack;
 mod state;
 
 pub use crate::error::AutocastError;
+pub use plan::{Plan, Platform, Rule, RunAs};
 pub use region::{AutocastGuard, LOG_PROBABILITIES};
 pub(crate) use stack::callback;
 pub(crate) use state::forgetting_casts;

@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 use tch::{Device, Kind};
 
 use crate::autocast::overrides::Overrides;
+use crate::autocast::plan::{Plan, Rule, RunAs};
 use crate::autocast::stack;
 use crate::device::check_usable;
 use crate::error::{AutocastError, Error, Result};
@@ -158,7 +159,8 @@ impl Autocast {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn keep_in_f32<S: AsRef<str>>(mut self, operators: impl IntoIterator<Item = S>) -> Self {
-        self.overrides = Some(Overrides::with(self.overrides, operators, true));
+        let rules = operators.into_iter().map(|name| Rule::new(name.as_ref(), RunAs::F32));
+        self.overrides = Some(Overrides::with(self.overrides, rules));
         self
     }
 
@@ -171,8 +173,42 @@ impl Autocast {
     ///
     /// The same as [`keep_in_f32`](Self::keep_in_f32).
     pub fn prefer_half<S: AsRef<str>>(mut self, operators: impl IntoIterator<Item = S>) -> Self {
-        self.overrides = Some(Overrides::with(self.overrides, operators, false));
+        let rules = operators.into_iter().map(|name| Rule::new(name.as_ref(), RunAs::Half));
+        self.overrides = Some(Overrides::with(self.overrides, rules));
         self
+    }
+
+    /// Runs the operators as a plan says: sets the dtype of the region, or switches it off, and adds the rules of the
+    /// plan, which are inherited and overridden like those of [`keep_in_f32`](Self::keep_in_f32) and cost the same. Make
+    /// the region once, outside of the training loop. PyTorch has no counterpart.
+    ///
+    /// # Errors
+    ///
+    /// [`AutocastError::PlanElsewhere`] if the plan was made for another type of device, libtorch or number of threads,
+    /// and [`Error::DeviceUnavailable`]. [`enter`](Self::enter) and [`run`](Self::run) return the errors of its rules.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_amp::Autocast;
+    /// use tch_amp::autocast::{Plan, Rule, RunAs};
+    ///
+    /// let softmax = Rule::new("softmax", RunAs::Half);
+    /// let plan = Plan { dtype: Some(Kind::BFloat16), rules: vec![softmax], ..Plan::new(Device::Cpu)? };
+    /// let region = Autocast::new(Device::Cpu).plan(&plan)?;
+    /// let x = Tensor::ones([2, 2], (Kind::Float, Device::Cpu));
+    /// assert_eq!(region.run(|| x.softmax(-1, None::<Kind>))?.kind(), Kind::BFloat16);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn plan(mut self, plan: &Plan) -> Result<Self> {
+        plan.check(self.device)?;
+        match plan.dtype {
+            Some(dtype) => self.dtype = Some(dtype),
+            None => self.enabled = false,
+        }
+        self.overrides = Some(Overrides::with(self.overrides, plan.rules.iter().cloned()));
+        Ok(self)
     }
 
     /// Opens the region and returns the guard that closes it. Corresponds to `torch.autocast.__enter__`.
@@ -185,8 +221,9 @@ impl Autocast {
     ///   check on CUDA.
     /// - [`AutocastError::ThreadEnding`] inside a destructor of a thread-local value.
     /// - [`AutocastError::UnknownOperator`] and [`AutocastError::NotOverridable`] for an operator of
-    ///   [`keep_in_f32`](Self::keep_in_f32) or [`prefer_half`](Self::prefer_half), and [`Error::Torch`] if another
-    ///   extension of libtorch uses the dispatch key of these.
+    ///   [`keep_in_f32`](Self::keep_in_f32), [`prefer_half`](Self::prefer_half) or a [`plan`](Self::plan),
+    ///   [`AutocastError::NotComposable`] for one of a plan, and [`Error::Torch`] if another extension of libtorch uses
+    ///   the dispatch key of these.
     ///
     /// # Examples
     ///

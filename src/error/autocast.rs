@@ -35,6 +35,26 @@ pub enum AutocastError {
         operator: String,
     },
 
+    /// The operator cannot be composed of others.
+    #[error(
+        "{operator} cannot be composed of other operators; RunAs::Composed is for scaled_dot_product_attention alone"
+    )]
+    NotComposable {
+        /// The operator, with its namespace.
+        operator: String,
+    },
+
+    /// The plan was made for another device, libtorch or number of threads.
+    #[error(
+        "the plan holds on {plan}, and this is {here}; make one here, or set its `platform` if you know that it serves"
+    )]
+    PlanElsewhere {
+        /// Where the plan holds.
+        plan: String,
+        /// The platform of the region.
+        here: String,
+    },
+
     /// The thread is ending, and its stack of regions has been destroyed.
     #[error(
         "the thread is ending: open autocast regions before its thread-local values are destroyed"

@@ -107,31 +107,63 @@ impl RawAutocastState {
     }
 }
 
-/// Why an operator cannot be overridden.
+/// How an operator runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RunCode {
+    F32,
+    Half,
+    Composed,
+}
+
+/// A rule that overrides autocast's lists.
+#[derive(Clone, Debug)]
+pub(crate) struct RawRule {
+    /// The operator, with its namespace.
+    pub(crate) name: CString,
+    pub(crate) code: RunCode,
+    /// The smallest size to which it applies.
+    pub(crate) at_least: u64,
+    /// The smallest size to which it does not apply any more.
+    pub(crate) below: u64,
+    /// The limit on the size of what is composed.
+    pub(crate) most_bytes: u64,
+}
+
+impl RawRule {
+    fn as_sys(&self) -> sys::Rule {
+        let &Self { ref name, code, at_least, below, most_bytes } = self;
+        let run_as = match code {
+            RunCode::F32 => sys::RUN_F32,
+            RunCode::Half => sys::RUN_HALF,
+            RunCode::Composed => sys::RUN_COMPOSED,
+        };
+        sys::Rule { name: name.as_ptr(), at_least, below, most_bytes, run_as }
+    }
+}
+
+/// Why a rule cannot be added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refused {
     Unknown,
     Aliases,
+    Whole,
 }
 
-/// Adds overrides of autocast's lists: the names of operators with their namespaces, and whether they run in f32. Returns
-/// their number, or the place of an operator that cannot be overridden.
+/// Adds overrides of autocast's lists. Returns their number, or the place of a rule that cannot be added.
 pub(crate) fn overrides_add(
-    operators: &[(CString, bool)],
+    rules: &[RawRule],
 ) -> Result<std::result::Result<u32, (usize, Refused)>> {
-    let names: Vec<_> = operators.iter().map(|(name, _)| name.as_ptr()).collect();
-    let f32: Vec<u8> = operators.iter().map(|(_, f32)| (*f32).into()).collect();
+    let raw: Vec<_> = rules.iter().map(RawRule::as_sys).collect();
     let (mut refused, mut problem) = (0, sys::OVERRIDE_OK);
-    let count = operators.len();
-    // SAFETY: both arrays have `count` elements, the names live as long as `operators`, and the others are valid for
+    // SAFETY: `raw` has as many elements as it says, their names live as long as `rules`, and the others are valid for
     // writes.
     let number = call(|err| unsafe {
-        let (names, f32) = (names.as_ptr(), f32.as_ptr());
-        sys::tamp_overrides_add(names, f32, count, &mut refused, &mut problem, err)
+        sys::tamp_overrides_add(raw.as_ptr(), raw.len(), &mut refused, &mut problem, err)
     })?;
     Ok(match problem {
         sys::OVERRIDE_UNKNOWN => Err((refused, Refused::Unknown)),
         sys::OVERRIDE_ALIASES => Err((refused, Refused::Aliases)),
+        sys::OVERRIDE_WHOLE => Err((refused, Refused::Whole)),
         _ => Ok(number),
     })
 }

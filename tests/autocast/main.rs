@@ -11,6 +11,7 @@ mod guards;
 mod losses;
 mod overrides;
 mod own_arithmetic;
+mod plans;
 mod porting;
 mod regions;
 mod threads;

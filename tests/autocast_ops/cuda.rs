@@ -4,7 +4,8 @@
 use std::collections::BTreeSet;
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::Autocast;
+use tch_amp::autocast::{AutocastError, Plan, Rule, RunAs};
+use tch_amp::{Autocast, Error};
 
 use crate::args::Args;
 use crate::common::gpus;
@@ -192,4 +193,56 @@ fn every_op_registered_for_autocast_on_cuda_is_compared_or_named_with_a_reason()
     for op in names.chain(WITHOUT_A_MACRO.iter().map(|(op, _)| *op)) {
         assert!(registered.iter().any(|name| name == op), "{op} is on a list, but not registered");
     }
+}
+
+/// How an op in a region with a rule for it differs from the op with inputs that were cast by hand. `None` if it cannot
+/// have a rule.
+fn compare_ruled(
+    device: Device,
+    case: &Case,
+    run_as: RunAs,
+    call: fn(&Args) -> table::Outputs,
+) -> Option<Result<(), String>> {
+    let kind = if run_as == RunAs::F32 { Kind::Float } else { case.dtype() };
+    let name = case.op().split('.').next().unwrap_or_default();
+    let dtype = Some(case.dtype());
+    let plan = Plan { dtype, rules: vec![Rule::new(name, run_as)], ..Plan::new(device).unwrap() };
+    let args = || case.args().map(|tensor| tensor.to_device(device));
+    let inside = match Autocast::new(device).plan(&plan).unwrap().run(|| call(&args())) {
+        Err(Error::Autocast(AutocastError::NotOverridable { .. })) => return None,
+        inside => told(inside.unwrap()),
+    };
+    let cast = |t: &Tensor| if is_eligible(t) { t.to_kind(kind) } else { t.shallow_clone() };
+    let outside = told(call(&args().map(cast)));
+    Some(if inside == outside { Ok(()) } else { Err(difference(&inside, &outside)) })
+}
+
+#[test]
+fn every_op_of_cudas_lists_obeys_a_plan() {
+    let Some(answers) = oracle::answers() else {
+        return;
+    };
+    tch::set_num_threads(1);
+    let mut failures = Vec::new();
+    for device in gpus() {
+        let mut compared = BTreeSet::new();
+        for case in &answers.cases {
+            let Some((_, (_, call))) = list(answers, case.op()).zip(table::find(case.op())) else {
+                continue;
+            };
+            for run_as in [RunAs::F32, RunAs::Half] {
+                match compare_ruled(device, case, run_as, *call) {
+                    None => println!("not compared: {}: it cannot have a rule", case.op()),
+                    Some(Ok(())) => drop(compared.insert(case.op())),
+                    Some(Err(what)) => {
+                        failures
+                            .push(format!("{} as {run_as:?} on {device:?}: {what}", case.name()));
+                    }
+                }
+            }
+        }
+        println!("on {device:?}: compared {} ops", compared.len());
+        assert!(compared.len() > 50, "{compared:?}");
+    }
+    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
 }

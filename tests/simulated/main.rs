@@ -24,6 +24,7 @@ mod memory;
 mod muon;
 mod operators;
 mod planted;
+mod plans;
 mod recipes;
 mod recompute;
 mod schedule;

@@ -1,0 +1,238 @@
+//! Rules for the operators of a region, and plans: rules as data, with the place for which they were made.
+
+use std::fmt;
+use std::result::Result as StdResult;
+
+use serde::de::Error as _;
+use serde::ser::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use tch::{Device, Kind};
+
+use crate::device::check_usable;
+use crate::error::{AutocastError, Result};
+use crate::ffi;
+use crate::precision::bf16_is_native;
+
+/// How an operator runs inside a region, for a [`Rule`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum RunAs {
+    /// In f32, as with [`Autocast::keep_in_f32`](crate::Autocast::keep_in_f32).
+    F32,
+    /// In the dtype of the region, as with [`Autocast::prefer_half`](crate::Autocast::prefer_half).
+    Half,
+    /// `scaled_dot_product_attention` alone: as a product, a softmax and a product in the dtype of the region, instead of
+    /// by a fused kernel. It means the same: masks of numbers or booleans, `is_causal`, `scale`, dropout, grouped heads,
+    /// and rows without any key, which are zero.
+    ///
+    /// On CPUs it can be several times as fast for short sequences, and it takes more memory: the probabilities, which
+    /// are kept for the backward pass, have a number in half precision for each head, query and key. The scores are
+    /// rounded once, which fused kernels do not.
+    Composed {
+        /// The limit on the bytes of these probabilities in one call. Where they would take more, and for calls that
+        /// cannot be composed, such as those with f64, the rule does not apply.
+        most_bytes: u64,
+    },
+}
+
+/// How the calls of an operator run inside a region, all of them or those of some sizes.
+///
+/// The size of a matrix product is the number of its multiplications: rows × columns × depth, times the batch. That of
+/// a convolution is the number of its input or output channels, whichever is smaller; that of an attention the length of
+/// its queries or keys, whichever is longer; and that of any other operator the number of elements of its first tensor,
+/// or list of tensors.
+///
+/// # Examples
+///
+/// ```
+/// use tch_amp::autocast::{Rule, RunAs};
+///
+/// let narrow = Rule { below: Some(100_000), ..Rule::new("linear", RunAs::F32) };
+/// let short = Rule { below: Some(512), ..Rule::new("scaled_dot_product_attention", RunAs::Composed { most_bytes: 1 << 28 }) };
+/// assert_eq!(narrow.to_string(), "linear of size below 100000: in f32");
+/// assert_eq!(short.to_string(), "scaled_dot_product_attention of size below 512: composed, up to 256 MiB");
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Rule {
+    /// The operator, by the names of [`Autocast::keep_in_f32`](crate::Autocast::keep_in_f32).
+    pub operator: String,
+    /// How it runs.
+    pub run_as: RunAs,
+    /// The smallest size to which the rule applies.
+    #[serde(default)]
+    pub at_least: u64,
+    /// The size from which on the rule does not apply any more; `None` if there is none.
+    #[serde(default)]
+    pub below: Option<u64>,
+}
+
+impl Rule {
+    /// Creates a rule for calls of all sizes.
+    pub fn new(operator: impl Into<String>, run_as: RunAs) -> Self {
+        Self { operator: operator.into(), run_as, at_least: 0, below: None }
+    }
+
+    /// Whether no rule before this one can apply.
+    pub(super) fn is_for_all(&self) -> bool {
+        let may_not_apply = matches!(self.run_as, RunAs::Composed { .. });
+        self.at_least == 0 && self.below.is_none() && !may_not_apply
+    }
+}
+
+/// Where a [`Plan`] holds: a type of device, a version of libtorch, and a number of threads. Models of GPUs, and CPUs
+/// of the same abilities, are not told apart.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Platform {
+    /// The type of the device, such as `cpu` or `cuda`.
+    pub device: String,
+    /// Whether the device [computes in bf16](crate::precision::bf16_is_native) by instructions of its own.
+    pub bf16_is_native: bool,
+    /// The version of libtorch, such as `2.13.0`.
+    pub libtorch: String,
+    /// How many threads libtorch uses within an operator; `None` if the device is not the CPU.
+    pub threads: Option<u64>,
+}
+
+impl Platform {
+    /// Describes a device in this process, with the number of threads that libtorch uses now.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable) if the device cannot be used here.
+    pub fn of(device: Device) -> Result<Self> {
+        check_usable(device)?;
+        let name = match device {
+            Device::Cpu => "cpu",
+            Device::Cuda(_) => "cuda",
+            Device::Mps => "mps",
+            Device::Vulkan => "vulkan",
+        };
+        let threads = u64::try_from(tch::get_num_threads()).ok();
+        Ok(Self {
+            device: name.to_owned(),
+            bf16_is_native: bf16_is_native(device)?,
+            libtorch: ffi::libtorch_version(),
+            threads: threads.filter(|_| device == Device::Cpu),
+        })
+    }
+}
+
+impl fmt::Display for Platform {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bf16 = if self.bf16_is_native { "with" } else { "without" };
+        write!(f, "{} {bf16} instructions for bf16, libtorch {}", self.device, self.libtorch)?;
+        match self.threads {
+            None => Ok(()),
+            Some(1) => f.write_str(", 1 thread"),
+            Some(threads) => write!(f, ", {threads} threads"),
+        }
+    }
+}
+
+/// The precision of every operator of a region, for [`Autocast::plan`](crate::Autocast::plan): a dtype, and rules for
+/// operators that are faster otherwise. It is plain data, to be kept in a file beside a model.
+///
+/// A plan holds on the [`Platform`] for which it was made, and regions elsewhere refuse it. PyTorch has no counterpart.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::Autocast;
+/// use tch_amp::autocast::{Plan, Rule, RunAs};
+///
+/// let narrow = Rule { below: Some(100_000), ..Rule::new("matmul", RunAs::F32) };
+/// let plan = Plan { dtype: Some(Kind::BFloat16), rules: vec![narrow], ..Plan::new(Device::Cpu)? };
+/// let text = serde_json::to_string(&plan).expect("a plan is plain data");
+///
+/// let plan: Plan = serde_json::from_str(&text).expect("it is what was written");
+/// let region = Autocast::new(Device::Cpu).plan(&plan)?;
+/// let product = |size| {
+///     let x = Tensor::ones([size, size], (Kind::Float, Device::Cpu));
+///     region.run(|| x.matmul(&x).kind())
+/// };
+/// assert_eq!((product(10)?, product(50)?), (Kind::Float, Kind::BFloat16));
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    /// Where the plan holds.
+    pub platform: Platform,
+    /// The dtype of the region, `"bf16"` or `"fp16"` as data. `None` leaves every operator in f32: the region is
+    /// switched off, and costs nothing.
+    #[serde(serialize_with = "write_dtype", deserialize_with = "read_dtype")]
+    pub dtype: Option<Kind>,
+    /// The rules. Of those for an operator, the last that applies to a call counts; where none does, autocast's lists
+    /// do.
+    pub rules: Vec<Rule>,
+}
+
+impl Plan {
+    /// Creates a plan without rules for a device as it is here, which leaves every operator in f32.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable) if the device cannot be used here.
+    pub fn new(device: Device) -> Result<Self> {
+        Ok(Self { platform: Platform::of(device)?, dtype: None, rules: Vec::new() })
+    }
+
+    /// Refuses the plan if it does not hold for a device as it is here.
+    pub(super) fn check(&self, device: Device) -> Result<()> {
+        let here = Platform::of(device)?;
+        if self.platform == here {
+            return Ok(());
+        }
+        let plan = self.platform.to_string();
+        Err(AutocastError::PlanElsewhere { plan, here: here.to_string() }.into())
+    }
+}
+
+const DTYPES: [(Kind, &str); 2] = [(Kind::BFloat16, "bf16"), (Kind::Half, "fp16")];
+
+fn name_of(dtype: Kind) -> Option<&'static str> {
+    DTYPES.iter().find(|(kind, _)| *kind == dtype).map(|(_, name)| *name)
+}
+
+#[allow(clippy::ref_option, reason = "serde calls it with a reference to the field")]
+fn write_dtype<S: Serializer>(dtype: &Option<Kind>, serializer: S) -> StdResult<S::Ok, S::Error> {
+    let unknown = || S::Error::custom("the dtype of a plan is neither bf16 nor fp16");
+    let name = dtype.map(|dtype| name_of(dtype).ok_or_else(unknown)).transpose()?;
+    name.serialize(serializer)
+}
+
+fn read_dtype<'de, D: Deserializer<'de>>(deserializer: D) -> StdResult<Option<Kind>, D::Error> {
+    let Some(text) = Option::<String>::deserialize(deserializer)? else { return Ok(None) };
+    let found = DTYPES.iter().find(|(_, name)| *name == text);
+    let unknown = || D::Error::unknown_variant(&text, &["bf16", "fp16"]);
+    found.map(|(kind, _)| Some(*kind)).ok_or_else(unknown)
+}
+
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.operator)?;
+        match (self.at_least, self.below) {
+            (0, None) => {}
+            (0, Some(below)) => write!(f, " of size below {below}")?,
+            (at_least, None) => write!(f, " of size {at_least} or more")?,
+            (at_least, Some(below)) => write!(f, " of size {at_least} to below {below}")?,
+        }
+        match self.run_as {
+            RunAs::F32 => f.write_str(": in f32"),
+            RunAs::Half => f.write_str(": in half precision"),
+            RunAs::Composed { most_bytes } => {
+                write!(f, ": composed, up to {} MiB", most_bytes >> 20)
+            }
+        }
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let dtype = self.dtype.map_or("f32", |dtype| name_of(dtype).unwrap_or("an unknown dtype"));
+        write!(f, "{dtype} on {}", self.platform)?;
+        self.rules.iter().try_for_each(|rule| write!(f, "\n  {rule}"))
+    }
+}

@@ -1,0 +1,600 @@
+//! Plans, beside the same programs with casts and attention by hand.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::autocast::{AutocastError, AutocastState, Plan, Rule, RunAs};
+use tch_amp::recompute::checkpointed;
+use tch_amp::{Autocast, Error};
+
+use crate::common::for_each_device;
+use crate::common::rng::Rng;
+use crate::{OUTSIDE, alone, seen};
+
+const BF16: Kind = Kind::BFloat16;
+const F32: Kind = Kind::Float;
+const SDPA: &str = "scaled_dot_product_attention";
+const COMPOSED: RunAs = RunAs::Composed { most_bytes: u64::MAX };
+
+fn region(device: Device, rules: Vec<Rule>) -> Autocast {
+    let plan = Plan { dtype: Some(BF16), rules, ..Plan::new(device).unwrap() };
+    Autocast::new(device).plan(&plan).unwrap()
+}
+
+fn random(device: Device, seed: i64, size: &[i64]) -> Tensor {
+    tch::manual_seed(seed);
+    Tensor::randn(size, (F32, Device::Cpu)).to_device(device).set_requires_grad(true)
+}
+
+fn attention(q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
+    Tensor::scaled_dot_product_attention(q, k, v, None::<&Tensor>, 0.0, false, None, false)
+}
+
+/// The attention of three tensors of `[batch, length, width]`, composed in bf16.
+fn composed_by_hand(q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
+    let [q, k, v] = [q, k, v].map(|t| t.to_kind(BF16));
+    let zero = Tensor::zeros([1, 1, 1], (BF16, q.device()));
+    let width = *q.size().last().unwrap() as f64;
+    let scores = zero.f_baddbmm(&q, &k.transpose(1, 2), 0.0, 1.0 / width.sqrt()).unwrap();
+    scores.softmax(-1, None::<Kind>).bmm(&v)
+}
+
+type Call = (&'static str, &'static [&'static [i64]], fn(&[Tensor]) -> Tensor, u64);
+
+/// Calls of operators on tensors of these sizes, and the size of each call.
+const SIZES: &[Call] = &[
+    ("mm", &[&[3, 4], &[4, 5]], |t| t[0].mm(&t[1]), 60),
+    ("matmul", &[&[3, 4], &[4, 5]], |t| t[0].matmul(&t[1]), 60),
+    ("matmul", &[&[2, 3, 4], &[4, 5]], |t| t[0].matmul(&t[1]), 120),
+    ("matmul", &[&[3, 4], &[2, 4, 5]], |t| t[0].matmul(&t[1]), 120),
+    ("matmul", &[&[4], &[2, 4, 5]], |t| t[0].matmul(&t[1]), 40),
+    ("matmul", &[&[2, 3, 4], &[4]], |t| t[0].matmul(&t[1]), 24),
+    ("matmul", &[&[4], &[4]], |t| t[0].matmul(&t[1]), 4),
+    ("mv", &[&[3, 4], &[4]], |t| t[0].mv(&t[1]), 12),
+    ("dot", &[&[4], &[4]], |t| t[0].dot(&t[1]), 4),
+    ("bmm", &[&[2, 3, 4], &[2, 4, 5]], |t| t[0].bmm(&t[1]), 120),
+    ("addmm", &[&[5], &[3, 4], &[4, 5]], |t| t[0].addmm(&t[1], &t[2]), 60),
+    ("addmv", &[&[3], &[3, 4], &[4]], |t| t[0].addmv(&t[1], &t[2]), 12),
+    ("addbmm", &[&[3, 5], &[2, 3, 4], &[2, 4, 5]], |t| t[0].addbmm(&t[1], &t[2]), 120),
+    ("baddbmm", &[&[5], &[2, 3, 4], &[2, 4, 5]], |t| t[0].baddbmm(&t[1], &t[2], 1, 1), 120),
+    ("linear", &[&[2, 3, 4], &[5, 4]], |t| t[0].linear(&t[1], None::<&Tensor>), 120),
+    ("linear", &[&[3, 4], &[4]], |t| t[0].linear(&t[1], None::<&Tensor>), 12),
+    ("conv1d", &[&[2, 6, 9], &[4, 3, 3]], |t| t[0].conv1d(&t[1], None::<&Tensor>, 1, 0, 1, 2), 4),
+    (
+        "conv_transpose1d",
+        &[&[2, 6, 9], &[6, 1, 3]],
+        |t| t[0].conv_transpose1d(&t[1], None::<&Tensor>, 1, 0, 0, 2, 1),
+        2,
+    ),
+    (SDPA, &[&[2, 3, 4], &[2, 5, 4], &[2, 5, 4]], |t| attention(&t[0], &t[1], &t[2]), 5),
+    (SDPA, &[&[7, 4], &[5, 4], &[5, 4]], |t| attention(&t[0], &t[1], &t[2]), 7),
+    ("softmax", &[&[3, 4]], |t| t[0].softmax(-1, None::<Kind>), 12),
+    ("cat", &[&[3, 4], &[2, 4]], |t| Tensor::cat(t, 0), 20),
+    ("exp", &[&[0]], |t| t[0].exp(), 0),
+];
+
+#[test]
+fn a_rule_applies_to_the_sizes_that_it_names() {
+    let _alone = alone();
+    for_each_device(|device| {
+        for (name, sizes, call, size) in SIZES {
+            let inputs: Vec<_> =
+                sizes.iter().map(|size| random(device, 1, size).to_kind(BF16)).collect();
+            let kind = |at_least, below| {
+                let rule = Rule { at_least, below, ..Rule::new(*name, RunAs::F32) };
+                let half = Rule::new(*name, RunAs::Half);
+                region(device, vec![half, rule]).run(|| call(&inputs)).unwrap().kind()
+            };
+            assert_eq!(kind(*size, Some(size + 1)), F32, "{name} of {sizes:?}");
+            assert_eq!(kind(0, Some(*size)), BF16, "{name} of {sizes:?}");
+            assert_eq!(kind(size + 1, None), BF16, "{name} of {sizes:?}");
+            assert_eq!(kind(*size, None), F32, "{name} of {sizes:?}");
+        }
+    });
+    assert_eq!(seen(), OUTSIDE);
+}
+
+/// The operators of random programs, on tensors of `[batch, length, length]`.
+const OPERATORS: &[&str] =
+    &["exp", "softmax", "mul", "add", "matmul", "bmm", "tanh", "linear", SDPA];
+
+fn apply(name: &str, x: &Tensor, w: &Tensor) -> Tensor {
+    match name {
+        "exp" => x.sigmoid().exp(),
+        "softmax" => x.softmax(-1, None::<Kind>),
+        "mul" => x * w,
+        "add" => x.g_add(w),
+        "matmul" => x.matmul(w),
+        "bmm" => x.bmm(w),
+        "tanh" => x.tanh(),
+        "linear" => x.linear(&w.select(0, 0), None::<&Tensor>),
+        _ => attention(x, w, x),
+    }
+}
+
+/// The same operator where a rule says how it runs: without autocast, on inputs that are cast by hand.
+fn apply_by_hand(
+    device: Device,
+    name: &str,
+    run_as: Option<RunAs>,
+    x: &Tensor,
+    w: &Tensor,
+) -> Tensor {
+    let cast = |kind: Kind| {
+        // What comes before the operator itself stays in the region.
+        let before = |x: &Tensor| if name == "exp" { x.sigmoid() } else { x.shallow_clone() };
+        let x = Autocast::new(device).dtype(BF16).run(|| before(x)).unwrap();
+        let w = if name == "linear" { w.select(0, 0) } else { w.shallow_clone() };
+        // Each argument is cast, also where two are the same tensor.
+        let third = x.to_kind(kind);
+        let (x, w) = (x.to_kind(kind), w.to_kind(kind));
+        match name {
+            SDPA => attention(&x, &w, &third),
+            "exp" => x.exp(),
+            "linear" => x.linear(&w, None::<&Tensor>),
+            _ => apply(name, &x, &w),
+        }
+    };
+    match run_as {
+        Some(RunAs::F32) => cast(F32),
+        Some(RunAs::Half) => cast(BF16),
+        Some(_) => composed_by_hand(x, w, x),
+        None => Autocast::new(device).dtype(BF16).run(|| apply(name, x, w)).unwrap(),
+    }
+}
+
+fn size_of(name: &str, [batch, length]: [i64; 2]) -> u64 {
+    let products = ["matmul", "bmm", "linear"];
+    let size = match name {
+        SDPA => length,
+        name if products.contains(&name) => batch * length * length * length,
+        _ => batch * length * length,
+    };
+    u64::try_from(size).unwrap()
+}
+
+fn random_rule(rng: &mut Rng) -> Rule {
+    let operator = *rng.pick(OPERATORS);
+    let mut choices = vec![RunAs::F32, RunAs::Half];
+    if operator == SDPA {
+        choices.push(COMPOSED);
+    }
+    let mut bound = || size_of(operator, [1 + rng.below(3) as i64, 1 + rng.below(6) as i64]);
+    let (a, b) = (bound(), bound());
+    let below = (!rng.one_in(3)).then_some(b);
+    let at_least = if rng.one_in(2) { a } else { 0 };
+    Rule { at_least, below, ..Rule::new(operator, *rng.pick(&choices)) }
+}
+
+/// The rule for a call: the last that applies.
+fn found(rules: &[Rule], name: &str, size: u64) -> Option<RunAs> {
+    let applies = |rule: &&Rule| {
+        rule.operator == name
+            && rule.at_least <= size
+            && rule.below.is_none_or(|below| size < below)
+    };
+    rules.iter().rev().find(applies).map(|rule| rule.run_as)
+}
+
+#[test]
+fn random_programs_compute_what_they_do_with_casts_by_hand() {
+    let _alone = alone();
+    for_each_device(|device| {
+        for seed in 0..60 {
+            let mut rng = Rng::new(seed);
+            let rules: Vec<_> = (0..1 + rng.below(12)).map(|_| random_rule(&mut rng)).collect();
+            let size = [1 + rng.below(3) as i64, 1 + rng.below(6) as i64];
+            let shape = [size[0], size[1], size[1]];
+            let program: Vec<_> = (0..1 + rng.below(8)).map(|_| *rng.pick(OPERATORS)).collect();
+            let run = |step: &dyn Fn(&str, &Tensor, &Tensor) -> Tensor| {
+                let (x, w) = (random(device, 2, &shape), random(device, 3, &shape));
+                let last = program.iter().fold(x.shallow_clone(), |x, name| step(name, &x, &w));
+                last.to_kind(F32).square().sum(F32).backward();
+                let gradient =
+                    |t: &Tensor| if t.grad().defined() { t.grad() } else { t.zeros_like() };
+                (last.kind(), [last.detach(), gradient(&x), gradient(&w)])
+            };
+            let planned = region(device, rules.clone());
+            let ours = run(&|name, x, w| planned.run(|| apply(name, x, w)).unwrap());
+            let theirs = run(&|name, x, w| {
+                apply_by_hand(device, name, found(&rules, name, size_of(name, size)), x, w)
+            });
+            assert_eq!(ours.0, theirs.0, "seed {seed}: {program:?} with {rules:?}");
+            for (ours, theirs) in ours.1.iter().zip(&theirs.1) {
+                let same = ours.allclose(theirs, 0.0, 0.0, true);
+                assert!(same, "seed {seed}: {program:?} with {rules:?}: {ours:?}, {theirs:?}");
+            }
+        }
+    });
+}
+
+/// A call of attention.
+#[derive(Debug, Clone, Copy)]
+struct Options {
+    mask: &'static str,
+    scale: Option<f64>,
+    dropout: f64,
+    grouped: bool,
+    transposed: bool,
+    dims: usize,
+}
+
+const MASKS: &[&str] = &["none", "causal", "boolean", "boolean of batches", "numbers", "padding"];
+
+fn all_options() -> Vec<Options> {
+    let mut all = Vec::new();
+    for &mask in MASKS {
+        for scale in [None, Some(0.75), Some(-0.5)] {
+            for dropout in [0.0, 0.5] {
+                for (grouped, transposed, dims) in [
+                    (false, false, 4),
+                    (false, true, 4),
+                    (true, true, 4),
+                    (true, false, 3),
+                    (false, false, 2),
+                ] {
+                    if dims == 4 || !matches!(mask, "boolean of batches" | "padding") {
+                        all.push(Options { mask, scale, dropout, grouped, transposed, dims });
+                    }
+                }
+            }
+        }
+    }
+    all
+}
+
+const HEADS: i64 = 4;
+const QUERIES: i64 = 5;
+const KEYS: i64 = 7;
+const WIDTH: i64 = 8;
+
+/// Queries, keys, values and the gradient of the result, which bf16 has exactly.
+fn inputs(options: Options) -> [Tensor; 4] {
+    let kv_heads = if options.grouped { 2 } else { HEADS };
+    let rows = [(HEADS, QUERIES), (kv_heads, KEYS), (kv_heads, KEYS), (HEADS, QUERIES)];
+    let mut seed = 10;
+    rows.map(|(heads, length)| {
+        seed += 1;
+        tch::manual_seed(seed);
+        let batch = [2, heads];
+        let before = &batch[4 - options.dims..];
+        let mut size = [before, &[length, WIDTH]].concat();
+        if options.transposed {
+            size.swap(1, 2);
+        }
+        let t = Tensor::randn(size, (F32, Device::Cpu)).to_kind(BF16).to_kind(Kind::Double);
+        if options.transposed { t.transpose(1, 2) } else { t }
+    })
+}
+
+/// A mask, of which some rows have no key: booleans, or numbers that bf16 has exactly.
+fn mask(options: Options) -> Option<Tensor> {
+    tch::manual_seed(20);
+    let drawn = |size: &[i64]| Tensor::randn(size, (F32, Device::Cpu));
+    let rows = |keep: Tensor| {
+        let _filled = keep.select(-2, 1).fill_(0);
+        keep
+    };
+    let infinity = f64::INFINITY;
+    match options.mask {
+        "none" | "causal" => None,
+        "boolean" => Some(rows(drawn(&[QUERIES, KEYS]).gt(-0.5))),
+        "boolean of batches" => Some(rows(drawn(&[2, 1, QUERIES, KEYS]).gt(-0.5))),
+        "numbers" => {
+            let numbers = drawn(&[QUERIES, KEYS]).to_kind(BF16).to_kind(Kind::Double);
+            let _filled = numbers.select(-2, 2).fill_(-infinity);
+            Some(numbers)
+        }
+        _ => {
+            let keys = Tensor::arange(KEYS, (Kind::Int64, Device::Cpu));
+            let lengths = Tensor::from_slice(&[3i64, 0]).view([2, 1, 1, 1]);
+            let zero = Tensor::zeros([2, 1, 1, KEYS], (Kind::Double, Device::Cpu));
+            Some(zero.masked_fill(&keys.ge_tensor(&lengths), -infinity))
+        }
+    }
+}
+
+/// The result, its gradients, and bounds of the errors of both.
+struct Reference {
+    tensors: [Tensor; 4],
+    bounds: [Tensor; 4],
+}
+
+/// Attention in f64 by libtorch, with the factors of a dropout, and how far bf16 may be from it.
+///
+/// With u, the unit roundoff of bf16: the sum of a score and its mask, of which each is rounded at most twice, is off by
+/// at most d = 4 u (|s| + |m|), so that a probability has a relative error of at most exp(2 d) (1 + u) - 1. The products
+/// with values, and in the backward pass with gradients, add u for each result that is kept in bf16, of which there are
+/// fewer than ten from the scores to the gradients.
+fn reference(
+    options: Options,
+    inputs: &[Tensor; 4],
+    mask: Option<&Tensor>,
+    factors: &Tensor,
+) -> Reference {
+    let leaves = inputs.each_ref().map(|t| t.detach().copy().set_requires_grad(true));
+    let [q, k, v, up] = &leaves;
+    // This operator of libtorch's takes numbers alone.
+    let mask = mask.map(|mask| match mask.kind() {
+        Kind::Bool => {
+            mask.zeros_like().to_kind(Kind::Double).masked_fill(&mask.logical_not(), -f64::INFINITY)
+        }
+        _ => mask.shallow_clone(),
+    });
+    let mask = mask.as_ref();
+    let scale = options.scale.unwrap_or(1.0 / (WIDTH as f64).sqrt());
+    let repeat = |t: &Tensor| match options.grouped {
+        true => t.repeat_interleave_self_int(HEADS / 2, -3, None),
+        false => t.shallow_clone(),
+    };
+    let kept = factors.ne(0.0);
+    let call = |q: &Tensor, v: &Tensor, dropout: f64| {
+        let kept = (dropout > 0.0).then_some(&kept);
+        let causal = options.mask == "causal";
+        let scale = Some(scale);
+        Tensor::internal_scaled_dot_product_attention_math(
+            q,
+            k,
+            v,
+            mask,
+            dropout,
+            causal,
+            kept,
+            scale,
+            options.grouped,
+        )
+    };
+    let (out, _) = call(q, v, options.dropout);
+    (&out * up.detach()).sum(Kind::Double).backward();
+    let (_, probabilities) = call(&q.detach(), &v.detach(), 0.0);
+    let probabilities = probabilities.detach();
+    let [aq, ak, av, aup] = inputs.each_ref().map(Tensor::abs);
+    let (ak, av) = (repeat(&ak), repeat(&av));
+    let mut scores = aq.matmul(&ak.transpose(-2, -1)) * scale.abs();
+    if let Some(numbers) = mask {
+        scores += numbers.abs().nan_to_num(0.0, 0.0, 0.0);
+    }
+    let unit = 2f64.powi(-8);
+    let d = 4.0 * unit * scores.max().double_value(&[]);
+    let bound = (4.0 * d).exp() * (1.0 + unit).powi(10) - 1.0;
+    let dropped = &probabilities * factors;
+    let through = aup.matmul(&av.transpose(-2, -1)) * factors;
+    let sum = (&through * &probabilities).sum_dim_intlist(-1, true, None::<Kind>);
+    let inner = &probabilities * (through + sum);
+    let ungroup = |t: Tensor| match options.grouped {
+        true => {
+            let mut size = t.size();
+            let heads = size.len() - 3;
+            size.splice(heads..=heads, [2, HEADS / 2]);
+            t.view(&size[..]).sum_dim_intlist(heads as i64 + 1, false, None::<Kind>)
+        }
+        false => t,
+    };
+    let bounds = [
+        dropped.matmul(&av),
+        inner.matmul(&ak) * scale.abs(),
+        ungroup(inner.transpose(-2, -1).matmul(&aq) * scale.abs()),
+        ungroup(dropped.transpose(-2, -1).matmul(&aup)),
+    ];
+    let tensors = [out.detach(), q.grad(), k.grad(), v.grad()];
+    Reference { tensors, bounds: bounds.map(|b| b * bound) }
+}
+
+#[test]
+fn composed_attention_means_what_libtorchs_means() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let planned = region(device, vec![Rule::new(SDPA, COMPOSED)]);
+        for options in all_options() {
+            let inputs = inputs(options);
+            let mask = mask(options);
+            let on_device = |t: &Tensor| {
+                let t = if t.kind() == Kind::Double { t.to_kind(F32) } else { t.shallow_clone() };
+                t.to_device(device)
+            };
+            let leaves = inputs.each_ref().map(|t| on_device(t).set_requires_grad(true));
+            let [q, k, v, up] = &leaves;
+            let mask_here = mask.as_ref().map(&on_device);
+            tch::manual_seed(30);
+            let call = || {
+                Tensor::scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    mask_here.as_ref(),
+                    options.dropout,
+                    options.mask == "causal",
+                    options.scale,
+                    options.grouped,
+                )
+            };
+            let out = planned.run(call).unwrap();
+            assert_eq!(out.kind(), BF16, "{options:?}");
+            (&out * up.detach().to_kind(BF16)).sum(F32).backward();
+            // The factors by which the dropout has multiplied.
+            let batch = if options.dims == 2 { 1 } else { q.numel() as i64 / (QUERIES * WIDTH) };
+            let ones = Tensor::ones([batch, QUERIES, KEYS], (BF16, device));
+            tch::manual_seed(30);
+            let factors = match options.dropout > 0.0 {
+                true => ones.dropout(options.dropout, true),
+                false => ones,
+            };
+            let mut size = q.size();
+            *size.last_mut().unwrap() = KEYS;
+            let factors = factors.to_device(Device::Cpu).to_kind(Kind::Double).view(&size[..]);
+            let wanted = reference(options, &inputs, mask.as_ref(), &factors);
+            let found = [out.detach(), q.grad(), k.grad(), v.grad()];
+            for ((found, wanted), bound) in found.iter().zip(&wanted.tensors).zip(&wanted.bounds) {
+                let found = found.to_device(Device::Cpu).to_kind(Kind::Double);
+                assert_eq!(found.size(), wanted.size(), "{options:?}");
+                let excess = ((found - wanted).abs() - bound).max().double_value(&[]);
+                assert!(excess <= 0.0, "{options:?}: {excess}");
+            }
+            if options.mask == "boolean" {
+                assert_eq!(out.select(-2, 1).abs().max().double_value(&[]), 0.0, "{options:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn attention_is_composed_up_to_a_limit_of_memory() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let [q, k, v] = [1, 2, 3].map(|seed| random(device, seed, &[6, 5, 4]));
+        let of = |most_bytes| {
+            let rule = Rule::new(SDPA, RunAs::Composed { most_bytes });
+            region(device, vec![rule]).run(|| attention(&q, &k, &v)).unwrap()
+        };
+        let plain = Autocast::new(device).dtype(BF16).run(|| attention(&q, &k, &v)).unwrap();
+        let composed = composed_by_hand(&q, &k, &v);
+        assert_ne!(plain, composed);
+        let bytes = 6 * 5 * 5 * 2;
+        assert_eq!(of(bytes), composed);
+        assert_eq!(of(bytes - 1), plain);
+    });
+}
+
+/// The rules before it count, and then autocast's lists: also for what libtorch refuses.
+#[test]
+fn what_cannot_be_composed_runs_as_without_the_rule() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let t = |seed, size: &[i64]| random(device, seed, size);
+        let region = region(device, vec![Rule::new(SDPA, RunAs::F32), Rule::new(SDPA, COMPOSED)]);
+        let plain = Autocast::new(device).dtype(BF16);
+        let call = |region: Autocast, [q, k, v]: [&Tensor; 3], grouped| {
+            let call = || {
+                let none = None::<&Tensor>;
+                Tensor::f_scaled_dot_product_attention(q, k, v, none, 0.0, false, None, grouped)
+            };
+            region.run(call).unwrap().map_err(|error| error.to_string())
+        };
+        let double = t(1, &[2, 3, 4]).to_kind(Kind::Double);
+        let found = call(region, [&double, &double, &double], false).unwrap();
+        assert_eq!(found, call(plain, [&double, &double, &double], false).unwrap());
+        let q = t(1, &[2, 6, 3, 4]);
+        for (k, v, grouped) in [
+            (t(2, &[2, 6, 5, 7]), t(3, &[2, 6, 5, 4]), false),
+            (t(2, &[2, 4, 5, 4]), t(3, &[2, 4, 5, 4]), false),
+            (t(2, &[2, 4, 5, 4]), t(3, &[2, 4, 5, 4]), true),
+        ] {
+            assert!(call(region, [&q, &k, &v], grouped).is_err(), "{:?}", k.size());
+        }
+        let short = t(4, &[2, 0, 4]);
+        assert_eq!(call(region, [&short, &short, &short], false).unwrap().kind(), F32);
+        // Batches are broadcast.
+        let one = t(5, &[1, 3, 4]);
+        let many = t(6, &[2, 3, 4]);
+        let expanded = one.expand([2, 3, 4], false);
+        let found = call(region, [&many, &one, &one], false).unwrap();
+        assert_eq!(found, composed_by_hand(&many, &expanded, &expanded));
+    });
+}
+
+#[test]
+fn plans_nest_are_captured_and_recomputed() {
+    let _alone = alone();
+    let [q, k, v] = [1, 2, 3].map(|seed| random(Device::Cpu, seed, &[2, 5, 4]));
+    let composed = composed_by_hand(&q, &k, &v);
+    let planned = region(Device::Cpu, vec![Rule::new(SDPA, COMPOSED)]);
+    planned
+        .run(|| {
+            assert_eq!(attention(&q, &k, &v), composed);
+            let inner = Autocast::new(Device::Cpu).prefer_half(["exp"]);
+            assert_eq!(inner.run(|| attention(&q, &k, &v)).unwrap(), composed);
+            let kept = Autocast::new(Device::Cpu).keep_in_f32([SDPA]);
+            assert_eq!(kept.run(|| attention(&q, &k, &v)).unwrap().kind(), F32);
+            let short = Rule { below: Some(5), ..Rule::new(SDPA, RunAs::F32) };
+            let short = region(Device::Cpu, vec![short]);
+            assert_eq!(short.run(|| attention(&q, &k, &v)).unwrap(), composed);
+            let off = Autocast::new(Device::Cpu).plan(&Plan::new(Device::Cpu).unwrap()).unwrap();
+            assert_eq!(off.run(|| attention(&q, &k, &v)).unwrap().kind(), F32);
+
+            let state = AutocastState::current().unwrap();
+            let here = [&q, &k, &v].map(Tensor::shallow_clone);
+            let elsewhere = move || state.run(|| attention(&here[0], &here[1], &here[2])).unwrap();
+            assert_eq!(std::thread::spawn(elsewhere).join().unwrap(), composed);
+        })
+        .unwrap();
+    assert_eq!(seen(), OUTSIDE);
+
+    let gradient = |f: &dyn Fn(&Tensor) -> Tensor| {
+        let x = random(Device::Cpu, 4, &[2, 5, 4]);
+        planned.run(|| f(&x)).unwrap().sum(F32).backward();
+        x.grad()
+    };
+    let part = |x: &Tensor| attention(x, &x.tanh(), x).exp();
+    let recomputed = gradient(&|x| checkpointed(&[x], move |inputs| Ok(part(inputs[0]))).unwrap());
+    assert_eq!(recomputed, gradient(&part));
+}
+
+#[test]
+fn a_plan_holds_where_it_was_made() {
+    let _alone = alone();
+    let plan = Plan { dtype: Some(BF16), ..Plan::new(Device::Cpu).unwrap() };
+    let refused = |change: &dyn Fn(&mut Plan)| {
+        let mut plan = plan.clone();
+        change(&mut plan);
+        match Autocast::new(Device::Cpu).plan(&plan) {
+            Err(Error::Autocast(AutocastError::PlanElsewhere { plan, here })) => (plan, here),
+            other => panic!("{other:?}"),
+        }
+    };
+    let (there, here) = refused(&|plan| plan.platform.libtorch = "1.0.0".into());
+    assert!(there.contains("libtorch 1.0.0") && !here.contains("1.0.0"), "{there}, {here}");
+    let (there, _) = refused(&|plan| plan.platform.threads = Some(1000));
+    assert!(there.ends_with(", 1000 threads"), "{there}");
+    refused(&|plan| plan.platform.device = "cuda".into());
+    refused(&|plan| plan.platform.bf16_is_native ^= true);
+    let threads = tch::get_num_threads();
+    assert_eq!(plan.platform.threads, u64::try_from(threads).ok());
+    let gone = Autocast::new(Device::Cuda(99)).plan(&plan);
+    assert!(matches!(gone, Err(Error::DeviceUnavailable { .. })), "{gone:?}");
+}
+
+#[test]
+fn plans_are_data() {
+    let rules = vec![
+        Rule { at_least: 3, below: Some(9), ..Rule::new("linear", RunAs::F32) },
+        Rule::new(SDPA, RunAs::Composed { most_bytes: 1 << 20 }),
+        Rule { at_least: 5, ..Rule::new("softmax", RunAs::Half) },
+    ];
+    for dtype in [None, Some(BF16), Some(Kind::Half)] {
+        let plan = Plan { dtype, rules: rules.clone(), ..Plan::new(Device::Cpu).unwrap() };
+        let text = serde_json::to_string(&plan).unwrap();
+        assert_eq!(serde_json::from_str::<Plan>(&text).unwrap(), plan, "{text}");
+    }
+    let plan = Plan { dtype: Some(BF16), rules, ..Plan::new(Device::Cpu).unwrap() };
+    let text = plan.to_string();
+    let lines: Vec<_> = text.lines().collect();
+    assert!(lines[0].starts_with("bf16 on cpu with"), "{text}");
+    assert_eq!(
+        lines[1..],
+        [
+            "  linear of size 3 to below 9: in f32",
+            "  scaled_dot_product_attention: composed, up to 1 MiB",
+            "  softmax of size 5 or more: in half precision",
+        ]
+    );
+    let wrong = Plan { dtype: Some(F32), ..plan.clone() };
+    assert!(serde_json::to_string(&wrong).is_err());
+    let text = serde_json::to_string(&plan).unwrap().replace("bf16\"", "fp8\"");
+    assert!(serde_json::from_str::<Plan>(&text).is_err(), "{text}");
+    let wrong = Autocast::new(Device::Cpu).plan(&wrong).unwrap().enter().map(drop);
+    assert!(matches!(wrong, Err(Error::Autocast(AutocastError::Dtype { .. }))), "{wrong:?}");
+}
+
+#[test]
+fn rules_that_cannot_be_are_refused() {
+    let _alone = alone();
+    let error = |rule: Rule| match region(Device::Cpu, vec![rule]).enter().map(drop) {
+        Err(Error::Autocast(error)) => error,
+        other => panic!("{other:?}"),
+    };
+    let found = error(Rule::new("matmul", COMPOSED));
+    assert!(matches!(found, AutocastError::NotComposable { .. }), "{found}");
+    let found = error(Rule::new("no_such_operator", RunAs::F32));
+    assert!(matches!(found, AutocastError::UnknownOperator { .. }), "{found}");
+    let found = error(Rule { below: Some(2), ..Rule::new("add_", RunAs::F32) });
+    assert!(matches!(found, AutocastError::NotOverridable { .. }), "{found}");
+    assert_eq!(seen(), OUTSIDE);
+}
