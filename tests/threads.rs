@@ -160,7 +160,7 @@ mod insight {
         CastRow, Cause, Culprit, Explanation, Exponents, Gain, HealthReport, HistoryReport,
         LayerHealth, ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding, Pass,
         ProductKind, ProductRow, Profiler, ScaleHealth, ScaleHistory, SkipCause, StepRecord,
-        Suspicion, Tracer, Values, Verdict,
+        Suspicion, Tracer, TunedOperator, Tuning, Values, Verdict,
     };
 
     send_and_sync!(Document, Plot, Series, Spacing, Table<2>);
@@ -192,6 +192,8 @@ mod insight {
         SkipCause,
         StepRecord,
         Suspicion,
+        TunedOperator,
+        Tuning,
         Values,
         Verdict
     );

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "regions.h"
+#include "sizes.h"
 
 namespace tamp {
 namespace {
@@ -55,6 +56,14 @@ std::optional<double> repeat(const Running &running) {
     });
   }
   return largest;
+}
+
+// The size by which rules tell the calls of an operator apart.
+uint64_t size_of(const c10::OperatorHandle &op, c10::ArrayRef<const IValue> arguments) {
+  const auto &schema = op.schema();
+  if (arguments.size() != schema.arguments().size()) return 0;
+  const c10::ArrayRef<IValue> values(arguments.data(), arguments.size());
+  return tamp::size_of(measure_of(op.operator_name().name, schema), values);
 }
 
 // Whether finite half-precision numbers became non-finite ones.
@@ -144,6 +153,7 @@ std::unique_ptr<Running> begin(tamp_recording &recording, const at::RecordFuncti
     const auto *op = find(fn, running->op);
     event.raw.flags = flags_of(fn.inputs());
     event.raw.composite = op != nullptr && is_composite(*op);
+    event.raw.size = op != nullptr ? size_of(*op, fn.inputs()) : 0;
     keep_arguments(*running, fn);
     describe_inputs(recording, event, *running, fn);
   } else {

@@ -60,7 +60,7 @@ typedef struct tamp_recorded_tensor {
 // that autocast makes itself. `composite` is 1 for an operator without a kernel of its own, which calls others. Bit i of
 // `flags` is the i-th boolean among an operator's arguments. In a timed recording, an operator ran from `started` to
 // `ended_at`, in nanoseconds of a clock of the process, and occupied its thread from `entered` to `left`, which include
-// the recording's own work.
+// the recording's own work. `size` is that of an operator in the rules of overrides.cpp.
 typedef struct tamp_recorded_event {
   const char *name;
   const tamp_recorded_tensor *inputs;
@@ -80,6 +80,7 @@ typedef struct tamp_recorded_event {
   int64_t started;
   int64_t ended_at;
   int64_t left;
+  uint64_t size;
   uint32_t flags;
   uint8_t kind;
   uint8_t repeated;

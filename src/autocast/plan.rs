@@ -134,6 +134,10 @@ impl fmt::Display for Platform {
 /// The precision of every operator of a region, for [`Autocast::plan`](crate::Autocast::plan): a dtype, and rules for
 /// operators that are faster otherwise. It is plain data, to be kept in a file beside a model.
 ///
+#[cfg_attr(
+    feature = "insight",
+    doc = "[`insight::tune`](crate::insight::tune) measures which plan is the fastest for a model. "
+)]
 /// A plan holds on the [`Platform`] for which it was made, and regions elsewhere refuse it. PyTorch has no counterpart.
 ///
 /// # Examples

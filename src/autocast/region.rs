@@ -311,6 +311,12 @@ impl Autocast {
         move |argument| self.run(|| f(argument))
     }
 
+    /// The device.
+    #[cfg(feature = "insight")]
+    pub(crate) fn device(&self) -> Device {
+        self.device
+    }
+
     /// Returns the thread's state before the region and the state inside it.
     fn states(self) -> Result<(RawAutocastState, RawAutocastState)> {
         let device = self.device;

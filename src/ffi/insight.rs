@@ -100,6 +100,8 @@ pub(crate) struct RecordedEvent {
     pub(crate) autocast: Option<Kind>,
     /// Whether it has no kernel of its own and calls other operators.
     pub(crate) composite: bool,
+    /// The size by which rules tell the calls of an operator apart.
+    pub(crate) size: u64,
     /// The booleans among the arguments.
     pub(crate) flags: u32,
     pub(crate) times: Times,
@@ -255,6 +257,7 @@ impl RawRecording {
             }),
             autocast: codes::kind_of(raw.autocast),
             composite: raw.composite != 0,
+            size: raw.size,
             flags: raw.flags,
             times: Times {
                 entered: raw.entered,

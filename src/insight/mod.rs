@@ -21,6 +21,8 @@
 //! A [`Profiler`] reports why half precision is not faster: what the operators of an iteration cost, in which dtypes
 //! they ran, and which casts were made for whom.
 //!
+//! [`tune`] measures in which precision each operator of a model is fastest, and returns a plan for its regions.
+//!
 //! A [`Page`] shows all of it in one HTML file. [`html`] has what it is made of, for reports of your own.
 
 mod audit;
@@ -36,6 +38,7 @@ mod replay;
 mod rerun;
 mod search;
 mod tracer;
+mod tune;
 
 pub use audit::{Audit, AuditedGradient, AuditedOutput, AuditedPart, Suspicion, audit};
 pub use dtype::Dtype;
@@ -51,3 +54,4 @@ pub use operators::{
 pub use page::Page;
 pub use recording::{Pass, named};
 pub use tracer::Tracer;
+pub use tune::{TunedOperator, Tuning, tune};

@@ -213,6 +213,7 @@ mod tests {
             compared: None,
             autocast: None,
             composite: false,
+            size: 0,
             flags: 0,
             times: Times::default(),
         }

@@ -64,6 +64,7 @@ pub(crate) struct RecordedEvent {
     pub(crate) started: i64,
     pub(crate) ended_at: i64,
     pub(crate) left: i64,
+    pub(crate) size: u64,
     pub(crate) flags: u32,
     pub(crate) kind: u8,
     pub(crate) repeated: u8,

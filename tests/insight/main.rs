@@ -23,6 +23,7 @@ mod restored;
 mod scales;
 mod skipped;
 mod tools;
+mod tune;
 mod written;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

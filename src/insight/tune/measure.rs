@@ -1,0 +1,227 @@
+//! The iterations of a tuning.
+
+use std::time::Instant;
+
+use tch::nn::VarStore;
+use tch::{Cuda, Device, Kind, Tensor};
+
+use super::choose::{COMPOSED, Candidate, candidates};
+use super::costs::{ATTENTION, Costs, costs};
+use super::{TunedOperator, Tuning};
+use crate::Autocast;
+use crate::autocast::{Plan, Rule, autocast_dtype};
+use crate::error::Result;
+use crate::ffi::OutsideRegions;
+use crate::ffi::insight::RecordingMode;
+use crate::insight::rerun::{Repeatable, Rerun};
+use crate::precision::bf16_is_native;
+
+/// How often iterations are compared in turns.
+const ROUNDS: usize = 4;
+
+/// For how many operators rules are tried.
+const MOST_CANDIDATES: usize = 3;
+
+/// How much further from those in f32 gradients may be with rules than without. It is for the noise of rounding.
+const MOST_ERROR: f64 = 1.1;
+
+type Gradients = Vec<Option<Tensor>>;
+
+/// The model, and what is common to its iterations.
+struct Runs<'a, F> {
+    rerun: Rerun<'a>,
+    device: Device,
+    scale: f64,
+    loss: F,
+    iterations: u64,
+}
+
+impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
+    /// The seconds of an iteration, and its gradients.
+    fn timed(&mut self, region: Autocast) -> Result<(f64, Gradients)> {
+        self.iterations += 1;
+        let start = Instant::now();
+        let passes = self.rerun.run(self.scale, &mut || (self.loss)(region))?;
+        synchronize(self.device);
+        Ok((start.elapsed().as_secs_f64(), passes.gradients))
+    }
+
+    /// What the operators cost, after one iteration to warm up.
+    fn costs(&mut self, region: Autocast) -> Result<Costs> {
+        self.timed(region)?;
+        self.iterations += 1;
+        let loss = &mut || (self.loss)(region);
+        let (recording, _) = self.rerun.record(RecordingMode::Times, self.scale, loss)?;
+        Ok(costs(&recording, self.device))
+    }
+
+    /// Runs iterations without and with something in turns.
+    fn compare(&mut self, regions: [Autocast; 2]) -> Result<Comparison> {
+        let (mut seconds, mut gradients) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
+        for _ in 0..ROUNDS {
+            for (i, region) in regions.into_iter().enumerate() {
+                let (time, last) = self.timed(region)?;
+                seconds[i].push(time);
+                gradients[i] = last;
+            }
+        }
+        seconds.iter_mut().for_each(|seconds| seconds.sort_by(f64::total_cmp));
+        Ok(Comparison { seconds, gradients })
+    }
+}
+
+/// Sorted times of iterations without and with something, and the gradients of the last ones.
+struct Comparison {
+    seconds: [Vec<f64>; 2],
+    gradients: [Gradients; 2],
+}
+
+impl Comparison {
+    /// Whether all iterations with it but the slowest are faster than all without it but the fastest.
+    fn is_faster(&self) -> bool {
+        let [without, with] = &self.seconds;
+        with[ROUNDS - 2] < without[1]
+    }
+
+    fn medians(&self) -> [f64; 2] {
+        self.seconds.each_ref().map(|sorted| (sorted[ROUNDS / 2 - 1] + sorted[ROUNDS / 2]) / 2.0)
+    }
+}
+
+pub(super) fn tune(
+    vs: &VarStore,
+    region: Autocast,
+    scale: f64,
+    loss: impl FnMut(Autocast) -> Result<Tensor>,
+) -> Result<Tuning> {
+    let device = region.device();
+    let dtype = region.try_run(|| autocast_dtype(device))?;
+    let with = |rules: &[Rule]| {
+        let plan = Plan { dtype: Some(dtype), rules: rules.to_vec(), ..Plan::new(device)? };
+        region.plan(&plan)
+    };
+    let off = region.enabled(false);
+    let repeatable = Repeatable::new(vs)?;
+    let mut beginning = repeatable.begin()?;
+    let rerun = repeatable.rerun(&mut beginning)?;
+    let mut runs = Runs { rerun, device, scale, loss, iterations: 0 };
+
+    let (f32, half) = (runs.costs(off)?, runs.costs(region)?);
+    let attention = Rule::new("scaled_dot_product_attention", COMPOSED);
+    let composed = match half.contains_key(ATTENTION) {
+        true => Some(runs.costs(with(&[attention])?)?),
+        false => None,
+    };
+    let found = candidates(&f32, &half, composed.as_ref());
+    let name = name_of(dtype, device)?;
+    let is_always_f32 = found.len() == half.len() && found.iter().all(|one| one.is_always_f32);
+    let [(in_f32, exact), (in_half, _)] = [runs.timed(off)?, runs.timed(region)?];
+    if is_always_f32 && in_f32 < in_half {
+        let ratio = in_half / in_f32;
+        let reason = format!(
+            "everything is in f32: each operator is faster there, and an iteration is {ratio:.2} times as fast as in {name}"
+        );
+        let (seconds, plan) = ([in_f32, in_half, in_f32], Plan::new(device)?);
+        let iterations = runs.iterations;
+        return Ok(Tuning { plan, reason, seconds, operators: Vec::new(), iterations });
+    }
+    let (mut rules, mut operators, mut without) = (Vec::new(), Vec::new(), None);
+    for candidate in found.into_iter().take(MOST_CANDIDATES) {
+        let all = [rules.clone(), candidate.rules.clone()].concat();
+        let compared = runs.compare([with(&rules)?, with(&all)?])?;
+        let tried = tried(candidate, &compared, &exact)?;
+        without.get_or_insert(tried.seconds[0]);
+        if tried.is_in_plan {
+            rules = all;
+        }
+        operators.push(tried);
+    }
+    let last = runs.compare([off, with(&rules)?])?;
+    let [in_f32, in_plan] = last.medians();
+    let (ratio, without) = (in_f32 / in_plan, without.unwrap_or(in_plan));
+    let measured = format!("the fastest plan in {name} is {ratio:.2} times as fast as f32");
+    let iterations = runs.iterations;
+    let mut plan = Plan::new(device)?;
+    if last.is_faster() {
+        (plan.dtype, plan.rules) = (Some(dtype), rules);
+        let seconds = [in_f32, without, in_plan];
+        return Ok(Tuning { plan, reason: measured, seconds, operators, iterations });
+    }
+    operators.iter_mut().for_each(|tried| tried.is_in_plan = false);
+    let reason = format!("everything is in f32: {measured}, which is not beyond the noise");
+    let seconds = [in_f32, without, in_f32];
+    Ok(Tuning { plan, reason, seconds, operators, iterations })
+}
+
+/// What became of a candidate.
+fn tried(candidate: Candidate, compared: &Comparison, exact: &Gradients) -> Result<TunedOperator> {
+    let [without, with] = &compared.gradients;
+    let gradient_errors = [error(without, exact)?, error(with, exact)?];
+    let is_precise = gradient_errors[1] <= MOST_ERROR * gradient_errors[0];
+    Ok(TunedOperator {
+        operator: candidate.operator,
+        rules: candidate.rules,
+        seconds: compared.medians(),
+        gradient_errors,
+        is_in_plan: compared.is_faster() && is_precise,
+    })
+}
+
+/// The name of a dtype in a reason.
+fn name_of(dtype: Kind, device: Device) -> Result<&'static str> {
+    Ok(match dtype {
+        Kind::Half => "fp16",
+        _ if bf16_is_native(device)? => "bf16",
+        _ => "bf16, which is emulated here",
+    })
+}
+
+/// The norm of the difference from gradients in f32, over the norm of these. NaN if a gradient is not finite.
+fn error(gradients: &Gradients, exact: &Gradients) -> Result<f64> {
+    let _own = OutsideRegions::enter();
+    let squares =
+        |t: &Tensor| -> Result<f64> { Ok(t.f_square()?.f_sum(Kind::Double)?.f_double_value(&[])?) };
+    let (mut difference, mut norm) = (0.0, 0.0);
+    for (found, exact) in gradients.iter().zip(exact) {
+        let (Some(found), Some(exact)) = (found, exact) else { continue };
+        let (found, exact) = (found.f_to_dense(None, false)?, exact.f_to_dense(None, false)?);
+        let (found, exact) = (found.f_to_kind(Kind::Float)?, exact.f_to_kind(Kind::Float)?);
+        difference += squares(&found.f_sub(&exact)?)?;
+        norm += squares(&exact)?;
+    }
+    Ok(if norm > 0.0 { (difference / norm).sqrt() } else { difference.sqrt() })
+}
+
+fn synchronize(device: Device) {
+    if let Device::Cuda(index) = device {
+        Cuda::synchronize(index as i64);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn compared(without: [f64; ROUNDS], with: [f64; ROUNDS]) -> Comparison {
+        let seconds = [without, with].map(Vec::from);
+        Comparison { seconds, gradients: [Vec::new(), Vec::new()] }
+    }
+
+    #[test]
+    fn one_outlier_on_each_side_decides_nothing() {
+        let faster = compared([1.0, 2.0, 2.1, 2.2], [1.7, 1.8, 1.9, 5.0]);
+        assert!(faster.is_faster());
+        assert_eq!(faster.medians(), [2.05, 1.85]);
+        assert!(!compared([1.0, 1.9, 2.1, 2.2], [1.7, 1.8, 1.9, 2.0]).is_faster());
+        assert!(!compared([1.0; ROUNDS], [1.0; ROUNDS]).is_faster());
+    }
+
+    #[test]
+    fn the_error_of_gradients_is_relative() -> Result<()> {
+        let one = |x: f32| vec![Some(Tensor::from_slice(&[x, 3.0])), None];
+        assert_eq!(error(&one(4.0), &one(4.0))?, 0.0);
+        assert_eq!(error(&one(5.0), &one(4.0))?, 0.2);
+        assert!(error(&one(f32::NAN), &one(4.0))?.is_nan());
+        Ok(())
+    }
+}

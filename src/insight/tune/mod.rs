@@ -1,0 +1,126 @@
+//! Finding the plan with which the iterations of a model are fastest, by measuring them.
+
+mod choose;
+mod costs;
+mod measure;
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+use tch::nn::VarStore;
+
+use super::numbers;
+use crate::autocast::{Plan, Rule};
+use crate::error::Result;
+use crate::{Autocast, GradScaler};
+
+/// A [`Plan`] and what was measured for it: made by [`tune`]. Its text, by `Display`, is meant for a terminal; its
+/// fields for programs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Tuning {
+    /// The fastest plan that was found, for [`Autocast::plan`].
+    pub plan: Plan,
+    /// Why the plan is in the dtype that it has.
+    pub reason: String,
+    /// The seconds of an iteration, forward and backward, in f32, in the region without a plan, and with the plan.
+    pub seconds: [f64; 3],
+    /// The operators for which rules were tried.
+    pub operators: Vec<TunedOperator>,
+    /// How many iterations were run.
+    pub iterations: u64,
+}
+
+/// Rules for an operator that were tried, and whole iterations without and with them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct TunedOperator {
+    /// libtorch's name of the operator.
+    pub operator: String,
+    /// The rules.
+    pub rules: Vec<Rule>,
+    /// The seconds of an iteration without and with the rules: the median of four, run in turns.
+    pub seconds: [f64; 2],
+    /// The distance of all gradients from those in f32, over the norm of the latter, without and with the rules.
+    #[serde(with = "numbers::pair")]
+    pub gradient_errors: [f64; 2],
+    /// Whether the rules are in the plan: iterations with them are faster beyond the noise, and no less precise.
+    pub is_in_plan: bool,
+}
+
+/// Measures which operators of a model are faster in f32 than in half precision, and whether attention is faster when it
+/// is composed of products, and returns the plan with which whole iterations are fastest.
+///
+/// `loss` computes the unscaled loss in the region that it is given, as for [`audit`](super::audit()). It records the
+/// operators of one iteration in f32, in `region` and, if there is attention, with attention
+/// [composed](crate::autocast::RunAs::Composed), forward and backward, with the casts that each needs. For each operator
+/// of autocast's lower-precision list it makes rules from the fastest of these at each size, tries those of the three
+/// operators that promise most on whole iterations in turns, and keeps the rules with which three of four iterations are
+/// faster than three of four without, and whose gradients are at most a tenth further from those in f32. At last it
+/// compares the plan with f32 in the same way: where half precision does not win, the plan leaves everything in f32, as
+/// on processors that emulate bf16. Rules reach to twice the largest size that was measured. It never puts into half
+/// precision what autocast keeps in f32.
+///
+/// It runs at most 40 iterations, and few where each operator is faster in f32. Gradients, buffers and random numbers are put back afterwards, so that training goes on
+/// as without the call; `loss` must not change anything else. On several ranks, let all of them use the plan of one.
+/// PyTorch has no counterpart.
+///
+/// Synchronizes after every operator of the recorded iterations, and at the end of the others. Measure on a machine that
+/// does nothing else.
+///
+/// # Errors
+///
+/// The error of `loss`; [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable);
+/// [`Error::Torch`](crate::Error::Torch) if an iteration cannot be recorded.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor, nn};
+/// use tch_amp::{Autocast, GradScaler, insight};
+///
+/// let vs = nn::VarStore::new(Device::Cpu);
+/// let layer = nn::linear(vs.root() / "layer", 4, 4, Default::default());
+/// let x = Tensor::ones([2, 4], (Kind::Float, Device::Cpu));
+/// let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+/// let tuning = insight::tune(&vs, &region, &GradScaler::disabled(), |region| {
+///     region.run(|| x.apply(&layer).square().mean(Kind::Float))
+/// })?;
+/// println!("{tuning}");
+/// let region = region.plan(&tuning.plan)?;
+/// # let _loss = region.run(|| x.apply(&layer))?;
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+pub fn tune(
+    vs: &VarStore,
+    region: &Autocast,
+    scaler: &GradScaler,
+    loss: impl FnMut(Autocast) -> Result<Tensor>,
+) -> Result<Tuning> {
+    measure::tune(vs, *region, scaler.get_scale()?, loss)
+}
+
+impl fmt::Display for Tuning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}", self.plan)?;
+        writeln!(f, "{}", self.reason)?;
+        for tried in &self.operators {
+            let [without, with] = tried.seconds;
+            let [before, after] = tried.gradient_errors;
+            let verdict = if tried.is_in_plan { "in the plan" } else { "left out" };
+            writeln!(
+                f,
+                "{}: {:.2} times as fast, error of the gradients {after:.1e} after {before:.1e}: {verdict}",
+                tried.operator,
+                without / with
+            )?;
+        }
+        let [f32, region, plan] = self.seconds.map(|seconds| 1e3 * seconds);
+        write!(
+            f,
+            "an iteration: {f32:.2} ms in f32, {region:.2} ms without a plan, {plan:.2} ms with it; {} were run",
+            self.iterations
+        )
+    }
+}
