@@ -10,6 +10,8 @@
 //! update, minus that of the same step with a disabled scaler, as a percentage of an iteration with that. The two kinds
 //! of iterations take turns. One more multiplication of a number in the backward pass is not counted: a backward pass
 //! varies by more. jmp's README states 1 to 5 % beside a static loss scale; here it is beside none.
+//!
+//! A third training here uses the plan that [`tune`](tch_amp::insight::tune) measures for the model.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
@@ -24,6 +26,7 @@ use models::{Batch, Model, NAMES, model};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
+use tch_amp::insight::tune;
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler, memory};
@@ -38,23 +41,38 @@ const PHASES: usize = 3;
 const MAX_NORM: f64 = 1.0;
 
 struct Training {
-    _vs: VarStore,
+    vs: VarStore,
     model: Model,
     batch: Batch,
-    amp: bool,
+    region: Autocast,
     /// The norm to which gradients are clipped.
     max_norm: Option<f64>,
     optimizer: Optimizer,
     scaler: GradScaler,
 }
 
+/// A region in f32, and one in bf16.
+fn region(amp: bool) -> Autocast {
+    Autocast::new(Device::Cpu).dtype(Kind::BFloat16).enabled(amp)
+}
+
 impl Training {
     fn new(name: &str, weights: &Checkpoint, amp: bool) -> Self {
-        Self::with_scaler(name, weights, amp, amp)
+        Self::with_scaler(name, weights, region(amp), amp)
+    }
+
+    /// A training with the plan that is measured for the model, which is printed.
+    fn tuned(name: &str, weights: &Checkpoint) -> Self {
+        let Self { vs, model, batch, scaler, .. } = Self::new(name, weights, true);
+        let loss = |region: Autocast| region.run(|| (model.loss)(&batch));
+        let tuning = tune(&vs, &region(true), &scaler, loss).unwrap();
+        println!("{tuning}");
+        let planned = region(true).plan(&tuning.plan).unwrap();
+        Self::with_scaler(name, weights, planned, tuning.plan.dtype.is_some())
     }
 
     /// Makes one whose scaler may be disabled in bf16, too.
-    fn with_scaler(name: &str, weights: &Checkpoint, amp: bool, scales: bool) -> Self {
+    fn with_scaler(name: &str, weights: &Checkpoint, region: Autocast, scales: bool) -> Self {
         let vs = VarStore::new(Device::Cpu);
         let model = model(name, &vs.root());
         weights.restore().model("model", &vs).apply().unwrap();
@@ -63,7 +81,7 @@ impl Training {
             GradScalerConfig { enabled: scales, ..Default::default() }.build(Device::Cpu).unwrap();
         tch::manual_seed(1);
         let batch = model.batch.batch();
-        Self { _vs: vs, model, batch, amp, max_norm: None, optimizer, scaler }
+        Self { vs, model, batch, region, max_norm: None, optimizer, scaler }
     }
 
     /// Returns the loss, and the nanoseconds of the forward pass, the backward pass, and the optimizer with the scaler.
@@ -71,8 +89,7 @@ impl Training {
         let mut loss = Tensor::new();
         let forward = nanoseconds(|| {
             self.optimizer.zero_grad().unwrap();
-            let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16).enabled(self.amp);
-            loss = region.run(|| (self.model.loss)(&self.batch)).unwrap();
+            loss = self.region.run(|| (self.model.loss)(&self.batch)).unwrap();
         });
         let mut scaled = Tensor::new();
         let scale = nanoseconds(|| scaled = self.scaler.scale(&loss).unwrap());
@@ -109,6 +126,10 @@ struct Times {
     train: Row,
     /// This crate in bf16, and in f32.
     gain: Row,
+    /// This crate with a plan, and Python in bf16.
+    tuned: Row,
+    /// This crate with a plan, and in f32.
+    tuned_gain: Row,
     /// Python in f32, in nanoseconds.
     python_f32: f64,
     /// The phases of an iteration in bf16, in nanoseconds.
@@ -119,6 +140,8 @@ fn time(name: &'static str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> 
     let (rounds, iterations) =
         if is_quick() { (1, 1) } else { (9, if name.starts_with("mlp_6") { 60 } else { 3 }) };
     let mut trainings = [false, true].map(|amp| Training::new(name, weights, amp));
+    let mut planned = Training::tuned(name, weights);
+    let mut with_plan = Vec::new();
     // In f32 and bf16: this crate's iterations, and those of each Python.
     let mut ours = [Vec::new(), Vec::new()];
     let mut theirs = [[Vec::new(), Vec::new()], [Vec::new(), Vec::new()]];
@@ -144,6 +167,11 @@ fn time(name: &'static str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> 
                 }
             }
         }
+        let mine = (0..iterations).map(|_| nanoseconds(|| drop(planned.iterate())));
+        let mine: Vec<_> = mine.collect();
+        if round > 0 {
+            with_plan.extend(mine);
+        }
     }
     let [f32, bf16] = ours;
     let [python_f32, python_bf16] =
@@ -154,8 +182,10 @@ fn time(name: &'static str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> 
         );
     let phase = |i: usize| median(phases.iter().map(|times| times[i]).collect());
     Times {
-        train: Row::new(name, bf16.clone(), python_bf16),
-        gain: Row::new(name, bf16, f32),
+        train: Row::new(name, bf16.clone(), python_bf16.clone()),
+        gain: Row::new(name, bf16, f32.clone()),
+        tuned: Row::new(name, with_plan.clone(), python_bf16),
+        tuned_gain: Row::new(name, with_plan, f32),
         python_f32: median(python_f32),
         phases: std::array::from_fn(phase),
     }
@@ -165,7 +195,7 @@ fn time(name: &'static str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> 
 fn print_scaling(name: &str, weights: &Checkpoint, python: &mut Python) {
     let count = if is_quick() { 2 } else { 3 * if name.starts_with("mlp_6") { 100 } else { 5 } };
     let mut trainings =
-        [false, true].map(|scales| Training::with_scaler(name, weights, true, scales));
+        [false, true].map(|scales| Training::with_scaler(name, weights, region(true), scales));
     let ours = [None, Some(MAX_NORM)].map(|max_norm| {
         let (mut added, mut totals) = (Vec::new(), Vec::new());
         // The first iterations are a warm-up.
@@ -244,7 +274,8 @@ fn main() {
         }
         let weights = Checkpoint::load(&file).unwrap();
         check(name, &weights, &mut pythons[0]);
-        let Times { train, gain, python_f32, phases } = time(name, &weights, &mut pythons);
+        let times = time(name, &weights, &mut pythons);
+        let Times { train, gain, tuned, tuned_gain, python_f32, phases } = times;
         let ms = [gain.python, gain.ours, python_f32, train.python].map(|ns| ns / 1e6);
         println!(
             "{name:<12} {:>12.3} {:>12.3} {:>12.3} {:>12.3} {:>8.2} {:>8.2}",
@@ -257,10 +288,12 @@ fn main() {
         );
         print_shares(phases, &pythons[0].time(&format!("profile {name}")), &train);
         print_scaling(name, &weights, &mut pythons[0]);
-        ratios.push((name, train, gain));
+        let rows = [("train", train), ("gain", gain), ("tuned", tuned), ("tuned_gain", tuned_gain)];
+        ratios.push((name, rows));
     }
-    for (name, train, gain) in ratios {
-        print_ratio(&format!("train_{name}"), train);
-        print_ratio(&format!("gain_{name}"), gain);
+    for (name, rows) in ratios {
+        for (what, row) in rows {
+            print_ratio(&format!("{what}_{name}"), row);
+        }
     }
 }
