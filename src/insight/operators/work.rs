@@ -141,7 +141,8 @@ fn called_again(events: &[RecordedEvent]) -> Vec<bool> {
 const FILLING: &[&str] = &[COPY, "aten::fill_", "aten::zero_"];
 
 /// Which events compute. An operator that runs others computes itself if it writes memory that they did not write, such
-/// as a product whose factor is a number, which is first cast. One without a kernel does if it runs nothing that does.
+/// as a product whose factor is a number, which is first cast. One without a kernel does if it runs nothing that does,
+/// and none does that runs one of its own name, such as a sum in half precision on some CPUs.
 fn computing(
     events: &[RecordedEvent],
     products: &[Option<Product>],
@@ -163,21 +164,28 @@ fn computing(
                 written(event).any(|memory| !inside.written.contains(&memory)) || !inside.computes
             }
         };
-        computes[index] = products[index].is_some() || (is_own && !is_passive(event));
+        let is_again = inside.names.contains(&*event.name);
+        computes[index] = products[index].is_some() || (is_own && !is_again && !is_passive(event));
         let Some(parent) = event.parent else { continue };
+        if computes[index] {
+            inside.names.insert(&event.name);
+        }
         if computes[index] && !is_fill {
             inside.written.extend(written(event));
         }
         below[parent].computes |= inside.computes || computes[index];
         below[parent].written.extend(inside.written);
+        below[parent].names.extend(inside.names);
     }
     computes
 }
 
 /// What the operators in an event did.
 #[derive(Clone, Debug, Default)]
-struct Below {
+struct Below<'e> {
     computes: bool,
+    /// The names of those that compute.
+    names: HashSet<&'e str>,
     /// The memory that they wrote.
     written: HashSet<u64>,
 }
