@@ -316,7 +316,8 @@ const INSIDE_REGIONS: [&str; 5] = [
 ];
 
 /// The functions that cannot fail, because they call no operation on tensors.
-const WITHOUT_OPERATIONS: [&str; 31] = [
+const WITHOUT_OPERATIONS: [&str; 32] = [
+    "tamp_allocations_end",
     "tamp_arrival_free",
     "tamp_autocast_after_backward",
     "tamp_autocast_backward",
@@ -373,6 +374,7 @@ fn every_function_is_outside_of_the_programs_regions_or_says_why_not() {
 
 /// The functions that compute nothing that a region could change: they inspect, wait, record or communicate.
 const COMPUTES_NOTHING: &[&str] = &[
+    "tamp_allocations_count",
     "tamp_backward_accumulates",
     "tamp_cuda_has_bf16",
     "tamp_cuda_initialize",
@@ -397,6 +399,7 @@ const COMPUTES_NOTHING: &[&str] = &[
     "tamp_process_signal",
     "tamp_recording_event",
     "tamp_recording_memory",
+    "tamp_reduced_precision_reduction",
     "tamp_reference_new",
     "tamp_signals_catch",
     "tamp_statistics_begin",
