@@ -87,7 +87,7 @@ const INFINITE: Loss = |model, x| model.loss(x, Tensor::shallow_clone) * f64::IN
 
 /// A loss for which they overflow in another part of the model.
 const LARGE_INSIDE: Loss =
-    |model, x| model.loss(x, |x| named("inside", || x + (x - x.detach()) * 60_000.0));
+    |model, x| model.loss(x, |x| named("inside", || x + (x - x.detach()) * 20_000.0));
 
 /// A training in which the scale grows back after each step that is taken.
 struct Run {
