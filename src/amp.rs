@@ -17,7 +17,7 @@ use crate::scaler::GradScaler;
 /// The precision of a training run, as its user chooses it, for instance with `--amp` on a command line.
 ///
 /// [`on`](Self::on) a device it becomes a [`MixedPrecision`], which opens the regions and makes the scaler. It is parsed
-/// from `off`, `bf16`, `fp16` and `auto`, and printed and serialized so. Corresponds to the flag `mixed_precision` of
+/// from `off`, `bf16`, `fp16` and `auto`, and printed and serialized as these. Corresponds to the flag `mixed_precision` of
 /// Hugging Face's Accelerate; `torch.amp` has no counterpart.
 ///
 /// # Examples
@@ -207,9 +207,10 @@ impl MixedPrecision {
     /// Returns the region, for further options; a region that is switched off if the precision is f32.
     ///
     /// On the CPU it keeps the operators of [`LOG_PROBABILITIES`](crate::autocast::LOG_PROBABILITIES) but `softmax` in
-    /// f32, as CUDA's lists do with most of them: PyTorch's lists for the CPU leave them in bf16, in which hand-written losses go wrong
-    /// without a word. Matrix products, convolutions, attention and activations other than `tanh` and `sigmoid` are not
-    /// concerned. [`Autocast::new`] gives a region with PyTorch's lists alone.
+    /// f32, as CUDA's lists do with most of them: PyTorch's lists for the CPU leave them in half precision, in which
+    /// hand-written losses go wrong without any error. Matrix products, convolutions and attention are not affected, nor
+    /// are activations, except for those of the list, such as `tanh`, `sigmoid` and `softplus`. [`Autocast::new`] gives a
+    /// region with PyTorch's lists alone.
     pub fn region(&self) -> Autocast {
         self.region
     }

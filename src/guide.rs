@@ -25,7 +25,7 @@ pub mod recipes {}
 pub mod porting {}
 
 #[doc = include_str!("guide/links.md")]
-/// Converting the examples of tch that train.
+/// Converting the examples of tch: mnist, cifar, min-gpt, gan and transfer-learning, and notes on the others.
 #[doc = ""]
 #[doc = include_str!("../docs/tch_examples.md")]
 pub mod tch_examples {}
@@ -87,8 +87,8 @@ pub mod distributed {}
 
 #[cfg(feature = "insight")]
 #[doc = include_str!("guide/links.md")]
-/// Why a step was skipped, what half precision does to the numbers of a model, why it is not faster, and whether the loss
-/// scale is healthy.
+/// Why a step was skipped, what half precision does to the numbers of a model, why it is not faster, and whether the
+/// loss scale is healthy.
 #[doc = ""]
 #[doc = include_str!("../docs/insight.md")]
 pub mod insight {}

@@ -11,8 +11,8 @@ use crate::ffi;
 /// Turns TorchScript's own autocast pass on or off for the whole process, and returns whether it was on. It is on at
 /// first. The counterpart of `torch._C._jit_set_autocast_mode`.
 ///
-/// While it is on, TorchScript compiles the casts of the region into a module that is called in one. A region then
-/// neither caches these casts, nor do operators that it [keeps in f32](crate::Autocast::keep_in_f32) get f32 inputs.
+/// While it is on, TorchScript compiles the casts of the region into a module that is called in one. These casts are
+/// not cached, and operators that the region [keeps in f32](crate::Autocast::keep_in_f32) do not get f32 inputs.
 /// While it is off, operators in a module are cast as they are anywhere else. Switch it off before the first call of a
 /// module, because what was compiled stays. It makes no difference to a module that is called outside of all regions.
 ///
@@ -34,8 +34,8 @@ pub fn set_autocast_mode(enabled: bool) -> Result<bool> {
     ffi::jit_set_autocast_mode(enabled)
 }
 
-/// Makes the parameters, buffers and attributes of a TorchScript module constants of its `forward`, and optimizes this
-/// for them. Takes the content of a file that [`tch::CModule::save`] or `torch.jit.save` has written, and returns that
+/// Makes the parameters, buffers and attributes of a TorchScript module constants of its `forward`, and optimizes
+/// `forward` for them. Takes the content of a file that [`tch::CModule::save`] or `torch.jit.save` has written, and returns that
 /// of a new one, which [`tch::CModule::load_data`] and `torch.jit.load` read. The counterpart of `torch.jit.freeze`.
 ///
 /// A frozen module has no parameters, cannot be trained, and has no other methods than `forward`. Tracing in tch makes

@@ -22,13 +22,13 @@ pub enum RunAs {
     F32,
     /// In the dtype of the region, as with [`Autocast::prefer_half`](crate::Autocast::prefer_half).
     Half,
-    /// `scaled_dot_product_attention` alone: as a product, a softmax and a product in the dtype of the region, instead of
-    /// by a fused kernel. It means the same: masks of numbers or booleans, `is_causal`, `scale`, dropout, grouped heads,
-    /// and rows without any key, which are zero.
+    /// For `scaled_dot_product_attention` alone: as a product, a softmax and a product in the dtype of the region, instead
+    /// of by a fused kernel. It takes the same arguments with the same meaning: masks of numbers or booleans, `is_causal`,
+    /// `scale`, dropout and grouped heads. Rows without any key are zero.
     ///
     /// On CPUs it can be several times as fast for short sequences, and it takes more memory: the probabilities, which
     /// are kept for the backward pass, have a number in half precision for each head, query and key. The scores are
-    /// rounded once, which fused kernels do not.
+    /// rounded once to half precision, which fused kernels do not do.
     Composed {
         /// The limit on the bytes of these probabilities in one call. Where they would take more, and for calls that
         /// cannot be composed, such as those with f64, the rule does not apply.
@@ -62,7 +62,7 @@ pub struct Rule {
     /// The smallest size to which the rule applies.
     #[serde(default)]
     pub at_least: u64,
-    /// The size from which on the rule does not apply any more; `None` if there is none.
+    /// The size from which on the rule no longer applies; `None` if there is no such size.
     #[serde(default)]
     pub below: Option<u64>,
 }
@@ -80,8 +80,8 @@ impl Rule {
     }
 }
 
-/// Where a [`Plan`] holds: a type of device, a version of libtorch, and a number of threads. Models of GPUs, and CPUs
-/// of the same abilities, are not told apart.
+/// Where a [`Plan`] holds: a type of device, a version of libtorch, and a number of threads. Two models of GPUs, or of
+/// CPUs, for which these fields are the same are not told apart.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Platform {

@@ -49,8 +49,8 @@ impl Checkpoint {
         self.add_by(name, |state| what.save_state(state))
     }
 
-    /// Adds several states by their names. A function that returns the list of a program's parts serves this and
-    /// [`Restore::add_all`](crate::checkpoint::Restore::add_all), so that nothing that is saved is forgotten on loading.
+    /// Adds several states by their names. A function that returns the list of a program's parts serves this method and
+    /// [`Restore::add_all`](crate::checkpoint::Restore::add_all), so that loading forgets nothing that is saved.
     ///
     /// # Errors
     ///

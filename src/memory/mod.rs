@@ -9,13 +9,13 @@ use crate::ffi;
 pub use device::DeviceMemory;
 pub use resident::Resident;
 
-/// Runs a closure and returns, with its result, how many bytes of CPU memory the tensors of this thread took at most
-/// beyond those that there were before: of an iteration, that is the memory of its activations and of what is made
+/// Runs a closure, and returns its result and the peak of the CPU memory that tensors of this thread took meanwhile, in
+/// bytes beyond those that existed before. For an iteration, that is the memory of its activations and of what is made
 /// beside them. For GPUs, see [`DeviceMemory`].
 ///
 /// libtorch's allocator reports every tensor, so the number is the same in every run, unlike the pages of
 /// [`Resident`]. Backward passes that the closure starts are included; tensors that other threads make and what libraries
-/// allocate for themselves are not. While it counts, a profiler of libtorch sees no memory. Corresponds to the peak
+/// allocate for themselves are not. While it counts, profilers of libtorch do not see allocations. Corresponds to the peak
 /// of `torch.profiler.profile(profile_memory=True)`.
 ///
 /// # Errors

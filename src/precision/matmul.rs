@@ -6,7 +6,7 @@ use crate::ffi;
 /// How precisely libtorch computes matrix products of f32 tensors, in the whole process. The default is
 /// [`Highest`](Self::Highest). The counterpart of `torch.set_float32_matmul_precision`.
 ///
-/// Autocast is not concerned: its products are in half precision. What stays in f32 beside it, and a run without
+/// Autocast is not affected: its products are in half precision. What stays in f32 beside it, and a run without
 /// autocast, may become several times as fast on NVIDIA's GPUs from Ampere on.
 ///
 /// # Examples
@@ -59,7 +59,7 @@ impl MatmulPrecision {
 
 /// Whether NVIDIA's GPUs may round the partial sums of fp16 and bf16 matrix products to half precision, in the whole
 /// process. The default is [`Allowed`](Self::Allowed), which is faster for some shapes; long sums may lose precision, and
-/// in fp16 overflow. Without effect on the CPU, which sums in f32. The counterpart of
+/// in fp16 overflow. It has no effect on the CPU, which sums in f32. The counterpart of
 /// `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` and of that for bf16, both at once.
 ///
 /// # Examples
@@ -103,7 +103,7 @@ impl ReducedPrecisionReduction {
     }
 }
 
-/// Sets the precision of matrix products back when it is dropped; made by [`MatmulPrecision::enter`] and
+/// Restores the precision of matrix products when it is dropped; made by [`MatmulPrecision::enter`] and
 /// [`ReducedPrecisionReduction::enter`].
 #[derive(Debug)]
 #[must_use = "the precision ends as soon as its guard is dropped; bind it to a variable such as `_guard`"]
