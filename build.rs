@@ -86,8 +86,8 @@ fn compiler(include: &str, cuda: bool) -> cc::Build {
     compiler
 }
 
-/// Compiles the sources of each folder of `csrc/` as one unit, because libtorch's headers take longer than any source. A
-/// unit is compiled again only if its sources, a header of this crate, libtorch's version or an option changed.
+/// Compiles the sources of each folder of `csrc/` as one unit, because libtorch's headers take longer than any source.
+/// A unit is compiled again only if its sources, a header of this crate, libtorch's version or an option changed.
 fn compile(mut compiler: cc::Build, version: &str, out: &Path) -> Result<()> {
     let features = ["insight", "distributed"].into_iter().filter(|name| enabled(name));
     let folders = ["", "kernels"].into_iter().chain(features);

@@ -1,8 +1,8 @@
 //! Data-parallel iterations on two ranks, compared with Python's `DistributedDataParallel` with the same libtorch.
 //!
 //! The ranks are processes with one thread each, on both sides. `small` has 400 parameters of 16 numbers, and `large` 6
-//! of 1024 x 1024; `half` is `large` whose gradients are communicated in bf16, and `views` is `large` whose gradients are
-//! views of the buckets. Both sides train from the same weights on the same data, and the bits of their weights are
+//! of 1024 x 1024; `half` is `large` whose gradients are communicated in bf16, and `views` is `large` whose gradients
+//! are views of the buckets. Both sides train from the same weights on the same data, and the bits of their weights are
 //! compared first.
 //!
 //! The share of the communication that is hidden behind the backward pass is that of its time by which an iteration is

@@ -70,8 +70,8 @@ impl Function for MyMm {
     }
 }
 
-/// The squared distances between the rows of two matrices, from their norms and their product. The small distance of two
-/// nearby rows is a difference of large numbers, of which half precision leaves hardly a correct digit.
+/// The squared distances between the rows of two matrices, from their norms and their product. The small distance of
+/// two nearby rows is a difference of large numbers, of which half precision leaves hardly a correct digit.
 struct SquaredDistances {
     passes: Sender<Pass>,
     /// Whether the function declares that it needs f32.

@@ -16,9 +16,9 @@ use crate::scaler::GradScaler;
 
 /// The precision of a training run, as its user chooses it, for instance with `--amp` on a command line.
 ///
-/// [`on`](Self::on) a device it becomes a [`MixedPrecision`], which opens the regions and makes the scaler. It is parsed
-/// from `off`, `bf16`, `fp16` and `auto`, and printed and serialized as these. Corresponds to the flag `mixed_precision` of
-/// Hugging Face's Accelerate; `torch.amp` has no counterpart.
+/// [`on`](Self::on) a device it becomes a [`MixedPrecision`], which opens the regions and makes the scaler. It is
+/// parsed from `off`, `bf16`, `fp16` and `auto`, and printed and serialized as these. Corresponds to the flag
+/// `mixed_precision` of Hugging Face's Accelerate; `torch.amp` has no counterpart.
 ///
 /// # Examples
 ///
@@ -104,8 +104,8 @@ fn region(device: Device, dtype: Option<Kind>) -> Autocast {
     }
 }
 
-/// The dtype with the fastest products, and why; `None` for f32. fp16 needs a scaler and, on CPUs, has few fast kernels,
-/// so that it is chosen on a GPU alone, and there after bf16.
+/// The dtype with the fastest products, and why; `None` for f32. fp16 needs a scaler and, on CPUs, has few fast
+/// kernels, so that it is chosen on a GPU alone, and there after bf16.
 fn fastest(speed: &MatmulSpeed, is_gpu: bool) -> (Option<Kind>, String) {
     let gain = |name: &str, flops: Option<f64>| {
         let ratio = flops? / speed.f32;
@@ -208,9 +208,9 @@ impl MixedPrecision {
     ///
     /// On the CPU it keeps the operators of [`LOG_PROBABILITIES`](crate::autocast::LOG_PROBABILITIES) but `softmax` in
     /// f32, as CUDA's lists do with most of them: PyTorch's lists for the CPU leave them in half precision, in which
-    /// hand-written losses go wrong without any error. Matrix products, convolutions and attention are not affected, nor
-    /// are activations, except for those of the list, such as `tanh`, `sigmoid` and `softplus`. [`Autocast::new`] gives a
-    /// region with PyTorch's lists alone.
+    /// hand-written losses go wrong without any error. Matrix products, convolutions and attention are not affected,
+    /// nor are activations, except for those of the list, such as `tanh`, `sigmoid` and `softplus`. [`Autocast::new`]
+    /// gives a region with PyTorch's lists alone.
     pub fn region(&self) -> Autocast {
         self.region
     }

@@ -35,8 +35,9 @@ pub fn set_autocast_mode(enabled: bool) -> Result<bool> {
 }
 
 /// Makes the parameters, buffers and attributes of a TorchScript module constants of its `forward`, and optimizes
-/// `forward` for them. Takes the content of a file that [`tch::CModule::save`] or `torch.jit.save` has written, and returns that
-/// of a new one, which [`tch::CModule::load_data`] and `torch.jit.load` read. The counterpart of `torch.jit.freeze`.
+/// `forward` for them. Takes the content of a file that [`tch::CModule::save`] or `torch.jit.save` has written, and
+/// returns that of a new one, which [`tch::CModule::load_data`] and `torch.jit.load` read. The counterpart of
+/// `torch.jit.freeze`.
 ///
 /// A frozen module has no parameters, cannot be trained, and has no other methods than `forward`. Tracing in tch makes
 /// the weights constants already. Products of constants are computed in their own dtypes, also while a region is open;

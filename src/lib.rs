@@ -5,8 +5,8 @@
 //! ## How the API is organized
 //!
 //! The root has what most programs begin with: `Amp`, `autocast()` and `Autocast`, `GradScaler`, `Policy`,
-//! `function()`, `Error` and `Result`. Every other item is in the module of its subject, and every item has exactly one path. Eight
-//! modules have an error type, for instance `scaler::ScalerError`, which a variant of [`Error`] wraps:
+//! `function()`, `Error` and `Result`. Every other item is in the module of its subject, and every item has exactly one
+//! path. Eight modules have an error type, for instance `scaler::ScalerError`, which a variant of [`Error`] wraps:
 //! `Error::Scaler(ScalerError::…)`. The other modules return these errors, too.
 //!
 //! Options are structs with public fields, as in tch:

@@ -3,8 +3,8 @@
 //! It is listed once, under the first of its names in sorted order. Files have it under every name, and it is restored
 //! from any of them. What a pattern says of one of its names holds for the variable.
 //!
-//! Variables are tied by handles of one tensor, as `shallow_clone` makes them. Two tensors that only share their memory,
-//! as after `set_data`, are two variables, as in PyTorch: each has a gradient of its own.
+//! Variables are tied by handles of one tensor, as `shallow_clone` makes them. Two tensors that only share their
+//! memory, as after `set_data`, are two variables, as in PyTorch: each has a gradient of its own.
 
 use std::collections::HashMap;
 

@@ -7,8 +7,8 @@
 //! cargo run --example demo -- --ranks 2
 //! ```
 //!
-//! Read `recipes/src/gpt/train.rs` and `recipes/src/demo/digits/train.rs` first: they have the training steps. Everything else is
-//! data, tables and plots.
+//! Read `recipes/src/gpt/train.rs` and `recipes/src/demo/digits/train.rs` first: they have the training steps.
+//! Everything else is data, tables and plots.
 
 fn main() -> anyhow::Result<()> {
     recipes::demo::main(std::env::args_os().skip(1))

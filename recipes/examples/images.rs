@@ -8,8 +8,8 @@
 //! cargo run --release --example images -- --ranks 2 --sync-batch-norm
 //! ```
 //!
-//! The images are those of Fashion-MNIST, which Debian has as the package `dataset-fashion-mnist`, or of any folder with
-//! files in the format of MNIST; without them, the small digits in `recipes/data`.
+//! The images are those of Fashion-MNIST, which Debian has as the package `dataset-fashion-mnist`, or of any folder
+//! with files in the format of MNIST; without them, the small digits in `recipes/data`.
 //!
 //! Read `src/images/train.rs` first, which has the training step, then `batch.rs`, which makes its batches, and
 //! `test.rs`, which tests the averaged weights.

@@ -8,7 +8,8 @@
 //! cargo run --release --example text_classifier -- --ranks 2
 //! ```
 //!
-//! Read `src/text_classifier/train.rs` first, which has the training step, and then `data.rs` and `batch.rs`, which make its batches.
+//! Read `src/text_classifier/train.rs` first, which has the training step, and then `data.rs` and `batch.rs`, which
+//! make its batches.
 
 use std::process::ExitCode;
 

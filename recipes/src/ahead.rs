@@ -7,8 +7,9 @@ use std::thread::{self, JoinHandle};
 /// How many values of each thread wait to be used, as with the `DataLoader` of PyTorch.
 const WAITING: usize = 2;
 
-/// Returns `make(first)`, `make(first + 1)` and so on until one is `None`. Without threads, each value is made when it is
-/// asked for. Otherwise each of them makes every so manieth value, with a clone of `make`, so that the order is the same.
+/// Returns `make(first)`, `make(first + 1)` and so on until one is `None`. Without threads, each value is made when it
+/// is asked for. Otherwise each of n threads makes every n-th value, with a clone of `make`, so that the order is the
+/// same.
 pub fn ahead<T: Send + 'static>(
     threads: usize,
     first: u64,

@@ -48,8 +48,8 @@ impl Confusion {
         )
     }
 
-    /// The averages of the scores in scikit-learn's `classification_report`: micro, of all answers together, where each of
-    /// the scores is the accuracy; macro, the mean over the classes; and weighted, by the sizes of the classes.
+    /// The averages of the scores in scikit-learn's `classification_report`: micro, of all answers together, where each
+    /// of the scores is the accuracy; macro, the mean over the classes; and weighted, by the sizes of the classes.
     pub fn averages(&self) -> [(&'static str, [f64; 3]); 3] {
         let (classes, total) = (self.counts.len(), self.counts.iter().flatten().sum());
         let (mut macros, mut weighted) = ([0.0; 3], [0.0; 3]);
@@ -123,8 +123,8 @@ mod tests {
         // tch computes it in f32.
         assert!((confusion.loss - (right + 2.0 / 6.0)).abs() < 1e-6, "{}", confusion.loss);
     }
-    /// The definitions of scikit-learn, from the answers themselves: of a class, the right answers among its answers, those
-    /// among its things, and the harmonic mean of both; 0 where a denominator is 0.
+    /// The definitions of scikit-learn, from the answers themselves: of a class, the right answers among its answers,
+    /// those among its things, and the harmonic mean of both; 0 where a denominator is 0.
     #[test]
     fn averages_are_those_of_the_definitions() {
         let ratio = |a: f64, b: f64| if b == 0.0 { 0.0 } else { a / b };

@@ -1,7 +1,8 @@
 //! Programs that train with `tch-amp`, to be copied: each recipe is a module, and a program in `examples/` starts it.
 //!
 //! The modules at the root are what the recipes share: the loop in [`training`], options, several processes, progress,
-//! logs, checkpoints and reports. Whoever needs one recipe copies the folder and removes the others with their programs.
+//! logs, checkpoints and reports. Whoever needs one recipe copies the folder and removes the others with their
+//! programs.
 
 pub mod ahead;
 pub mod computer;

@@ -8,8 +8,8 @@ use tch_amp::memory::{DeviceMemory, Resident};
 /// No GPU has more.
 const MOST_OF_A_GPU: f64 = 1_099_511_627_776.0;
 
-/// Fails if a run needs more memory than there is, before libtorch takes all of it. `least` is the least number of bytes
-/// with which the run can do.
+/// Fails if a run needs more memory than there is, before libtorch takes all of it. `least` is the least number of
+/// bytes with which the run can do.
 pub fn check_fits(least: f64, device: Device) -> Result<()> {
     let there = if device == Device::Cpu { available() } else { Some(MOST_OF_A_GPU) };
     let gib = |bytes: f64| format!("{:.1} GiB", bytes / 1_073_741_824.0);

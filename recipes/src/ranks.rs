@@ -63,8 +63,8 @@ impl Ranks {
         local_device().context("each rank needs a GPU of its own: use --device cpu")
     }
 
-    /// Returns a line about this process: its id, its rank and the number of ranks, how many of its machine's GPUs there
-    /// are for each rank, and the numbers of those that it uses.
+    /// Returns a line about this process: its id, its rank and the number of ranks, how many of its machine's GPUs
+    /// there are for each rank, and the numbers of those that it uses.
     pub fn describe(&self, device: Device) -> Result<String> {
         let on_machine = std::env::var("LOCAL_WORLD_SIZE").map_or(Ok(1), |size| size.parse())?;
         let gpus = usize::try_from(Cuda::device_count())? / usize::max(on_machine, 1);
@@ -101,8 +101,8 @@ impl Ranks {
         Ok(Tensor::stack(&group.all_gather(rows)?, 1).flatten(0, 1))
     }
 
-    /// Returns how many bytes this process has sent to other ranks and written to files so far, if there are others and the
-    /// system counts them: Linux does on the CPU, where ranks communicate by Gloo.
+    /// Returns how many bytes this process has sent to other ranks and written to files so far, if there are others and
+    /// the system counts them: Linux does on the CPU, where ranks communicate by Gloo.
     pub fn sent(&self, device: Device) -> Option<u64> {
         if self.size() == 1 || device != Device::Cpu {
             return None;

@@ -5,8 +5,8 @@ use anyhow::{Context, Result};
 use std::fs;
 use tch_amp::insight::html::Document;
 
-/// Prints where the log is, and writes the report, as far as the options want them. With several runs, each has a log in
-/// a folder of its own.
+/// Prints where the log is, and writes the report, as far as the options want them. With several runs, each has a log
+/// in a folder of its own.
 pub fn write(options: &Options, runs: usize, page: impl FnOnce() -> Document) -> Result<()> {
     if let Some(folder) = &options.logs {
         let csv = folder.join(if runs > 1 { "*" } else { "" }).join(log::CSV);

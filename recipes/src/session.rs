@@ -15,8 +15,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// Starts the ranks that the options want, catches Ctrl-C, and checks that the report can be written. Returns `None`
-    /// in the process that has started the ranks, once they have ended. Decides the precision, if it is `auto`.
+    /// Starts the ranks that the options want, catches Ctrl-C, and checks that the report can be written. Returns
+    /// `None` in the process that has started the ranks, once they have ended. Decides the precision, if it is `auto`.
     pub fn start(options: &mut Options) -> Result<Option<Self>> {
         let Some(ranks) = Ranks::start(options.ranks)? else { return Ok(None) };
         let interrupt = Interrupt::catch()?;

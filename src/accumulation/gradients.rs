@@ -41,8 +41,8 @@ struct Loaded {
 
 impl Accumulation {
     /// Pairs the window with the gradients of these named parameters, so that a checkpoint can be saved between two
-    /// micro-batches. The resumed run goes on with the micro-batch whose index is [`taken`](Self::taken). PyTorch has no
-    /// counterpart.
+    /// micro-batches. The resumed run goes on with the micro-batch whose index is [`taken`](Self::taken). PyTorch has
+    /// no counterpart.
     ///
     /// A checkpoint without it must be saved between two windows. Pass all parameters that the backward passes reach;
     /// variables without gradients may be among them. Resume with the same optimizer: a gradient that

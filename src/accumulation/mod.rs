@@ -1,8 +1,8 @@
 //! Gradient accumulation in which every token or sample counts the same: several backward passes for one step.
 //!
-//! The mean loss of each micro-batch is weighted by its number of tokens or samples, so that the sum of the gradients is
-//! that of the concatenated batch. Dividing each loss by the number of micro-batches is right only if all of them have
-//! the same number of tokens, and the last one of an epoch, or a batch with padding, does not.
+//! The mean loss of each micro-batch is weighted by its number of tokens or samples, so that the sum of the gradients
+//! is that of the concatenated batch. Dividing each loss by the number of micro-batches is right only if all of them
+//! have the same number of tokens, and the last one of an epoch, or a batch with padding, does not.
 //!
 //! # Examples
 //!

@@ -50,8 +50,8 @@ impl Accumulation {
 
     /// Makes a window whose tokens count the same on all ranks of a group, however many each rank has. The gradients of
     /// `DistributedDataParallel` are means over the ranks, which this takes into account. Communicates, so all ranks
-    /// must call it. They need the same number of micro-batches, because `DistributedDataParallel` compares their passes:
-    /// a rank with fewer runs further ones with a weight of zero, on any batch with a finite loss.
+    /// must call it. They need the same number of micro-batches, because `DistributedDataParallel` compares their
+    /// passes: a rank with fewer runs further ones with a weight of zero, on any batch with a finite loss.
     ///
     /// # Errors
     ///
@@ -101,8 +101,8 @@ impl Accumulation {
         self.next == self.shares.len()
     }
 
-    /// Multiplies the mean loss of the next micro-batch by its share of the window, in f32, or in f64 for a loss in f64.
-    /// For loops that run the backward pass themselves, such as
+    /// Multiplies the mean loss of the next micro-batch by its share of the window, in f32, or in f64 for a loss in
+    /// f64. For loops that run the backward pass themselves, such as
     /// `ddp.backward_scaled(&mut scaler, &window.weigh(&loss)?)`.
     ///
     /// # Errors
@@ -141,8 +141,8 @@ impl Accumulation {
         ffi::scaled(loss, &factor)
     }
 
-    /// Returns an error unless [`backward_or_drop`](Self::backward_or_drop) took all micro-batches or none. If it left one
-    /// out, those that other calls took would have the wrong weights.
+    /// Returns an error unless [`backward_or_drop`](Self::backward_or_drop) took all micro-batches or none. If it left
+    /// one out, those that other calls took would have the wrong weights.
     fn refuse_mixing(&self, same: bool) -> Result<()> {
         if same {
             return Ok(());
@@ -165,8 +165,8 @@ impl Accumulation {
         Ok(())
     }
 
-    /// Runs the backward pass of the next micro-batch like [`backward`](Self::backward), but leaves its gradients out if
-    /// any of them is infinite or NaN. After the last micro-batch the gradients are those of the others alone, with
+    /// Runs the backward pass of the next micro-batch like [`backward`](Self::backward), but leaves its gradients out
+    /// if any of them is infinite or NaN. After the last micro-batch the gradients are those of the others alone, with
     /// their weights in proportion. [`dropped`](Self::dropped) says which ones were left out.
     ///
     /// If none is left, the gradients are infinite or NaN, and the scaler skips the step and lowers its scale. (A
@@ -199,8 +199,8 @@ impl Accumulation {
         Ok(())
     }
 
-    /// Returns which micro-batches [`backward_or_drop`](Self::backward_or_drop) has left out, from 0 on. Synchronizes on
-    /// a GPU.
+    /// Returns which micro-batches [`backward_or_drop`](Self::backward_or_drop) has left out, from 0 on. Synchronizes
+    /// on a GPU.
     ///
     /// # Errors
     ///

@@ -124,8 +124,8 @@ fn replaced(name: &OsStr) -> Option<&str> {
 }
 
 /// Removes the temporary files in a folder that were last written to at least `age` ago, and returns how many there
-/// were. Only those are removed for which `of` accepts the name of the file that they were to replace, and none that this
-/// process is writing.
+/// were. Only those are removed for which `of` accepts the name of the file that they were to replace, and none that
+/// this process is writing.
 ///
 /// A file that another process is writing is never old, but one whose data is being synced can be: an age of minutes is
 /// too short.

@@ -22,9 +22,9 @@ pub enum RunAs {
     F32,
     /// In the dtype of the region, as with [`Autocast::prefer_half`](crate::Autocast::prefer_half).
     Half,
-    /// For `scaled_dot_product_attention` alone: as a product, a softmax and a product in the dtype of the region, instead
-    /// of by a fused kernel. It takes the same arguments with the same meaning: masks of numbers or booleans, `is_causal`,
-    /// `scale`, dropout and grouped heads. Rows without any key are zero.
+    /// For `scaled_dot_product_attention` alone: as a product, a softmax and a product in the dtype of the region,
+    /// instead of by a fused kernel. It takes the same arguments with the same meaning: masks of numbers or booleans,
+    /// `is_causal`, `scale`, dropout and grouped heads. Rows without any key are zero.
     ///
     /// On CPUs it can be several times as fast for short sequences, and it takes more memory: the probabilities, which
     /// are kept for the backward pass, have a number in half precision for each head, query and key. The scores are
@@ -39,9 +39,9 @@ pub enum RunAs {
 /// How the calls of an operator run inside a region, all of them or those of some sizes.
 ///
 /// The size of a matrix product is the number of its multiplications: rows × columns × depth, times the batch. That of
-/// a convolution is the number of its input or output channels, whichever is smaller; that of an attention the length of
-/// its queries or keys, whichever is longer; and that of any other operator the number of elements of its first tensor,
-/// or list of tensors.
+/// a convolution is the number of its input or output channels, whichever is smaller; that of an attention the length
+/// of its queries or keys, whichever is longer; and that of any other operator the number of elements of its first
+/// tensor, or list of tensors.
 ///
 /// # Examples
 ///

@@ -53,7 +53,8 @@ pub const LOG_PROBABILITIES: [&str; 18] = [
     "tanh",
 ];
 
-/// The options of an autocast region: its device, its dtype, whether it is enabled, and whether it caches weights.
+/// The options of an autocast region: its device, its dtype, whether it is enabled, whether it caches weights, and which
+/// operators it runs otherwise than by the lists.
 ///
 /// Only operations on tensors of that device's type are affected; the index of a CUDA device does not matter. Regions
 /// nest, for the same device or for several. The counterpart of
@@ -132,13 +133,14 @@ impl Autocast {
     /// An operator has the name that libtorch gives it, such as `softmax`, or `extension::scan` for one of an
     /// extension; [`Profiler`](crate::insight::Profiler) lists those of a program. All of its overloads are meant, but
     /// for those that write to their inputs. What counts is the operator that the program calls, or one that it runs
-    /// while autocast is on: in a `linear`, which autocast casts as a whole, no `addmm` is overridden. Running statistics
-    /// of normalizations are updated in f32 and keep their dtype. What this crate computes itself is not overridden.
+    /// while autocast is on: in a `linear`, which autocast casts as a whole, no `addmm` is overridden. Running
+    /// statistics of normalizations are updated in f32 and keep their dtype. What this crate computes itself is not
+    /// overridden.
     ///
     /// Other threads and other regions are not affected. Every operator in the region takes about 0.3 µs longer,
     /// because a function of this crate comes before autocast's, and an overridden one 1 µs longer than with casts by
-    /// hand. The first region with a list of names takes 0.6 ms more to look them up among libtorch's operators, and the
-    /// first in a program 4 to 5 ms. The list is kept until the program ends, once however often it is used.
+    /// hand. The first region with a list of names takes 0.6 ms more to look them up among libtorch's operators, and
+    /// the first in a program 4 to 5 ms. The list is kept until the program ends, once however often it is used.
     ///
     /// # Errors
     ///
@@ -179,8 +181,8 @@ impl Autocast {
     }
 
     /// Runs the operators as a plan says: sets the dtype of the region, or switches it off, and adds the rules of the
-    /// plan, which are inherited and overridden like those of [`keep_in_f32`](Self::keep_in_f32) and cost the same. Make
-    /// the region once, outside of the training loop. PyTorch has no counterpart.
+    /// plan, which are inherited and overridden like those of [`keep_in_f32`](Self::keep_in_f32) and cost the same.
+    /// Make the region once, outside of the training loop. PyTorch has no counterpart.
     ///
     /// # Errors
     ///

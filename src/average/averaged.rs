@@ -105,13 +105,14 @@ impl AveragedWeights {
     }
 
     /// Updates the averages after the step with this outcome, unless it was skipped or there were no gradients. Never
-    /// synchronizes, unless the model is on a GPU and on the CPU: after a step of a fused optimizer on a GPU, the device
-    /// decides whether the averages move.
+    /// synchronizes, unless the model is on a GPU and on the CPU: after a step of a fused optimizer on a GPU, the
+    /// device decides whether the averages move.
     ///
     /// # Errors
     ///
     /// [`Error::Torch`] if a variable has another shape or device than when the averages were made, or has become f64.
-    /// An average keeps its dtype if its variable is cast to a narrower one. Nothing has changed then. If the memory of a device does not suffice, some averages may have been updated.
+    /// An average keeps its dtype if its variable is cast to a narrower one. Nothing has changed then. If the memory of
+    /// a device does not suffice, some averages may have been updated.
     pub fn update(&mut self, outcome: &StepOutcome) -> Result<()> {
         let skips = outcome.flag();
         if skips.is_none() && !outcome.is_stepped()? {

@@ -10,8 +10,8 @@ use crate::error::{Error, Result, ensure};
 use crate::ffi::{self, Calls, OutsideRegions, StatisticsPass};
 use crate::variables::Variable;
 
-/// What a statistic has before a batch unless its calls are counted. It is lost in rounding when a layer adds to it, and
-/// stays as it is if none does.
+/// What a statistic has before a batch unless its calls are counted. It is lost in rounding when a layer adds to it,
+/// and stays as it is if none does.
 const UNTOUCHED: f64 = 1e-30;
 
 impl AveragedWeights {
@@ -22,14 +22,14 @@ impl AveragedWeights {
     ///
     /// `forward` runs the model on a batch as in training, such as `|xs| net.forward_t(&xs, true)`, without gradients,
     /// on this thread. Layers are found by the names of their variables, `running_mean` and `running_var`, and their
-    /// calls are counted whatever their momentum; a variable `num_batches_tracked` beside them, in i64, gets that count.
-    /// As in PyTorch, a layer that is not called in training has mean 0 and variance 1, and instance normalization goes
-    /// on from the model's statistics with its own momentum. A model without such variables is left alone, and so are
-    /// statistics that are averaged themselves, with `use_buffers`.
+    /// calls are counted whatever their momentum; a variable `num_batches_tracked` beside them, in i64, gets that
+    /// count. As in PyTorch, a layer that is not called in training has mean 0 and variance 1, and instance
+    /// normalization goes on from the model's statistics with its own momentum. A model without such variables is left
+    /// alone, and so are statistics that are averaged themselves, with `use_buffers`.
     ///
     /// `momentum` matters for layers that update their statistics without an operator of libtorch or
-    /// [`SyncBatchNorm`](crate::distributed::SyncBatchNorm) only: it is theirs, must not be 0, and they must run at most
-    /// once for each batch.
+    /// [`SyncBatchNorm`](crate::distributed::SyncBatchNorm) only: it is theirs, must not be 0, and they must run at
+    /// most once for each batch.
     ///
     /// # Errors
     ///

@@ -36,8 +36,8 @@ pub struct Ema {
     /// `ExponentialMovingAverage` with `num_updates`. Defaults to `false`.
     pub warmup: bool,
     /// Whether the average is as if it had started with zeros and were divided by the sum of the weights so far,
-    /// 1 - decayᵗ, like the averages of Adam (Kingma and Ba, section 3). All steps so far then count by their age alone.
-    /// Defaults to `false`.
+    /// 1 - decayᵗ, like the averages of Adam (Kingma and Ba, section 3). All steps so far then count by their age
+    /// alone. Defaults to `false`.
     pub debias: bool,
     /// Whether floating-point variables that are not trainable, such as the statistics of batch normalization, are
     /// averaged, too. Defaults to `false`: they stay those of the model. Corresponds to `use_buffers` of

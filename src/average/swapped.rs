@@ -57,8 +57,8 @@ pub struct SwappedIn<'a> {
 impl AveragedWeights {
     /// Puts the averages in the place of the weights, and the weights back when the guard is dropped, on a panic, too.
     ///
-    /// Every module of the model computes with the averages meanwhile, rounded to the dtype of the weights. No weight is
-    /// copied: f32 weights become the averages themselves, so do not train while the guard lives; a fused optimizer
+    /// Every module of the model computes with the averages meanwhile, rounded to the dtype of the weights. No weight
+    /// is copied: f32 weights become the averages themselves, so do not train while the guard lives; a fused optimizer
     /// with master weights would take them for weights that the program has loaded. Statistics from
     /// [`update_batch_norm`](Self::update_batch_norm) are swapped in as well. Casts of weights that an autocast region
     /// keeps are cleared.

@@ -1,8 +1,8 @@
 //! A checkpoint file that has been opened.
 //!
-//! Both formats are read into an [`Archive`]. Its parts refer to tensors by their positions in the file. Its regions are
-//! the bytes with a checksum: XXH3 for each tensor of a safetensors file, and CRC-32 for each record of PyTorch's zip
-//! archives.
+//! Both formats are read into an [`Archive`]. Its parts refer to tensors by their positions in the file. Its regions
+//! are the bytes with a checksum: XXH3 for each tensor of a safetensors file, and CRC-32 for each record of PyTorch's
+//! zip archives.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -21,15 +21,15 @@ impl Checkpoint {
     /// the file's size plus 256 MiB.
     ///
     /// In a dict saved by PyTorch each part has its key in Python as its name, as in
-    /// `checkpoint.restore().model("model_state_dict", &vs)`, and the kind of a state dict is recognized by its keys. What
-    /// is in a dict or a list within a part has the names on the way to it, with dots between them, as in
+    /// `checkpoint.restore().model("model_state_dict", &vs)`, and the kind of a state dict is recognized by its keys.
+    /// What is in a dict or a list within a part has the names on the way to it, with dots between them, as in
     /// `checkpoint.restore().optimizer("optimizer_states.0", &mut opt)`. A file that is a single state is a part named
-    /// `model`, `optimizer` or `scaler`. An entry that this crate does not support, such as a quantized tensor, does not
-    /// prevent the others from being read: it is an error only to ask for it.
+    /// `model`, `optimizer` or `scaler`. An entry that this crate does not support, such as a quantized tensor, does
+    /// not prevent the others from being read: it is an error only to ask for it.
     ///
     /// A model in several files is loaded by its index, `model.safetensors.index.json` or
-    /// `pytorch_model.bin.index.json`, with the files beside it, as a model named `model`. The page on checkpoints in the
-    /// guide lists the shapes of files that can be read.
+    /// `pytorch_model.bin.index.json`, with the files beside it, as a model named `model`. The page on checkpoints in
+    /// the guide lists the shapes of files that can be read.
     ///
     /// The parameters of an optimizer are matched by name if this crate saved the file, or if Python built the
     /// optimizer from `model.named_parameters()` (PyTorch 2.6 or later). Otherwise they are matched by position, and

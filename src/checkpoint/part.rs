@@ -58,8 +58,8 @@ pub(crate) struct StatePart {
     /// What is neither a tensor nor a value: states within a state of a Python program, and what this crate does not
     /// support. A state with any cannot be saved.
     pub(crate) others: BTreeMap<String, Part>,
-    /// Tensors beside a model at the top of a file from Python, which may be variables of it. They are parts as well, and
-    /// belong to the model if it has variables of these names.
+    /// Tensors beside a model at the top of a file from Python, which may be variables of it. They are parts as well,
+    /// and belong to the model if it has variables of these names.
     pub(crate) maybe: BTreeMap<String, Entry>,
     /// What the state of PyTorch's `AveragedModel` has besides, if the tensors are averages of a model.
     pub(crate) beside_averages: Option<BTreeMap<String, Entry>>,

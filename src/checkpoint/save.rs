@@ -154,11 +154,11 @@ pub enum Format {
     ///
     /// The groups have PyTorch's options and no others, except that those of Muon have `use_muon` and
     /// `adamw_lr_factor`, too, which PyTorch keeps; those of Lion, which PyTorch does not have, have the options of
-    /// its authors' implementation, and `maximize`. Their `fused`, which RMSprop, Lion and Muon do not have, is true, except
-    /// for complex parameters and for Adagrad on a GPU: PyTorch takes this option from the file, and an optimizer that
-    /// was built with `fused=True` fails with a scaler if a group is not fused. Where PyTorch's fused kernels do not
-    /// apply, as with sparse gradients, set `group["fused"] = None` after `load_state_dict`. Likewise, create a
-    /// learning-rate scheduler that keeps values in the groups, as `OneCycleLR` keeps its `initial_lr`, after
+    /// its authors' implementation, and `maximize`. Their `fused`, which RMSprop, Lion and Muon do not have, is true,
+    /// except for complex parameters and for Adagrad on a GPU: PyTorch takes this option from the file, and an
+    /// optimizer that was built with `fused=True` fails with a scaler if a group is not fused. Where PyTorch's fused
+    /// kernels do not apply, as with sparse gradients, set `group["fused"] = None` after `load_state_dict`. Likewise,
+    /// create a learning-rate scheduler that keeps values in the groups, as `OneCycleLR` keeps its `initial_lr`, after
     /// `load_state_dict`.
     Torch,
 }

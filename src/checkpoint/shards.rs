@@ -1,5 +1,5 @@
-//! A model in several files, and the index that says which file has which tensor, as Hugging Face's libraries write them:
-//! `model.safetensors.index.json` or `pytorch_model.bin.index.json`.
+//! A model in several files, and the index that says which file has which tensor, as Hugging Face's libraries write
+//! them: `model.safetensors.index.json` or `pytorch_model.bin.index.json`.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -39,8 +39,9 @@ pub fn local_rank() -> Result<usize> {
     Ok(if optional(LOCAL_RANK)?.is_some() { parsed(LOCAL_RANK)? } else { 0 })
 }
 
-/// Returns the device of this rank: if CUDA can be used, the GPU with the number of [`local_rank`], so that each rank of
-/// a host has one of its own; otherwise the CPU. Corresponds to `torch.device("cuda", int(os.environ["LOCAL_RANK"]))`.
+/// Returns the device of this rank: if CUDA can be used, the GPU with the number of [`local_rank`], so that each rank
+/// of a host has one of its own; otherwise the CPU. Corresponds to
+/// `torch.device("cuda", int(os.environ["LOCAL_RANK"]))`.
 ///
 /// # Errors
 ///

@@ -27,8 +27,9 @@ pub struct GroupConfig {
     /// this machine can reach the store. Otherwise it is the first one of `GLOO_SOCKET_IFNAME`, or that of the host's
     /// name.
     pub interface: Option<String>,
-    /// The name of the group, which has to be the same on all ranks and not yet used with this store, not even by a group
-    /// that could not be formed. By default groups are numbered, and the ranks have to form them in the same order.
+    /// The name of the group, which has to be the same on all ranks and not yet used with this store, not even by a
+    /// group that could not be formed. By default groups are numbered, and the ranks have to form them in the same
+    /// order.
     pub name: Option<String>,
 }
 
@@ -79,8 +80,8 @@ impl GroupConfig {
     /// # Errors
     ///
     /// [`DistributedError::Environment`] if a variable is not set, or is invalid;
-    /// [`DistributedError::Store`] if the store cannot be reached, belongs to another job, or cannot be served because its
-    /// port is in use; and as for [`join`](Self::join).
+    /// [`DistributedError::Store`] if the store cannot be reached, belongs to another job, or cannot be served because
+    /// its port is in use; and as for [`join`](Self::join).
     pub fn from_env(&self) -> Result<ProcessGroup> {
         let (host, port) =
             (environment::variable("MASTER_ADDR")?, environment::parsed("MASTER_PORT")?);
@@ -323,8 +324,8 @@ impl ProcessGroup {
         self.0.living.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of a new model that is distributed over the group, and a group of the same ranks that only this
-    /// model uses: its backward passes communicate from threads of libtorch.
+    /// Returns the number of a new model that is distributed over the group, and a group of the same ranks that only
+    /// this model uses: its backward passes communicate from threads of libtorch.
     pub(super) fn for_model(&self) -> Result<(usize, Self)> {
         let number = self.0.models.fetch_add(1, Ordering::Relaxed);
         let membership = self.0.membership.clone();

@@ -53,9 +53,9 @@ impl GradScaler {
     ///
     /// If the gradients of one rank cannot be unscaled or checked, the call fails on all of them before any has
     /// stepped:
-    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) tells the others why. Gradients that
-    /// were unscaled stay unscaled: step, or [`abandon`](Self::abandon) them before the next backward pass. An error of
-    /// the optimizer's own step comes after the others have stepped: resume from the last checkpoint then.
+    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) tells the others why. Gradients
+    /// that were unscaled stay unscaled: step, or [`abandon`](Self::abandon) them before the next backward pass. An
+    /// error of the optimizer's own step comes after the others have stepped: resume from the last checkpoint then.
     ///
     /// # Errors
     ///

@@ -52,8 +52,8 @@ impl SpawnConfig {
     ///
     /// A process is a rank if `RANK` is set, so under torchrun, which sets it, nothing is started. The ranks have the
     /// variables `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT` and
-    /// `TORCHELASTIC_RUN_ID`, which names this job. If there are several, they also have `OMP_NUM_THREADS=1`, unless it is set already. This process serves their store on
-    /// 127.0.0.1. Their standard input is empty.
+    /// `TORCHELASTIC_RUN_ID`, which names this job. If there are several, they also have `OMP_NUM_THREADS=1`, unless it
+    /// is set already. This process serves their store on 127.0.0.1. Their standard input is empty.
     ///
     /// If a rank fails, the others receive SIGTERM, and those that are left after the
     /// [`grace_period`](Self::grace_period) are killed. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks,

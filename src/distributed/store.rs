@@ -118,7 +118,8 @@ impl Store {
         self
     }
 
-    /// Gives the groups other keys than those of the attempts before a restart. To be called before the store is cloned.
+    /// Gives the groups other keys than those of the attempts before a restart. To be called before the store is
+    /// cloned.
     pub(super) fn of_attempt(mut self, attempt: &str) -> Self {
         if let Some(shared) = Arc::get_mut(&mut self.0) {
             shared.scope = format!("attempt {attempt}, ");
@@ -154,8 +155,8 @@ impl Store {
         &self.0.store
     }
 
-    /// Returns what the keys of a group begin with, which those of no other group do. A group without a name is the next
-    /// one of this rank: all ranks form their groups in the same order.
+    /// Returns what the keys of a group begin with, which those of no other group do. A group without a name is the
+    /// next one of this rank: all ranks form their groups in the same order.
     pub(super) fn prefix(&self, name: Option<&str>, rank: usize) -> String {
         let scope = &self.0.scope;
         // With its length, no name is the beginning of another one.

@@ -26,7 +26,8 @@ pub enum AutocastError {
         operator: String,
     },
 
-    /// The inputs of the operator cannot be cast, because it writes to them, returns views of them, or takes no tensors.
+    /// The inputs of the operator cannot be cast, because it writes to them, returns views of them, or takes no
+    /// tensors.
     #[error(
         "autocast cannot cast the inputs of {operator}, because it writes to them, returns views of them or takes no tensors; choose the operators that compute what it is given or what it returns"
     )]

@@ -40,8 +40,8 @@ pub enum DistributedError {
         /// The ranks that did not report a failure of their own within five seconds, so that they have probably ended
         /// or hang.
         missing: Vec<usize>,
-        /// The message of the rank that has failed first: `rank 1 failed first: ...` if it is another one. It is that of
-        /// libtorch, or of an error or a panic in the rank's backward pass.
+        /// The message of the rank that has failed first: `rank 1 failed first: ...` if it is another one. It is that
+        /// of libtorch, or of an error or a panic in the rank's backward pass.
         message: String,
     },
 
@@ -60,7 +60,8 @@ pub enum DistributedError {
         message: String,
     },
 
-    /// A parameter or a buffer has changed since the model was distributed. Make a new `DistributedDataParallel`, on all ranks.
+    /// A parameter or a buffer has changed since the model was distributed. Make a new `DistributedDataParallel`, on
+    /// all ranks.
     #[error(
         "{name} {problem} after the model was distributed: make a new DistributedDataParallel on all ranks"
     )]

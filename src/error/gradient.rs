@@ -51,9 +51,9 @@ pub enum GradientError {
         parameter: String,
     },
 
-    /// The gradients have been accumulated on this rank alone, and are not averaged over the ranks of a group yet. Until
-    /// they are averaged or dropped, their optimizer cannot step, and the scale by which they were multiplied cannot
-    /// change. Models that accumulate over different numbers of batches need a scaler each.
+    /// The gradients have been accumulated on this rank alone, and are not averaged over the ranks of a group yet.
+    /// Until they are averaged or dropped, their optimizer cannot step, and the scale by which they were multiplied
+    /// cannot change. Models that accumulate over different numbers of batches need a scaler each.
     #[error(
         "the gradients of this rank have not been averaged over the ranks: run a backward outside of no_sync first, or drop them with zero_grad; if another model steps more often, give it a scaler of its own"
     )]

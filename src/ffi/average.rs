@@ -72,8 +72,8 @@ pub(crate) fn average_update(
     };
     let (averages, parameters) = (pointers(averages), pointers(parameters));
     let (count, averages, parameters) = (averages.len(), averages.as_ptr(), parameters.as_ptr());
-    // SAFETY: both arrays have `count` live tensors, `counted` is null or a live tensor, and `err` is valid for a write;
-    // the averages are changed in place through libtorch's own handles, which alias freely.
+    // SAFETY: both arrays have `count` live tensors, `counted` is null or a live tensor, and `err` is valid for a
+    // write; the averages are changed in place through libtorch's own handles, which alias freely.
     call(|err| unsafe {
         sys::tamp_average_update(averages, parameters, count, number, counted, err)
     })

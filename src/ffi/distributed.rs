@@ -164,9 +164,9 @@ pub(crate) struct Group(*mut sys::Group);
 
 // SAFETY: process groups are not bound to a thread.
 unsafe impl Send for Group {}
-// SAFETY: `ProcessGroup::begin` lets one thread at a time call the collectives of a group. The group of a distributed model
-// is used by its passes alone, which have an exclusive borrow of the model. Threads of libtorch begin its all-reduces, and
-// may still do so while a pass that has failed closes the group: the shim locks a mutex in both.
+// SAFETY: `ProcessGroup::begin` lets one thread at a time call the collectives of a group. The group of a distributed
+// model is used by its passes alone, which have an exclusive borrow of the model. Threads of libtorch begin its
+// all-reduces, and may still do so while a pass that has failed closes the group: the shim locks a mutex in both.
 unsafe impl Sync for Group {}
 
 impl Group {

@@ -266,8 +266,8 @@ pub(crate) fn gradients_widen(parameters: &[Tensor]) -> Result<Widened> {
     Ok(Widened(widened))
 }
 
-/// Returns a flag on the device of a parameter's gradient, which is zero if the gradient is zero or `before`, an earlier
-/// flag, is. Does not synchronize.
+/// Returns a flag on the device of a parameter's gradient, which is zero if the gradient is zero or `before`, an
+/// earlier flag, is. Does not synchronize.
 pub(crate) fn gradient_rest(parameter: &Tensor, before: Option<&Tensor>) -> Result<Tensor> {
     let before = before.map_or(ptr::null(), Tensor::as_ptr);
     // SAFETY: `parameter` is a live tensor, and `before` is one or null.

@@ -190,8 +190,8 @@ impl RawRecording {
         let reference =
             reference.map_or(ptr::null(), |reference| reference.0.as_ptr().cast_const());
         let dtype = codes::dtype_code(dtype).unwrap_or_default();
-        // SAFETY: the array has `count` live tensors, the reference is alive where one is needed, and `err` is valid for
-        // a write.
+        // SAFETY: the array has `count` live tensors, the reference is alive where one is needed, and `err` is valid
+        // for a write.
         let raw = call(|err| unsafe {
             sys::tamp_recording_start(array, count, how, reference, dtype, err)
         })?;
@@ -292,8 +292,8 @@ pub(crate) fn other_leaves(loss: &Tensor, parameters: &[Tensor]) -> Result<Vec<T
         let room = leaves.len();
         let (loss, array, count, to) =
             (loss.as_ptr(), tensors.as_ptr(), tensors.len(), leaves.as_mut_ptr());
-        // SAFETY: the arrays have `count` and `room` elements, the latter all null, the borrows keep every tensor alive,
-        // and the tensors that the shim writes to `leaves` are owned by the caller, even after a failure.
+        // SAFETY: the arrays have `count` and `room` elements, the latter all null, the borrows keep every tensor
+        // alive, and the tensors that the shim writes to `leaves` are owned by the caller, even after a failure.
         let found = call(|err| unsafe { sys::tamp_leaves(loss, array, count, to, room, err) });
         let written = leaves.iter().copied().filter(|leaf| !leaf.is_null());
         let owned = written.map(given).collect::<Result<Vec<Tensor>>>()?;

@@ -31,8 +31,8 @@ pub(crate) fn overlapping(tensors: &[Tensor]) -> Result<Option<(usize, usize)>> 
     Ok((found != 0).then_some((one, other)))
 }
 
-/// Returns the number of elements of a tensor of this shape. The sizes of an empty tensor may be so large that a product
-/// of some of them overflows, as in tch's `numel`.
+/// Returns the number of elements of a tensor of this shape. The sizes of an empty tensor may be so large that a
+/// product of some of them overflows, as in tch's `numel`.
 pub(crate) fn elements(sizes: &[i64]) -> usize {
     if sizes.contains(&0) {
         return 0;

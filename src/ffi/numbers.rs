@@ -45,8 +45,8 @@ pub(crate) fn numbers_read(numbers: &[&Tensor]) -> Result<Vec<f64>> {
     Ok(values)
 }
 
-/// Returns a number on another device. Does not synchronize if that is a CUDA device; on the host, a copy in flight could
-/// be read too early.
+/// Returns a number on another device. Does not synchronize if that is a CUDA device; on the host, a copy in flight
+/// could be read too early.
 pub(crate) fn number_on(number: &Tensor, device: Device, kind: Kind) -> Result<Tensor> {
     let _own = OutsideRegions::enter();
     // Other devices may read the number's own memory later.

@@ -110,8 +110,8 @@ impl Master {
 pub(crate) struct OptimParameter<'a> {
     pub(crate) parameter: &'a Tensor,
     pub(crate) step: Option<&'a Tensor>,
-    /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq; for SGD and Muon momentum_buffer; for Adagrad sum; for RMSprop
-    /// square_avg, momentum_buffer and grad_avg; for Lion exp_avg.
+    /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq; for SGD and Muon momentum_buffer; for Adagrad sum;
+    /// for RMSprop square_avg, momentum_buffer and grad_avg; for Lion exp_avg.
     pub(crate) states: [Option<&'a Tensor>; sys::OPTIM_STATES],
     pub(crate) kept: Option<&'a Tensor>,
     pub(crate) master: Master,
@@ -224,8 +224,8 @@ pub(crate) fn master_remainder_of(master: &Tensor, parameter: &Tensor) -> Result
     given(call(|err| unsafe { sys::tamp_master_remainder_of(master, parameter, err) })?)
 }
 
-/// Returns the numbers of a master, f32 or a remainder, where they round to the numbers of a parameter in bf16 or fp16, and
-/// elsewhere those of the parameter. The result is f32, or f64 if the parameter is.
+/// Returns the numbers of a master, f32 or a remainder, where they round to the numbers of a parameter in bf16 or fp16,
+/// and elsewhere those of the parameter. The result is f32, or f64 if the parameter is.
 pub(crate) fn master_numbers(master: &Tensor, parameter: &Tensor) -> Result<Tensor> {
     let (master, parameter) = (master.as_ptr(), parameter.as_ptr());
     // SAFETY: both are live tensors, and `err` is valid for a write.

@@ -103,8 +103,8 @@ pub(crate) fn gradients_norm<'a>(
     let (array, count) = (tensors.as_ptr(), tensors.len());
     let scale = scale.map_or(ptr::null(), Tensor::as_ptr);
     let (mut flag, mut answer) = (ptr::null_mut(), sys::ON_DEVICE);
-    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, the scale may be null, and `flag` and
-    // `answer` are valid for a write.
+    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, the scale may be null, and `flag`
+    // and `answer` are valid for a write.
     let norm = call(|err| unsafe {
         sys::tamp_gradients_norm(array, count, norm_type, scale, &mut flag, &mut answer, err)
     })?;

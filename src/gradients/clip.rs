@@ -27,10 +27,11 @@ use crate::gradients::Gradients;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ClipNorm {
-    /// The largest norm that gradients may keep; at least 0. Infinity leaves them unchanged, and their norm is returned.
+    /// The largest norm that gradients may keep; at least 0. Infinity leaves them unchanged, and their norm is
+    /// returned.
     pub max_norm: f64,
-    /// The type p of the norm, which is the p-th root of the sum of the p-th powers of all absolute values; more than 0.
-    /// Infinity stands for the largest absolute value. 2 in the conversion from a number.
+    /// The type p of the norm, which is the p-th root of the sum of the p-th powers of all absolute values; more
+    /// than 0. Infinity stands for the largest absolute value. 2 in the conversion from a number.
     pub norm_type: f64,
     /// Whether a norm that is infinite or NaN is an error. The host then synchronizes to learn the norm. `false` in the
     /// conversion from a number.

@@ -5,8 +5,8 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::ffi::{self, Widened};
 
-/// The gradients that parameters had before a backward pass. Unless they are [`added`](Self::add), they are put back when
-/// this is dropped, so that neither an error nor a panic loses them.
+/// The gradients that parameters had before a backward pass. Unless they are [`added`](Self::add), they are put back
+/// when this is dropped, so that neither an error nor a panic loses them.
 #[derive(Debug)]
 pub(crate) struct Taken {
     parameters: Vec<Tensor>,

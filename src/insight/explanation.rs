@@ -28,8 +28,8 @@ pub struct Explanation {
     pub culprit: Option<Culprit>,
     /// The names of the parameters whose gradients were not finite.
     pub gradients: Vec<String>,
-    /// How often in succession a too large scale has made the same part of the model overflow, this time included, while
-    /// the scale fell; 0 for another cause.
+    /// How often in succession a too large scale has made the same part of the model overflow, this time included,
+    /// while the scale fell; 0 for another cause.
     #[serde(default)]
     pub repeated: u32,
     /// What to do, in one sentence.

@@ -77,8 +77,8 @@ impl DynamicLossScale {
         Ok(Self { number, period, factor, min_loss_scale })
     }
 
-    /// Returns the complete state. Synchronizes once after each adjustment. [`state_dict`](LossScale::state_dict) is the
-    /// equivalent for any loss scale.
+    /// Returns the complete state. Synchronizes once after each adjustment. [`state_dict`](LossScale::state_dict) is
+    /// the equivalent for any loss scale.
     ///
     /// # Errors
     ///

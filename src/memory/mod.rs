@@ -14,9 +14,9 @@ pub use resident::Resident;
 /// beside them. For GPUs, see [`DeviceMemory`].
 ///
 /// libtorch's allocator reports every tensor, so the number is the same in every run, unlike the pages of
-/// [`Resident`]. Backward passes that the closure starts are included; tensors that other threads make and what libraries
-/// allocate for themselves are not. While it counts, profilers of libtorch do not see allocations. Corresponds to the peak
-/// of `torch.profiler.profile(profile_memory=True)`.
+/// [`Resident`]. Backward passes that the closure starts are included; tensors that other threads make and what
+/// libraries allocate for themselves are not. While it counts, profilers of libtorch do not see allocations.
+/// Corresponds to the peak of `torch.profiler.profile(profile_memory=True)`.
 ///
 /// # Errors
 ///
@@ -42,12 +42,12 @@ pub fn peak_during<T>(f: impl FnOnce() -> T) -> Result<(T, u64)> {
     Ok((result, count.end()))
 }
 
-/// Keeps freed memory in the process, so that the activations of the next iteration need not be mapped and zeroed by the
-/// kernel again. Returns whether the C library can do so.
+/// Keeps freed memory in the process, so that the activations of the next iteration need not be mapped and zeroed by
+/// the kernel again. Returns whether the C library can do so.
 ///
 /// On a CPU, libtorch frees every activation, and glibc gives blocks of 128 KiB or more back to the kernel at once.
-/// Getting them back costs page faults. Call this at the start of `main` in a program that trains on a CPU, and train on
-/// the main thread: other threads have heaps of their own, from which large blocks are still given back.
+/// Getting them back costs page faults. Call this at the start of `main` in a program that trains on a CPU, and train
+/// on the main thread: other threads have heaps of their own, from which large blocks are still given back.
 ///
 /// It applies to the whole process and cannot be undone. Resident memory then stays at its peak, or some blocks above
 /// it: what is freed is used again by this process, but not by others. It sets `M_TRIM_THRESHOLD`, `M_MMAP_MAX` and
@@ -56,8 +56,8 @@ pub fn peak_during<T>(f: impl FnOnce() -> T) -> Result<(T, u64)> {
 /// `MALLOC_TOP_PAD_=67108864` do the same for any program.
 ///
 /// For a program that trains on another thread, the environment variable `MALLOC_ARENA_MAX=1` makes all threads share
-/// the heap. They then wait for each other while they allocate, which costs more than it gains if libtorch computes with
-/// several threads.
+/// the heap. They then wait for each other while they allocate, which costs more than it gains if libtorch computes
+/// with several threads.
 ///
 /// # Examples
 ///

@@ -22,7 +22,8 @@ impl Optimizer {
         self.groups.len()
     }
 
-    /// Replaces the options of a group. A parameter that moves between Muon and its AdamW thereby starts with a new state.
+    /// Replaces the options of a group. A parameter that moves between Muon and its AdamW thereby starts with a new
+    /// state.
     ///
     /// # Errors
     ///
@@ -38,13 +39,13 @@ impl Optimizer {
     /// Moves the parameters whose names match one of the patterns to a group, including those that are added later, and
     /// returns how many match now. If `group` is the number of groups, a new one is made with the options of group 0. A
     /// `*` matches any characters. If several calls match a parameter, the last one counts. A parameter with several
-    /// names, such as a tied weight, matches by any of them. Parameters from a list without names are called `"0"`, `"1"`
-    /// and so on.
+    /// names, such as a tied weight, matches by any of them. Parameters from a list without names are called `"0"`,
+    /// `"1"` and so on.
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::NoSuchGroup`] if `group` is more than the number of groups; [`OptimizerError::Parameter`] for a
-    /// variable that was added to the `VarStore` and cannot be taken up.
+    /// [`OptimizerError::NoSuchGroup`] if `group` is more than the number of groups; [`OptimizerError::Parameter`] for
+    /// a variable that was added to the `VarStore` and cannot be taken up.
     ///
     /// # Examples
     ///
@@ -110,8 +111,8 @@ impl Optimizer {
         self.change(Some(group), |options| set(&mut options.lr, lr))
     }
 
-    /// Sets the momentum of all groups: for Adam, AdamW and Lion the first beta, as in tch; for Muon its own, not that of
-    /// its AdamW.
+    /// Sets the momentum of all groups: for Adam, AdamW and Lion the first beta, as in tch; for Muon its own, not that
+    /// of its AdamW.
     ///
     /// # Errors
     ///

@@ -1,8 +1,8 @@
 //! Fused optimizers, which step all parameters in one call without synchronizing, and the trait through which a scaler
 //! steps an optimizer.
 //!
-//! The structs of options, such as [`AdamW`], choose the algorithm, and `build` returns an [`Optimizer`], the one type of
-//! all of them.
+//! The structs of options, such as [`AdamW`], choose the algorithm, and `build` returns an [`Optimizer`], the one type
+//! of all of them.
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor, nn};

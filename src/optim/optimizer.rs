@@ -336,8 +336,8 @@ impl Optimizer {
         self.step()
     }
 
-    /// Drops the gradients, runs backward on the loss, clips the gradients to a common norm of at most `clip`, such as a
-    /// number for the 2-norm, and steps.
+    /// Drops the gradients, runs backward on the loss, clips the gradients to a common norm of at most `clip`, such as
+    /// a number for the 2-norm, and steps.
     ///
     /// It does not use a scaler: with one, call [`GradScaler::backward`](crate::GradScaler::backward) and
     /// [`GradScaler::step`](crate::GradScaler::step) instead.

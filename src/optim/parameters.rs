@@ -14,9 +14,9 @@ use crate::variables::{Names, Variable, each_once};
 /// tensors with names, such as [`VarStore::variables`] returns.
 ///
 /// Tensors without names are called by their index in the optimizer, `"0"`, `"1"` and so on, as PyTorch numbers them in
-/// a `state_dict`. A tensor that a `VarStore` or a map has under several names, such as a tied weight, is one parameter, as
-/// in PyTorch: it has the first of them in sorted order, a pattern that matches any of them matches it, and its state is
-/// loaded by any of them. In a list, no tensor may be there twice.
+/// a `state_dict`. A tensor that a `VarStore` or a map has under several names, such as a tied weight, is one
+/// parameter, as in PyTorch: it has the first of them in sorted order, a pattern that matches any of them matches it,
+/// and its state is loaded by any of them. In a list, no tensor may be there twice.
 ///
 /// # Examples
 ///
@@ -164,8 +164,8 @@ impl TrackedVariables {
         self.lock().named_variables.len()
     }
 
-    /// The variables that [`added`](Self::added) returns. If it fails, one may be there twice, which does no harm before
-    /// they are taken.
+    /// The variables that [`added`](Self::added) returns. If it fails, one may be there twice, which does no harm
+    /// before they are taken.
     pub(crate) fn more(&self, known: &HashSet<usize>) -> Vec<Tensor> {
         if let Ok((added, _)) = self.added(known) {
             return added.into_iter().map(|named| named.tensor).collect();

@@ -20,8 +20,8 @@ use crate::optim::algorithm::OptionFields;
 pub struct OptimizerState {
     /// The tensors of each parameter that has been stepped (with Adagrad, of all parameters), under PyTorch's keys:
     /// `step` (f32, 0-dim) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq` of Adam,
-    /// `momentum_buffer` of SGD and Muon, `sum` of Adagrad, `square_avg`, `momentum_buffer` and `grad_avg` of RMSprop, or `exp_avg`
-    /// of Lion; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32.
+    /// `momentum_buffer` of SGD and Muon, `sum` of Adagrad, `square_avg`, `momentum_buffer` and `grad_avg` of RMSprop,
+    /// or `exp_avg` of Lion; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32.
     pub state: BTreeMap<String, BTreeMap<String, Tensor>>,
     /// The groups, in order.
     pub param_groups: Vec<ParamGroupState>,

@@ -1,4 +1,5 @@
-//! Optimizers whose state is divided among ranks, each of which steps a part of the parameters. This is stage 1 of ZeRO.
+//! Optimizers whose state is divided among ranks, each of which steps a part of the parameters. This is stage 1 of
+//! ZeRO.
 //!
 //! Source: Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
 //! <https://arxiv.org/abs/1910.02054>.

@@ -60,8 +60,8 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::Parameter`](crate::optim::OptimizerError::Parameter) for a variable that was added to the `VarStore`
-    /// and cannot be taken up; [`Error::Torch`](crate::Error::Torch) if libtorch fails.
+    /// [`OptimizerError::Parameter`](crate::optim::OptimizerError::Parameter) for a variable that was added to the
+    /// `VarStore` and cannot be taken up; [`Error::Torch`](crate::Error::Torch) if libtorch fails.
     ///
     /// # Examples
     ///
@@ -119,8 +119,8 @@ impl Optimizer {
     }
 
     /// Loads a state: copies its tensors, converted to the dtypes and devices of the parameters, and takes over its
-    /// groups and their options. The counterpart of `load_state_dict`, except that parameters are matched by name, a tied
-    /// weight by any of its names.
+    /// groups and their options. The counterpart of `load_state_dict`, except that parameters are matched by name, a
+    /// tied weight by any of its names.
     /// Synchronizes with the devices of the loaded tensors.
     ///
     /// A parameter without tensors in the state counts as not stepped yet. The model may be loaded before or after its

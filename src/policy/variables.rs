@@ -77,8 +77,9 @@ impl Policy {
     ///
     /// The gradients of the cast variables are dropped. Buffers, such as the running statistics of a batch norm, are
     /// variables in tch and are treated like the others of their layer. If the parameters are f32 or f64, `keep` has no
-    /// effect. Variables that are created later have the dtype of the `VarStore`, which does not change. A variable with
-    /// several names, such as a tied weight, stays in f32 if one of them says so, and is returned by the first of them.
+    /// effect. Variables that are created later have the dtype of the `VarStore`, which does not change. A variable
+    /// with several names, such as a tied weight, stays in f32 if one of them says so, and is returned by the first of
+    /// them.
     ///
     /// # Errors
     ///

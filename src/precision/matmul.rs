@@ -58,8 +58,8 @@ impl MatmulPrecision {
 }
 
 /// Whether NVIDIA's GPUs may round the partial sums of fp16 and bf16 matrix products to half precision, in the whole
-/// process. The default is [`Allowed`](Self::Allowed), which is faster for some shapes; long sums may lose precision, and
-/// in fp16 overflow. It has no effect on the CPU, which sums in f32. The counterpart of
+/// process. The default is [`Allowed`](Self::Allowed), which is faster for some shapes; long sums may lose precision,
+/// and in fp16 overflow. It has no effect on the CPU, which sums in f32. The counterpart of
 /// `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` and of that for bf16, both at once.
 ///
 /// # Examples

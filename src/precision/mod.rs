@@ -100,9 +100,9 @@ impl fmt::Display for Precision {
 }
 
 /// Returns whether a device computes in bf16 by instructions of its own: NVIDIA's GPUs from Ampere (compute capability
-/// 8.0) on, CPUs with AVX512-BF16 or with the bf16 instructions of ARM. Elsewhere libtorch emulates bf16, without a word
-/// and usually slower than f32; on MPS, which libtorch cannot be asked about, the answer is `false`. Corresponds to
-/// `torch.cuda.is_bf16_supported(including_emulation=False)`.
+/// 8.0) on, CPUs with AVX512-BF16 or with the bf16 instructions of ARM. Elsewhere libtorch emulates bf16, without a
+/// word and usually slower than f32; on MPS, which libtorch cannot be asked about, the answer is `false`. Corresponds
+/// to `torch.cuda.is_bf16_supported(including_emulation=False)`.
 ///
 /// # Errors
 ///
@@ -334,8 +334,8 @@ fn synchronize(device: Device) {
 mod tests {
     use super::*;
 
-    /// The times that `shortest` finds on a machine that needs these milliseconds for each product, and 40 times as many
-    /// in its first `busy` milliseconds. Returns the number of runs as well.
+    /// The times that `shortest` finds on a machine that needs these milliseconds for each product, and 40 times as
+    /// many in its first `busy` milliseconds. Returns the number of runs as well.
     fn on_busy_machine(products: [u64; 3], busy: u64) -> (Vec<u128>, [usize; 3]) {
         let (mut clock, mut runs) = (0, [0; 3]);
         let times = shortest(3, |i| {

@@ -77,7 +77,8 @@ use random::RandomStates;
 ///
 /// As with PyTorch's reentrant form, gradients are computed with `backward()`, not with `Tensor::run_backward`, and
 /// cannot be differentiated again. Under `DistributedDataParallel`, `find_unused_parameters` does not see what `f`
-/// uses, and a parameter that several parts use is an error. The outputs require a gradient even if nothing in `f` does.
+/// uses, and a parameter that several parts use is an error. The outputs require a gradient even if nothing in `f`
+/// does.
 ///
 /// # Errors
 ///
@@ -252,8 +253,8 @@ fn run_backward(outputs: Vec<Tensor>, grads: &GradOutputs<'_>) -> Result<()> {
     let root = with_grad(|| Seed { grads: seeds }.apply(&roots))?;
     // The roots would keep their history alive.
     drop(roots);
-    // The gradients of what the closure uses may have been made by another part of the same backward pass, which goes on
-    // to add to them.
+    // The gradients of what the closure uses may have been made by another part of the same backward pass, which goes
+    // on to add to them.
     ffi::gradients_separate_leaves(&root)?;
     root.f_backward()?;
     ffi::gradients_separate_leaves(&root)

@@ -106,7 +106,8 @@ impl AdaptiveScale {
         number.set_scale(new_scale as f32)
     }
 
-    /// Sets the scale to the number in a tensor and keeps the tracker. If both are on GPUs, the device checks the number.
+    /// Sets the scale to the number in a tensor and keeps the tracker. If both are on GPUs, the device checks the
+    /// number.
     pub(crate) fn set_scale_to(&mut self, new_scale: &Tensor) -> Result<()> {
         let _own = OutsideRegions::enter();
         let Some(number) = &mut self.number else {

@@ -149,8 +149,8 @@ impl Number {
         Ok(())
     }
 
-    /// Sets the scale to a number on a device, and keeps the tracker. If the number is out of bounds, the scale stays as it
-    /// is, and the next call of [`value`](Self::value) fails. Does not synchronize.
+    /// Sets the scale to a number on a device, and keeps the tracker. If the number is out of bounds, the scale stays
+    /// as it is, and the next call of [`value`](Self::value) fails. Does not synchronize.
     pub(crate) fn set_scale_on_device(
         &mut self,
         scale: &Tensor,
@@ -256,8 +256,8 @@ impl Number {
         mirror
     }
 
-    /// Computes the host's new copy from the one of `before`. If the host does not have the overflow flag, it has only a
-    /// lower bound.
+    /// Computes the host's new copy from the one of `before`. If the host does not have the overflow flag, it has only
+    /// a lower bound.
     pub(crate) fn follow(&self, before: Option<Mirror>, overflow: Option<bool>, rule: &ScaleRule) {
         let next = |(before, overflow)| next(before, overflow, rule);
         let known = before.zip(overflow).map(next);

@@ -3,8 +3,8 @@
 //! The formula is that of PyTorch's `_amp_update_scale_`: an overflow multiplies the scale by the backoff factor, and
 //! `growth_interval` iterations without one multiply it by the growth factor, unless the product is infinite.
 //!
-//! An overflow leaves the scale unchanged while the hysteresis, as in Megatron-LM and DeepSpeed, is not used up, or while
-//! the share of overflows since the last change is below `tolerance`, as in fairseq.
+//! An overflow leaves the scale unchanged while the hysteresis, as in Megatron-LM and DeepSpeed, is not used up, or
+//! while the share of overflows since the last change is below `tolerance`, as in fairseq.
 
 use crate::ffi::{OverflowCounts, ScaleRule};
 use crate::scale::GradScalerConfig;

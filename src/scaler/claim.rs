@@ -85,8 +85,8 @@ impl GradScaler {
         }
     }
 
-    /// Checks gradients, and gives them memory of their own and, if `widens`, the dtype that they are unscaled in. If it
-    /// fails, they have the dtypes from before.
+    /// Checks gradients, and gives them memory of their own and, if `widens`, the dtype that they are unscaled in. If
+    /// it fails, they have the dtypes from before.
     fn prepare(
         &self,
         gradients: &mut Gradients<'_>,

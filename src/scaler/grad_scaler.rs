@@ -183,8 +183,8 @@ impl GradScaler {
     /// Each result has the shape and the device of its output. fp16 and bf16 outputs become f32 first, because 65536 is
     /// infinite in fp16, unless the scale is fixed at 1; PyTorch widens only 0-dim outputs. Backward casts the scaled
     /// gradient back to the output's dtype all the same, so compute the loss in f32: `xs.mean(Kind::Float)` rather than
-    /// `xs.mean(None)`. The scale is copied once to each other device that has an output. Synchronizes, once, only where
-    /// the scale is on a GPU and an output on the CPU.
+    /// `xs.mean(None)`. The scale is copied once to each other device that has an output. Synchronizes, once, only
+    /// where the scale is on a GPU and an output on the CPU.
     ///
     /// # Errors
     ///
@@ -255,8 +255,8 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if the device cannot be read; [`Error::InvalidArgument`], once, if it has refused a new scale of
-    /// [`update_with_tensor`](Self::update_with_tensor).
+    /// [`Error::Torch`] if the device cannot be read; [`Error::InvalidArgument`], once, if it has refused a new scale
+    /// of [`update_with_tensor`](Self::update_with_tensor).
     pub fn get_scale(&self) -> Result<f64> {
         Ok(self.scale.value()?.map_or(1.0, |value| value.scale.into()))
     }

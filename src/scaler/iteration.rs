@@ -5,8 +5,9 @@
 //!
 //! An optimizer is recognized by the identities of its parameters, not by its address, so it may be moved between the
 //! calls of an iteration. A record belongs to its parameters and to the gradients that these had, by which the step
-//! notices that one was replaced or changed, and optimizers with the same parameters are told apart. Gradients that a backward has made since a
-//! step are new, so the same parameters, in whichever optimizers, can have several records until `update`.
+//! notices that one was replaced or changed, and optimizers with the same parameters are told apart. Gradients that a
+//! backward has made since a step are new, so the same parameters, in whichever optimizers, can have several records
+//! until `update`.
 
 use std::collections::HashMap;
 #[cfg(feature = "insight")]
@@ -240,8 +241,8 @@ impl Iteration {
         }
     }
 
-    /// The parameters whose gradients have been unscaled, by identity. Fails if one of the gradients was used by a step,
-    /// so that it may or may not be scaled.
+    /// The parameters whose gradients have been unscaled, by identity. Fails if one of the gradients was used by a
+    /// step, so that it may or may not be scaled.
     #[cfg(feature = "insight")]
     pub(crate) fn unscaled(&self, gradients: &[Gradient]) -> Result<HashSet<usize>> {
         let held = self.held();

@@ -49,8 +49,8 @@ pub struct SpikeConfig {
     pub window: u32,
     /// How many steps must have been taken before one can be a spike; at least 2. Defaults to 32.
     pub warmup: u32,
-    /// How many spikes in a row are skipped at most. The next one is taken and enters the history, so that a training whose
-    /// loss has risen for good goes on. Defaults to 8.
+    /// How many spikes in a row are skipped at most. The next one is taken and enters the history, so that a training
+    /// whose loss has risen for good goes on. Defaults to 8.
     pub max_in_a_row: u32,
 }
 
@@ -106,8 +106,8 @@ pub struct SpikeCounts {
 }
 
 impl SpikeDetector {
-    /// Judges the next step by this loss as well, which has one element on any device. The step is skipped if the loss or
-    /// the norm is a spike.
+    /// Judges the next step by this loss as well, which has one element on any device. The step is skipped if the loss
+    /// or the norm is a spike.
     /// On several ranks give all of them the same loss, such as the mean.
     pub fn watch_loss(&mut self, loss: &Tensor) {
         // Without its graph, which would be kept until the next step. An undefined tensor is refused there.

@@ -85,9 +85,9 @@ impl GradScaler {
     /// gradients stay scaled, unless libtorch's kernel for the device writes them back. For a host optimizer with
     /// gradients on GPUs, the call synchronizes: the flags for non-finite gradients of all parameters and devices are
     /// read in one transfer. Gradients whose values changed since `unscale_`, for instance by clipping, are checked
-    /// again. Gradients that a backward has made since the last step are new, also for the same parameters. After a step
-    /// the autocast weight cache is cleared. If optimizers share gradients on a GPU that were zeroed in place after a
-    /// step in the same iteration, the call synchronizes to learn that nothing is left of them.
+    /// again. Gradients that a backward has made since the last step are new, also for the same parameters. After a
+    /// step the autocast weight cache is cleared. If optimizers share gradients on a GPU that were zeroed in place
+    /// after a step in the same iteration, the call synchronizes to learn that nothing is left of them.
     ///
     /// # Errors
     ///
@@ -232,8 +232,8 @@ impl GradScaler {
     ///
     /// With a fused [`Optimizer`](crate::optim::Optimizer) that was not unscaled before, one pass over the gradients
     /// takes the norm and finds non-finite values, and the update itself unscales and clips: the gradients stay scaled.
-    /// A norm that is not finite counts as an infinite gradient. On a GPU the norm is taken in f32, unless all gradients
-    /// are f64, and a 2-norm overflows if the gradients are larger than about 1e19.
+    /// A norm that is not finite counts as an infinite gradient. On a GPU the norm is taken in f32, unless all
+    /// gradients are f64, and a 2-norm overflows if the gradients are larger than about 1e19.
     ///
     /// # Errors
     ///
@@ -296,16 +296,16 @@ impl GradScaler {
         self.step_shared(optimizer)
     }
 
-    /// Trains by one loss: drops the gradients of the optimizer's parameters, scales the loss, runs backward, steps, and
-    /// ends the iteration. The whole of an iteration with one loss and one optimizer, like tch's `backward_step`; it
-    /// stands for `zero_grad`, [`backward`](Self::backward), [`step`](Self::step) and [`update`](Self::update), and
+    /// Trains by one loss: drops the gradients of the optimizer's parameters, scales the loss, runs backward, steps,
+    /// and ends the iteration. The whole of an iteration with one loss and one optimizer, like tch's `backward_step`;
+    /// it stands for `zero_grad`, [`backward`](Self::backward), [`step`](Self::step) and [`update`](Self::update), and
     /// synchronizes where these do.
     ///
     /// # Errors
     ///
     /// Those of the four calls. The gradients are dropped once the loss has been scaled. After an error of the step the
-    /// iteration is open, and [`abandon`](Self::abandon) or [`update`](Self::update) ends it; an error of `update`, such
-    /// as [`ScalerError::TooManySkips`], comes after it has ended.
+    /// iteration is open, and [`abandon`](Self::abandon) or [`update`](Self::update) ends it; an error of `update`,
+    /// such as [`ScalerError::TooManySkips`], comes after it has ended.
     ///
     /// # Examples
     ///
@@ -354,8 +354,8 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// Those of [`backward_step`](Self::backward_step) and [`step_clip_value`](Self::step_clip_value); for a negative or
-    /// NaN limit before anything is changed.
+    /// Those of [`backward_step`](Self::backward_step) and [`step_clip_value`](Self::step_clip_value); for a negative
+    /// or NaN limit before anything is changed.
     pub fn backward_step_clip_value(
         &mut self,
         optimizer: &mut dyn AmpOptimizer,
@@ -539,8 +539,8 @@ impl GradScaler {
     ///
     /// If the tensor and the scale are on GPUs, this does not synchronize: the device checks the value. A value that is
     /// not from `min_scale` to `max_scale` leaves the scale as it is, and the next call that reads the scale, such as
-    /// [`get_scale`](Self::get_scale) or [`state_dict`](Self::state_dict), returns the error, once. A tensor on a GPU for
-    /// a scale on the CPU is read at once, which synchronizes.
+    /// [`get_scale`](Self::get_scale) or [`state_dict`](Self::state_dict), returns the error, once. A tensor on a GPU
+    /// for a scale on the CPU is read at once, which synchronizes.
     ///
     /// # Errors
     ///

@@ -48,9 +48,9 @@ impl<'a> Unscaled<'a> {
     }
 
     /// Scales the gradients down in place so that their common norm is at most `clip`, such as a number for the 2-norm,
-    /// and returns the norm before clipping: a 0-dim tensor on the device of the first gradient, or zero if there are no
-    /// gradients. A norm that is not finite counts as an infinite gradient, as in [`GradScaler::step_clip_norm`]: the
-    /// step is skipped. Synchronizes only where gradients on a GPU and on the CPU are clipped together, and with
+    /// and returns the norm before clipping: a 0-dim tensor on the device of the first gradient, or zero if there are
+    /// no gradients. A norm that is not finite counts as an infinite gradient, as in [`GradScaler::step_clip_norm`]:
+    /// the step is skipped. Synchronizes only where gradients on a GPU and on the CPU are clipped together, and with
     /// [`error_if_nonfinite`](ClipNorm::error_if_nonfinite). The counterpart of `torch.nn.utils.clip_grad_norm_`.
     ///
     /// # Errors

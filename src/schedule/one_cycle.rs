@@ -12,8 +12,8 @@ use crate::schedule::rates::Rates;
 /// momentum falls and rises. The counterpart of `torch.optim.lr_scheduler.OneCycleLR`, with its defaults.
 ///
 /// The learning rate of the optimizer is replaced. The momentum is that of SGD and Muon, or the first beta of Adam and
-/// AdamW. The schedule may be advanced `total_steps` times, as in PyTorch; once more is an error. The last advance keeps
-/// the last learning rate and momentum; PyTorch extrapolates the curve there, and a linear one becomes negative.
+/// AdamW. The schedule may be advanced `total_steps` times, as in PyTorch; once more is an error. The last advance
+/// keeps the last learning rate and momentum; PyTorch extrapolates the curve there, and a linear one becomes negative.
 ///
 /// Source: Smith and Topin, *Super-Convergence: Very Fast Training of Neural Networks Using Large Learning Rates*,
 /// <https://arxiv.org/abs/1708.07120>.

@@ -97,7 +97,8 @@ impl Schedule {
     pub(super) fn advance(&self, progress: &mut Progress, rates: &mut Rates) -> Result<()> {
         progress.last = progress.last.saturating_add(1);
         self.rule().next(progress, rates)?;
-        // Rounding may end a line to 0 slightly below it, and in a chain a part continues from what another one has set.
+        // Rounding may end a line to 0 slightly below it, and in a chain a part continues from what another one has
+        // set.
         rates.lrs.iter_mut().filter(|lr| **lr < 0.0).for_each(|lr| *lr = 0.0);
         Ok(())
     }

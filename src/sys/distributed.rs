@@ -1,4 +1,5 @@
-//! The C ABI of the feature `distributed`: every declaration of `csrc/distributed/shim_distributed.h`, in the same order.
+//! The C ABI of the feature `distributed`: every declaration of `csrc/distributed/shim_distributed.h`, in the same
+//! order.
 
 use std::ffi::c_char;
 

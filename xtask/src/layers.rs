@@ -114,7 +114,8 @@ fn behind_glob(files: &Files, module: &Path, name: &String) -> Option<Path> {
     globs.map(|(other, _)| other).find(|other| files.get(other).is_some_and(has))
 }
 
-/// Follows a path through the modules, as far as these are files, and returns the last of them and the rest of the path.
+/// Follows a path through the modules, as far as these are files, and returns the last of them and the rest of the
+/// path.
 fn nearest(files: &Files, mut module: Path, path: Path) -> Option<(Path, Path)> {
     let mut rest = path.into_iter().peekable();
     if rest.next_if(|first| first == "crate").is_some() {

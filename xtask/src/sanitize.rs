@@ -15,8 +15,9 @@ use crate::{process, tools};
 /// Tests that pass raw pointers to the shim, and need no Python.
 const TESTS: [&str; 4] = ["--lib", "--test=tensors", "--test=optim", "--test=scaler"];
 
-/// What finds reads and writes outside of memory, leaks and undefined behaviour. The virtual tables of libtorch's classes
-/// are not ours to check. Only the reports name lines of the sources, so that no other build has debug information.
+/// What finds reads and writes outside of memory, leaks and undefined behaviour. The virtual tables of libtorch's
+/// classes are not ours to check. Only the reports name lines of the sources, so that no other build has debug
+/// information.
 const FLAGS: &str = "-fsanitize=address,undefined -fno-sanitize=vptr \
                      -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1";
 

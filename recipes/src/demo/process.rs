@@ -7,7 +7,8 @@ use std::env;
 use std::process::{Command, Stdio};
 use tch::Device;
 
-/// The argument that makes this program such a process: the precision, the steps, the seed, the sample and the device follow.
+/// The argument that makes this program such a process: the precision, the steps, the seed, the sample and the device
+/// follow.
 pub const ARGUMENT: &str = "--gpt-run";
 
 /// Trains in another process of this program, whose progress is shown.

@@ -106,8 +106,8 @@ impl Trainer {
         Ok(loss)
     }
 
-    /// Steps the generator. Its losses have a region of their own, because the discriminator's weights have changed since
-    /// the last one.
+    /// Steps the generator. Its losses have a region of their own, because the discriminator's weights have changed
+    /// since the last one.
     fn step_generator(&mut self, reals: &Tensor, fakes: &Tensor) -> Result<(Tensor, Tensor)> {
         let (verdict, distance) = self.region.run(|| {
             let verdict = bce(&self.discriminator.network.forward(fakes), 1.0);

@@ -22,8 +22,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// The least number of bytes that training takes with this many excerpts in a batch: weights, gradients and averaged
-    /// weights, and what the blocks keep for the backward pass, in half precision.
+    /// The least number of bytes that training takes with this many excerpts in a batch: weights, gradients and
+    /// averaged weights, and what the blocks keep for the backward pass, in half precision.
     pub fn least_bytes(&self, rows: usize) -> f64 {
         let [width, layers, length] = [self.width, self.layers, self.length].map(|n| n as f64);
         let weights = layers * 12.0 * width * width + width * (2.0 * VOCABULARY as f64 + length);

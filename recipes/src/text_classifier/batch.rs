@@ -68,11 +68,12 @@ impl Collate {
 pub enum Order {
     /// In a new order in each epoch. A batch may begin in one epoch and end in the next.
     Endless { seed: i64 },
-    /// In the orders of PyTorch's `DistributedSampler` with its default options, for the epochs from 1 on. The last batch of
-    /// an epoch may be smaller. If the sentences cannot be divided among the ranks, each epoch repeats the first ones.
+    /// In the orders of PyTorch's `DistributedSampler` with its default options, for the epochs from 1 on. The last
+    /// batch of an epoch may be smaller. If the sentences cannot be divided among the ranks, each epoch repeats the
+    /// first ones.
     Epochs,
-    /// Once, like an epoch of those. They are in the sampler's order for the epoch 0 if they are shuffled, and otherwise
-    /// from first to last.
+    /// Once, like an epoch of those. They are in the sampler's order for the epoch 0 if they are shuffled, and
+    /// otherwise from first to last.
     Once { shuffled: bool },
 }
 

@@ -69,8 +69,8 @@ impl Lines {
         Ok(Self::new(lines.collect::<Result<_>>()?, origin))
     }
 
-    /// Reads rows like `["a sentence", 2]` or `{"text": "a sentence", "label": 2}`, one after the other or in a list. If
-    /// all labels are numbers, they are those of the model.
+    /// Reads rows like `["a sentence", 2]` or `{"text": "a sentence", "label": 2}`, one after the other or in a list.
+    /// If all labels are numbers, they are those of the model.
     fn of_json(text: &str, origin: String) -> Result<Self> {
         let mut rows = Vec::new();
         for value in serde_json::Deserializer::from_str(text).into_iter() {

@@ -20,8 +20,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// The least number of bytes that training takes with this many tokens in a batch: weights, gradients, the averages of
-    /// the optimizer and the best weights so far, and what the layers keep for the backward pass, in half precision.
+    /// The least number of bytes that training takes with this many tokens in a batch: weights, gradients, the averages
+    /// of the optimizer and the best weights so far, and what the layers keep for the backward pass, in half precision.
     pub fn least_bytes(&self, tokens: f64) -> f64 {
         let numbers = [self.hidden_size, self.intermediate_size, self.num_hidden_layers];
         let [width, wide, layers] = numbers.map(|number| number as f64);

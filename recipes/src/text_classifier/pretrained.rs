@@ -34,8 +34,8 @@ pub fn describe(folder: &Path, length: usize) -> Result<(Tokens, Config)> {
 }
 
 /// Loads the weights into the variables of the same names; heads for other tasks are not used. The layer that
-/// classifies keeps its random weights if the file has none, or if it gets the mean of the tokens, for which that of the
-/// file was not made.
+/// classifies keeps its random weights if the file has none, or if it gets the mean of the tokens, for which that of
+/// the file was not made.
 pub fn load(folder: &Path, pooling: Pooling, vs: &VarStore) -> Result<()> {
     let path = FILES.iter().map(|name| folder.join(name)).find(|path| path.exists());
     let path = path.with_context(|| format!("{} has none of {FILES:?}", folder.display()))?;

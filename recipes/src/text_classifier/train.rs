@@ -95,8 +95,8 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    /// Classifies all these sentences. Each rank takes a part, and all of them get all logits. The loss is the mean over
-    /// the sentences, or the sum of the means of the batches, each of them the mean of the ranks.
+    /// Classifies all these sentences. Each rank takes a part, and all of them get all logits. The loss is the mean
+    /// over the sentences, or the sum of the means of the batches, each of them the mean of the ranks.
     pub fn classify(&self, sentences: &Reader) -> Result<Confusion> {
         let (mut logits, mut labels) = (Vec::new(), Vec::new());
         let mut sum = Tensor::zeros([], (Kind::Float, self.device));

@@ -8,8 +8,9 @@
 //! `amsgrad` makes Adam or, with a true `decoupled_weight_decay`, AdamW, `momentum` with `dampening` makes SGD,
 //! `centered` makes RMSprop, and `ns_steps` makes Muon. `betas` without `eps` make Lion, which PyTorch does not have.
 //!
-//! For Muon PyTorch has two optimizers: a dict of their states, `muon` and `adamw`. A group of this crate becomes a group
-//! of each, in the same place. Python may have groups that do not correspond; then each of them becomes a group here.
+//! For Muon PyTorch has two optimizers: a dict of their states, `muon` and `adamw`. A group of this crate becomes a
+//! group of each, in the same place. Python may have groups that do not correspond; then each of them becomes a group
+//! here.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

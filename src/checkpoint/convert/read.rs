@@ -27,8 +27,8 @@ impl<'a> Reader<'a> {
         Self { locations: Locations { source, offsets }, left: Cell::new(MAX_PARTS) }
     }
 
-    /// Converts the saved object. A single state becomes a part that is named after its kind; any other dict or list has
-    /// a part under each key or place.
+    /// Converts the saved object. A single state becomes a part that is named after its kind; any other dict or list
+    /// has a part under each key or place.
     pub(crate) fn parts(&self, root: Value) -> Result<Parts, Problem> {
         match root {
             Value::Dict(items) => self.parts_of(items),
@@ -175,8 +175,8 @@ impl<'a> Reader<'a> {
     }
 
     /// Converts a dict of variables and of other entries, which become parts beside the model. A tensor among those may
-    /// be a variable of the model, too, because only the names of those within layers have a dot. Returns `None` if there
-    /// are too many of those.
+    /// be a variable of the model, too, because only the names of those within layers have a dot. Returns `None` if
+    /// there are too many of those.
     fn model_and_others(&self, items: Vec<(Value, Value)>) -> Option<Parts> {
         let mut parts = BTreeMap::new();
         let (mut tensors, mut unsupported, mut maybe) =

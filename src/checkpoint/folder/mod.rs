@@ -135,8 +135,8 @@ impl CheckpointFolder {
     /// Saves a checkpoint under the name of a step, and removes those that should not be kept, including another
     /// checkpoint of the same step. Returns the path. Saves like [`Checkpoint::save`].
     ///
-    /// Temporary files that killed saves have left are removed after an hour, or at once if the disk is full: the save is
-    /// then tried once more.
+    /// Temporary files that killed saves have left are removed after an hour, or at once if the disk is full: the save
+    /// is then tried once more.
     ///
     /// Checkpoints of higher steps, which are left when a run resumes from an earlier one, are neither counted nor
     /// removed.
@@ -262,8 +262,8 @@ impl CheckpointFolder {
         })
     }
 
-    /// Makes room after a save has failed for lack of space, by removing what killed saves have left, however young it is.
-    /// Returns whether there was anything.
+    /// Makes room after a save has failed for lack of space, by removing what killed saves have left, however young it
+    /// is. Returns whether there was anything.
     fn makes_room(&self, failed: &Error) -> bool {
         let Error::Checkpoint(CheckpointError::Save(error)) = failed else { return false };
         let is_full = is_out_of_space(error);

@@ -1,9 +1,9 @@
 //! The state of the pickle machine: an arena of nodes, a stack with marks, and a memo.
 //!
 //! A node is stored once and referred to by its index, as often as the pickle recalls it from the memo. Every value
-//! that is pushed counts against [`Limits`], and a value below the last mark cannot be taken. A list and a dict are built
-//! in two steps, empty first and then filled, so that a pickle can memorize them before their items: such a container may
-//! contain itself, which `tree` refuses.
+//! that is pushed counts against [`Limits`], and a value below the last mark cannot be taken. A list and a dict are
+//! built in two steps, empty first and then filled, so that a pickle can memorize them before their items: such a
+//! container may contain itself, which `tree` refuses.
 
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -1,8 +1,8 @@
 //! Reading a pickle. Nothing is executed: the opcodes can only build the nodes of an arena.
 //!
 //! Python would call functions, make objects and set attributes at `REDUCE`, `NEWOBJ` and `BUILD`. Here each of them
-//! builds a node instead for the few cases that a checkpoint can hold. Whatever else a function would return, or a class
-//! make, is an opaque node, whose attributes and items are ignored.
+//! builds a node instead for the few cases that a checkpoint can hold. Whatever else a function would return, or a
+//! class make, is an opaque node, whose attributes and items are ignored.
 //!
 //! A pickle holds no elements of tensors. A persistent id declares a storage by its dtype, key and number of elements,
 //! which must agree with its record in the archive; a tensor is a view of a storage and must lie inside it.
@@ -20,8 +20,8 @@ use crate::checkpoint::malformed::Malformed;
 use crate::checkpoint::value::{TensorRef, Text, Value, element_bytes};
 use crate::error::shown;
 
-/// The longest name of a class or a function in bytes. Names are compared at each use, and a pickle could use a long one
-/// again and again.
+/// The longest name of a class or a function in bytes. Names are compared at each use, and a pickle could use a long
+/// one again and again.
 const LONGEST_NAME: usize = 512;
 
 /// The longest key of a storage in bytes. PyTorch uses numbers.

@@ -27,8 +27,8 @@ struct Pickler<'a> {
     memo: Vec<(&'static str, &'static str)>,
 }
 
-/// Writes a pickle of a value. `storages` has the key and the size in bytes of each storage. Returns an error if it could
-/// not be read again within the limits.
+/// Writes a pickle of a value. `storages` has the key and the size in bytes of each storage. Returns an error if it
+/// could not be read again within the limits.
 pub(crate) fn write(
     root: &Value,
     storages: &[(String, u64)],

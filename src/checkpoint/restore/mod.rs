@@ -205,9 +205,9 @@ impl<'a> Restore<'a> {
     /// [`CheckpointError::NoPart`], [`CheckpointError::OtherPart`], [`CheckpointError::Keys`] and
     /// [`CheckpointError::Tensor`]; those of [`Stateful::prepare_restore`], among them [`OptimizerError::State`] and
     /// the others of [`Optimizer::load_state_dict`], and those of [`GradScaler::load_state_dict`] and
-    /// [`Rng::set_state`](crate::checkpoint::Rng::set_state). [`CheckpointError::Interrupted`] if the file can no longer
-    /// be read, or a device fails, after everything was checked: only then may models, scalers and states of your own
-    /// be partly restored.
+    /// [`Rng::set_state`](crate::checkpoint::Rng::set_state). [`CheckpointError::Interrupted`] if the file can no
+    /// longer be read, or a device fails, after everything was checked: only then may models, scalers and states of
+    /// your own be partly restored.
     ///
     /// # Examples
     ///

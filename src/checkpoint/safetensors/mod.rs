@@ -2,8 +2,8 @@
 //!
 //! A file is the length of its header (8 bytes, little-endian), the header as JSON, and the bytes of the tensors. The
 //! metadata of the header has one entry, the `manifest`: the parts and an XXH3 checksum for each tensor and for the
-//! header itself. `write` computes these while it writes the tensors, and fills in the header last; `read` reads a header
-//! in bounded memory, and makes parts of it.
+//! header itself. `write` computes these while it writes the tensors, and fills in the header last; `read` reads a
+//! header in bounded memory, and makes parts of it.
 
 mod manifest;
 mod read;

@@ -199,8 +199,8 @@ impl<'a> SavedState<'a> {
         self.notes.borrow_mut().used.extend(names.cloned());
     }
 
-    /// Reads the state as that of PyTorch's `AveragedModel`, in which names begin with `module.`, and returns the number
-    /// of updates. Returns `None` for any other state. Called before anything else is read.
+    /// Reads the state as that of PyTorch's `AveragedModel`, in which names begin with `module.`, and returns the
+    /// number of updates. Returns `None` for any other state. Called before anything else is read.
     pub(crate) fn averaged_model(&self) -> Result<Option<u64>> {
         let mut dict = Dict::of(self.checkpoint, self.name, self.options)?;
         let count = dict.tensors.get(UPDATES).map(|(_, count)| count);

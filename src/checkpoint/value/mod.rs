@@ -1,8 +1,8 @@
 //! The values in a checkpoint: those of a program, and the objects that a Python program has saved.
 //!
-//! A *plain* value has the data model of JSON, plus infinite and NaN floats: `ser` and `de` convert a program's types to
-//! and from it, and a safetensors file holds it as `json`. The objects in a file in PyTorch's format can also be tuples,
-//! dicts with other keys, tensors, and what this crate knows only by name.
+//! A *plain* value has the data model of JSON, plus infinite and NaN floats: `ser` and `de` convert a program's types
+//! to and from it, and a safetensors file holds it as `json`. The objects in a file in PyTorch's format can also be
+//! tuples, dicts with other keys, tensors, and what this crate knows only by name.
 
 mod de;
 mod json;

@@ -146,8 +146,8 @@ impl DistributedDataParallel {
     ///
     /// [`DistributedError::Parameter`] if variables have been added, cast, frozen, unfrozen or resized since this was
     /// made, or buffers that are copied;
-    /// [`DistributedError::Mismatch`] if the other ranks do something else, where the pass communicates, or have such an
-    /// error;
+    /// [`DistributedError::Mismatch`] if the other ranks do something else, where the pass communicates, or have such
+    /// an error;
     /// [`DistributedError::Communication`] if a rank does not answer, or the previous backward pass has failed.
     pub fn forward<T>(&mut self, forward: impl FnOnce() -> T) -> Result<T> {
         const NAME: &str = "forward";
@@ -188,14 +188,14 @@ impl DistributedDataParallel {
     ///
     /// # Errors
     ///
-    /// [`DistributedError::Unused`] if the loss does not depend on a parameter, and `find_unused_parameters` is off. Ranks
-    /// whose loss depends on it get a [`DistributedError::Communication`] with this cause;
+    /// [`DistributedError::Unused`] if the loss does not depend on a parameter, and `find_unused_parameters` is off.
+    /// Ranks whose loss depends on it get a [`DistributedError::Communication`] with this cause;
     /// [`DistributedError::Repeated`] if several [recomputed](crate::recompute) parts use a parameter;
     /// [`DistributedError::Mismatch`] if the other ranks do something else. The gradients of the model are then those
     /// from before the call, but the pass may have run: begin again with the forward pass, and forget what the pass has
     /// added to gradients of other tensors. If the pass has failed as well, the model cannot be used any more;
-    /// [`DistributedError::Communication`] if a rank does not answer, and if the backward pass fails on any rank, because
-    /// the others then wait for it: all of them get the cause.
+    /// [`DistributedError::Communication`] if a rank does not answer, and if the backward pass fails on any rank,
+    /// because the others then wait for it: all of them get the cause.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.backward_by(loss, || Ok(loss.f_backward()?))
     }
@@ -203,9 +203,9 @@ impl DistributedDataParallel {
     /// Runs the backward pass of a loss that a scaler scales, as [`GradScaler::backward`] does, and averages the
     /// gradients.
     ///
-    /// After a backward pass within [`no_sync`](Self::no_sync), the scaler refuses to unscale or to step the parameters of
-    /// this model until their gradients have been averaged, and to update a scale that can change. Optimizers of other
-    /// models can step. Models that accumulate over different numbers of batches need a scaler each.
+    /// After a backward pass within [`no_sync`](Self::no_sync), the scaler refuses to unscale or to step the parameters
+    /// of this model until their gradients have been averaged, and to update a scale that can change. Optimizers of
+    /// other models can step. Models that accumulate over different numbers of batches need a scaler each.
     ///
     /// # Errors
     ///
@@ -288,7 +288,8 @@ impl DistributedDataParallel {
         compared.map_err(|error| self.ended(pass, error))
     }
 
-    /// Returns the error of a pass that this rank does not run, after telling it to the others, which wait for this one.
+    /// Returns the error of a pass that this rank does not run, after telling it to the others, which wait for this
+    /// one.
     fn refuse(&self, pass: &'static str, error: Error) -> Error {
         if !self.compare_passes {
             return self.ended(pass, error);
@@ -298,9 +299,9 @@ impl DistributedDataParallel {
     }
 
     /// Compares the backward passes that the ranks are about to run. Of a pass that can be undone, only the
-    /// communication needs to wait for the comparison, which has begun and is returned. It can be undone unless something
-    /// else may communicate in it: another model, or a function such as that of `SyncBatchNorm`, which has communicated
-    /// in the forward pass as well.
+    /// communication needs to wait for the comparison, which has begun and is returned. It can be undone unless
+    /// something else may communicate in it: another model, or a function such as that of `SyncBatchNorm`, which has
+    /// communicated in the forward pass as well.
     fn compare_backward(&mut self, pass: &'static str) -> Result<Option<Comparison>> {
         let is_quiet = self.quiet_forward.take() == Some(true);
         let is_alone = is_quiet && self.group.living_models() == 1;
@@ -319,8 +320,8 @@ impl DistributedDataParallel {
         self.group.begin_comparison(pass, &call, false).map(Some)
     }
 
-    /// The error of a backward pass: that of its comparison if that has failed, too. Ranks that fail there report it under
-    /// the name of the group, not of the model.
+    /// The error of a backward pass: that of its comparison if that has failed, too. Ranks that fail there report it
+    /// under the name of the group, not of the model.
     fn explained(&self, error: Error, comparison: Option<&Comparison>) -> Error {
         let Some(Err(failed)) = comparison.map(|begun| self.group.finish_comparison(begun)) else {
             return error;

@@ -33,11 +33,12 @@ pub struct DdpConfig {
     /// Whether the ranks compare which model's pass they are about to run, before it communicates; `true` by default.
     /// If they disagree, each gets an error. Without the comparison they would wait for each other, or gloo would abort
     /// the process. It costs a message of 256 bytes in each backward pass, and in each forward pass that communicates.
-    /// A backward pass computes while the ranks compare, on a GPU until the first bucket is full, if it can be undone: no
-    /// parameter has a gradient before it, it is not the first one, and neither another model nor a function of this one,
-    /// such as that of [`SyncBatchNorm`](crate::distributed::SyncBatchNorm), uses the group. Any other pass waits until
-    /// they have compared. A function of your own that uses the group in its backward pass has to use it in its forward
-    /// pass as well, or to turn the comparison off. PyTorch compares only with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+    /// A backward pass computes while the ranks compare, on a GPU until the first bucket is full, if it can be undone:
+    /// no parameter has a gradient before it, it is not the first one, and neither another model nor a function of this
+    /// one, such as that of [`SyncBatchNorm`](crate::distributed::SyncBatchNorm), uses the group. Any other pass waits
+    /// until they have compared. A function of your own that uses the group in its backward pass has to use it in its
+    /// forward pass as well, or to turn the comparison off. PyTorch compares only with
+    /// `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
     pub compare_passes: bool,
 }
 
@@ -63,12 +64,12 @@ impl DdpConfig {
     /// # Errors
     ///
     /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) if the options of the ranks
-    /// differ, or the names, shapes or dtypes of their variables, or how these are divided among devices, with the first
-    /// difference;
+    /// differ, or the names, shapes or dtypes of their variables, or how these are divided among devices, with the
+    /// first difference;
     /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not
     /// answer;
-    /// [`Error::InvalidArgument`] for an option that cannot be used, for a `VarStore` without trainable variables, and for
-    /// a variable that cannot be sent, such as an expanded or a complex one.
+    /// [`Error::InvalidArgument`] for an option that cannot be used, for a `VarStore` without trainable variables, and
+    /// for a variable that cannot be sent, such as an expanded or a complex one.
     pub fn build(&self, group: &ProcessGroup, vs: &VarStore) -> Result<DistributedDataParallel> {
         DistributedDataParallel::with_options(group, vs, self)
     }

@@ -130,8 +130,8 @@ fn every_function_of_the_shim_fails_once_and_nothing_is_left_behind() {
             );
         }
         assert!(failed > 40, "only {failed} calls were reached");
-        // Six steps succeed even if the cache cannot be cleared after them, and four calls unscale even if the gradients
-        // cannot be inspected after that.
+        // Six steps succeed even if the cache cannot be cleared after them, and four calls unscale even if the
+        // gradients cannot be inspected after that.
         assert_eq!(swallowed, 10, "calls whose failure is not reported");
     }
 }

@@ -109,8 +109,8 @@ impl Document {
         self.html(&format!("<{tag}>{text}</{tag}>"))
     }
 
-    /// Returns the page as HTML. It ends with the versions of this crate and of libtorch, the time, and the command line of
-    /// the program.
+    /// Returns the page as HTML. It ends with the versions of this crate and of libtorch, the time, and the command
+    /// line of the program.
     pub fn to_html(&self) -> String {
         let (title, body, style) = (&self.title, &self.body, include_str!("document.css"));
         let footer = escape(&provenance());

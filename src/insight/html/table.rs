@@ -4,7 +4,8 @@ use std::fmt;
 
 use super::escape::escape;
 
-/// A table with `N` columns, as text by `Display` and as HTML. The first column names the rows and is aligned to the left.
+/// A table with `N` columns, as text by `Display` and as HTML. The first column names the rows and is aligned to the
+/// left.
 #[derive(Clone, Debug)]
 pub struct Table<const N: usize> {
     header: [String; N],

@@ -1,5 +1,5 @@
-//! What the matrix products of a report would gain: from half precision, an estimate from measured speeds, and from sizes
-//! that tensor cores use well.
+//! What the matrix products of a report would gain: from half precision, an estimate from measured speeds, and from
+//! sizes that tensor cores use well.
 
 use std::collections::{BTreeMap, BTreeSet};
 

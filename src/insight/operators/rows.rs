@@ -97,8 +97,8 @@ impl Rows {
 
     /// Adds the operators that autocast ran in f32 although they had inputs in half precision.
     ///
-    /// Autocast casts the inputs of an operator and calls it again, outside of the region. The dtypes of the second call
-    /// show what it did, whatever the list.
+    /// Autocast casts the inputs of an operator and calls it again, outside of the region. The dtypes of the second
+    /// call show what it did, whatever the list.
     fn add_moved(&mut self, work: &Work<'_>) {
         for (_, inner) in work.operators() {
             let Some(above) = inner.parent else { continue };

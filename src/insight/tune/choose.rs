@@ -19,7 +19,8 @@ pub(super) struct Candidate {
     pub(super) is_always_f32: bool,
 }
 
-/// The candidates, those that promise most first. The costs are those in f32, in the region, and with composed attention.
+/// The candidates, those that promise most first. The costs are those in f32, in the region, and with composed
+/// attention.
 pub(super) fn candidates(f32: &Costs, region: &Costs, composed: Option<&Costs>) -> Vec<Candidate> {
     let mut candidates = Vec::new();
     for (operator, sizes) in region {

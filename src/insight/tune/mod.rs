@@ -45,30 +45,30 @@ pub struct TunedOperator {
     /// The distance of all gradients from those in f32, over the norm of the latter, without and with the rules.
     #[serde(with = "numbers::pair")]
     pub gradient_errors: [f64; 2],
-    /// Whether the rules are in the plan: with them, iterations are faster beyond the noise, and gradients at most a tenth
-    /// further from those in f32.
+    /// Whether the rules are in the plan: with them, iterations are faster beyond the noise, and gradients at most a
+    /// tenth further from those in f32.
     pub is_in_plan: bool,
 }
 
-/// Measures which operators of a model are faster in f32 than in half precision, and whether attention is faster when it
-/// is composed of products, and returns the plan with which whole iterations are fastest.
+/// Measures which operators of a model are faster in f32 than in half precision, and whether attention is faster when
+/// it is composed of products, and returns the plan with which whole iterations are fastest.
 ///
-/// `loss` computes the unscaled loss in the region that it is given, as for [`audit`](super::audit()). `tune` records the
-/// operators of one iteration in f32, in `region` and, if there is attention, with attention
-/// [composed](crate::autocast::RunAs::Composed), forward and backward, with the casts that each needs. For each operator
-/// of autocast's lower-precision list it makes rules from the fastest of these at each size, tries those of the three
-/// operators that promise most on whole iterations in turns, and keeps the rules with which three of four iterations are
-/// faster than three of four without, and whose gradients are at most a tenth further from those in f32. Finally it
-/// compares the plan with f32 in the same way: where half precision does not win, the plan leaves everything in f32, as
-/// on processors that emulate bf16. Rules reach to twice the largest size that was measured. It never puts into half
-/// precision what autocast keeps in f32.
+/// `loss` computes the unscaled loss in the region that it is given, as for [`audit`](super::audit()). `tune` records
+/// the operators of one iteration in f32, in `region` and, if there is attention, with attention
+/// [composed](crate::autocast::RunAs::Composed), forward and backward, with the casts that each needs. For each
+/// operator of autocast's lower-precision list it makes rules from the fastest of these at each size, tries those of
+/// the three operators that promise most on whole iterations in turns, and keeps the rules with which three of four
+/// iterations are faster than three of four without, and whose gradients are at most a tenth further from those in f32.
+/// Finally it compares the plan with f32 in the same way: where half precision does not win, the plan leaves everything
+/// in f32, as on processors that emulate bf16. Rules reach to twice the largest size that was measured. It never puts
+/// into half precision what autocast keeps in f32.
 ///
 /// It runs at most 40 iterations, and only a few where each operator is faster in f32. Gradients, buffers and random
 /// numbers are put back afterwards, so that training goes on as without the call; `loss` must not change anything else.
 /// On several ranks, let all of them use the plan of one. PyTorch has no counterpart.
 ///
-/// Synchronizes after every operator of the recorded iterations, and at the end of the others. Measure on a machine that
-/// does nothing else.
+/// Synchronizes after every operator of the recorded iterations, and at the end of the others. Measure on a machine
+/// that does nothing else.
 ///
 /// # Errors
 ///

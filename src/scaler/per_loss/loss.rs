@@ -141,8 +141,8 @@ impl Loss {
         }
     }
 
-    /// The most parameters with which a backward that was not stepped with has begun the optimizer's list, which may have
-    /// grown since.
+    /// The most parameters with which a backward that was not stepped with has begun the optimizer's list, which may
+    /// have grown since.
     pub(super) fn most_known(&self, optimizer: &Identity) -> Option<usize> {
         let open = self.passes.iter().filter(|pass| !pass.is_stepped);
         let known = open.map(|pass| &pass.owner).filter(|owner| owner.begins(optimizer));

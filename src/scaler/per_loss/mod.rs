@@ -124,8 +124,8 @@ impl PerLossScalers {
     ///
     /// # Errors
     ///
-    /// [`ScalerError::NoSuchLoss`]; [`Error::InvalidArgument`] if one of the three is outside its range or another option
-    /// differs. The old options are kept then.
+    /// [`ScalerError::NoSuchLoss`]; [`Error::InvalidArgument`] if one of the three is outside its range or another
+    /// option differs. The old options are kept then.
     ///
     /// # Examples
     ///

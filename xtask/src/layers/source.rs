@@ -242,8 +242,8 @@ fn path(first: String, tokens: &mut Tokens) -> Path {
     path
 }
 
-/// Reads what comes after `use`: each path with the name that it has here, `*` for all that a module has, and `None` for
-/// what has no name.
+/// Reads what comes after `use`: each path with the name that it has here, `*` for all that a module has, and `None`
+/// for what has no name.
 fn tree(tokens: &mut Tokens, before: &Path, found: &mut Vec<(Option<String>, Path)>) {
     let mut path = before.clone();
     while let Some(token) = tokens.next_if(|token| token != "," && token != "}" && token != ";") {

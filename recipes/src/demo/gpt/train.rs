@@ -17,8 +17,8 @@ use tch_amp::Amp;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::memory::peak_during;
 
-/// The excerpts of a batch, and the bytes of each. With a width of 256 and four layers, the model has about three million
-/// parameters.
+/// The excerpts of a batch, and the bytes of each. With a width of 256 and four layers, the model has about three
+/// million parameters.
 pub const ROWS: i64 = 8;
 pub const LENGTH: i64 = 128;
 pub const WIDTH: i64 = 256;
