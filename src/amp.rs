@@ -52,7 +52,8 @@ pub enum Amp {
     Bf16,
     /// Regions in fp16, with a scaler.
     Fp16,
-    /// What is fastest on the device: bf16 if it computes products faster than f32 does, else fp16 on a GPU, else f32.
+    /// By the speed of the device: bf16 if products are faster in it than in f32; otherwise fp16 on a GPU where they
+    /// are faster in fp16; otherwise f32.
     #[default]
     Auto,
 }

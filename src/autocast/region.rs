@@ -13,11 +13,12 @@ use crate::ffi::RawAutocastState;
 
 /// The operators of log-probabilities, likelihoods and divergences, for [`Autocast::keep_in_f32`].
 ///
-/// Losses that are written by hand in half precision lose what they are about: log(1 - tanh(x)²) of a tanh-squashed
-/// Gaussian, 1 - p, or a difference of two log-probabilities. On CUDA autocast's lists keep most of these operators in
-/// f32, but not `tanh` and `sigmoid`; on the CPU they run in bf16. A loss whose first operation is a sum, a difference
-/// or a product of the outputs of a network needs `to_kind(Kind::Float)` instead: the guide has a
-/// [table of losses](crate::guide::losses).
+/// In half precision, losses that are written by hand lose their correct digits in terms such as log(1 - tanh(x)²) of a
+/// tanh-squashed Gaussian, 1 - p, or a difference of two log-probabilities. On CUDA autocast's lists keep most of these
+/// operators in f32, but not `tanh`, `sigmoid`, `log_sigmoid` and a few others; on the CPU they keep none. The regions
+/// of [`Amp`](crate::Amp) on the CPU keep all but `softmax`. A loss that begins with a sum, a difference or a product
+/// of the outputs of a network needs `to_kind(Kind::Float)` instead: the guide has a [table of
+/// losses](crate::guide::losses).
 ///
 /// # Examples
 ///
@@ -53,8 +54,8 @@ pub const LOG_PROBABILITIES: [&str; 18] = [
     "tanh",
 ];
 
-/// The options of an autocast region: its device, its dtype, whether it is enabled, whether it caches weights, and which
-/// operators it runs otherwise than by the lists.
+/// The options of an autocast region: its device, its dtype, whether it is enabled, whether it caches weights, and
+/// which operators it runs otherwise than by the lists.
 ///
 /// Only operations on tensors of that device's type are affected; the index of a CUDA device does not matter. Regions
 /// nest, for the same device or for several. The counterpart of
