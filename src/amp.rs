@@ -210,8 +210,8 @@ impl MixedPrecision {
     /// On the CPU it keeps the operators of [`LOG_PROBABILITIES`](crate::autocast::LOG_PROBABILITIES) but `softmax` in
     /// f32, as CUDA's lists do with most of them: PyTorch's lists for the CPU leave them in half precision, in which
     /// hand-written losses go wrong without any error. Matrix products, convolutions and attention are not affected,
-    /// nor are activations, except for those of the list, such as `tanh`, `sigmoid` and `softplus`. [`Autocast::new`]
-    /// gives a region with PyTorch's lists alone.
+    /// nor are activations, except for those of the list, such as `tanh`, `sigmoid` and `softplus`. This costs what
+    /// [`Autocast::keep_in_f32`] says. [`Autocast::new`] gives a region with PyTorch's lists alone.
     pub fn region(&self) -> Autocast {
         self.region
     }

@@ -10,9 +10,8 @@
 //! `Error::Scaler(ScalerError::…)`. The other modules return these errors, too.
 //!
 //! Options are structs with public fields, as in tch:
-//! `GradScalerConfig { growth_interval: 100, ..Default::default() }.build(device)`. A later
-//! version may add fields, for which the `..` stands. The error enums are `#[non_exhaustive]`, so that a `match` on an
-//! error needs a wildcard arm.
+//! `GradScalerConfig { growth_interval: 100, ..Default::default() }.build(device)`. A later version may add fields, for
+//! which the `..` stands. The error enums are `#[non_exhaustive]`, so that a `match` on an error needs a wildcard arm.
 #![deny(unsafe_code)]
 // docs.rs sets this, and builds with a nightly compiler: each item of a feature then says which one it needs.
 #![cfg_attr(docsrs, feature(doc_cfg))]

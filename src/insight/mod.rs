@@ -1,5 +1,5 @@
 //! Finds out why a step was skipped, what half precision does to the numbers of a model, whether a loss scale is
-//! healthy, and why half precision is not faster.
+//! healthy, why half precision is not faster, and with which plan it would be.
 //!
 //! A [`Tracer`] names the operator, and the part of the model, that made the first infinity or NaN. It runs the skipped
 //! iteration again, with the random numbers that it had, and records every operator with libtorch's RecordFunction. It
@@ -21,7 +21,7 @@
 //! A [`Profiler`] reports why half precision is not faster: what the operators of an iteration cost, in which dtypes
 //! they ran, and which casts were made for whom.
 //!
-//! [`tune`] measures in which precision each operator of a model is fastest, and returns a plan for its regions.
+//! [`tune()`] measures in which precision each operator of a model is fastest, and returns a plan for its regions.
 //!
 //! A [`Page`] shows all of it in one HTML file. [`html`] has what it is made of, for reports of your own.
 

@@ -1,6 +1,6 @@
-//! How fast a device computes in each precision.
+//! How fast a device computes in each precision, and how precise its matrix products are.
 //!
-//! Nothing is measured unless a program asks. `cargo xtask doctor` prints the same for the CPU of its machine.
+//! Nothing is measured unless a program asks. `cargo xtask doctor` prints the speeds for the CPU of its machine.
 
 mod advice;
 mod matmul;
