@@ -16,7 +16,7 @@ use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::checkpoint::{Checkpoint, Stateful, save_weights};
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::schedule::{ConstantLr, LinearLr, Schedule, Scheduler, SequentialLr};
-use tch_amp::{Autocast, GradScaler};
+use tch_amp::{Autocast, GradScaler, MixedPrecision};
 
 /// The column of the rate.
 const SENTENCES_PER_SECOND: &str = "sentences_per_second";
@@ -83,7 +83,7 @@ impl<'a> Trainer<'a> {
             best,
             best_of: None,
             model,
-            region: precision.region(),
+            region: region(&precision),
             optimizer,
             scaler,
             schedule,
@@ -151,6 +151,13 @@ impl<'a> Trainer<'a> {
             ("schedule", &mut self.schedule),
         ]
     }
+}
+
+/// The region, with PyTorch's lists alone: one of the crate's own keeps `tanh`, which pools the tokens, in f32 on a CPU,
+/// so that the bits would not be those of the published trainer.
+fn region(precision: &MixedPrecision) -> Autocast {
+    let region = Autocast::new(precision.device());
+    precision.dtype().map_or(region.enabled(false), |dtype| region.dtype(dtype))
 }
 
 impl Training for Trainer<'_> {
