@@ -73,11 +73,11 @@ uint8_t tamp_reduced_precision_reduction(uint8_t allowed, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t {
     at::Context &context = at::globalContext();
     constexpr auto kAllowed = at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
-    const bool was_allowed =
-        context.allowFP16ReductionCuBLAS() == kAllowed || context.allowBF16ReductionCuBLAS() == kAllowed;
-    context.setAllowFP16ReductionCuBLAS(allowed != 0);
-    context.setAllowBF16ReductionCuBLAS(allowed != 0);
-    return was_allowed;
+    const int before = (context.allowFP16ReductionCuBLAS() == kAllowed ? TAMP_REDUCTION_FP16 : 0) |
+                       (context.allowBF16ReductionCuBLAS() == kAllowed ? TAMP_REDUCTION_BF16 : 0);
+    context.setAllowFP16ReductionCuBLAS((allowed & TAMP_REDUCTION_FP16) != 0);
+    context.setAllowBF16ReductionCuBLAS((allowed & TAMP_REDUCTION_BF16) != 0);
+    return static_cast<uint8_t>(before);
   });
 }
 

@@ -86,6 +86,10 @@ void tamp_device_memory_reset(int8_t device_type, int8_t index, char **err) noex
 
 tamp_allocations *tamp_allocations_count(char **err) noexcept {
   return tamp::guarded(err, [] {
+    // The callbacks of a profiler look for its own state in this place.
+    const auto *outer = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE);
+    TORCH_CHECK(outer == nullptr || dynamic_cast<const Count *>(outer) != nullptr,
+                "a profiler of libtorch runs on this thread: end it first");
     auto count = std::make_shared<Count>();
     return new tamp_allocations{count, {c10::DebugInfoKind::PROFILER_STATE, count}};
   });

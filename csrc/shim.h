@@ -59,8 +59,10 @@ enum { TAMP_MATMUL_HIGHEST = 0, TAMP_MATMUL_HIGH = 1, TAMP_MATMUL_MEDIUM = 2 };
 // that have it. Returns how precise they were.
 uint8_t tamp_matmul_precision(uint8_t precision, char **err) TAMP_NOEXCEPT;
 
-// Sets whether cuBLAS may round the partial sums of fp16 and bf16 matrix products, in all threads. Returns whether it
-// was allowed for either.
+enum { TAMP_REDUCTION_FP16 = 1, TAMP_REDUCTION_BF16 = 2 };
+
+// Sets whether cuBLAS may round the partial sums of fp16 and bf16 matrix products, in all threads: `allowed` is a sum of
+// TAMP_REDUCTION_…. Returns what was allowed.
 uint8_t tamp_reduced_precision_reduction(uint8_t allowed, char **err) TAMP_NOEXCEPT;
 
 // An asynchronous copy of a number from a device to the host.
@@ -741,7 +743,7 @@ void tamp_device_memory_reset(int8_t device_type, int8_t index, char **err) TAMP
 typedef struct tamp_allocations tamp_allocations;
 
 // Counts what this thread allocates from now on, and what the backward passes that it starts do. Counts may be nested:
-// the inner one hides its allocations from the outer one, as it does from a profiler.
+// the inner one hides its allocations from the outer one. Fails while a profiler of libtorch runs on this thread.
 tamp_allocations *tamp_allocations_count(char **err) TAMP_NOEXCEPT;
 
 // Ends the count that began last on this thread, frees it and returns the most bytes that it had at any time.

@@ -42,10 +42,14 @@ uint64_t elements(const IValue &value) {
   return sum;
 }
 
-// Of the batches of the two factors, one is broadcast to the other.
+// The batches of the two factors are broadcast to each other.
 uint64_t multiplications(const at::Tensor &a, const at::Tensor &b) {
-  const auto columns = b.dim() < 2 ? 1 : extent(b, 1), rows = a.dim() < 2 ? 1 : extent(a, 2);
-  return std::max(static_cast<uint64_t>(a.numel()) * columns, static_cast<uint64_t>(b.numel()) * rows);
+  if (a.numel() == 0 || b.numel() == 0) return 0;
+  uint64_t all = (a.dim() < 2 ? 1 : extent(a, 2)) * (b.dim() < 2 ? 1 : extent(b, 1)) * extent(a, 1);
+  for (int64_t place = 3; place <= std::max(a.dim(), b.dim()); ++place) {
+    all *= std::max(a.dim() < place ? 1 : extent(a, place), b.dim() < place ? 1 : extent(b, place));
+  }
+  return all;
 }
 
 // The weight has the channels of one side, and of the other those of one group.

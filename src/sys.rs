@@ -23,6 +23,9 @@ pub(crate) struct Arrival {
     _opaque: [u8; 0],
 }
 
+pub(crate) const REDUCTION_FP16: u8 = 1;
+pub(crate) const REDUCTION_BF16: u8 = 2;
+
 pub(crate) const MATMUL_HIGHEST: u8 = 0;
 pub(crate) const MATMUL_HIGH: u8 = 1;
 pub(crate) const MATMUL_MEDIUM: u8 = 2;

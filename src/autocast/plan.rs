@@ -27,8 +27,10 @@ pub enum RunAs {
     /// `is_causal`, `scale`, dropout and grouped heads. Rows without any key are zero.
     ///
     /// On CPUs it can be several times as fast for short sequences, and it takes more memory: the probabilities, which
-    /// are kept for the backward pass, have a number in half precision for each head, query and key. The scores are
-    /// rounded once to half precision, which fused kernels do not do.
+    /// are kept for the backward pass, have a number in half precision for each head, query and key, and three with
+    /// dropout. The scores are rounded once to half precision, which fused kernels do not do. In fp16, leave keys out by
+    /// booleans or by -inf: the sum of a score and the least number of fp16 overflows, and a row of nothing else
+    /// becomes NaN.
     Composed {
         /// The limit on the bytes of these probabilities in one call. Where they would take more, and for calls that
         /// cannot be composed, such as those with f64, the rule does not apply.

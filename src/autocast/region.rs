@@ -320,6 +320,11 @@ impl Autocast {
         self.device
     }
 
+    #[cfg(feature = "insight")]
+    pub(crate) fn is_enabled(&self) -> bool {
+        self.enabled
+    }
+
     /// Returns the thread's state before the region and the state inside it.
     fn states(self) -> Result<(RawAutocastState, RawAutocastState)> {
         let device = self.device;
@@ -331,7 +336,7 @@ impl Autocast {
         if let Some(cache) = self.cache {
             next.set_cache_enabled(cache);
         }
-        if let Some(overrides) = self.overrides {
+        if let Some(overrides) = self.overrides.filter(|_| self.enabled) {
             next.set_overrides(overrides.inside(previous.overrides())?);
         }
         next.set_enabled(device, self.enabled);

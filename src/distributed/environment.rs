@@ -65,10 +65,11 @@ pub fn local_device() -> Result<Device> {
 fn device_of(rank: usize, gpus: Option<i64>) -> Result<Device> {
     match gpus {
         None => Ok(Device::Cpu),
-        Some(gpus) if (rank as i64) < gpus => Ok(Device::Cuda(rank)),
+        Some(gpus) if i64::try_from(rank).is_ok_and(|rank| rank < gpus) => Ok(Device::Cuda(rank)),
         Some(gpus) => {
             let problem = format!(
-                "is {rank}, but this host has {gpus} GPUs; start no more ranks on it than that"
+                "is {rank}, but there are {gpus} GPUs; start no more ranks on a host than it has, or unset it if each \
+                 rank sees a GPU of its own"
             );
             Err(invalid(LOCAL_RANK, problem))
         }
@@ -111,7 +112,8 @@ mod tests {
         let devices = [None, Some(1), Some(4)].map(|gpus| device_of(3, gpus));
         assert_eq!(*devices[0].as_ref().unwrap(), Device::Cpu);
         assert_eq!(*devices[2].as_ref().unwrap(), Device::Cuda(3));
+        assert!(device_of(usize::MAX, Some(4)).is_err());
         let text = devices[1].as_ref().unwrap_err().to_string();
-        assert!(text.contains("LOCAL_RANK") && text.contains("has 1 GPUs"), "{text}");
+        assert!(text.contains("LOCAL_RANK") && text.contains("there are 1 GPUs"), "{text}");
     }
 }

@@ -164,10 +164,14 @@ impl Error {
     /// assert!(huge.unwrap_err().is_out_of_memory());
     /// ```
     pub fn is_out_of_memory(&self) -> bool {
-        match self {
-            Self::Torch(message) => OUT_OF_MEMORY.iter().any(|text| message.contains(text)),
-            _ => false,
-        }
+        // The others say what an optimizer of tch or a function of the program said.
+        let message = match self {
+            Self::Torch(message) => message.clone(),
+            Self::Function(FunctionError::Forward { .. })
+            | Self::Optimizer(OptimizerError::Step(_)) => self.to_string(),
+            _ => return false,
+        };
+        OUT_OF_MEMORY.iter().any(|text| message.contains(text))
     }
 
     /// Makes an [`Error::InvalidArgument`] for a number outside its range.
@@ -189,5 +193,25 @@ pub(crate) fn ensure(
 impl From<tch::TchError> for Error {
     fn from(error: tch::TchError) -> Self {
         Self::Torch(text(&error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lack_of_memory_is_found_wherever_libtorch_reports_it() {
+        let cause = || -> BoxError { "CUDA out of memory. Tried to allocate 2 GiB".into() };
+        let forward = FunctionError::Forward { name: "block".to_owned(), cause: cause() };
+        for error in [
+            Error::Torch("std::bad_alloc".to_owned()),
+            Error::from(forward),
+            Error::from(OptimizerError::Step(cause())),
+        ] {
+            assert!(error.is_out_of_memory(), "{error}");
+        }
+        let other = Error::from(OptimizerError::Step("a shape is wrong".into()));
+        assert!(!other.is_out_of_memory());
     }
 }

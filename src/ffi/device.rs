@@ -45,12 +45,13 @@ pub(crate) fn set_matmul_precision(precision: usize) -> Result<usize> {
     Ok(MATMUL.iter().position(|known| *known == before).unwrap_or_default())
 }
 
-/// Sets whether the partial sums of half-precision matrix products may be rounded on CUDA devices, in all threads, and
-/// returns whether they might be.
-pub(crate) fn set_reduced_precision_reduction(is_allowed: bool) -> Result<bool> {
-    let allowed = u8::from(is_allowed);
+/// Sets whether the partial sums of fp16 and of bf16 matrix products may be rounded on CUDA devices, in all threads, and
+/// returns which might be.
+pub(crate) fn set_reduced_precision_reduction([fp16, bf16]: [bool; 2]) -> Result<[bool; 2]> {
+    let allowed = u8::from(fp16) * sys::REDUCTION_FP16 + u8::from(bf16) * sys::REDUCTION_BF16;
     // SAFETY: `err` is valid for a write.
-    Ok(call(|err| unsafe { sys::tamp_reduced_precision_reduction(allowed, err) })? != 0)
+    let before = call(|err| unsafe { sys::tamp_reduced_precision_reduction(allowed, err) })?;
+    Ok([sys::REDUCTION_FP16, sys::REDUCTION_BF16].map(|bit| before & bit != 0))
 }
 
 /// An asynchronous copy of a number from a device to the host.

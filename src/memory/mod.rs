@@ -15,12 +15,13 @@ pub use resident::Resident;
 ///
 /// libtorch's allocator reports every tensor, so the number is the same in every run, unlike the pages of
 /// [`Resident`]. Backward passes that the closure starts are included; tensors that other threads make and what
-/// libraries allocate for themselves are not. While it counts, profilers of libtorch do not see allocations.
-/// Corresponds to the peak of `torch.profiler.profile(profile_memory=True)`.
+/// libraries allocate for themselves are not. Corresponds to the peak of
+/// `torch.profiler.profile(profile_memory=True)`.
 ///
 /// # Errors
 ///
-/// [`Error::Torch`](crate::Error::Torch) if memory for the count cannot be allocated; the closure is not run then.
+/// [`Error::Torch`](crate::Error::Torch) if memory for the count cannot be allocated, and while a profiler of libtorch
+/// runs on this thread; the closure is not run then.
 ///
 /// # Examples
 ///

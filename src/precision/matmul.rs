@@ -83,14 +83,19 @@ pub enum ReducedPrecisionReduction {
 }
 
 impl ReducedPrecisionReduction {
-    /// Sets this for the whole process, all its threads included, and returns what was set before.
+    /// Sets this for the whole process, all its threads included, and returns what was set before: allowed if it was for
+    /// either dtype.
     ///
     /// # Errors
     ///
     /// [`Error::Torch`](crate::Error::Torch) if libtorch fails.
     pub fn set(self) -> Result<Self> {
-        let was_allowed = ffi::set_reduced_precision_reduction(self == Self::Allowed)?;
-        Ok(if was_allowed { Self::Allowed } else { Self::Disallowed })
+        let before = ffi::set_reduced_precision_reduction(self.of_both())?;
+        Ok(if before.contains(&true) { Self::Allowed } else { Self::Disallowed })
+    }
+
+    fn of_both(self) -> [bool; 2] {
+        [self == Self::Allowed; 2]
     }
 
     /// Sets this for the whole process until the guard is dropped, as [`MatmulPrecision::enter`] does.
@@ -99,7 +104,8 @@ impl ReducedPrecisionReduction {
     ///
     /// The same as [`set`](Self::set).
     pub fn enter(self) -> Result<MatmulPrecisionGuard> {
-        Ok(MatmulPrecisionGuard(Before::Half(self.set()?)))
+        let before = ffi::set_reduced_precision_reduction(self.of_both())?;
+        Ok(MatmulPrecisionGuard(Before::Half(before)))
     }
 }
 
@@ -113,7 +119,8 @@ pub struct MatmulPrecisionGuard(Before);
 #[derive(Debug)]
 enum Before {
     Float(MatmulPrecision),
-    Half(ReducedPrecisionReduction),
+    /// Whether partial sums might be rounded, in fp16 and in bf16.
+    Half([bool; 2]),
 }
 
 impl Drop for MatmulPrecisionGuard {
@@ -121,7 +128,7 @@ impl Drop for MatmulPrecisionGuard {
         // It is one that libtorch had, so that it takes it again.
         match self.0 {
             Before::Float(precision) => drop(precision.set()),
-            Before::Half(reduction) => drop(reduction.set()),
+            Before::Half(allowed) => drop(ffi::set_reduced_precision_reduction(allowed)),
         }
     }
 }

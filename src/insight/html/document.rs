@@ -110,7 +110,7 @@ impl Document {
     }
 
     /// Returns the page as HTML. It ends with the versions of this crate and of libtorch, the time, and the command
-    /// line of the program.
+    /// line of the program: look for secrets among its arguments before you share a page.
     pub fn to_html(&self) -> String {
         let (title, body, style) = (&self.title, &self.body, include_str!("document.css"));
         let footer = escape(&provenance());

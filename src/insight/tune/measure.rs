@@ -10,7 +10,7 @@ use super::costs::{ATTENTION, Costs, costs};
 use super::{TunedOperator, Tuning};
 use crate::Autocast;
 use crate::autocast::{Plan, Rule, autocast_dtype};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
 use crate::ffi::insight::RecordingMode;
 use crate::insight::rerun::{Repeatable, Rerun};
@@ -77,10 +77,11 @@ struct Comparison {
 }
 
 impl Comparison {
-    /// Whether all iterations with it but the slowest are faster than all without it but the fastest.
+    /// Whether all iterations with it but the slowest are faster than all without it: of equally fast ones, this is so by
+    /// chance in 5 of 70 orders.
     fn is_faster(&self) -> bool {
         let [without, with] = &self.seconds;
-        with[ROUNDS - 2] < without[1]
+        with[ROUNDS - 2] < without[0]
     }
 
     fn medians(&self) -> [f64; 2] {
@@ -95,6 +96,11 @@ pub(super) fn tune(
     loss: impl FnMut(Autocast) -> Result<Tensor>,
 ) -> Result<Tuning> {
     let device = region.device();
+    if !region.is_enabled() {
+        let problem = "is switched off: give the one to compare with f32, for instance with \
+                       `.enabled(true).dtype(Kind::BFloat16)`";
+        return Err(Error::InvalidArgument { name: "region", problem: problem.to_owned() });
+    }
     let dtype = region.try_run(|| autocast_dtype(device))?;
     let with = |rules: &[Rule]| {
         let plan = Plan { dtype: Some(dtype), rules: rules.to_vec(), ..Plan::new(device)? };
@@ -108,13 +114,15 @@ pub(super) fn tune(
 
     let (f32, half) = (runs.costs(off)?, runs.costs(region)?);
     let attention = Rule::new("scaled_dot_product_attention", COMPOSED);
-    let composed = match half.contains_key(ATTENTION) {
+    // On other devices the fused kernels are fast, and it could take more memory than there is.
+    let composed = match device == Device::Cpu && half.contains_key(ATTENTION) {
         true => Some(runs.costs(with(&[attention])?)?),
         false => None,
     };
     let found = candidates(&f32, &half, composed.as_ref());
     let name = name_of(dtype, device)?;
-    let is_always_f32 = found.len() == half.len() && found.iter().all(|one| one.is_always_f32);
+    let is_always_f32 =
+        !half.is_empty() && found.len() == half.len() && found.iter().all(|one| one.is_always_f32);
     let [(in_f32, exact), (in_half, _)] = [runs.timed(off)?, runs.timed(region)?];
     if is_always_f32 && in_f32 < in_half {
         let ratio = in_half / in_f32;
@@ -157,7 +165,9 @@ pub(super) fn tune(
 fn tried(candidate: Candidate, compared: &Comparison, exact: &Gradients) -> Result<TunedOperator> {
     let [without, with] = &compared.gradients;
     let gradient_errors = [error(without, exact)?, error(with, exact)?];
-    let is_precise = gradient_errors[1] <= MOST_ERROR * gradient_errors[0];
+    let [before, after] = gradient_errors;
+    // The error before is not finite if the scale was too large without the rules.
+    let is_precise = after.is_finite() && (!before.is_finite() || after <= MOST_ERROR * before);
     Ok(TunedOperator {
         operator: candidate.operator,
         rules: candidate.rules,
@@ -176,7 +186,7 @@ fn name_of(dtype: Kind, device: Device) -> Result<&'static str> {
     })
 }
 
-/// The norm of the difference from gradients in f32, over the norm of these. NaN if a gradient is not finite.
+/// The norm of the difference from gradients in f32, over the norm of these. Not finite if a gradient is not.
 fn error(gradients: &Gradients, exact: &Gradients) -> Result<f64> {
     let _own = OutsideRegions::enter();
     let squares =
@@ -208,11 +218,11 @@ mod tests {
     }
 
     #[test]
-    fn one_outlier_on_each_side_decides_nothing() {
-        let faster = compared([1.0, 2.0, 2.1, 2.2], [1.7, 1.8, 1.9, 5.0]);
+    fn one_slow_iteration_decides_nothing() {
+        let faster = compared([1.95, 2.0, 2.1, 2.2], [1.7, 1.8, 1.9, 5.0]);
         assert!(faster.is_faster());
         assert_eq!(faster.medians(), [2.05, 1.85]);
-        assert!(!compared([1.0, 1.9, 2.1, 2.2], [1.7, 1.8, 1.9, 2.0]).is_faster());
+        assert!(!compared([1.9, 1.9, 2.1, 2.2], [1.7, 1.8, 1.9, 2.0]).is_faster());
         assert!(!compared([1.0; ROUNDS], [1.0; ROUNDS]).is_faster());
     }
 

@@ -58,12 +58,13 @@ pub struct TunedOperator {
 /// [composed](crate::autocast::RunAs::Composed), forward and backward, with the casts that each needs. For each
 /// operator of autocast's lower-precision list it makes rules from the fastest of these at each size, tries those of
 /// the three operators that promise most on whole iterations in turns, and keeps the rules with which three of four
-/// iterations are faster than three of four without, and whose gradients are at most a tenth further from those in f32.
+/// iterations are faster than each of four without, and whose gradients are at most a tenth further from those in f32.
 /// Finally it compares the plan with f32 in the same way: where half precision does not win, the plan leaves everything
 /// in f32, as on processors that emulate bf16. Rules reach to twice the largest size that was measured. It never puts
-/// into half precision what autocast keeps in f32.
+/// into half precision what autocast keeps in f32. Attention is composed on the CPU alone. The rules of the plan come
+/// after those of the region, so that they replace overrides of the same operators.
 ///
-/// It runs at most 40 iterations, and only a few where each operator is faster in f32. Gradients, buffers and random
+/// It runs at most 40 iterations, the first of them in f32, and only a few where each operator is faster in f32. Gradients, buffers and random
 /// numbers are put back afterwards, so that training goes on as without the call; `loss` must not change anything else.
 /// On several ranks, let all of them use the plan of one. PyTorch has no counterpart.
 ///
@@ -72,7 +73,8 @@ pub struct TunedOperator {
 ///
 /// # Errors
 ///
-/// The error of `loss`; [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable);
+/// The error of `loss`; [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a region that is switched off;
+/// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable);
 /// [`Error::Torch`](crate::Error::Torch) if an iteration cannot be recorded.
 ///
 /// # Examples
