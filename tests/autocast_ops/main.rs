@@ -64,6 +64,16 @@ fn difference(ours: &Result<Vec<Output>, String>, theirs: &Result<Vec<Output>, S
     if ours == theirs { format!("other bits in {ours}") } else { format!("{ours} for {theirs}") }
 }
 
+/// libtorch's message without its list of the dispatch keys that have a kernel: a region with overrides registers one for
+/// all operators of the process.
+fn without_backends(answer: Result<Vec<Output>, String>) -> Result<Vec<Output>, String> {
+    let cut = |message: String| {
+        let before = message.split(" is only available for these backends").next();
+        before.map_or_else(String::new, str::to_owned)
+    };
+    answer.map_err(cut)
+}
+
 #[test]
 fn every_op_of_the_lists_has_pytorchs_dtypes_and_bits() {
     let Some(answers) = oracle::answers() else {
@@ -79,7 +89,7 @@ fn every_op_of_the_lists_has_pytorchs_dtypes_and_bits() {
             }
             continue;
         };
-        let theirs = case.expected();
+        let (ours, theirs) = (without_backends(ours), without_backends(case.expected()));
         if ours != theirs {
             failures.push(format!("{}: {}", case.name(), difference(&ours, &theirs)));
         }
