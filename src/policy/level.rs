@@ -137,7 +137,7 @@ impl MixedPrecision {
     /// use tch_amp::Amp;
     ///
     /// let amp = Amp::Fp16.on(Device::Cpu)?;
-    /// assert_eq!(amp.policy(OptLevel::O2).compute(), Kind::Half);
+    /// assert_eq!(amp.policy(OptLevel::O2).compute, Kind::Half);
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn policy(&self, level: OptLevel) -> Policy {
