@@ -63,6 +63,9 @@ impl Overrides {
         if enclosing == 0 {
             return self.number();
         }
+        if self.0.number.get() == Some(&enclosing) {
+            return Ok(enclosing);
+        }
         let around = {
             let lists = LISTS.lock().unwrap_or_else(PoisonError::into_inner);
             lists.iter().find(|list| list.number.get() == Some(&enclosing)).copied()

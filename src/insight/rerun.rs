@@ -64,6 +64,11 @@ impl Repeatable {
         Ok(Self { model: RecordedModel::new(parameters), devices, buffers })
     }
 
+    /// The CPU, and the devices of the parameters.
+    pub(super) fn devices(&self) -> &[Device] {
+        &self.devices
+    }
+
     pub(super) fn parameters(&self) -> &[(String, Tensor)] {
         self.model.parameters()
     }

@@ -324,7 +324,8 @@ fn shortest(
     Ok(shortest)
 }
 
-fn synchronize(device: Device) {
+/// Waits for a GPU.
+pub(crate) fn synchronize(device: Device) {
     if let Device::Cuda(index) = device {
         Cuda::synchronize(index as i64);
     }

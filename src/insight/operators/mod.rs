@@ -11,13 +11,13 @@ mod work;
 
 use std::time::Instant;
 
+use tch::Device;
 use tch::nn::VarStore;
-use tch::{Cuda, Device};
 
 use super::recording::{RecordedModel, Recording};
 use crate::error::{Error, Result};
 use crate::ffi::insight::RecordingMode;
-use crate::precision::Precision;
+use crate::precision::{Precision, synchronize};
 use crate::variables::listed;
 use rows::Rows;
 use work::Work;
@@ -118,7 +118,7 @@ impl Profiler {
         for _ in 0..self.warm_up {
             let start = Instant::now();
             drop(f()?);
-            self.synchronize();
+            synchronize(self.device);
             unrecorded_seconds = Some(start.elapsed().as_secs_f64());
         }
         let (mut rows, mut seconds) = (Rows::default(), 0.0);
@@ -126,7 +126,7 @@ impl Profiler {
             let recorded = || {
                 let start = Instant::now();
                 drop(f()?);
-                self.synchronize();
+                synchronize(self.device);
                 Ok(start.elapsed().as_secs_f64())
             };
             let (recording, time) = Recording::of(&self.model, RecordingMode::Times, recorded)?;
@@ -142,11 +142,5 @@ impl Profiler {
             report.gains = gain::gains(&report, precision.speeds());
         }
         Ok(report)
-    }
-
-    fn synchronize(&self) {
-        if let Device::Cuda(index) = self.device {
-            Cuda::synchronize(index as i64);
-        }
     }
 }

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use tch::nn::VarStore;
-use tch::{Cuda, Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::choose::{COMPOSED, Candidate, candidates};
 use super::costs::{ATTENTION, Costs, costs};
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
 use crate::ffi::insight::RecordingMode;
 use crate::insight::rerun::{Repeatable, Rerun};
-use crate::precision::bf16_is_native;
+use crate::precision::{bf16_is_native, synchronize};
 
 /// How often iterations are compared in turns.
 const ROUNDS: usize = 4;
@@ -31,6 +31,8 @@ type Gradients = Vec<Option<Tensor>>;
 struct Runs<'a, F> {
     rerun: Rerun<'a>,
     device: Device,
+    /// Those of the parameters.
+    devices: &'a [Device],
     scale: f64,
     loss: F,
     iterations: u64,
@@ -42,7 +44,7 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
         self.iterations += 1;
         let start = Instant::now();
         let passes = self.rerun.run(self.scale, &mut || (self.loss)(region))?;
-        synchronize(self.device);
+        self.devices.iter().copied().for_each(synchronize);
         Ok((start.elapsed().as_secs_f64(), passes.gradients))
     }
 
@@ -110,7 +112,8 @@ pub(super) fn tune(
     let repeatable = Repeatable::new(vs)?;
     let mut beginning = repeatable.begin()?;
     let rerun = repeatable.rerun(&mut beginning)?;
-    let mut runs = Runs { rerun, device, scale, loss, iterations: 0 };
+    let devices = repeatable.devices();
+    let mut runs = Runs { rerun, device, devices, scale, loss, iterations: 0 };
 
     let (f32, half) = (runs.costs(off)?, runs.costs(region)?);
     let attention = Rule::new("scaled_dot_product_attention", COMPOSED);
@@ -200,12 +203,6 @@ fn error(gradients: &Gradients, exact: &Gradients) -> Result<f64> {
         norm += squares(&exact)?;
     }
     Ok(if norm > 0.0 { (difference / norm).sqrt() } else { difference.sqrt() })
-}
-
-fn synchronize(device: Device) {
-    if let Device::Cuda(index) = device {
-        Cuda::synchronize(index as i64);
-    }
 }
 
 #[cfg(test)]

@@ -64,9 +64,9 @@ pub struct TunedOperator {
 /// into half precision what autocast keeps in f32. Attention is composed on the CPU alone. The rules of the plan come
 /// after those of the region, so that they replace overrides of the same operators.
 ///
-/// It runs at most 40 iterations, the first of them in f32, and only a few where each operator is faster in f32. Gradients, buffers and random
-/// numbers are put back afterwards, so that training goes on as without the call; `loss` must not change anything else.
-/// On several ranks, let all of them use the plan of one. PyTorch has no counterpart.
+/// It runs at most 40 iterations, the first of them in f32, and only a few where each operator is faster in f32.
+/// Gradients, buffers and random numbers are put back afterwards, so that training goes on as without the call; `loss`
+/// must not change anything else. On several ranks, let all of them use the plan of one. PyTorch has no counterpart.
 ///
 /// Synchronizes after every operator of the recorded iterations, and at the end of the others. Measure on a machine
 /// that does nothing else.
