@@ -749,8 +749,8 @@ tamp_allocations *tamp_allocations_count(char **err) TAMP_NOEXCEPT;
 // Ends the count that began last on this thread, frees it and returns the most bytes that it had at any time.
 uint64_t tamp_allocations_end(tamp_allocations *count) TAMP_NOEXCEPT;
 
-// ------------------------------------------------------------------------------------------------------------- jit.cpp
-// These functions are for TorchScript modules, which tch runs.
+// --------------------------------------------------------------------------------------------------------- jit/jit.cpp
+// These functions are for TorchScript modules, which tch runs. They exist with the feature `jit` only.
 
 // Turns TorchScript's own autocast pass on or off, in all threads. Returns whether it was on.
 uint8_t tamp_jit_set_autocast_mode(uint8_t enabled, char **err) TAMP_NOEXCEPT;

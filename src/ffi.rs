@@ -16,6 +16,7 @@ mod gradients;
 mod heap;
 #[cfg(feature = "insight")]
 pub(crate) mod insight;
+#[cfg(feature = "jit")]
 mod jit;
 mod loss_scale;
 mod memory;
@@ -54,6 +55,7 @@ pub(crate) use function::{
 };
 pub(crate) use gradients::*;
 pub(crate) use heap::*;
+#[cfg(feature = "jit")]
 pub(crate) use jit::*;
 pub(crate) use loss_scale::*;
 pub(crate) use memory::{Stamps, elements, numel, overlapping, sizes};

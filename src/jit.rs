@@ -1,5 +1,5 @@
 //! TorchScript modules under autocast: TorchScript's own autocast pass, and freezing. tch runs such modules as
-//! [`tch::CModule`].
+//! [`tch::CModule`]. The feature `jit` adds this module.
 //!
 //! PyTorch has deprecated TorchScript in favour of `torch.export`, whose compiled packages run in Python and C++. For
 //! programs in Rust a TorchScript file is still the way to run a model without its code. The recipe

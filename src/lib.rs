@@ -36,6 +36,7 @@ pub mod guide;
 pub mod half;
 #[cfg(feature = "insight")]
 pub mod insight;
+#[cfg(feature = "jit")]
 pub mod jit;
 pub mod loss_scale;
 pub mod memory;

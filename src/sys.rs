@@ -697,7 +697,9 @@ unsafe extern "C" {
     pub(crate) fn tamp_allocations_count(err: *mut *mut c_char) -> *mut Allocations;
     pub(crate) fn tamp_allocations_end(count: *mut Allocations) -> u64;
 
+    #[cfg(feature = "jit")]
     pub(crate) fn tamp_jit_set_autocast_mode(enabled: u8, err: *mut *mut c_char) -> u8;
+    #[cfg(feature = "jit")]
     pub(crate) fn tamp_jit_freeze(
         file: *const u8,
         count: usize,

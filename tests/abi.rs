@@ -274,7 +274,7 @@ fn constants_have_the_same_values() {
 
 /// The definitions of the shim: the sources, one after the other, without comments.
 fn definitions() -> String {
-    let folders = ["csrc", "csrc/insight", "csrc/distributed"];
+    let folders = ["csrc", "csrc/insight", "csrc/distributed", "csrc/jit"];
     let mut out = String::new();
     for folder in folders.map(|folder| common::python::root().join(folder)) {
         for entry in std::fs::read_dir(folder).expect("the folder is readable") {

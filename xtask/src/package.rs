@@ -75,7 +75,8 @@ pub(crate) fn check_contents() -> Result<()> {
 }
 
 /// Every combination of the features that open a module.
-const FEATURES: [&str; 4] = ["doc-only", "doc-only,insight", "doc-only,distributed", FULL];
+const FEATURES: [&str; 5] =
+    ["doc-only", "doc-only,insight", "doc-only,distributed", "doc-only,jit", FULL];
 
 const FULL: &str = "doc-only,full";
 
