@@ -69,7 +69,7 @@ impl Training {
         let vs = VarStore::new(Device::Cpu);
         let model = model("gpt", &vs.root());
         let optimizer = AdamW::default().build(&vs, 1e-4).unwrap();
-        let batch = model.batch.batch();
+        let batch = model.batch.batch(Device::Cpu);
         Self { vs, model, batch, optimizer, scaler: GradScaler::new(Device::Cpu).unwrap() }
     }
 

@@ -17,99 +17,38 @@
 mod common;
 #[path = "common/folder.rs"]
 mod folder;
+#[path = "training/iterations.rs"]
+mod iterations;
 #[path = "training/models.rs"]
 mod models;
 
 use common::{Python, Row, is_quick, median, nanoseconds, print_ratio};
 use folder::Folder;
-use models::{Batch, Model, NAMES, model};
-use tch::nn::VarStore;
-use tch::{Device, Kind, Tensor};
+use iterations::{PHASES, Training};
+use models::NAMES;
+use tch::{Device, Kind};
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::insight::tune;
-use tch_amp::optim::{AdamW, Optimizer};
-use tch_amp::scaler::GradScalerConfig;
-use tch_amp::{Autocast, GradScaler, memory};
+use tch_amp::{Autocast, memory};
 
 /// The number of iterations whose losses are compared.
 const CHECKED: usize = 5;
 
-/// Forward pass, backward pass, and optimizer with scaler.
-const PHASES: usize = 3;
-
 /// The norm to which gradients are clipped where they are.
 const MAX_NORM: f64 = 1.0;
-
-struct Training {
-    vs: VarStore,
-    model: Model,
-    batch: Batch,
-    region: Autocast,
-    /// The norm to which gradients are clipped.
-    max_norm: Option<f64>,
-    optimizer: Optimizer,
-    scaler: GradScaler,
-}
 
 /// A region in f32, and one in bf16.
 fn region(amp: bool) -> Autocast {
     Autocast::new(Device::Cpu).dtype(Kind::BFloat16).enabled(amp)
 }
 
-impl Training {
-    fn new(name: &str, weights: &Checkpoint, amp: bool) -> Self {
-        Self::with_scaler(name, weights, region(amp), amp)
-    }
-
-    /// A training with the plan that is measured for the model, which is printed.
-    fn tuned(name: &str, weights: &Checkpoint) -> Self {
-        let Self { vs, model, batch, scaler, .. } = Self::new(name, weights, true);
-        let loss = |region: Autocast| region.run(|| (model.loss)(&batch));
-        let tuning = tune(&vs, &region(true), &scaler, loss).unwrap();
-        println!("{tuning}");
-        let planned = region(true).plan(&tuning.plan).unwrap();
-        Self::with_scaler(name, weights, planned, tuning.plan.dtype.is_some())
-    }
-
-    /// Makes one whose scaler may be disabled in bf16, too.
-    fn with_scaler(name: &str, weights: &Checkpoint, region: Autocast, scales: bool) -> Self {
-        let vs = VarStore::new(Device::Cpu);
-        let model = model(name, &vs.root());
-        weights.restore().model("model", &vs).apply().unwrap();
-        let optimizer = AdamW::default().build(&vs, 1e-4).unwrap();
-        let scaler =
-            GradScalerConfig { enabled: scales, ..Default::default() }.build(Device::Cpu).unwrap();
-        tch::manual_seed(1);
-        let batch = model.batch.batch();
-        Self { vs, model, batch, region, max_norm: None, optimizer, scaler }
-    }
-
-    /// Returns the loss, and the nanoseconds of the forward pass, the backward pass, and the optimizer with the scaler.
-    fn iterate(&mut self) -> (Tensor, [f64; PHASES]) {
-        let mut loss = Tensor::new();
-        let forward = nanoseconds(|| {
-            self.optimizer.zero_grad().unwrap();
-            loss = self.region.run(|| (self.model.loss)(&self.batch)).unwrap();
-        });
-        let mut scaled = Tensor::new();
-        let scale = nanoseconds(|| scaled = self.scaler.scale(&loss).unwrap());
-        let backward = nanoseconds(|| scaled.backward());
-        let step = nanoseconds(|| {
-            drop(match self.max_norm {
-                None => self.scaler.step(&mut self.optimizer).unwrap(),
-                Some(norm) => self.scaler.step_clip_norm(&mut self.optimizer, norm).unwrap(),
-            });
-            self.scaler.update().unwrap();
-        });
-        let optimizer = scale + step;
-        (loss, [forward, backward, optimizer])
-    }
+fn training(name: &str, weights: &Checkpoint, amp: bool) -> Training {
+    Training::new(name, weights, Device::Cpu, region(amp), amp)
 }
 
 /// Checks that the losses of both sides agree. They differ only where libtorch sums in another order.
 fn check(name: &str, weights: &Checkpoint, python: &mut Python) {
     for (amp, precision, tolerance) in [(false, "fp32", 1e-4), (true, "bf16", 1e-2)] {
-        let mut training = Training::new(name, weights, amp);
+        let mut training = training(name, weights, amp);
         let ours: Vec<f64> = (0..CHECKED).map(|_| training.iterate().0.double_value(&[])).collect();
         let theirs = python.ask(&format!("losses {name} {precision} {CHECKED}"));
         let theirs: Vec<f64> = theirs.split(' ').map(|loss| loss.parse().unwrap()).collect();
@@ -139,8 +78,8 @@ struct Times {
 fn time(name: &'static str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> Times {
     let (rounds, iterations) =
         if is_quick() { (1, 1) } else { (9, if name.starts_with("mlp_6") { 60 } else { 3 }) };
-    let mut trainings = [false, true].map(|amp| Training::new(name, weights, amp));
-    let mut planned = Training::tuned(name, weights);
+    let mut trainings = [false, true].map(|amp| training(name, weights, amp));
+    let mut planned = training(name, weights, true).tuned(name, weights);
     let mut with_plan = Vec::new();
     // In f32 and bf16: this crate's iterations, and those of each Python.
     let mut ours = [Vec::new(), Vec::new()];
@@ -195,7 +134,7 @@ fn time(name: &'static str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> 
 fn print_scaling(name: &str, weights: &Checkpoint, python: &mut Python) {
     let count = if is_quick() { 2 } else { 3 * if name.starts_with("mlp_6") { 100 } else { 5 } };
     let mut trainings =
-        [false, true].map(|scales| Training::with_scaler(name, weights, region(true), scales));
+        [false, true].map(|scales| Training::new(name, weights, Device::Cpu, region(true), scales));
     let ours = [None, Some(MAX_NORM)].map(|max_norm| {
         let (mut added, mut totals) = (Vec::new(), Vec::new());
         // The first iterations are a warm-up.

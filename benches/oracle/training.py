@@ -53,20 +53,20 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self):
+    def __init__(self, width, blocks, heads, length, vocabulary, rows):
         super().__init__()
-        width, self.length, self.vocabulary = 384, 128, 256
+        self.length, self.vocabulary, self.rows = length, vocabulary, rows
         self.embedding = nn.Embedding(self.vocabulary, width)
         self.places = nn.Embedding(self.length, width)
-        self.blocks = nn.ModuleList(Block(width, 6, True) for _ in range(6))
+        self.blocks = nn.ModuleList(Block(width, heads, True) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, self.vocabulary)
 
     def batch(self):
-        tokens = torch.randint(self.vocabulary, (4, self.length + 1))
+        tokens = torch.randint(self.vocabulary, (self.rows, self.length + 1))
         return tokens[:, :-1], tokens[:, 1:].contiguous()
 
     def loss(self, xs, ys):
-        xs = self.embedding(xs) + self.places(torch.arange(self.length))
+        xs = self.embedding(xs) + self.places(torch.arange(self.length, device=xs.device))
         for block in self.blocks:
             xs = block(xs)
         ys_ = self.head(self.norm(xs)).float()
@@ -74,20 +74,20 @@ class Gpt(nn.Module):
 
 
 class Bert(nn.Module):
-    def __init__(self):
+    def __init__(self, width, blocks, heads, length, vocabulary, rows):
         super().__init__()
-        width, self.length, self.vocabulary, self.classes = 256, 128, 8192, 4
+        self.length, self.vocabulary, self.classes, self.rows = length, vocabulary, 4, rows
         self.embedding = nn.Embedding(self.vocabulary, width)
         self.places = nn.Embedding(self.length, width)
         self.norm = nn.LayerNorm(width)
-        self.blocks = nn.ModuleList(Block(width, 4, False) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(width, heads, False) for _ in range(blocks))
         self.head = nn.Linear(width, self.classes)
 
     def batch(self):
-        return torch.randint(self.vocabulary, (8, self.length)), torch.randint(self.classes, (8,))
+        return torch.randint(self.vocabulary, (self.rows, self.length)), torch.randint(self.classes, (self.rows,))
 
     def loss(self, xs, ys):
-        xs = self.norm(self.embedding(xs) + self.places(torch.arange(self.length)))
+        xs = self.norm(self.embedding(xs) + self.places(torch.arange(self.length, device=xs.device)))
         for block in self.blocks:
             xs = block(xs)
         return F.cross_entropy(self.head(xs[:, 0]).float(), ys)
@@ -104,8 +104,9 @@ class Layer(nn.Module):
 
 
 class Conv(nn.Module):
-    def __init__(self):
+    def __init__(self, count, size):
         super().__init__()
+        self.count, self.size = count, size
         self.stem = Layer(3, 64, 1)
         for i, (start, to) in enumerate([(64, 64), (64, 128), (128, 256)]):
             self.add_module(f"down{i}", Layer(start, to, 1 if i == 0 else 2))
@@ -113,7 +114,7 @@ class Conv(nn.Module):
         self.head = nn.Linear(256, 10)
 
     def batch(self):
-        return torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
+        return torch.randn(self.count, 3, self.size, self.size), torch.randint(10, (self.count,))
 
     def loss(self, xs, ys):
         for name, layer in self.named_children():
@@ -125,12 +126,13 @@ class Conv(nn.Module):
 
 
 class Lstm(nn.Module):
-    def __init__(self):
+    def __init__(self, width, length, rows):
         super().__init__()
-        self.lstm, self.head = nn.LSTM(256, 256, batch_first=True), nn.Linear(256, 256)
+        self.shape = (rows, length, width)
+        self.lstm, self.head = nn.LSTM(width, width, batch_first=True), nn.Linear(width, width)
 
     def batch(self):
-        return torch.randn(32, 32, 256), torch.randn(32, 32, 256)
+        return torch.randn(self.shape), torch.randn(self.shape)
 
     def loss(self, xs, ys):
         return F.mse_loss(self.head(self.lstm(xs)[0]).float(), ys)
@@ -140,10 +142,15 @@ MODELS = {
     "mlp_6x32": lambda: Mlp(6, 32, 16),
     "mlp_6x256": lambda: Mlp(6, 256, 64),
     "mlp_4x1024": lambda: Mlp(4, 1024, 256),
-    "gpt": Gpt,
-    "conv": Conv,
-    "bert": Bert,
-    "lstm": Lstm,
+    "mlp_4x4096": lambda: Mlp(4, 4096, 4096),
+    "gpt": lambda: Gpt(384, 6, 6, 128, 256, 4),
+    "gpt_124m": lambda: Gpt(768, 12, 12, 1024, 50304, 8),
+    "conv": lambda: Conv(32, 32),
+    "conv_large": lambda: Conv(256, 64),
+    "bert": lambda: Bert(256, 4, 4, 128, 8192, 8),
+    "bert_base": lambda: Bert(768, 12, 12, 128, 30522, 64),
+    "lstm": lambda: Lstm(256, 32, 32),
+    "lstm_large": lambda: Lstm(1024, 128, 64),
 }
 
 

@@ -33,13 +33,11 @@ pub enum Shape {
     Sequences { rows: i64, length: i64, width: i64 },
 }
 
-const CPU: Device = Device::Cpu;
-
 impl Shape {
-    /// Generates a batch from the generator's current state.
-    pub fn batch(self) -> Batch {
-        let normal = |size: &[i64]| Tensor::randn(size, (Kind::Float, CPU));
-        let below = |n: i64, size: &[i64]| Tensor::randint(n, size, (Kind::Int64, CPU));
+    /// Generates a batch on the CPU, from its generator's current state, and moves it to the device.
+    pub fn batch(self, device: Device) -> Batch {
+        let normal = |size: &[i64]| Tensor::randn(size, (Kind::Float, Device::Cpu));
+        let below = |n: i64, size: &[i64]| Tensor::randint(n, size, (Kind::Int64, Device::Cpu));
         let (xs, ys) = match self {
             Self::Dense { rows, width } => (normal(&[rows, width]), normal(&[rows, width])),
             Self::Images { count, size, classes } => {
@@ -56,7 +54,7 @@ impl Shape {
                 (normal(&[rows, length, width]), normal(&[rows, length, width]))
             }
         };
-        Batch { xs, ys }
+        Batch { xs: xs.to_device(device), ys: ys.to_device(device) }
     }
 }
 
@@ -69,10 +67,15 @@ pub fn model(name: &str, path: &Path<'_>) -> Model {
         "mlp_6x32" => mlp(path, 6, 32, 16),
         "mlp_6x256" => mlp(path, 6, 256, 64),
         "mlp_4x1024" => mlp(path, 4, 1024, 256),
-        "gpt" => gpt(path),
-        "conv" => conv(path),
-        "bert" => bert(path),
-        "lstm" => lstm(path),
+        "mlp_4x4096" => mlp(path, 4, 4096, 4096),
+        "gpt" => gpt(path, SMALL_GPT, 4),
+        "gpt_124m" => gpt(path, GPT_124M, 8),
+        "conv" => conv(path, 32, 32),
+        "conv_large" => conv(path, 256, 64),
+        "bert" => bert(path, SMALL_BERT, 8),
+        "bert_base" => bert(path, BERT_BASE, 64),
+        "lstm" => lstm(path, 256, 32, 32),
+        "lstm_large" => lstm(path, 1024, 128, 64),
         other => panic!("there is no model {other}"),
     }
 }
@@ -132,46 +135,68 @@ impl Block {
     }
 }
 
-/// A language model over bytes, with about ten million parameters.
-fn gpt(path: &Path<'_>) -> Model {
-    let (width, length, vocabulary) = (384, 128, 256);
+/// The sizes of a transformer.
+#[derive(Clone, Copy)]
+struct Sizes {
+    width: i64,
+    blocks: i64,
+    heads: i64,
+    length: i64,
+    vocabulary: i64,
+}
+
+const SMALL_GPT: Sizes = Sizes { width: 384, blocks: 6, heads: 6, length: 128, vocabulary: 256 };
+const GPT_124M: Sizes =
+    Sizes { width: 768, blocks: 12, heads: 12, length: 1024, vocabulary: 50304 };
+const SMALL_BERT: Sizes = Sizes { width: 256, blocks: 4, heads: 4, length: 128, vocabulary: 8192 };
+const BERT_BASE: Sizes =
+    Sizes { width: 768, blocks: 12, heads: 12, length: 128, vocabulary: 30522 };
+
+impl Sizes {
+    fn blocks(self, path: &Path<'_>, causal: bool) -> Vec<Block> {
+        let block = |i| Block::new(&(path / "blocks" / i), self.width, self.heads, causal);
+        (0..self.blocks).map(block).collect()
+    }
+}
+
+/// A language model; the small one is over bytes and has about ten million parameters.
+fn gpt(path: &Path<'_>, sizes: Sizes, rows: i64) -> Model {
+    let Sizes { width, length, vocabulary, .. } = sizes;
     let embedding = nn::embedding(path / "embedding", vocabulary, width, Default::default());
     let places = nn::embedding(path / "places", length, width, Default::default());
-    let blocks: Vec<_> =
-        (0..6).map(|i| Block::new(&(path / "blocks" / i), width, 6, true)).collect();
+    let blocks = sizes.blocks(path, true);
     let norm = nn::layer_norm(path / "norm", vec![width], Default::default());
     let head = nn::linear(path / "head", width, vocabulary, Default::default());
     let loss = move |batch: &Batch| {
-        let place = Tensor::arange(length, (Kind::Int64, CPU));
+        let place = Tensor::arange(length, (Kind::Int64, batch.xs.device()));
         let xs = embedding.forward(&batch.xs) + places.forward(&place);
         let xs = blocks.iter().fold(xs, |xs, block| block.forward(&xs));
         let ys = head.forward(&norm.forward(&xs)).to_kind(Kind::Float);
         ys.view([-1, vocabulary]).cross_entropy_for_logits(&batch.ys.view([-1]))
     };
-    Model { loss: Box::new(loss), batch: Shape::Tokens { rows: 4, length, vocabulary } }
+    Model { loss: Box::new(loss), batch: Shape::Tokens { rows, length, vocabulary } }
 }
 
-/// An encoder with the structure of a small BERT, and a classifier for the first token.
-fn bert(path: &Path<'_>) -> Model {
-    let (width, length, vocabulary, classes) = (256, 128, 8192, 4);
+/// An encoder with the structure of BERT, and a classifier for the first token.
+fn bert(path: &Path<'_>, sizes: Sizes, rows: i64) -> Model {
+    let (Sizes { width, length, vocabulary, .. }, classes) = (sizes, 4);
     let embedding = nn::embedding(path / "embedding", vocabulary, width, Default::default());
     let places = nn::embedding(path / "places", length, width, Default::default());
     let norm = nn::layer_norm(path / "norm", vec![width], Default::default());
-    let blocks: Vec<_> =
-        (0..4).map(|i| Block::new(&(path / "blocks" / i), width, 4, false)).collect();
+    let blocks = sizes.blocks(path, false);
     let head = nn::linear(path / "head", width, classes, Default::default());
     let loss = move |batch: &Batch| {
-        let place = Tensor::arange(length, (Kind::Int64, CPU));
+        let place = Tensor::arange(length, (Kind::Int64, batch.xs.device()));
         let xs = norm.forward(&(embedding.forward(&batch.xs) + places.forward(&place)));
         let xs = blocks.iter().fold(xs, |xs, block| block.forward(&xs));
         let ys = head.forward(&xs.select(1, 0)).to_kind(Kind::Float);
         ys.cross_entropy_for_logits(&batch.ys)
     };
-    Model { loss: Box::new(loss), batch: Shape::Sentences { rows: 8, length, vocabulary, classes } }
+    Model { loss: Box::new(loss), batch: Shape::Sentences { rows, length, vocabulary, classes } }
 }
 
 /// A residual network with batch norms.
-fn conv(path: &Path<'_>) -> Model {
+fn conv(path: &Path<'_>, count: i64, size: i64) -> Model {
     let layer = |name: String, from, to, stride| {
         let config = nn::ConvConfig { stride, padding: 1, bias: false, ..Default::default() };
         let path = path / name;
@@ -195,16 +220,15 @@ fn conv(path: &Path<'_>) -> Model {
         let ys = head.forward(&xs.mean_dim([2i64, 3].as_slice(), false, None)).to_kind(Kind::Float);
         ys.cross_entropy_for_logits(&batch.ys)
     };
-    Model { loss: Box::new(loss), batch: Shape::Images { count: 32, size: 32, classes: 10 } }
+    Model { loss: Box::new(loss), batch: Shape::Images { count, size, classes: 10 } }
 }
 
-fn lstm(path: &Path<'_>) -> Model {
-    let (width, length) = (256, 32);
+fn lstm(path: &Path<'_>, width: i64, length: i64, rows: i64) -> Model {
     let lstm = nn::lstm(path / "lstm", width, width, nn::RNNConfig::default());
     let head = nn::linear(path / "head", width, width, Default::default());
     let loss = move |batch: &Batch| {
         let (ys, _) = lstm.seq(&batch.xs);
         head.forward(&ys).to_kind(Kind::Float).mse_loss(&batch.ys, tch::Reduction::Mean)
     };
-    Model { loss: Box::new(loss), batch: Shape::Sequences { rows: 32, length, width } }
+    Model { loss: Box::new(loss), batch: Shape::Sequences { rows, length, width } }
 }
