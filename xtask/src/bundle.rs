@@ -9,14 +9,18 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use crate::args::Args;
-use crate::process;
+use crate::libtorch::Libtorch;
 use crate::workspace::{self, Workspace};
+use crate::{process, simulation};
 
-const RUN: &str = include_str!("run.sh");
+const RUN: &str = include_str!("run.py");
 
 /// What the programs may read when they run: oracles, data, and the sources that some tests parse.
 const READ: [&str; 8] =
     ["README.md", "benches", "csrc", "docs", "examples", "recipes", "src", "tests"];
+
+/// Libraries that `run.py` preloads, made of a source each if libtorch is one for CUDA.
+const PRELOADS: [&str; 2] = ["counters", "second_device"];
 
 const MAX_MIB: u64 = 60;
 
@@ -31,10 +35,14 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
         fs::remove_dir_all(&bundle)?;
     }
     build(&workspace, &bundle.join("bin"))?;
+    pack(&bundle)?;
+    if workspace.libtorch.has_cuda() {
+        compile_preloads(&workspace.libtorch, &bundle.join("lib"))?;
+    }
     for name in READ {
         copy(&workspace::root().join(name), &bundle.join(name))?;
     }
-    let script = bundle.join("run.sh");
+    let script = bundle.join("run.py");
     fs::write(&script, RUN.replace("@TORCH@", libtorch))?;
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
     report(&bundle)
@@ -57,6 +65,40 @@ fn build(workspace: &Workspace, bin: &Path) -> Result<()> {
             strip.arg("-o").arg(dir.join(&program.name)).arg(&program.path);
             process::run(&mut strip).context("binutils is needed")?;
         }
+    }
+    Ok(())
+}
+
+/// Replaces `bin` by an archive of it, an eighth as large because the programs have much in common.
+fn pack(bundle: &Path) -> Result<()> {
+    let mut tar = Command::new("tar");
+    tar.env("XZ_OPT", "--lzma2=preset=6,dict=256MiB").current_dir(bundle);
+    process::run(tar.args(["--sort=name", "-cJf", "bin.tar.xz", "bin"])).context("xz is needed")?;
+    Ok(fs::remove_dir_all(bundle.join("bin"))?)
+}
+
+/// Compiles `tests/real_cuda` with the headers of CUDA that the wheels of PyTorch bring.
+fn compile_preloads(libtorch: &Libtorch, folder: &Path) -> Result<()> {
+    fs::create_dir_all(folder)?;
+    let site = libtorch.root.parent().unwrap_or(&libtorch.root);
+    let cuda = site.join("nvidia/cu13");
+    // The wheel of CUDA's runtime has no crt/, but Triton's has.
+    let headers = [
+        libtorch.root.join("include"),
+        cuda.join("include"),
+        site.join("triton/backends/nvidia/include"),
+    ];
+    for name in PRELOADS {
+        let mut compiler = simulation::cxx();
+        compiler.args(["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-shared"]);
+        for headers in &headers {
+            compiler.arg("-isystem").arg(headers);
+        }
+        compiler.arg(workspace::root().join("tests/real_cuda").join(format!("{name}.cpp")));
+        compiler.arg("-o").arg(folder.join(format!("lib{name}.so")));
+        compiler.arg("-L").arg(libtorch.lib()).arg("-L").arg(cuda.join("lib"));
+        compiler.args(["-Wl,--as-needed", "-lc10_cuda", "-lc10", "-l:libcupti.so.13", "-ldl"]);
+        process::run(&mut compiler)?;
     }
     Ok(())
 }
@@ -98,7 +140,7 @@ fn report(bundle: &Path) -> Result<()> {
     let mib = size(bundle)?.div_ceil(1 << 20);
     let dir = bundle.display();
     ensure!(mib <= MAX_MIB, "{dir} has {mib} MiB: more than {MAX_MIB}, the most that it may have");
-    println!("{dir}: {mib} MiB. There, with Python's torch: ./run.sh [tests|examples|bench|all]");
+    println!("{dir}: {mib} MiB. There, with Python's torch: python3 run.py --help");
     Ok(())
 }
 

@@ -163,7 +163,7 @@ fn sources(end: &str) -> Result<Vec<PathBuf>> {
 }
 
 /// The C++ compiler, with the options that CXX may contain.
-fn cxx() -> Command {
+pub(crate) fn cxx() -> Command {
     let words = env::var("CXX").unwrap_or_else(|_| "c++".into());
     let mut words = words.split_whitespace().map(OsString::from);
     let mut command = Command::new(words.next().unwrap_or_else(|| "c++".into()));
