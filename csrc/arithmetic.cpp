@@ -63,6 +63,7 @@ Product::Product(const std::vector<Tensor> &tensors, const Tensor &factor) {
   std::vector<Tensor> other;
   for (const auto &t : tensors) (has_loop(t) ? looped_ : other).push_back(t);
   if (!looped_.empty()) value_ = factor.item<double>();
+  end_lazy_copies(other);
   // libtorch multiplies a list by a tensor in one launch only if both have the same dtype. Otherwise it rounds the
   // factor to the dtype of the tensors as well, but multiplies them one by one.
   for (auto &alike : by_dtype(other)) {

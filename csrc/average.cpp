@@ -106,6 +106,7 @@ class AveragedGroup {
 
   void update(double weight, const Tensor &device_weight) {
     if (averages_.empty()) return;
+    tamp::end_lazy_copies(averages_);
     if (!device_weight.defined()) {
       at::_foreach_lerp_(averages_, parameters_, weight);
     } else {

@@ -15,6 +15,7 @@
 #include "gradients.h"
 #include "guarded.h"
 #include "norm.h"
+#include "storage.h"
 
 namespace {
 
@@ -178,6 +179,7 @@ void tamp_clip_grad_value(tamp_tensor *const *parameters, size_t count, double m
       // On the CPU, one pass over a gradient takes less time than the two of `clamp`.
       (gradient.is_cpu() || gradient.is_neg() ? single : lists).push_back(gradient);
     }
+    tamp::end_lazy_copies(lists);
     for (auto &gradient : single) gradient.clamp_(-max, max);
     for (const auto &list : alike(lists)) clamp(list, max);
   });

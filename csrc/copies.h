@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "storage.h"
+
 namespace tamp {
 
 // Returns a part of `memory` for the elements of `t`, with the strides of `t` if that is dense, so that libtorch copies a
@@ -22,6 +24,7 @@ inline at::Tensor place_in(const at::Tensor &memory, int64_t begin, const at::Te
 class Copies {
  public:
   void add(at::Tensor to, at::Tensor from) {
+    end_lazy_copies({to});
     size_t i = 0;
     while (i < groups_.size() && !groups_[i].takes(to, from)) ++i;
     if (i == groups_.size()) groups_.emplace_back();

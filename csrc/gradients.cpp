@@ -230,6 +230,7 @@ void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *grad
         parts.push_back(more);
       }
     }
+    tamp::end_lazy_copies(sums);
     if (!sums.empty()) at::_foreach_add_(sums, parts);
   });
 }

@@ -176,6 +176,8 @@ Norms norms_of(const std::vector<Tensor> &alike, double norm_type) {
 
 // The norm of tensors on another device. It is f64 only if all of them are.
 Tensor norm_on_device(const std::vector<Tensor> &tensors, double norm_type) {
+  // Kernels take the type as f32. Beyond its range, a norm is that of the largest number.
+  if (std::isfinite(norm_type)) norm_type = std::min(norm_type, double{std::numeric_limits<float>::max()});
   auto lists = by_dtype(tensors);
   if (lists.size() == 1) {
     const auto [norms, unit] = norms_of(lists.front(), norm_type);

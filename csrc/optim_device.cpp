@@ -152,6 +152,8 @@ class OneDevice {
     for (auto &chunk : chunks_) {
       for (auto &launch : chunk) prepare(launch);
     }
+    tamp::end_lazy_copies(counts_.plain);
+    tamp::end_lazy_copies(counts_.many);
     counts_.prepare(found_inf_);
   }
 
@@ -208,6 +210,9 @@ class OneDevice {
   }
 
   void prepare(Launch &launch) const {
+    tamp::end_lazy_copies(launch.batch.parameters);
+    if (grad_scale_) tamp::end_lazy_copies(launch.batch.gradients);
+    for (const auto &states : launch.batch.states) tamp::end_lazy_copies(states);
     if (launch.composed) launch.composed->prepare(rows_);
   }
 

@@ -82,10 +82,11 @@ void for_each_byte(const Tensor &t, const F &f) {
   }
 }
 
+bool is_lazy_copy(const Tensor &t) { return c10::impl::cow::is_cow_data_ptr(t.storage().data_ptr()); }
+
 // Whether two tensors have a byte in common, of which the first does not begin after the second.
 bool meet(const Tensor &first, const Extent &one, const Tensor &second, const Extent &other) {
   if (one.end <= other.begin || first.device() != second.device()) return false;
-  const auto is_lazy_copy = [](const Tensor &t) { return c10::impl::cow::is_cow_data_ptr(t.storage().data_ptr()); };
   if (!first.is_alias_of(second) && (is_lazy_copy(first) || is_lazy_copy(second))) return false;
   if (first.is_non_overlapping_and_dense() && second.is_non_overlapping_and_dense()) return true;
   // Views such as the columns of a matrix can interleave, so each element counts.
@@ -115,6 +116,12 @@ bool overlaps(const Tensor &t) {
     reach = stride * (size - 1) + reach;
   }
   return false;
+}
+
+void end_lazy_copies(const std::vector<Tensor> &written) {
+  for (const auto &t : written) {
+    if (t.defined() && has_memory(t) && is_lazy_copy(t)) (void)t.mutable_data_ptr();
+  }
 }
 
 bool may_be_shared(const Tensor &t) { return has_memory(t) && (t.storage().use_count() > 1 || overlaps(t)); }

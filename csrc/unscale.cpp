@@ -53,9 +53,11 @@ struct UnscaledGroup {
   tamp::Widened widened;
 };
 
+// Whether libtorch's AMP kernel takes a tensor. On CUDA it has none for bf16, and takes an f64 number that f32 cannot
+// hold for infinite.
 bool has_kernel(const Tensor &t) {
-  if (t.is_cuda() && t.scalar_type() == at::kBFloat16) return false;
-  return t.is_cpu() || t.is_cuda();
+  if (t.is_cuda()) return t.scalar_type() != at::kBFloat16 && t.scalar_type() != at::kDouble;
+  return t.is_cpu();
 }
 
 using Groups = c10::SmallVector<UnscaledGroup, 1>;
@@ -116,7 +118,7 @@ void mark_non_finite(const std::vector<Tensor> &tensors, const Tensor &factor, c
   }
 }
 
-// Prepares gradients without an AMP kernel, such as bf16 on CUDA: checks them, and allocates the memory to multiply
+// Prepares gradients without an AMP kernel, such as bf16 and f64 on CUDA: checks them, and allocates the memory to multiply
 // them in.
 void prepare_generic(UnscaledGroup &group, const Options &options) {
   std::vector<Tensor> filled, narrow;
@@ -130,6 +132,7 @@ void prepare_generic(UnscaledGroup &group, const Options &options) {
     auto &list = t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf ? narrow : group.full_width;
     list.push_back(std::move(t));
   }
+  tamp::end_lazy_copies(group.full_width);
   group.widened = tamp::Widened(narrow);
 }
 
@@ -153,6 +156,7 @@ void prepare(UnscaledGroup &group, const Tensor &scale, const Options &options, 
     if (!inverse.defined()) inverse = inverse_of(scale);
     group.factor = tamp::on_device(inverse, device);
   }
+  if (!options.check_only) tamp::end_lazy_copies(group.kernel);
   if (!group.kernel.empty() && options.recheck) group.one = at::ones({}, number);
   if (!group.generic.empty()) prepare_generic(group, options);
 }

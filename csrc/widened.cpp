@@ -6,6 +6,7 @@
 
 #include "arithmetic.h"
 #include "copies.h"
+#include "storage.h"
 
 namespace tamp {
 namespace {
@@ -20,6 +21,7 @@ constexpr int64_t kElements = int64_t{1} << 24;
 
 Widened::Widened(const std::vector<Tensor> &tensors) {
   if (tensors.empty()) return;
+  end_lazy_copies(tensors);
   int64_t all = 0, largest = 0;
   for (const auto &t : tensors) {
     all += t.numel();

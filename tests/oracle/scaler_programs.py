@@ -7,7 +7,9 @@ GPUs.
 """
 
 import ctypes
+import functools
 import math
+import operator
 import struct
 import sys
 
@@ -59,8 +61,10 @@ def told(state):
 
 def norm_on_cpu(grads):
     """The squares are added up in f64, one after the other. The norm is f32, unless that cannot hold it."""
-    squares = [sum((x * x for x in grad.double().flatten().tolist()), 0.0) for grad in grads]
-    total = torch.tensor(math.sqrt(sum(squares, 0.0)), dtype=torch.float64)
+    # Not `sum`, which compensates for rounding from Python 3.12 on.
+    add = functools.partial(functools.reduce, operator.add)
+    squares = [add((x * x for x in grad.double().flatten().tolist()), 0.0) for grad in grads]
+    total = torch.tensor(math.sqrt(add(squares, 0.0)), dtype=torch.float64)
     is_wide = all(grad.dtype == torch.float64 for grad in grads)
     too_large = total.isfinite() and not total.float().isfinite()
     return total if is_wide or too_large else total.float()

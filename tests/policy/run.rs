@@ -101,11 +101,12 @@ fn a_closure_is_not_run_under_a_policy_that_autocast_cannot_follow() {
 fn a_part_of_a_region_has_its_own_precision_forward_and_backward() {
     for_each_device(|device| {
         let half = half_dtype(device);
-        let gradients = |region: Autocast, part: &dyn Fn(&Tensor, &nn::Linear) -> Tensor| {
-            tch::manual_seed(1);
-            let vs = VarStore::new(device);
-            let linear = nn::linear(vs.root(), 8, 8, Default::default());
-            let xs = Tensor::randn([4, 8], (Kind::Float, device)).set_requires_grad(true);
+        let vs = VarStore::new(device);
+        let mut linear = nn::linear(vs.root(), 8, 8, Default::default());
+        let inputs = Tensor::randn([4, 8], (Kind::Float, device));
+        let mut gradients = |region: Autocast, part: &dyn Fn(&Tensor, &nn::Linear) -> Tensor| {
+            let xs = inputs.copy().set_requires_grad(true);
+            linear.ws.zero_grad();
             let ys = region.run(|| part(&xs.matmul(&linear.ws), &linear)).unwrap();
             ys.to_kind(Kind::Float).square().sum(Kind::Float).backward();
             [xs.grad(), linear.ws.grad(), ys.detach()].map(|tensor| to_f64(&tensor))

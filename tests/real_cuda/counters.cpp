@@ -25,7 +25,7 @@ constexpr auto ALL = static_cast<size_t>(StatType::AGGREGATE);
 
 std::atomic<int64_t> launches, host_syncs;
 std::array<std::atomic<int64_t>, CALLS> calls;
-std::array<std::atomic<const char*>, CALLS> names;
+std::array<std::atomic<const char *>, CALLS> names;
 
 bool starts_with(std::string_view name, std::initializer_list<std::string_view> starts) {
   for (const auto start : starts) {
@@ -45,8 +45,8 @@ bool is_host_sync(std::string_view name) {
   return waits || (starts_with(name, {"cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpy_"}) && !is_asynchronous(name));
 }
 
-void CUPTIAPI on_call(void*, CUpti_CallbackDomain, CUpti_CallbackId id, const void* data) {
-  const auto* call = static_cast<const CUpti_CallbackData*>(data);
+void CUPTIAPI on_call(void *, CUpti_CallbackDomain, CUpti_CallbackId id, const void *data) {
+  const auto *call = static_cast<const CUpti_CallbackData *>(data);
   if (call->callbackSite != CUPTI_API_ENTER || id >= CALLS) return;
   const std::string_view name = call->functionName;
   calls[id]++;
@@ -57,7 +57,7 @@ void CUPTIAPI on_call(void*, CUpti_CallbackDomain, CUpti_CallbackId id, const vo
 
 // Prints every call of the driver and how often it was made.
 void print_calls() {
-  std::FILE* file = std::fopen(std::getenv("REAL_CUDA_CALLS"), "a");
+  std::FILE *file = std::fopen(std::getenv("REAL_CUDA_CALLS"), "a");
   if (file == nullptr) return;
   for (size_t id = 0; id < CALLS; ++id) {
     if (calls[id] > 0) std::fprintf(file, "%10lld %s\n", static_cast<long long>(calls[id]), names[id].load());

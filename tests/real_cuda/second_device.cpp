@@ -17,25 +17,29 @@ thread_local int current = 0;
 
 // The function of this name in the real runtime, which is among the dependencies of the program or loaded by it.
 template <typename F>
-F* runtime(F*, const char* name) {
-  void* found = dlsym(RTLD_NEXT, name);
+F *runtime(F *, const char *name) {
+  void *found = dlsym(RTLD_NEXT, name);
   if (found == nullptr) found = dlsym(dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD), name);
-  return reinterpret_cast<F*>(found);
+  return reinterpret_cast<F *>(found);
 }
 
 #define RUNTIME(name) runtime(&name, #name)
 
 bool is_valid(int device) { return 0 <= device && device < COUNT; }
 
-decltype(&cuDevicePrimaryCtxGetState) get_state = nullptr;
-
-CUresult state_of_either(CUdevice, unsigned* flags, int* active) { return get_state(REAL, flags, active); }
+// The driver's own function, which libtorch asks the runtime for, and libcaffe2_nvrtc is linked with.
+decltype(&cuDevicePrimaryCtxGetState) get_state() {
+  static const auto found = dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuDevicePrimaryCtxGetState");
+  return reinterpret_cast<decltype(&cuDevicePrimaryCtxGetState)>(found);
+}
 
 }  // namespace
 
 extern "C" {
 
-cudaError_t cudaGetDeviceCount(int* count) {
+CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned *flags, int *active) { return get_state()(REAL, flags, active); }
+
+cudaError_t cudaGetDeviceCount(int *count) {
   const auto status = RUNTIME(cudaGetDeviceCount)(count);
   if (status == cudaSuccess && *count == 1) *count = COUNT;
   return status;
@@ -47,45 +51,44 @@ cudaError_t cudaSetDevice(int device) {
   return RUNTIME(cudaSetDevice)(REAL);
 }
 
-cudaError_t cudaGetDevice(int* device) {
+cudaError_t cudaGetDevice(int *device) {
   *device = current;
   return cudaSuccess;
 }
 
-cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
   if (!is_valid(device)) return cudaErrorInvalidDevice;
   return RUNTIME(cudaGetDeviceProperties)(properties, REAL);
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
   return RUNTIME(cudaDeviceGetAttribute)(value, attribute, REAL);
 }
 
-cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int) {
+cudaError_t cudaDeviceGetPCIBusId(char *id, int length, int) {
   return RUNTIME(cudaDeviceGetPCIBusId)(id, length, REAL);
 }
 
-cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int) {
   return RUNTIME(cudaDeviceGetDefaultMemPool)(pool, REAL);
 }
 
-cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) {
   *can = 1;
   return cudaSuccess;
 }
 
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 
-cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t bytes, cudaStream_t stream) {
   return RUNTIME(cudaMemcpyAsync)(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
 }
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
-                                             unsigned long long flags, cudaDriverEntryPointQueryResult* result) {
+cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version,
+                                             unsigned long long flags, cudaDriverEntryPointQueryResult *result) {
   const auto status = RUNTIME(cudaGetDriverEntryPointByVersion)(symbol, function, version, flags, result);
   if (status == cudaSuccess && *function != nullptr && std::strcmp(symbol, "cuDevicePrimaryCtxGetState") == 0) {
-    get_state = reinterpret_cast<decltype(get_state)>(*function);
-    *function = reinterpret_cast<void*>(&state_of_either);
+    *function = reinterpret_cast<void *>(&cuDevicePrimaryCtxGetState);
   }
   return status;
 }

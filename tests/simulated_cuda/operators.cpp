@@ -104,8 +104,12 @@ class Place {
   std::optional<c10::Device> device_, first_cuda_;
 };
 
-// Gives each lazy copy that a call writes to memory of its own, as a kernel does that asks for memory to write to.
+// Gives each lazy copy that a call writes to memory of its own, as a kernel does that asks for memory to write to. The
+// kernels for lists of tensors do not: they write to memory that they have asked for to read, and so to the original.
 void end_lazy_copies(const Call &call) {
+  for (const char *of_lists : {"_foreach_", "_fused_", "_amp_foreach_"}) {
+    if (call.name.rfind(of_lists, 0) == 0) return;
+  }
   const auto &arguments = call.schema.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto *alias = arguments[i].alias_info();

@@ -16,8 +16,8 @@ use crate::{process, simulation};
 const RUN: &str = include_str!("run.py");
 
 /// What the programs may read when they run: oracles, data, and the sources that some tests parse.
-const READ: [&str; 8] =
-    ["README.md", "benches", "csrc", "docs", "examples", "recipes", "src", "tests"];
+const READ: [&str; 9] =
+    ["README.md", "benches", "csrc", "docs", "examples", "fuzz/seeds", "recipes", "src", "tests"];
 
 /// Libraries that `run.py` preloads, made of a source each if libtorch is one for CUDA.
 const PRELOADS: [&str; 2] = ["counters", "second_device"];
@@ -72,7 +72,7 @@ fn build(workspace: &Workspace, bin: &Path) -> Result<()> {
 /// Replaces `bin` by an archive of it, an eighth as large because the programs have much in common.
 fn pack(bundle: &Path) -> Result<()> {
     let mut tar = Command::new("tar");
-    tar.env("XZ_OPT", "--lzma2=preset=6,dict=256MiB").current_dir(bundle);
+    tar.env("XZ_OPT", "--lzma2=preset=1,dict=256MiB").current_dir(bundle);
     process::run(tar.args(["--sort=name", "-cJf", "bin.tar.xz", "bin"])).context("xz is needed")?;
     Ok(fs::remove_dir_all(bundle.join("bin"))?)
 }
