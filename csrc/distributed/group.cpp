@@ -189,7 +189,17 @@ void Group::watch(const c10::intrusive_ptr<c10d::Store> &store) {
   }).detach();
 }
 
-Group::~Group() { operations_->fail("the group has ended"); }
+Group::~Group() {
+  operations_->fail("the group has ended");
+  for (const auto &[type, backend] : backendTypeToBackend_) {
+    try {
+      // Without this, NCCL's backend aborts what other ranks are still receiving, and warns of it.
+      if (type != BackendType::GLOO) backend->shutdown();
+    } catch (const std::exception &) {
+      // Another rank has ended, which its own calls say.
+    }
+  }
+}
 
 void Group::close() {
   decltype(deviceTypeToBackend_) devices;
@@ -203,7 +213,10 @@ void Group::close() {
   devices.clear();
   for (auto &[type, backend] : backends) {
     auto *gloo = dynamic_cast<ProcessGroupGloo *>(backend.get());
-    if (gloo == nullptr) continue;
+    if (gloo == nullptr) {
+      backend->abort();
+      continue;
+    }
     for (const auto &context : Connections::of(*gloo)) context->closeConnections();
     // The end of a backend waits for the operations of this rank that have begun, which may take until their timeout.
     std::thread([last = std::move(backend)]() mutable { last.reset(); }).detach();

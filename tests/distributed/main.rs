@@ -18,6 +18,7 @@ mod hosts;
 #[cfg(target_os = "linux")]
 mod kills;
 mod mean;
+mod nccl;
 mod own_arithmetic;
 mod passes;
 mod processes;

@@ -69,6 +69,9 @@ fn rank() {
     if let Some(line) = super::resuming::run(&group, &task) {
         return println!("rank: {line}");
     }
+    if let Some(line) = super::nccl::run(&group, &task) {
+        return println!("rank: {line}");
+    }
     match task.as_str() {
         "sum" => {
             group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();

