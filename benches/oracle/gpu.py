@@ -53,6 +53,10 @@ class Training:
         return (end - start) / iterations, (host - start) / iterations, torch.cuda.max_memory_allocated()
 
 
+def losses(training, iterations):
+    return " ".join(str(training.iterate().item()) for _ in range(iterations))
+
+
 def main():
     weights, running = None, {}
     for line in sys.stdin:
@@ -65,8 +69,7 @@ def main():
             torch.save({"model": weights}, rest[0])
             answer = "saved"
         elif command == "losses":
-            training = Training(name, weights, rest[0])
-            answer = " ".join(str(training.iterate().item()) for _ in range(int(rest[1])))
+            answer = losses(Training(name, weights, rest[0]), int(rest[1]))
         else:
             precision = rest[0]
             if precision not in running:
