@@ -238,7 +238,6 @@ uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **
     if (!at::GradMode::is_enabled()) return 0;
     r.group->depend_on(nullptr);
     if (sync != 0) {
-      r.logger->set_runtime_stats_and_log();
       r.reducer->prepare_for_forward();
     }
     r.reducer->rebuild_buckets();

@@ -129,10 +129,9 @@ impl Batch {
         for parameter in parameters {
             let mut gradient = parameter.f_grad()?;
             if gradient.defined() {
-                let (device, kind) = (gradient.device(), gradient.f_kind()?);
-                let zero = ffi::number_new(0.0, kind, device)?;
-                let is_bad = any(&self.flags, device)?;
-                let _cleared = gradient.f_masked_fill_tensor_(&is_bad, &zero)?;
+                let is_bad = any(&self.flags, gradient.device())?;
+                // A tensor in place of the number would be read by the host.
+                let _cleared = gradient.f_masked_fill_(&is_bad, 0.0)?;
             }
         }
         Ok(())

@@ -110,5 +110,8 @@ extern "C" void simulated_cuda_reset() {
   });
 }
 
-// No allocation of a real device is made to fail.
-extern "C" int64_t simulated_cuda_fail_allocation(int64_t) { return 0; }
+// No allocation of a real device is made to fail, so that all that were to come before a failure are still to come.
+extern "C" int64_t simulated_cuda_fail_allocation(int64_t n) {
+  static std::atomic<int64_t> planted;
+  return planted.exchange(n);
+}

@@ -196,7 +196,7 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet, torch::jit::Stack *
   const c10::Device device = Place(call).device();
   check(call);
   if (const int64_t count = launches(call); count > 0) note_launches(device.index(), name, count);
-  if (waits(name)) {
+  if (waits(call)) {
     note_wait(device.index(), name == "_local_scalar_dense" ? Wait::kItem : Wait::kOperator, name);
     arrive_all();
   }

@@ -120,10 +120,14 @@ bool is_one_of(const std::string &name, std::initializer_list<const char *> oper
   });
 }
 
-bool waits(const std::string &name) {
-  return is_one_of(name, {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique",
-                          "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount", "histc",
-                          "repeat_interleave", "multinomial", "_coalesce"});
+bool waits(const Call &call) {
+  // These read their value on the host.
+  if (is_one_of(call.name, {"masked_fill_.Tensor", "index_fill_.int_Tensor"})) {
+    return call.stack.back().toTensor().is_cuda();
+  }
+  return is_one_of(call.name, {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique",
+                               "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",
+                               "histc", "repeat_interleave", "multinomial", "_coalesce"});
 }
 
 int64_t launches(const Call &call) {

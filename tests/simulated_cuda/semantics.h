@@ -21,7 +21,7 @@ struct Call {
 bool is_one_of(const std::string &name, std::initializer_list<const char *> operators);
 
 // Whether PyTorch's kernel reads a number back to go on, for which the host waits.
-bool waits(const std::string &name);
+bool waits(const Call &call);
 
 // The kernels that PyTorch launches for a call on device tensors: none for views, one in general, and one for each
 // tensor of a list where the tensors are not alike enough to share one.
