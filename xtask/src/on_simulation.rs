@@ -32,8 +32,17 @@ const LAGS: [&str; 2] = ["0", "never"];
 const WITH_EVERY_LAG: [&str; 2] = ["optim", "scaler"];
 const ABOUT_LAGS: [&str; 5] = ["--test", "simulated", "--", "controls::", "skips::"];
 
+/// When copies from a device arrive in a run of the tests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Copies {
+    /// As the simulation has it by default.
+    Usual,
+    /// In further runs, at once, and when the host synchronizes.
+    AtAnyTime,
+}
+
 /// Runs the tests on simulated GPUs, with CUDA required.
-pub(crate) fn test(workspace: &Workspace) -> Result<()> {
+pub(crate) fn test(workspace: &Workspace, copies: Copies) -> Result<()> {
     if let Err(reason) = simulation::check_possible(&workspace.libtorch) {
         eprintln!(
             "WARNING: the tests on simulated GPUs are SKIPPED, and with them every CUDA path: {reason:#}"
@@ -44,7 +53,8 @@ pub(crate) fn test(workspace: &Workspace) -> Result<()> {
     let names = integration_tests(&workspace::root().join("tests"))?;
     let on_devices = names.iter().map(String::as_str).filter(|name| !CPU_ONLY.contains(name));
     show(cargo_test(workspace, &simulation, on_devices).arg("--lib"))?;
-    for lag in LAGS {
+    let lags = if copies == Copies::AtAnyTime { &LAGS[..] } else { &[] };
+    for lag in lags {
         println!("\n-- SIMULATED_CUDA_LAG={lag}");
         let mut tests = cargo_test(workspace, &simulation, WITH_EVERY_LAG);
         show(tests.env("SIMULATED_CUDA_LAG", lag))?;

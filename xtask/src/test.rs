@@ -36,15 +36,18 @@ pub(crate) fn run_all(args: Args) -> Result<()> {
     run(Args::new(["--all-versions".to_owned()]))
 }
 
-/// Runs the tests with another tch than the locked one, without the checks that do not depend on it.
+/// Runs the tests with another tch than the locked one, without the checks that do not depend on it: neither late copies
+/// nor the examples in the documentation do.
 fn test_only(steps: &mut Steps, pair: Pair) -> Result<()> {
     let name = format!("libtorch for tch {}", pair.tch);
     let workspace = steps.run(&name, || Workspace::announced(Some(pair)))?;
     let with = format!("with tch {}", pair.tch);
-    steps.run(&format!("tests {with} on simulated GPUs"), || on_simulation::test(&workspace))?;
+    steps.run(&format!("tests {with} on simulated GPUs"), || {
+        on_simulation::test(&workspace, on_simulation::Copies::Usual)
+    })?;
     steps.run(&format!("cargo test {with}"), || {
         workspace.warn_without_python();
-        show(workspace.cargo_full("test").env("TCH_AMP_SHORT", "1"))
+        show(workspace.cargo_full("test").args(["--lib", "--tests"]).env("TCH_AMP_SHORT", "1"))
     })
 }
 
@@ -75,7 +78,9 @@ fn check_and_test(steps: &mut Steps) -> Result<()> {
     if cfg!(target_os = "linux") {
         steps.run("fuzzing, briefly", || fuzz::fuzz(&workspace, FUZZ_SECONDS))?;
     }
-    steps.run("tests on simulated GPUs", || on_simulation::test(&workspace))?;
+    steps.run("tests on simulated GPUs", || {
+        on_simulation::test(&workspace, on_simulation::Copies::AtAnyTime)
+    })?;
     // Documentation tests come last.
     steps.run("cargo test", || {
         workspace.warn_without_python();
