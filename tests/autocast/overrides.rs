@@ -414,6 +414,7 @@ fn running_statistics_in_half_precision_are_written_back() {
 /// What an operator does to its inputs would be done to copies.
 #[test]
 fn operators_that_write_without_saying_so_are_refused() {
+    let _alone = alone();
     for name in ["_copy_from", "_copy_from_and_resize", "_backward", "_propagate_xla_data"] {
         let refused = region().prefer_half([name]).enter().map(drop);
         let is_named = |error: &AutocastError| error.to_string().contains(name);
@@ -430,6 +431,7 @@ fn operators_that_write_without_saying_so_are_refused() {
 /// half-precision output of a layer, and what a likelihood of a Bernoulli adds.
 #[test]
 fn log_probabilities_by_hand_are_those_of_f32() {
+    let _alone = alone();
     let squashed = |x: &Tensor| (1i64 - x.tanh().square() + 1e-6).log();
     let complement = |x: &Tensor| (1i64 - x.sigmoid() + 1e-6).log() - x.softplus() * x.exp();
     let losses: [&dyn Fn(&Tensor) -> Tensor; 2] = [&squashed, &complement];

@@ -6,7 +6,7 @@ use tch_amp::optim::{AdjustLr, AmpOptimizer, MasterWeights, Muon, Step};
 use crate::common::simulation::Simulation;
 use crate::training::{GPUS, MODES, Training};
 
-/// The most launches for each matrix, as the documentation of `MasterWeights` states them.
+/// The most launches for each matrix on simulated GPUs, as the documentation of `MasterWeights` states them.
 const FOR_EACH_MATRIX: i64 = 26;
 
 fn matrices(mode: (Kind, MasterWeights), count: usize) -> Training {

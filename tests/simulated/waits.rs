@@ -97,10 +97,6 @@ const CALLS: &[(&str, Prepared)] = &[
     ("ys.unique_dim(0, true, false, false)", |t| {
         call(move || t.ys.unique_dim(0, true, false, false))
     }),
-    ("p.multinomial(1, true)", |t| {
-        let p = t.xs.softmax(-1, None::<Kind>);
-        call(move || p.multinomial(1, true))
-    }),
     ("opt.clip_grad_norm(1.0)", |t| call(move || t.opt.clip_grad_norm(1.0))),
     ("opt.backward_step_clip_norm(&loss, 1.0)", |mut t| {
         call(move || t.opt.backward_step_clip_norm(&t.loss, 1.0))
@@ -306,11 +302,15 @@ fn the_calls_of_the_page_synchronize_as_it_says() {
         assert!(listed.contains_key(*name), "{PAGE} does not list `{name}`");
     }
     let Some(simulation) = Simulation::find() else { return };
+    let mut wrong = Vec::new();
     for (name, prepare) in CALLS {
         tch::Cuda::synchronize(0);
         let call = prepare(Training::new());
         let ((), counts) = simulation.count(call);
         let (waits, found) = (listed[*name], counts.host_syncs);
-        assert_eq!(found > 0, waits, "`{name}` synchronizes {found} times");
+        if (found > 0) != waits {
+            wrong.push(format!("`{name}` synchronizes {found} times"));
+        }
     }
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }

@@ -127,7 +127,7 @@ bool waits(const Call &call) {
   }
   return is_one_of(call.name, {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique",
                                "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",
-                               "histc", "repeat_interleave", "multinomial", "_coalesce"});
+                               "histc", "repeat_interleave", "_coalesce"});
 }
 
 int64_t launches(const Call &call) {
