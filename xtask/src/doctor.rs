@@ -13,6 +13,7 @@ use crate::versions::{Pair, locked};
 use crate::{cache, process, shadow, tools, workspace};
 
 mod cuda;
+mod operators;
 mod speed;
 
 /// Problems that prevent `demo` and `test` from working.
@@ -39,6 +40,9 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     let python = libtorch.as_ref().and_then(|libtorch| libtorch.python.as_ref());
     if let Some(measured) = python.and_then(|python| speed::advice(python)) {
         println!("\nMeasured on the CPU, by matrix products:\n{measured}");
+    }
+    if let Some(measured) = python.and_then(|python| operators::table(python)) {
+        println!("\n{measured}");
     }
     Ok(verdict(&problems))
 }
