@@ -11,6 +11,8 @@ use crate::{fuzz, layers, links, msrv, on_simulation, package, recipes, sanitize
 
 const FUZZ_SECONDS: u32 = 10;
 
+const TESTS: [&str; 2] = ["--lib", "--tests"];
+
 /// `cargo xtask test`.
 pub(crate) fn run(mut args: Args) -> Result<()> {
     let all = args.flag("--all-versions");
@@ -47,7 +49,7 @@ fn test_only(steps: &mut Steps, pair: Pair) -> Result<()> {
     })?;
     steps.run(&format!("cargo test {with}"), || {
         workspace.warn_without_python();
-        show(workspace.cargo_full("test").args(["--lib", "--tests"]).env("TCH_AMP_SHORT", "1"))
+        show(workspace.cargo_full("test").args(TESTS).env("TCH_AMP_SHORT", "1"))
     })
 }
 
@@ -81,9 +83,10 @@ fn check_and_test(steps: &mut Steps) -> Result<()> {
     steps.run("tests on simulated GPUs", || {
         on_simulation::test(&workspace, on_simulation::Copies::AtAnyTime)
     })?;
-    // Documentation tests come last.
+    // Clippy has compiled the examples, which no test runs as programs of their own.
     steps.run("cargo test", || {
         workspace.warn_without_python();
-        show(&mut workspace.cargo_full("test"))
-    })
+        show(workspace.cargo_full("test").args(TESTS))
+    })?;
+    steps.run("examples in the documentation", || show(workspace.cargo_full("test").arg("--doc")))
 }

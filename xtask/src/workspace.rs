@@ -32,7 +32,8 @@ impl Workspace {
             return Ok(Self { dir: root, pair, libtorch, target: None });
         }
         let dir = shadow::make(&target(), pair)?;
-        Ok(Self { target: Some(dir.join("target")), dir, pair, libtorch })
+        // The outputs of packages that do not depend on tch are those of the root.
+        Ok(Self { target: Some(target()), dir, pair, libtorch })
     }
 
     /// Like [`Workspace::new`], and prints which libtorch it uses.
