@@ -1,5 +1,6 @@
 // These link definitions come first and take precedence over those at the end of the README, which link to files.
 #![doc = include_str!("guide/links.md")]
+#![doc = include_str!("guide/pictures.md")]
 #![doc = include_str!("../README.md")]
 //!
 //! ## How the API is organized

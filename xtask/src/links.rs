@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::workspace;
+use crate::{pictures, workspace};
 
 /// The page that defines the targets in the documentation for links of the pages that it shows.
 const TARGETS: &str = "src/guide/links.md";
@@ -22,7 +22,8 @@ pub(crate) fn check() -> Result<()> {
     let mut pages = Vec::new();
     find(&root, &mut pages)?;
     pages.sort();
-    let targets = labels(&read(&root.join(TARGETS))?);
+    let mut targets = labels(&read(&root.join(TARGETS))?);
+    targets.extend(labels(&read(&root.join(pictures::TARGETS))?));
     let mut broken = Vec::new();
     for page in &pages {
         let text = read(page)?;
@@ -52,6 +53,7 @@ pub(crate) fn check() -> Result<()> {
     let missing = examples.iter().filter(|example| !recipes.contains(*example));
     broken.extend(missing.map(|example| format!("{RECIPES}: it does not link to {example}")));
     ensure!(broken.is_empty(), "{}", broken.join("\n"));
+    pictures::check()?;
     println!("{} pages", pages.len());
     Ok(())
 }
@@ -106,7 +108,7 @@ struct Link {
 
 impl Link {
     fn is_relative(&self) -> bool {
-        !self.target.contains("://") && !self.target.contains("::")
+        !["://", "::", "data:"].iter().any(|absolute| self.target.contains(absolute))
     }
 
     fn exists(&self, page: &Path) -> bool {

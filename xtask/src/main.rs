@@ -25,6 +25,7 @@ mod msrv;
 mod on_simulation;
 mod oracle;
 mod package;
+mod pictures;
 mod process;
 mod recipes;
 mod release;
@@ -57,7 +58,7 @@ usage: cargo xtask <command>
   doctor [--tch V]                   says what is here, what is missing and which precision suits this machine
   bundle [--tch V]                   packs tests, examples and benches for a machine without Rust
   fuzz [seconds]                     feeds damaged files to the checkpoint readers, for a minute by default
-  fmt                                formats the Rust and the C++
+  fmt                                formats the Rust and the C++, and puts the pictures into the documentation
   lock                               rewrites xtask/lock from Cargo.lock
   surface                            rewrites xtask/surface.txt, the list of the public items, and counts them
   package [--publishable]            rewrites xtask/package.txt, the list of the package's files; or checks that the

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use crate::args::Args;
 use crate::process;
 use crate::venv::Venv;
-use crate::{simulation, workspace};
+use crate::{pictures, simulation, workspace};
 
 /// The format depends on the release of clang-format, so one release is fixed.
 const CLANG_FORMAT: &str = "20.1.8";
@@ -28,9 +28,10 @@ pub(crate) fn cxx() -> Result<String> {
     Ok(format!("{version} ({compiler})"))
 }
 
-/// `cargo xtask fmt`: formats the Rust and the C++.
+/// `cargo xtask fmt`: formats the Rust and the C++, and puts the pictures into the documentation.
 pub(crate) fn format(args: Args) -> Result<()> {
     args.end()?;
+    pictures::write()?;
     rustfmt(&[])?;
     clang_format(&["-i"])
 }
@@ -51,7 +52,7 @@ fn rustfmt(arguments: &[&str]) -> Result<()> {
 }
 
 fn clang_format(arguments: &[&str]) -> Result<()> {
-    let files = cxx_files(&["csrc", simulation::SOURCES])?;
+    let files = cxx_files(&["csrc", simulation::SOURCES, "tests/real_cuda"])?;
     if files.is_empty() {
         return Ok(());
     }

@@ -92,6 +92,9 @@ def ratio(name, size):
     return best[torch.float32] / best[torch.bfloat16]
 
 
+# What the first calls of a process prepare is not counted.
+for dtype in (torch.float32, torch.bfloat16):
+    seconds(*OPERATORS["linear"](SIZES[0]), dtype)
 for name in OPERATORS:
     ratios = []
     for size in SIZES:

@@ -1,0 +1,77 @@
+//! The pictures of the README: on docs.rs, where a page has no files beside it, they are in the addresses of the links.
+
+use std::fmt::Write;
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::workspace;
+
+const PICTURES: &str = "docs/pictures";
+
+/// Defines the targets of the pictures in the documentation, before the README defines them as files.
+pub(crate) const TARGETS: &str = "src/guide/pictures.md";
+
+/// Fails if the documentation has other pictures than the folder.
+pub(crate) fn check() -> Result<()> {
+    let path = workspace::root().join(TARGETS);
+    let found = fs::read_to_string(&path).with_context(|| format!("{TARGETS} cannot be read"))?;
+    ensure!(found == targets()?, "{TARGETS} is not {PICTURES} any more: run `cargo xtask fmt`");
+    Ok(())
+}
+
+/// Writes the definitions.
+pub(crate) fn write() -> Result<()> {
+    fs::write(workspace::root().join(TARGETS), targets()?)
+        .with_context(|| format!("{TARGETS} cannot be written"))
+}
+
+fn targets() -> Result<String> {
+    let folder = workspace::root().join(PICTURES);
+    let mut paths = Vec::new();
+    for entry in fs::read_dir(&folder).with_context(|| format!("{PICTURES} cannot be read"))? {
+        paths.push(entry?.path());
+    }
+    paths.sort();
+    let mut text = String::new();
+    for path in paths.iter().filter(|path| path.extension().is_some_and(|end| end == "svg")) {
+        let name = path.file_stem().unwrap_or_default().to_string_lossy();
+        let svg = fs::read_to_string(path)?;
+        writeln!(text, "[{name} picture]: data:image/svg+xml,{}", encoded(&svg))?;
+    }
+    Ok(text)
+}
+
+/// The characters that an address may have as they are, and every other byte as `%` and two digits.
+fn encoded(svg: &str) -> String {
+    let mut out = String::new();
+    for byte in svg.trim_end().bytes() {
+        match byte {
+            b'A'..=b'Z'
+            | b'a'..=b'z'
+            | b'0'..=b'9'
+            | b'-'
+            | b'.'
+            | b'_'
+            | b'/'
+            | b':'
+            | b';'
+            | b','
+            | b'=' => {
+                out.push(char::from(byte));
+            }
+            _ => out.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_address_may_not_have_is_encoded() {
+        assert_eq!(encoded("<a x=\"1\">2¹⁵</a>\n"), "%3Ca%20x=%221%22%3E2%C2%B9%E2%81%B5%3C/a%3E");
+    }
+}
