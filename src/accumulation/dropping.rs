@@ -130,8 +130,9 @@ impl Batch {
             let mut gradient = parameter.f_grad()?;
             if gradient.defined() {
                 let is_bad = any(&self.flags, gradient.device())?;
-                // A tensor in place of the number would be read by the host.
-                let _cleared = gradient.f_masked_fill_(&is_bad, 0.0)?;
+                // The host reads the number, for which it would wait if it were on the device.
+                let zero = ffi::number_new(0.0, gradient.f_kind()?, Device::Cpu)?;
+                let _cleared = gradient.f_masked_fill_tensor_(&is_bad, &zero)?;
             }
         }
         Ok(())

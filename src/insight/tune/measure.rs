@@ -223,6 +223,34 @@ mod tests {
         assert!(!compared([1.0; ROUNDS], [1.0; ROUNDS]).is_faster());
     }
 
+    /// Composed attention with scores of a temperature of 30 has twice the error of the fused kernel.
+    #[test]
+    fn what_is_faster_and_less_precise_is_left_out() -> Result<()> {
+        let one = |x: f32| vec![Some(Tensor::from_slice(&[x, 3.0]))];
+        let is_in_plan = |without: f32, with: f32, seconds: f64| {
+            let rule = Rule::new("scaled_dot_product_attention", COMPOSED);
+            let candidate = Candidate {
+                operator: ATTENTION.to_owned(),
+                rules: vec![rule],
+                gain: 1,
+                is_always_f32: false,
+            };
+            let compared = Comparison {
+                seconds: [vec![1.0; ROUNDS], vec![seconds; ROUNDS]],
+                gradients: [one(without), one(with)],
+            };
+            Ok::<_, Error>(tried(candidate, &compared, &one(4.0))?.is_in_plan)
+        };
+        assert!(is_in_plan(4.1, 4.1, 0.8)?);
+        assert!(is_in_plan(4.1, 3.9, 0.8)?);
+        assert!(!is_in_plan(4.1, 4.2, 0.8)?);
+        assert!(!is_in_plan(4.1, f32::NAN, 0.8)?);
+        // Without the rules the scale was too large.
+        assert!(is_in_plan(f32::INFINITY, 4.2, 0.8)?);
+        assert!(!is_in_plan(4.1, 4.1, 1.0)?);
+        Ok(())
+    }
+
     #[test]
     fn the_error_of_gradients_is_relative() -> Result<()> {
         let one = |x: f32| vec![Some(Tensor::from_slice(&[x, 3.0])), None];
