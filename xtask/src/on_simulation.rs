@@ -32,17 +32,29 @@ const LAGS: [&str; 2] = ["0", "never"];
 const WITH_EVERY_LAG: [&str; 2] = ["optim", "scaler"];
 const ABOUT_LAGS: [&str; 5] = ["--test", "simulated", "--", "controls::", "skips::"];
 
-/// When copies from a device arrive in a run of the tests.
+/// The tests that see which operators libtorch has on a device, and what its kernels do.
+const OF_KERNELS: [&str; 8] = [
+    "accumulation",
+    "autocast",
+    "autocast_ops",
+    "average",
+    "function",
+    "optim",
+    "scaler",
+    "simulated",
+];
+
+/// Which tests to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Copies {
-    /// As the simulation has it by default.
-    Usual,
-    /// In further runs, at once, and when the host synchronizes.
-    AtAnyTime,
+pub(crate) enum Extent {
+    /// All of them, also with copies that arrive at another time.
+    Whole,
+    /// Those that depend on the version of libtorch.
+    OfKernels,
 }
 
 /// Runs the tests on simulated GPUs, with CUDA required.
-pub(crate) fn test(workspace: &Workspace, copies: Copies) -> Result<()> {
+pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<()> {
     if let Err(reason) = simulation::check_possible(&workspace.libtorch) {
         eprintln!(
             "WARNING: the tests on simulated GPUs are SKIPPED, and with them every CUDA path: {reason:#}"
@@ -51,10 +63,12 @@ pub(crate) fn test(workspace: &Workspace, copies: Copies) -> Result<()> {
     }
     let simulation = Simulation::provide(workspace)?;
     let names = integration_tests(&workspace::root().join("tests"))?;
+    if extent == Extent::OfKernels {
+        return show(cargo_test(workspace, &simulation, OF_KERNELS).arg("--lib"));
+    }
     let on_devices = names.iter().map(String::as_str).filter(|name| !CPU_ONLY.contains(name));
     show(cargo_test(workspace, &simulation, on_devices).arg("--lib"))?;
-    let lags = if copies == Copies::AtAnyTime { &LAGS[..] } else { &[] };
-    for lag in lags {
+    for lag in LAGS {
         println!("\n-- SIMULATED_CUDA_LAG={lag}");
         let mut tests = cargo_test(workspace, &simulation, WITH_EVERY_LAG);
         show(tests.env("SIMULATED_CUDA_LAG", lag))?;
@@ -105,7 +119,7 @@ mod tests {
     #[test]
     fn every_named_test_exists() {
         let names = integration_tests(&workspace::root().join("tests")).unwrap();
-        for name in CPU_ONLY.iter().chain(&WITH_EVERY_LAG) {
+        for name in CPU_ONLY.iter().chain(&WITH_EVERY_LAG).chain(&OF_KERNELS) {
             assert!(names.iter().any(|there| there == name), "{name}");
         }
     }

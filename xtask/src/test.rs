@@ -3,6 +3,7 @@
 use anyhow::{Result, ensure};
 
 use crate::args::Args;
+use crate::on_simulation::Extent;
 use crate::process::run as show;
 use crate::steps::Steps;
 use crate::versions::{PAIRS, Pair};
@@ -45,7 +46,7 @@ fn test_only(steps: &mut Steps, pair: Pair) -> Result<()> {
     let workspace = steps.run(&name, || Workspace::announced(Some(pair)))?;
     let with = format!("with tch {}", pair.tch);
     steps.run(&format!("tests {with} on simulated GPUs"), || {
-        on_simulation::test(&workspace, on_simulation::Copies::Usual)
+        on_simulation::test(&workspace, Extent::OfKernels)
     })?;
     steps.run(&format!("cargo test {with}"), || {
         workspace.warn_without_python();
@@ -80,9 +81,7 @@ fn check_and_test(steps: &mut Steps) -> Result<()> {
     if cfg!(target_os = "linux") {
         steps.run("fuzzing, briefly", || fuzz::fuzz(&workspace, FUZZ_SECONDS))?;
     }
-    steps.run("tests on simulated GPUs", || {
-        on_simulation::test(&workspace, on_simulation::Copies::AtAnyTime)
-    })?;
+    steps.run("tests on simulated GPUs", || on_simulation::test(&workspace, Extent::Whole))?;
     // Clippy has compiled the examples, which no test runs as programs of their own.
     steps.run("cargo test", || {
         workspace.warn_without_python();
