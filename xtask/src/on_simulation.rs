@@ -11,8 +11,9 @@ use crate::simulation::{self, Simulation};
 use crate::workspace::{self, Workspace};
 
 /// Tests that use no device, or that measure a process on the CPU: its memory, its files, its signals.
-const CPU_ONLY: [&str; 12] = [
+const CPU_ONLY: [&str; 13] = [
     "abi",
+    "checkpoint",
     "checkpoint_save",
     "demo",
     "distributed",
@@ -30,6 +31,8 @@ const CPU_ONLY: [&str; 12] = [
 /// only when the host synchronizes.
 const LAGS: [&str; 2] = ["0", "never"];
 const WITH_EVERY_LAG: [&str; 2] = ["optim", "scaler"];
+/// The tests of checkpoints that use devices.
+const OF_CHECKPOINTS: [&str; 5] = ["--test", "checkpoint", "--", "round_trip::", "weights::"];
 const ABOUT_LAGS: [&str; 5] = ["--test", "simulated", "--", "controls::", "skips::"];
 
 /// The tests that see which operators libtorch has on a device, and what its kernels do.
@@ -68,6 +71,7 @@ pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<()> {
     }
     let on_devices = names.iter().map(String::as_str).filter(|name| !CPU_ONLY.contains(name));
     show(cargo_test(workspace, &simulation, on_devices).arg("--lib"))?;
+    show(cargo_test(workspace, &simulation, []).args(OF_CHECKPOINTS))?;
     for lag in LAGS {
         println!("\n-- SIMULATED_CUDA_LAG={lag}");
         let mut tests = cargo_test(workspace, &simulation, WITH_EVERY_LAG);
