@@ -118,8 +118,8 @@ void mark_non_finite(const std::vector<Tensor> &tensors, const Tensor &factor, c
   }
 }
 
-// Prepares gradients without an AMP kernel, such as bf16 and f64 on CUDA: checks them, and allocates the memory to multiply
-// them in.
+// Prepares gradients without an AMP kernel, such as bf16 and f64 on CUDA: checks them, and allocates the memory to
+// multiply them in.
 void prepare_generic(UnscaledGroup &group, const Options &options) {
   std::vector<Tensor> filled, narrow;
   for (auto &t : group.generic) {

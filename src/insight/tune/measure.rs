@@ -19,6 +19,12 @@ use crate::precision::{bf16_is_native, synchronize};
 /// How often iterations are compared in turns.
 const ROUNDS: usize = 4;
 
+/// The most iterations of a tuning.
+const MOST_ITERATIONS: u64 = 40;
+
+/// How much faster iterations should be, by their medians, to be compared again where the noise has not let them win.
+const PROMISING: f64 = 1.05;
+
 /// For how many operators rules are tried.
 const MOST_CANDIDATES: usize = 3;
 
@@ -67,8 +73,24 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
                 gradients[i] = last;
             }
         }
-        seconds.iter_mut().for_each(|seconds| seconds.sort_by(f64::total_cmp));
-        Ok(Comparison { seconds, gradients })
+        Ok(Comparison::new(seconds, gradients))
+    }
+
+    /// Compares as [`compare`](Self::compare), and as often again if that promises something that the noise hides and
+    /// `later` iterations are still possible after that.
+    fn compare_again(&mut self, regions: [Autocast; 2], later: u64) -> Result<Comparison> {
+        let first = self.compare(regions)?;
+        let [without, with] = first.medians();
+        let is_open = !first.is_faster() && without > PROMISING * with;
+        if !is_open || self.iterations + 2 * ROUNDS as u64 + later > MOST_ITERATIONS {
+            return Ok(first);
+        }
+        let [mut without, mut with] = first.seconds;
+        let second = self.compare(regions)?;
+        let [more_without, more_with] = second.seconds;
+        without.extend(more_without);
+        with.extend(more_with);
+        Ok(Comparison::new([without, with], second.gradients))
     }
 }
 
@@ -79,15 +101,25 @@ struct Comparison {
 }
 
 impl Comparison {
-    /// Whether all iterations with it but the slowest are faster than all without it: of equally fast ones, this is so by
-    /// chance in 5 of 70 orders.
+    fn new(mut seconds: [Vec<f64>; 2], gradients: [Gradients; 2]) -> Self {
+        seconds.iter_mut().for_each(|seconds| seconds.sort_by(f64::total_cmp));
+        Self { seconds, gradients }
+    }
+
+    /// Whether three quarters of the iterations with it are faster than all without it but the fastest: of four, all
+    /// but the slowest than all, which equally fast ones are by chance in 5 of 70 orders; of eight, six than all but the
+    /// fastest.
     fn is_faster(&self) -> bool {
         let [without, with] = &self.seconds;
-        with[ROUNDS - 2] < without[0]
+        let quarter = with.len() / ROUNDS;
+        with[with.len() - quarter - 1] < without[quarter - 1]
     }
 
     fn medians(&self) -> [f64; 2] {
-        self.seconds.each_ref().map(|sorted| (sorted[ROUNDS / 2 - 1] + sorted[ROUNDS / 2]) / 2.0)
+        self.seconds.each_ref().map(|sorted| {
+            let half = sorted.len() / 2;
+            (sorted[half - 1] + sorted[half]) / 2.0
+        })
     }
 }
 
@@ -137,9 +169,14 @@ pub(super) fn tune(
         return Ok(Tuning { plan, reason, seconds, operators: Vec::new(), iterations });
     }
     let (mut rules, mut operators, mut without) = (Vec::new(), Vec::new(), None);
-    for candidate in found.into_iter().take(MOST_CANDIDATES) {
+    let tried_ones = found.into_iter().take(MOST_CANDIDATES);
+    // Each candidate after this one, and the comparison with f32.
+    let mut left = tried_ones.len() as u64;
+    for candidate in tried_ones {
         let all = [rules.clone(), candidate.rules.clone()].concat();
-        let compared = runs.compare([with(&rules)?, with(&all)?])?;
+        let compared =
+            runs.compare_again([with(&rules)?, with(&all)?], left * 2 * ROUNDS as u64)?;
+        left -= 1;
         let tried = tried(candidate, &compared, &exact)?;
         without.get_or_insert(tried.seconds[0]);
         if tried.is_in_plan {
@@ -147,7 +184,7 @@ pub(super) fn tune(
         }
         operators.push(tried);
     }
-    let last = runs.compare([off, with(&rules)?])?;
+    let last = runs.compare_again([off, with(&rules)?], 0)?;
     let [in_f32, in_plan] = last.medians();
     let (ratio, without) = (in_f32 / in_plan, without.unwrap_or(in_plan));
     let measured = format!("the fastest plan in {name} is {ratio:.2} times as fast as f32");
@@ -210,8 +247,7 @@ mod tests {
     use super::*;
 
     fn compared(without: [f64; ROUNDS], with: [f64; ROUNDS]) -> Comparison {
-        let seconds = [without, with].map(Vec::from);
-        Comparison { seconds, gradients: [Vec::new(), Vec::new()] }
+        Comparison::new([without, with].map(Vec::from), [Vec::new(), Vec::new()])
     }
 
     #[test]
@@ -221,6 +257,12 @@ mod tests {
         assert_eq!(faster.medians(), [2.05, 1.85]);
         assert!(!compared([1.9, 1.9, 2.1, 2.2], [1.7, 1.8, 1.9, 2.0]).is_faster());
         assert!(!compared([1.0; ROUNDS], [1.0; ROUNDS]).is_faster());
+        let of_eight = |without: [f64; 8], with: [f64; 8]| {
+            Comparison::new([without, with].map(Vec::from), [Vec::new(), Vec::new()])
+        };
+        let without = [1.6, 2.0, 2.0, 2.0, 2.1, 2.1, 2.2, 3.0];
+        assert!(of_eight(without, [1.5, 1.5, 1.6, 1.6, 1.7, 1.9, 2.5, 4.0]).is_faster());
+        assert!(!of_eight(without, [1.5, 1.5, 1.6, 1.6, 1.7, 2.1, 2.5, 4.0]).is_faster());
     }
 
     /// Composed attention with scores of a temperature of 30 has twice the error of the fused kernel.
@@ -235,10 +277,10 @@ mod tests {
                 gain: 1,
                 is_always_f32: false,
             };
-            let compared = Comparison {
-                seconds: [vec![1.0; ROUNDS], vec![seconds; ROUNDS]],
-                gradients: [one(without), one(with)],
-            };
+            let compared = Comparison::new(
+                [vec![1.0; ROUNDS], vec![seconds; ROUNDS]],
+                [one(without), one(with)],
+            );
             Ok::<_, Error>(tried(candidate, &compared, &one(4.0))?.is_in_plan)
         };
         assert!(is_in_plan(4.1, 4.1, 0.8)?);
