@@ -47,8 +47,7 @@ use crate::optim::Optimizer;
 /// RMSprop and Lion, for which libtorch has no fused kernels, take up to 25 launches more, up to 23 more for each
 /// further 2^20 elements, and in all modes up to 24 MiB more scratch memory, or 48 MiB for f64 parameters. Muon takes
 /// as many for the matrices whose learning rates are adjusted alike, and in addition 26 launches for each matrix (35 on
-/// an H100, where libtorch copies the matrices that it adds to), 2 bytes for each number of all matrices, and up to 24
-/// for each number of the largest one.
+/// an H100), 2 bytes for each number of all matrices, and up to 24 for each number of the largest one.
 ///
 /// A gradient whose memory layout differs from its parameter's is copied in addition. While gradients on GPUs are
 /// converted to f32, all of them exist twice.
