@@ -136,7 +136,8 @@ fn check(outputs: &[Tensor], device: Device, kind: Option<Kind>) -> Result<(), S
 fn is_of_autocast(error: &str) -> bool {
     error.contains("at::autocast::prioritize")
         || error.contains("are unsafe to autocast")
-        || (error.starts_with("expected m") && error.contains(" to have the same dtype"))
+        || error.starts_with("expected m1 and m2 to have the same dtype")
+        || error.starts_with("expected mat1 and mat2 to have the same dtype")
 }
 
 #[test]
