@@ -31,7 +31,9 @@ SKIPPED = re.compile(r"^SKIPPED.*$", re.MULTILINE)
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    after = "Words after -- are arguments for each program."
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, epilog=after, formatter_class=raw)
     parser.add_argument("kind", nargs="?", default="all", choices=(*KINDS, "all"))
     parser.add_argument("filter", nargs="?", default="", help="programs with one of these parts in their names: a,b")
     parser.add_argument("--without", default="", help="leaves out programs with one of these names: a,b")
@@ -40,13 +42,10 @@ def arguments():
     parser.add_argument("--budget", type=float, default=86400, help="seconds for all of them")
     parser.add_argument("--out", type=Path, default=ROOT / "results", help="the folder for results and logs")
     parser.add_argument("--preload", action="append", default=[], choices=("second_device", "counters"))
-    parser.add_argument("rest", nargs="*", help="after --: arguments for each program")
-    own, rest = sys.argv[1:], []
-    if "--" in own:
-        at = own.index("--")
-        own, rest = own[:at], own[at + 1 :]
-    options = parser.parse_args(own)
-    options.rest = rest
+    own = sys.argv[1:]
+    at = own.index("--") if "--" in own else len(own)
+    options = parser.parse_args(own[:at])
+    options.rest = own[at + 1 :]
     return options
 
 
@@ -86,6 +85,8 @@ class Runner:
         preloads = [str(ROOT / "lib" / f"lib{name}.so") for name in options.preload]
         self.preload = {"LD_PRELOAD": ":".join(preloads)} if preloads else {}
         options.out.mkdir(parents=True, exist_ok=True)
+        self.results = options.out / "results.jsonl"
+        self.results.unlink(missing_ok=True)  # of an earlier run
 
     def command(self, kind, path):
         if kind == "bench" and "OMP_NUM_THREADS" not in os.environ and shutil.which("taskset"):
@@ -133,7 +134,7 @@ class Runner:
 
     def report(self, result, log):
         with self.lock:
-            with open(self.options.out / "results.jsonl", "a") as lines:
+            with open(self.results, "a") as lines:
                 lines.write(json.dumps(result) + "\n")
             counts = f"{result.get('passed', 0)} passed, {len(result.get('failures', []))} failed"
             print(f"{result['status']:<12} {result['program']:<32} {result.get('seconds', 0):>7} s  {counts}", flush=True)
@@ -163,7 +164,7 @@ def main():
             worker.start()
         for worker in workers:
             worker.join()
-    lines = (options.out / "results.jsonl").read_text().splitlines()
+    lines = runner.results.read_text().splitlines() if runner.results.exists() else []
     bad = [result["program"] for result in map(json.loads, lines) if result["status"] != "passed"]
     print(f"{len(lines) - len(bad)} passed, {len(bad)} did not")
     sys.exit(1 if bad or not lines else 0)
