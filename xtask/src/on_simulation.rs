@@ -118,5 +118,11 @@ mod tests {
         for name in CPU_ONLY.iter().chain(&WITH_EVERY_LAG).chain(&OF_KERNELS) {
             assert!(names.iter().any(|there| there == name), "{name}");
         }
+        for [_, suite, _, modules @ ..] in [OF_CHECKPOINTS, ABOUT_LAGS] {
+            for module in modules {
+                let path = format!("tests/{suite}/{}.rs", module.trim_end_matches("::"));
+                assert!(workspace::root().join(&path).is_file(), "{path}");
+            }
+        }
     }
 }

@@ -46,21 +46,10 @@ fn targets() -> Result<String> {
 fn encoded(svg: &str) -> String {
     let mut out = String::new();
     for byte in svg.trim_end().bytes() {
-        match byte {
-            b'A'..=b'Z'
-            | b'a'..=b'z'
-            | b'0'..=b'9'
-            | b'-'
-            | b'.'
-            | b'_'
-            | b'/'
-            | b':'
-            | b';'
-            | b','
-            | b'=' => {
-                out.push(char::from(byte));
-            }
-            _ => out.push_str(&format!("%{byte:02X}")),
+        if byte.is_ascii_alphanumeric() || b"-._/:;,=".contains(&byte) {
+            out.push(char::from(byte));
+        } else {
+            out.push_str(&format!("%{byte:02X}"));
         }
     }
     out
