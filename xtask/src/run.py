@@ -26,7 +26,7 @@ TORCH = "@TORCH@"
 ROOT = Path(__file__).resolve().parent
 KINDS = ("tests", "examples", "bench")
 FAILED = re.compile(r"^test (.+) \.\.\. FAILED$", re.MULTILINE)
-PASSED = re.compile(r"^test (.+) \.\.\. ok$", re.MULTILINE)
+PASSED = re.compile(r"^test result: \w+\. (\d+) passed", re.MULTILINE)
 SKIPPED = re.compile(r"^SKIPPED.*$", re.MULTILINE)
 
 
@@ -126,7 +126,7 @@ class Runner:
             "status": "out of time" if status is None else "passed" if status == 0 else "failed",
             "exit": status,
             "seconds": round(time.monotonic() - start, 1),
-            "passed": len(PASSED.findall(text)),
+            "passed": sum(map(int, PASSED.findall(text))),
             "failures": FAILED.findall(text),
             "skipped": SKIPPED.findall(text),
         }
