@@ -63,6 +63,50 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
         Ok(costs(&recording, self.device))
     }
 
+    /// The candidates, and whether each operator of the list of half precision is fastest in f32 at every size.
+    fn find(
+        &mut self,
+        off: Autocast,
+        region: Autocast,
+        with: &impl Fn(&[Rule]) -> Result<Autocast>,
+    ) -> Result<(Vec<Candidate>, bool)> {
+        let (f32, half) = (self.costs(off)?, self.costs(region)?);
+        let attention = Rule::new("scaled_dot_product_attention", COMPOSED);
+        // On other devices the fused kernels are fast, and it could take more memory than there is.
+        let composed = match self.device == Device::Cpu && half.contains_key(ATTENTION) {
+            true => Some(self.costs(with(&[attention])?)?),
+            false => None,
+        };
+        let found = candidates(&f32, &half, composed.as_ref());
+        let is_always_f32 = !half.is_empty()
+            && found.len() == half.len()
+            && found.iter().all(|candidate| candidate.is_always_f32);
+        Ok((found, is_always_f32))
+    }
+
+    /// Tries the candidates that promise most. Returns the rules of those that win, and what became of each.
+    fn try_all(
+        &mut self,
+        mut found: Vec<Candidate>,
+        with: &impl Fn(&[Rule]) -> Result<Autocast>,
+        exact: &Gradients,
+    ) -> Result<(Vec<Rule>, Vec<TunedOperator>)> {
+        found.truncate(MOST_CANDIDATES);
+        let (mut rules, mut operators) = (Vec::new(), Vec::new());
+        // The comparisons of the candidates after each, and the one with f32.
+        let later = (1..=found.len()).rev().map(|left| (left * 2 * ROUNDS) as u64);
+        for (candidate, later) in found.into_iter().zip(later) {
+            let all = [rules.clone(), candidate.rules.clone()].concat();
+            let compared = self.compare_again([with(&rules)?, with(&all)?], later)?;
+            let tried = tried(candidate, &compared, exact)?;
+            if tried.is_in_plan {
+                rules = all;
+            }
+            operators.push(tried);
+        }
+        Ok((rules, operators))
+    }
+
     /// Runs iterations without and with something in turns.
     fn compare(&mut self, regions: [Autocast; 2]) -> Result<Comparison> {
         let (mut seconds, mut gradients) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
@@ -147,17 +191,8 @@ pub(super) fn tune(
     let devices = repeatable.devices();
     let mut runs = Runs { rerun, device, devices, scale, loss, iterations: 0 };
 
-    let (f32, half) = (runs.costs(off)?, runs.costs(region)?);
-    let attention = Rule::new("scaled_dot_product_attention", COMPOSED);
-    // On other devices the fused kernels are fast, and it could take more memory than there is.
-    let composed = match device == Device::Cpu && half.contains_key(ATTENTION) {
-        true => Some(runs.costs(with(&[attention])?)?),
-        false => None,
-    };
-    let found = candidates(&f32, &half, composed.as_ref());
+    let (found, is_always_f32) = runs.find(off, region, &with)?;
     let name = name_of(dtype, device)?;
-    let is_always_f32 =
-        !half.is_empty() && found.len() == half.len() && found.iter().all(|one| one.is_always_f32);
     let [(in_f32, exact), (in_half, _)] = [runs.timed(off)?, runs.timed(region)?];
     if is_always_f32 && in_f32 < in_half {
         let ratio = in_half / in_f32;
@@ -168,25 +203,11 @@ pub(super) fn tune(
         let iterations = runs.iterations;
         return Ok(Tuning { plan, reason, seconds, operators: Vec::new(), iterations });
     }
-    let (mut rules, mut operators, mut without) = (Vec::new(), Vec::new(), None);
-    let tried_ones = found.into_iter().take(MOST_CANDIDATES);
-    // Each candidate after this one, and the comparison with f32.
-    let mut left = tried_ones.len() as u64;
-    for candidate in tried_ones {
-        let all = [rules.clone(), candidate.rules.clone()].concat();
-        let compared =
-            runs.compare_again([with(&rules)?, with(&all)?], left * 2 * ROUNDS as u64)?;
-        left -= 1;
-        let tried = tried(candidate, &compared, &exact)?;
-        without.get_or_insert(tried.seconds[0]);
-        if tried.is_in_plan {
-            rules = all;
-        }
-        operators.push(tried);
-    }
+    let (rules, mut operators) = runs.try_all(found, &with, &exact)?;
     let last = runs.compare_again([off, with(&rules)?], 0)?;
     let [in_f32, in_plan] = last.medians();
-    let (ratio, without) = (in_f32 / in_plan, without.unwrap_or(in_plan));
+    let without = operators.first().map_or(in_plan, |tried| tried.seconds[0]);
+    let ratio = in_f32 / in_plan;
     let measured = format!("the fastest plan in {name} is {ratio:.2} times as fast as f32");
     let iterations = runs.iterations;
     let mut plan = Plan::new(device)?;
