@@ -24,7 +24,7 @@ inline at::Tensor place_in(const at::Tensor &memory, int64_t begin, const at::Te
 class Copies {
  public:
   void add(at::Tensor to, at::Tensor from) {
-    end_lazy_copies({to});
+    end_lazy_copy(to);
     size_t i = 0;
     while (i < groups_.size() && !groups_[i].takes(to, from)) ++i;
     if (i == groups_.size()) groups_.emplace_back();

@@ -11,6 +11,7 @@
 #include "guarded.h"
 #include "optim.h"
 #include "pieces.h"
+#include "storage.h"
 
 namespace {
 
@@ -120,6 +121,7 @@ void renew(tamp_tensor *const *parameters, tamp_tensor *const *masters, size_t c
   }
   std::vector<Renewal> renewals;
   for (const auto &group : groups) renewals.emplace_back(group.parameters, group.masters);
+  tamp::end_lazy_copies(remainders);
   if (!remainders.empty()) at::_foreach_zero_(remainders);
   for (const auto &renewal : renewals) renewal.run();
 }

@@ -118,10 +118,8 @@ bool overlaps(const Tensor &t) {
   return false;
 }
 
-void end_lazy_copies(const std::vector<Tensor> &written) {
-  for (const auto &t : written) {
-    if (t.defined() && has_memory(t) && is_lazy_copy(t)) (void)t.mutable_data_ptr();
-  }
+void end_lazy_copy(const Tensor &written) {
+  if (written.defined() && has_memory(written) && is_lazy_copy(written)) (void)written.mutable_data_ptr();
 }
 
 bool may_be_shared(const Tensor &t) { return has_memory(t) && (t.storage().use_count() > 1 || overlaps(t)); }

@@ -52,9 +52,13 @@ std::vector<size_t> keepers(const std::vector<at::Tensor> &tensors);
 // memory, one that keeps a part of it, and the tensor itself. Costs next to nothing if no storage has several owners.
 std::vector<std::pair<size_t, size_t>> overlapping(const std::vector<const at::Tensor *> &tensors);
 
-// Gives each lazy copy among tensors that will be written to memory of its own. CUDA's kernels for lists of tensors do
-// not do that: they write to memory that they have asked for to read. May allocate.
-void end_lazy_copies(const std::vector<at::Tensor> &written);
+// Gives a tensor that is a lazy copy, and will be written, memory of its own. CUDA's kernels for lists of tensors do not
+// do that: they write to memory that they have asked for to read. May allocate.
+void end_lazy_copy(const at::Tensor &written);
+
+inline void end_lazy_copies(const std::vector<at::Tensor> &written) {
+  for (const auto &t : written) end_lazy_copy(t);
+}
 
 // Returns a tensor whose memory holds the numbers of `t`: a copy of a negative view or of a zero tensor, and otherwise
 // `t` itself. Fails for a nested tensor.

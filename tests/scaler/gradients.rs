@@ -3,8 +3,8 @@
 use half::{bf16, f16};
 use rstest::rstest;
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::gradients::{ClipNorm, GradientError};
-use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer};
+use tch_amp::gradients::{ClipNorm, GradientError, clip_grad_norm, clip_grad_value};
+use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer, Sgd};
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, Unscaled};
 use tch_amp::{Error, GradScaler};
 
@@ -202,6 +202,47 @@ fn a_gradient_whose_elements_share_memory_gets_its_own() {
             assert_eq!(w.grad().size(), gradient.size());
             assert_eq!(to_f64(&w.grad().flatten(0, -1)), vec![0.125; w.grad().numel()]);
             assert_eq!(gradient.max().double_value(&[]), 1.0);
+        }
+    });
+}
+
+type Change = fn(&mut GradScaler, [Tensor; 2]);
+
+const CHANGES: [(&str, Change); 5] = [
+    ("unscale_", |scaler, all| scaler.unscale_(&mut Descent(all.into())).unwrap()),
+    ("clip_grad_norm", |_, all| drop(clip_grad_norm(&all, 1.0).unwrap())),
+    ("clip_grad_value", |_, all| clip_grad_value(&all, 0.5).unwrap()),
+    ("step", |scaler, all| {
+        let mut opt = Sgd::default().build(&all, 0.5).unwrap();
+        drop(scaler.step(&mut opt).unwrap());
+    }),
+    ("step_clip_norm", |scaler, all| {
+        let mut opt = Sgd::default().build(&all, 0.5).unwrap();
+        drop(scaler.step_clip_norm(&mut opt, 1.0).unwrap());
+    }),
+];
+
+/// libtorch's kernels for lists write to the memory of a lazy copy as if it were its own.
+#[rstest]
+#[case(Kind::Float)]
+#[case(Kind::Double)]
+#[case(Kind::BFloat16)]
+fn gradients_that_are_lazy_copies_are_changed_and_their_original_is_not(#[case] kind: Kind) {
+    for_each_device(|device| {
+        for (name, change) in CHANGES {
+            let changed = |copy: fn(&Tensor) -> Tensor| {
+                let original =
+                    Tensor::from_slice(&[8.0, 16.0, -8.0]).to_kind(kind).to_device(device);
+                let all = [(); 2].map(|()| ones(kind, device));
+                all.iter().for_each(|w| force_gradient(w, &copy(&original)));
+                change(&mut scaler(device), all.each_ref().map(Tensor::shallow_clone));
+                let changed = all.map(|w| (to_f64(&w), to_f64(&w.grad())));
+                assert_eq!(to_f64(&original), [8.0, 16.0, -8.0], "{name} on {device:?}");
+                changed
+            };
+            let plain = changed(|original| original.copy());
+            assert_eq!(changed(|original| original.internal_lazy_clone()), plain, "{name}");
+            assert_eq!(plain[0], plain[1], "{name}");
         }
     });
 }
