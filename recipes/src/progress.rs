@@ -6,14 +6,15 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::fmt::Display;
 use std::io::{self, Write};
 
-/// Prints a line on stderr. `eprintln!` would end the training where stderr is a full disk or a pipe that nobody reads.
+/// Prints a line on stderr. `eprintln!` would end the training where stderr is a full disk or a pipe that nobody reads,
+/// and it would write the line in pieces, between which those of another rank may appear.
 pub fn tell(line: impl Display) {
-    drop(writeln!(io::stderr(), "{line}"));
+    drop(io::stderr().write_all(format!("{line}\n").as_bytes()));
 }
 
 /// Prints a line on stdout, like [`tell`]: the report is yet to be written where nobody reads the table.
 pub fn print(line: impl Display) {
-    drop(writeln!(io::stdout(), "{line}"));
+    drop(io::stdout().write_all(format!("{line}\n").as_bytes()));
 }
 
 /// The progress of one run: a bar on a terminal, lines in a log, or nothing.
