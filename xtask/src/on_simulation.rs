@@ -48,18 +48,28 @@ pub(crate) enum Extent {
     OfKernels,
 }
 
-/// Runs the tests on simulated GPUs, with CUDA required.
-pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<()> {
+/// Adds the tests that are not among those of [`Extent::OfKernels`] to a command of cargo.
+pub(crate) fn add_others(tests: &mut Command) -> Result<()> {
+    let names = integration_tests(&workspace::root().join("tests"))?;
+    for name in names.iter().filter(|name| !OF_KERNELS.contains(&&***name)) {
+        tests.args(["--test", name]);
+    }
+    Ok(())
+}
+
+/// Runs the tests on simulated GPUs, with CUDA required. Returns whether that is possible.
+pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
     if let Err(reason) = simulation::check_possible(&workspace.libtorch) {
         eprintln!(
             "WARNING: the tests on simulated GPUs are SKIPPED, and with them every CUDA path: {reason:#}"
         );
-        return Ok(());
+        return Ok(false);
     }
     let simulation = Simulation::provide(workspace)?;
     let names = integration_tests(&workspace::root().join("tests"))?;
     if extent == Extent::OfKernels {
-        return show(cargo_test(workspace, &simulation, OF_KERNELS).arg("--lib"));
+        show(cargo_test(workspace, &simulation, OF_KERNELS).arg("--lib"))?;
+        return Ok(true);
     }
     let on_devices = names.iter().map(String::as_str).filter(|name| !CPU_ONLY.contains(name));
     show(cargo_test(workspace, &simulation, on_devices).arg("--lib"))?;
@@ -71,7 +81,7 @@ pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<()> {
         let mut tests = cargo_test(workspace, &simulation, []);
         show(tests.args(ABOUT_LAGS).env("SIMULATED_CUDA_LAG", lag))?;
     }
-    Ok(())
+    Ok(true)
 }
 
 fn cargo_test<'a>(

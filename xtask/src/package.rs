@@ -96,6 +96,12 @@ pub(crate) fn check_builds() -> Result<()> {
     )
 }
 
+/// Documents the workspace with warnings as errors, without libtorch.
+pub(crate) fn check_documentation() -> Result<()> {
+    let mut doc = doc_only(&workspace::root(), "doc", FULL);
+    process::run(doc.args(["--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
+}
+
 /// Packs the crate and unpacks it in another folder.
 pub(crate) fn packed() -> Result<PathBuf> {
     let mut package = process::cargo();

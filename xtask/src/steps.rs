@@ -1,8 +1,13 @@
-//! Headings for the steps of a long run.
+//! The steps of a long run, with headings, and what runs beside them.
 
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+
+use crate::workspace;
 
 /// Prints a heading for each step, with the time that the previous step took.
 ///
@@ -10,6 +15,44 @@ use anyhow::{Context, Result};
 #[derive(Debug, Default)]
 pub(crate) struct Steps {
     current: Option<(String, Instant)>,
+}
+
+/// A command that runs beside the steps, and whose output is shown when it has ended.
+#[derive(Debug)]
+pub(crate) struct Beside {
+    name: String,
+    child: Child,
+    output: PathBuf,
+}
+
+impl Beside {
+    /// Starts the command, which writes to a file of this name below `target`.
+    pub(crate) fn start(name: &str, file: &str, command: &mut Command) -> Result<Self> {
+        let output = workspace::target().join(file);
+        let cannot = || format!("{} cannot be written", output.display());
+        let out = File::create(&output).with_context(cannot)?;
+        command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
+        println!("\n-- {name} begins, and is shown when it has ended");
+        let child = command.spawn().with_context(|| format!("{name} cannot be started"))?;
+        Ok(Self { name: name.to_owned(), child, output })
+    }
+
+    /// Waits for the end, shows what was printed, and fails if the command has failed.
+    pub(crate) fn finish(mut self) -> Result<()> {
+        let status = self.child.wait().with_context(|| self.name.clone())?;
+        let printed = fs::read(&self.output).with_context(|| self.output.display().to_string())?;
+        println!("{}", String::from_utf8_lossy(&printed));
+        ensure!(status.success(), "{} failed ({status})", self.name);
+        Ok(())
+    }
+}
+
+/// Nothing that was started goes on after a step that has failed.
+impl Drop for Beside {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
 }
 
 impl Steps {
@@ -29,6 +72,17 @@ impl Steps {
 mod tests {
     use super::*;
     use anyhow::anyhow;
+
+    #[test]
+    fn what_runs_beside_fails_where_it_is_finished() {
+        let beside = |word: &str| {
+            let mut command = Command::new("sh");
+            Beside::start(word, &format!("beside-{word}"), command.args(["-c", word]))
+        };
+        beside("true").unwrap().finish().unwrap();
+        let error = beside("exit 3").unwrap().finish().unwrap_err();
+        assert!(error.to_string().starts_with("exit 3 failed"), "{error}");
+    }
 
     #[test]
     fn the_error_of_a_step_names_the_step() {

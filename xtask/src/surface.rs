@@ -3,7 +3,8 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -49,15 +50,23 @@ pub(crate) fn check() -> Result<()> {
 
 /// Has rustdoc describe the crate with all features, and returns the path of the description. It needs no libtorch.
 fn describe() -> Result<PathBuf> {
-    // A folder of its own: whenever the variable changes, build scripts of dependencies run again, and what depends on
-    // them is built again.
-    let target = workspace::target().join("surface");
+    let target = workspace::target().join("doc-only");
     let mut rustdoc = package::without_libtorch(&workspace::root());
-    rustdoc.env("CARGO_TARGET_DIR", &target);
     rustdoc.args(["rustdoc", "--locked", "--package", "tch-amp", "--lib"]);
-    rustdoc.args(["--features", "doc-only,full", "--"]).args(JSON).env(UNSTABLE, "tch_amp");
+    rustdoc.args(["--features", "doc-only,full", "--"]).args(JSON).env("RUSTDOC", unstable()?);
     process::run(&mut rustdoc)?;
     Ok(target.join("doc/tch_amp.json"))
+}
+
+/// Writes a program that starts rustdoc with the variable. If cargo had it, build scripts of dependencies would run
+/// again whenever it changes, and what depends on them would be built again.
+fn unstable() -> Result<PathBuf> {
+    let folder = workspace::target().join("surface");
+    fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
+    let program = folder.join("rustdoc");
+    fs::write(&program, format!("#!/bin/sh\n{UNSTABLE}=tch_amp exec rustdoc \"$@\"\n"))?;
+    fs::set_permissions(&program, Permissions::from_mode(0o755))?;
+    Ok(program)
 }
 
 /// The options with which rustdoc writes JSON. They are unstable.
