@@ -38,7 +38,7 @@ mod store;
 mod sync_batch_norm;
 mod texts;
 
-pub use crate::error::DistributedError;
+pub use crate::error::{DistributedError, VariableChange};
 pub use collectives::ReduceOp;
 pub use data_parallel::data_parallel;
 pub(crate) use ddp::any_is_averaged;

@@ -63,13 +63,13 @@ pub enum DistributedError {
     /// A parameter or a buffer has changed since the model was distributed. Make a new `DistributedDataParallel`, on
     /// all ranks.
     #[error(
-        "{name} {problem} after the model was distributed: make a new DistributedDataParallel on all ranks"
+        "{name} {change} after the model was distributed: make a new DistributedDataParallel on all ranks"
     )]
     Parameter {
         /// The name of the variable in the `VarStore`.
         name: String,
         /// What happened to it.
-        problem: &'static str,
+        change: VariableChange,
     },
 
     /// A parameter has received several gradients in one backward pass, of which only the first is sure to be averaged.
@@ -164,4 +164,41 @@ impl fmt::Display for Calls<'_> {
         }
         Ok(())
     }
+}
+
+/// What happened to a parameter or a buffer of a distributed model, in a [`DistributedError::Parameter`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum VariableChange {
+    /// It was not there when the model was distributed.
+    #[error("was added to the VarStore")]
+    Added,
+
+    /// It did not require a gradient, and now does.
+    #[error("was unfrozen")]
+    Unfrozen,
+
+    /// It required a gradient, and no longer does.
+    #[error("was frozen")]
+    Frozen,
+
+    /// It has another dtype.
+    #[error("was cast to another dtype")]
+    Cast,
+
+    /// It has another shape.
+    #[error("was given another shape")]
+    Reshaped,
+
+    /// It is on another device.
+    #[error("was moved to another device")]
+    Moved,
+
+    /// It is sparse now.
+    #[error("was made sparse")]
+    MadeSparse,
+
+    /// Its elements share memory, as those of an expanded tensor do, so that none of them can be written.
+    #[error("was given memory that its elements share")]
+    Expanded,
 }

@@ -26,8 +26,8 @@ pub enum GradientError {
     Unsupported {
         /// The parameter: its name if it is known, or else its index, and its shape.
         parameter: String,
-        /// What is wrong with its gradient, and what to do.
-        problem: &'static str,
+        /// What is wrong with its gradient.
+        problem: GradientProblem,
     },
 
     /// A gradient is not the one that was unscaled. The optimizer was not stepped.
@@ -38,7 +38,7 @@ pub enum GradientError {
         /// The parameter: its name if it is known, or else its index, and its shape.
         parameter: String,
         /// What happened to it.
-        how: &'static str,
+        how: GradientChange,
     },
 
     /// The gradient of a parameter has already been unscaled with another list of parameters and would be unscaled
@@ -65,4 +65,70 @@ pub enum GradientError {
         /// The norm.
         norm: f64,
     },
+}
+
+/// What is wrong with a gradient, in a [`GradientError::Unsupported`]. Its text says what to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum GradientProblem {
+    /// The parameter is an undefined tensor, which can have no gradient.
+    #[error("cannot exist: the parameter is an undefined tensor")]
+    UndefinedParameter,
+
+    /// The gradient is fp16, and a scaler unscales those only if it is told to.
+    #[error(
+        "is fp16, in which small values are lost: keep parameters in f32 and let autocast do the casts, give a fused optimizer master_weights, or set allow_fp16_gradients"
+    )]
+    Fp16,
+
+    /// The gradient has a dtype with which nothing is computed, such as an 8-bit one.
+    #[error(
+        "is neither fp16, bf16, f32, f64 nor complex, and can be neither unscaled, normed, clipped nor counted; convert it first"
+    )]
+    Dtype,
+
+    /// The gradient is complex, and complex numbers have no order by which they could be clamped.
+    #[error(
+        "is complex, and cannot be clamped, because complex numbers have no order; clip the norm"
+    )]
+    Complex,
+
+    /// The gradient is sparse.
+    #[error(
+        "is sparse, and sparse gradients can be neither normed nor clipped, nor used by a fused optimizer; make it dense with `to_dense` first"
+    )]
+    Sparse,
+
+    /// The gradient has a layout that the call does not take, such as a compressed sparse one, or has no data.
+    #[error("is neither strided nor COO sparse, or holds no data; convert it first")]
+    Layout,
+
+    /// The gradient has another shape or is on another device than its parameter.
+    #[error(
+        "does not have the shape and device of its parameter; drop it with `zero_grad` and run backward again"
+    )]
+    OtherShape,
+
+    /// The gradient has another dtype than its parameter.
+    #[error(
+        "has another dtype than its parameter; drop it with the optimizer's `zero_grad` and run backward again"
+    )]
+    OtherDtype,
+}
+
+/// What happened to a gradient after it was unscaled, in a [`GradientError::Changed`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum GradientChange {
+    /// There was none when the gradients were unscaled.
+    #[error("appeared")]
+    Appeared,
+
+    /// It is another tensor now.
+    #[error("was replaced")]
+    Replaced,
+
+    /// Its values changed after another loss was scaled, so that some of them may be scaled.
+    #[error("changed after another loss was scaled")]
+    AfterAnotherLoss,
 }

@@ -23,10 +23,10 @@ pub use autocast::AutocastError;
 pub use checkpoint::CheckpointError;
 pub(crate) use checkpoint::unsaveable;
 #[cfg(feature = "distributed")]
-pub use distributed::DistributedError;
+pub use distributed::{DistributedError, VariableChange};
 pub use function::FunctionError;
-pub use gradient::GradientError;
-pub use optimizer::OptimizerError;
+pub use gradient::{GradientChange, GradientError, GradientProblem};
+pub use optimizer::{OptimizerError, ParameterProblem};
 pub use policy::PolicyError;
 pub use scaler::ScalerError;
 pub(crate) use text::{Number, chain, list, sentence, shown, text, without_backtrace};

@@ -38,8 +38,8 @@ pub enum OptimizerError {
     Parameter {
         /// The parameter's name.
         parameter: String,
-        /// What is wrong with it, and what to do.
-        problem: &'static str,
+        /// What is wrong with it.
+        problem: ParameterProblem,
     },
 
     /// Two parameters of a fused optimizer are views of the same memory, which a step would change twice.
@@ -95,4 +95,37 @@ pub enum OptimizerError {
     /// `source()` returns none.
     #[error("the optimizer's step failed: {}", chain(&**.0))]
     Step(BoxError),
+}
+
+/// What is wrong with a parameter, in an [`OptimizerError::Parameter`]. Its text says what to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ParameterProblem {
+    /// The tensor is not a floating-point one.
+    #[error("is not a floating-point tensor, and only those can be optimized")]
+    NotFloatingPoint,
+
+    /// The tensor is not a leaf, so that backward leaves it without a gradient.
+    #[error(
+        "is not a leaf: it was computed from a tensor that requires a gradient, and backward leaves the gradient there; build the model from `tensor.detach().set_requires_grad(true)`, and convert or move a tensor before `set_requires_grad(true)`, not after it"
+    )]
+    NotALeaf,
+
+    /// The parameter is in the optimizer already.
+    #[error("is in the optimizer twice; a parameter belongs to one group")]
+    Twice,
+
+    /// Another parameter has the name, by which the state is saved.
+    #[error("has the name of another one; names must differ, because a state is saved by names")]
+    NameTaken,
+
+    /// The number of the parameter's group is too large.
+    #[error("is in a group whose number is more than 65535")]
+    GroupTooLarge,
+
+    /// The parameter was cast after its master weight was made.
+    #[error(
+        "has another dtype than when its master weight was made; build the optimizer after the model has its dtype and load the old `state_dict`, or cast the model back"
+    )]
+    Cast,
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tch::Tensor;
 
 use super::{call, pointer, pointers};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, VariableChange};
 use crate::sys::distributed as sys;
 
 /// A `c10d::Store`.
@@ -306,14 +306,6 @@ pub(crate) struct ReducerOptions {
     pub(crate) gradient_as_bucket_view: bool,
 }
 
-/// What has happened to a parameter whose gradient is averaged.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Changed {
-    Cast,
-    Frozen,
-    Reshaped,
-}
-
 /// A `c10d::Reducer`.
 #[derive(Debug)]
 pub(crate) struct Reducer(*mut sys::Reducer);
@@ -353,15 +345,15 @@ impl Reducer {
     }
 
     /// Returns the first parameter that has changed, by its index.
-    pub(crate) fn changed(&self) -> Result<Option<(usize, Changed)>> {
+    pub(crate) fn changed(&self) -> Result<Option<(usize, VariableChange)>> {
         let mut index = 0;
         // SAFETY: the reducer is alive, and `index` and `err` are valid for a write.
         let changed = call(|err| unsafe { sys::tamp_reducer_parameters(self.0, &mut index, err) })?;
         Ok(match changed {
             sys::PARAMETERS_SAME => None,
-            sys::PARAMETERS_CAST => Some((index, Changed::Cast)),
-            sys::PARAMETERS_FROZEN => Some((index, Changed::Frozen)),
-            sys::PARAMETERS_RESHAPED => Some((index, Changed::Reshaped)),
+            sys::PARAMETERS_CAST => Some((index, VariableChange::Cast)),
+            sys::PARAMETERS_FROZEN => Some((index, VariableChange::Frozen)),
+            sys::PARAMETERS_RESHAPED => Some((index, VariableChange::Reshaped)),
             code => return Err(Error::Torch(format!("the shim returned {code}"))),
         })
     }

@@ -4,9 +4,9 @@ use tch::{Device, Kind, Tensor};
 
 #[cfg(doc)]
 use crate::error::GradientError;
-use crate::error::{Error, Result, ensure};
+use crate::error::{Error, GradientProblem, Result, ensure};
 use crate::ffi::{self, Gradient};
-use crate::gradients::Gradients;
+use crate::gradients::{Gradients, uncountable};
 
 /// The limit to which the common norm of gradients is clipped. A number is the limit of the 2-norm. The counterpart of
 /// the arguments of `torch.nn.utils.clip_grad_norm_`.
@@ -138,28 +138,20 @@ pub(crate) fn clamp(parameters: &[Tensor], max: f64) -> Result<()> {
 }
 
 /// The reason why a gradient cannot be clamped, if there is one.
-pub(crate) fn unclampable(gradient: &Gradient) -> Option<&'static str> {
-    let complex =
-        "is complex, and cannot be clamped, because complex numbers have no order; clip the norm";
-    unclippable(gradient).or_else(|| gradient.is_complex().then_some(complex))
+pub(crate) fn unclampable(gradient: &Gradient) -> Option<GradientProblem> {
+    let complex = || gradient.is_complex().then_some(GradientProblem::Complex);
+    unclippable(gradient).or_else(complex)
 }
 
 /// The reason why a gradient can be neither normed nor clipped, if there is one.
-pub(crate) fn unclippable(gradient: &Gradient) -> Option<&'static str> {
-    if !gradient.is_strided() {
-        return Some(
-            "is sparse, and sparse gradients can be neither normed nor clipped; make it dense with `to_dense` first",
-        );
-    }
-    (!gradient.is_floating_or_complex()).then_some(
-        "is neither fp16, bf16, f32, f64 nor complex, and can be neither normed nor clipped; convert it first",
-    )
+pub(crate) fn unclippable(gradient: &Gradient) -> Option<GradientProblem> {
+    uncountable(gradient).or_else(|| gradient.is_sparse().then_some(GradientProblem::Sparse))
 }
 
 /// Replaces an error by one that names the parameter, if a gradient with a problem is the cause.
 fn explained(
     parameters: &[Tensor],
-    problem: fn(&Gradient) -> Option<&'static str>,
+    problem: fn(&Gradient) -> Option<GradientProblem>,
     error: Error,
 ) -> Error {
     match Gradients::of(parameters.into(), Box::new(|_, _| None)) {

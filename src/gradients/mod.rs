@@ -12,12 +12,14 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::ffi::{self, Gradient, Snapshot};
 
-pub use crate::error::GradientError;
+pub use crate::error::{GradientChange, GradientError, GradientProblem};
 pub use clip::{ClipNorm, clip_grad_norm, clip_grad_value};
 pub(crate) use clip::{check_limit, clamp, reduce_norm, unclampable, unclippable};
 pub use non_finite::NonFiniteGradient;
 pub(crate) use parameters::Parameters;
-pub(crate) use plan::{Findings, IdentityMap, Plan, Preparation, drop_frozen, overflow};
+pub(crate) use plan::{
+    Findings, IdentityMap, Plan, Preparation, drop_frozen, overflow, uncountable,
+};
 pub(crate) use taken::Taken;
 
 /// Returns the name of a parameter by its index and its identity, if it is known.
@@ -97,8 +99,8 @@ pub(crate) enum Change {
     None,
     /// The same tensor with other values, as after clipping or a backward.
     Numbers,
-    /// Another tensor, or one where there was none; the text says which.
-    Replaced(&'static str),
+    /// Another tensor, or one where there was none.
+    Replaced(GradientChange),
 }
 
 /// Compares a gradient with `before`, its description after unscaling; `None` for a parameter that was added since.
@@ -108,9 +110,9 @@ pub(crate) fn change(before: Option<&Gradient>, now: &Gradient) -> Change {
         // No step applies a missing gradient.
         Change::None
     } else if !before.exists() {
-        Change::Replaced("appeared")
+        Change::Replaced(GradientChange::Appeared)
     } else if before.identity() != now.identity() {
-        Change::Replaced("was replaced")
+        Change::Replaced(GradientChange::Replaced)
     } else if before.version() != now.version() {
         Change::Numbers
     } else {

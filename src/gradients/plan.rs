@@ -6,7 +6,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, GradientError, Result};
+use crate::error::{Error, GradientError, GradientProblem, Result};
 use crate::ffi::{self, DeviceCode, FoundInf, Gradient, Interrupted, Unscaling};
 use crate::gradients::Gradients;
 
@@ -57,7 +57,7 @@ impl Plan {
                 })
             };
             if gradient.parameter() == 0 {
-                return Err(refuse("cannot exist: the parameter is an undefined tensor"));
+                return Err(refuse(GradientProblem::UndefinedParameter));
             }
             // A parameter in two groups is unscaled once.
             if !gradient.is_used() || seen.insert(gradient.parameter(), ()).is_some() {
@@ -84,7 +84,7 @@ impl Gradients<'_> {
     pub(crate) fn refuse(
         &self,
         which: fn(&Gradient) -> bool,
-        problem: fn(&Gradient) -> Option<&'static str>,
+        problem: fn(&Gradient) -> Option<GradientProblem>,
     ) -> Result<()> {
         for (index, gradient) in self.snapshot().iter().enumerate() {
             if let Some(problem) = problem(gradient).filter(|_| which(gradient)) {
@@ -96,17 +96,17 @@ impl Gradients<'_> {
     }
 }
 
-fn problem(gradient: &Gradient, allow_fp16: bool) -> Option<&'static str> {
-    if gradient.is_fp16() && !allow_fp16 {
-        return Some(
-            "is fp16, in which small values are lost: keep parameters in f32 and let autocast do the casts, give a fused optimizer master_weights, or set allow_fp16_gradients",
-        );
-    }
+fn problem(gradient: &Gradient, allow_fp16: bool) -> Option<GradientProblem> {
+    let refused = gradient.is_fp16() && !allow_fp16;
+    if refused { Some(GradientProblem::Fp16) } else { uncountable(gradient) }
+}
+
+/// What is wrong with a gradient whose values are to be read, if anything is.
+pub(crate) fn uncountable(gradient: &Gradient) -> Option<GradientProblem> {
     if !gradient.is_floating_or_complex() {
-        return Some("is neither floating nor complex and cannot be unscaled");
+        return Some(GradientProblem::Dtype);
     }
-    (!gradient.is_strided() && !gradient.is_sparse())
-        .then_some("is neither strided nor COO sparse, or holds no data; convert it first")
+    (!gradient.is_strided() && !gradient.is_sparse()).then_some(GradientProblem::Layout)
 }
 
 impl Plan {

@@ -5,7 +5,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::error::{Error, OptimizerError, Result};
+use crate::error::{Error, OptimizerError, ParameterProblem, Result};
 use crate::ffi::{self, OutsideRegions};
 use crate::optim::state::{Wanted, complete};
 use crate::optim::{MasterWeights, Optimizer};
@@ -133,8 +133,7 @@ impl Optimizer {
         match stale.iter().find(|&&index| !self.fits_mode(index)) {
             Some(&index) => {
                 let parameter = self.slots[index].name.clone();
-                let problem = "has another dtype than when its master weight was made; build the optimizer after the \
-                               model has its dtype and load the old `state_dict`, or cast the model back";
+                let problem = ParameterProblem::Cast;
                 Err(Error::Optimizer(OptimizerError::Parameter { parameter, problem }))
             }
             None => Ok(()),

@@ -57,5 +57,5 @@ pub use saved::{OptimizerState, ParamGroupState};
 pub(crate) use shards::Ranks;
 pub(crate) use state_dict::CheckedState;
 
-pub use crate::error::OptimizerError;
+pub use crate::error::{OptimizerError, ParameterProblem};
 pub use crate::gradients::parameters::Parameters;

@@ -6,7 +6,7 @@ use tch::Tensor;
 
 #[cfg(doc)]
 use crate::error::GradientError;
-use crate::error::{Error, OptimizerError, Result};
+use crate::error::{Error, OptimizerError, ParameterProblem, Result};
 use crate::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
 use crate::optim::parameters::{Given, Named, TrackedVariables};
 use crate::optim::shards::Shards;
@@ -192,17 +192,15 @@ impl Optimizer {
             let Names { first: name, others: aliases } =
                 named.names.unwrap_or_else(|| place.to_string().into());
             let problem = if identity == 0 || !named.tensor.is_floating_point() {
-                Some("is not a floating-point tensor, and only those can be optimized")
+                Some(ParameterProblem::NotFloatingPoint)
             } else if named.group > LARGEST_GROUP {
-                Some("is in a group whose number is more than 65535")
+                Some(ParameterProblem::GroupTooLarge)
             } else if !named.tensor.f_is_leaf()? {
-                Some(NOT_A_LEAF)
+                Some(ParameterProblem::NotALeaf)
             } else if !known.insert(identity) {
-                Some("is in the optimizer twice; a parameter belongs to one group")
+                Some(ParameterProblem::Twice)
             } else if !names.insert(name.clone()) {
-                Some(
-                    "has the name of another one; names must differ, because a state is saved by names",
-                )
+                Some(ParameterProblem::NameTaken)
             } else {
                 None
             };
@@ -308,8 +306,8 @@ impl Optimizer {
 
     /// Drops the gradients, runs backward on the loss, and steps.
     ///
-    /// It does not use a scaler: with one, call [`GradScaler::backward`](crate::GradScaler::backward) and
-    /// [`GradScaler::step`](crate::GradScaler::step) instead.
+    /// It does not use a scaler: with one, call
+    /// [`GradScaler::backward_step`](crate::GradScaler::backward_step) instead.
     ///
     /// # Errors
     ///
@@ -323,8 +321,8 @@ impl Optimizer {
     /// Drops the gradients, runs backward on the loss, clamps every element of the gradients to `-max..=max`, and
     /// steps.
     ///
-    /// It does not use a scaler: with one, call [`GradScaler::backward`](crate::GradScaler::backward) and
-    /// [`GradScaler::step`](crate::GradScaler::step) instead.
+    /// It does not use a scaler: with one, call
+    /// [`GradScaler::backward_step_clip_value`](crate::GradScaler::backward_step_clip_value) instead.
     ///
     /// # Errors
     ///
@@ -339,8 +337,8 @@ impl Optimizer {
     /// Drops the gradients, runs backward on the loss, clips the gradients to a common norm of at most `clip`, such as
     /// a number for the 2-norm, and steps.
     ///
-    /// It does not use a scaler: with one, call [`GradScaler::backward`](crate::GradScaler::backward) and
-    /// [`GradScaler::step`](crate::GradScaler::step) instead.
+    /// It does not use a scaler: with one, call
+    /// [`GradScaler::backward_step_clip_norm`](crate::GradScaler::backward_step_clip_norm) instead.
     ///
     /// # Errors
     ///
@@ -356,12 +354,6 @@ impl Optimizer {
         self.step()
     }
 }
-
-/// What is wrong with a parameter that backward leaves without a gradient.
-pub(super) const NOT_A_LEAF: &str = "is not a leaf: it was computed from a tensor that requires a gradient, and backward \
-                                     leaves the gradient there; build the model from \
-                                     `tensor.detach().set_requires_grad(true)`, and convert or move a tensor before \
-                                     `set_requires_grad(true)`, not after it";
 
 impl AmpOptimizer for Optimizer {
     /// Returns all parameters, including those that were added to the `VarStore` since the last step.

@@ -5,10 +5,12 @@
 
 use tch::Kind;
 
-use crate::error::{Error, GradientError, OptimizerError, Result};
+use crate::error::{
+    Error, GradientError, GradientProblem, OptimizerError, ParameterProblem, Result,
+};
 use crate::ffi::{self, Gradient, Master, OptimParameter, StepAnswer};
 use crate::optim::first_step::{FirstStep, Launch};
-use crate::optim::optimizer::{NOT_A_LEAF, Slot};
+use crate::optim::optimizer::Slot;
 use crate::optim::shards::Shards;
 use crate::optim::state::{MANY_STEPS, is_complete, used};
 use crate::optim::{Algorithm, Optimizer, ParamGroup, Step};
@@ -74,7 +76,7 @@ impl Optimizer {
         self.refuse_overlapping(std::iter::empty())?;
         for (slot, parameter) in self.slots.iter().zip(&self.parameters) {
             if !parameter.f_is_leaf()? {
-                let (parameter, problem) = (slot.name.clone(), NOT_A_LEAF);
+                let (parameter, problem) = (slot.name.clone(), ParameterProblem::NotALeaf);
                 return Ok(Error::Optimizer(OptimizerError::Parameter { parameter, problem }));
             }
         }
@@ -91,26 +93,19 @@ impl Optimizer {
     }
 
     /// The reason why a step cannot take a gradient, if there is one.
-    fn problem(&self, index: usize, gradient: &Gradient) -> Option<&'static str> {
+    fn problem(&self, index: usize, gradient: &Gradient) -> Option<GradientProblem> {
         if gradient.is_sparse() {
-            return Some(
-                "is sparse, which the fused optimizers do not take; make it dense with `to_dense`, or give the parameter to \
-                 another optimizer",
-            );
+            return Some(GradientProblem::Sparse);
         }
         if !gradient.is_strided() {
-            return Some("is neither strided nor COO sparse, or holds no data; convert it first");
+            return Some(GradientProblem::Layout);
         }
         if gradient.has_other_shape() {
-            return Some(
-                "does not have the shape and device of its parameter; drop it with `zero_grad` and run backward again",
-            );
+            return Some(GradientProblem::OtherShape);
         }
         let widened = self.masters.of(&self.parameters[index], index) != Master::None
             && gradient.is(Kind::Float);
-        (gradient.has_other_dtype() && !widened).then_some(
-            "has another dtype than its parameter; drop it with the optimizer's `zero_grad` and run backward again",
-        )
+        (gradient.has_other_dtype() && !widened).then_some(GradientProblem::OtherDtype)
     }
 
     fn launch(&mut self, step: &Step<'_>) -> Result<Vec<StepAnswer>> {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use tch::Tensor;
 
-use crate::error::Result;
+use crate::error::{GradientChange, Result};
 use crate::ffi::{self, FoundInf, Gradient, Snapshot, Widened};
 use crate::gradients::{Change, Gradients, change, overflow};
 
@@ -133,12 +133,12 @@ impl Record {
     pub(super) fn compare(
         &mut self,
         now: &[Gradient],
-    ) -> std::result::Result<(), (usize, &'static str)> {
+    ) -> std::result::Result<(), (usize, GradientChange)> {
         for (index, gradient) in now.iter().enumerate() {
             match change(self.snapshot.get(index), gradient) {
                 Change::None => {}
                 Change::Numbers if self.rescaled => {
-                    return Err((index, "changed after another loss was scaled"));
+                    return Err((index, GradientChange::AfterAnotherLoss));
                 }
                 Change::Numbers => self.dirty = true,
                 Change::Replaced(how) => return Err((index, how)),

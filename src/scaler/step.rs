@@ -4,7 +4,7 @@ use tch::Tensor;
 
 #[cfg(doc)]
 use crate::error::GradientError;
-use crate::error::{Error, Result, ScalerError};
+use crate::error::{Error, GradientProblem, Result, ScalerError};
 use crate::ffi::{self, Gradient, OutsideRegions};
 use crate::gradients::{ClipNorm, Plan, Preparation, check_limit, clamp, unclampable, unclippable};
 use crate::optim::{AmpOptimizer, Optimizer, Step, drop_gradients, take_step};
@@ -232,7 +232,8 @@ impl GradScaler {
     ///
     /// With a fused [`Optimizer`](crate::optim::Optimizer) that was not unscaled before, one pass over the gradients
     /// takes the norm and finds non-finite values, and the update itself unscales and clips: the gradients stay scaled.
-    /// A norm that is not finite counts as an infinite gradient. On a GPU the norm is taken in f32, unless all
+    /// A norm that is not finite counts as an infinite gradient; a [disabled](Self::disabled) scaler skips nothing, and
+    /// steps with gradients that such a norm makes zero or NaN, as in PyTorch. On a GPU the norm is taken in f32, unless all
     /// gradients are f64, and a 2-norm overflows if the gradients are larger than about 1e19.
     ///
     /// # Errors
@@ -303,7 +304,7 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// Those of the four calls. The gradients are dropped once the loss has been scaled. After an error of the step the
+    /// Those of the four calls. If the loss cannot be scaled, the gradients are kept. After an error of the step the
     /// iteration is open, and [`abandon`](Self::abandon) or [`update`](Self::update) ends it; an error of `update`,
     /// such as [`ScalerError::TooManySkips`], comes after it has ended.
     ///
@@ -385,7 +386,7 @@ impl GradScaler {
         &self,
         record: Option<RecordId>,
         optimizer: &dyn AmpOptimizer,
-        problem: fn(&Gradient) -> Option<&'static str>,
+        problem: fn(&Gradient) -> Option<GradientProblem>,
     ) -> Result<Option<RecordId>> {
         if record.is_some() {
             return Ok(record);

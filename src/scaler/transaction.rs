@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, GradientError, Result};
+use crate::error::{Error, GradientChange, GradientError, Result};
 use crate::ffi::{Gradient, Snapshot};
 use crate::gradients::{ClipNorm, Plan, check_limit, clamp, reduce_norm, unclippable};
 use crate::optim::AmpOptimizer;
@@ -160,7 +160,7 @@ impl GradScaler {
 }
 
 fn appeared(parameter: String) -> Error {
-    let how = "appeared";
+    let how = GradientChange::Appeared;
     Error::Gradient(GradientError::Changed { parameter, how })
 }
 

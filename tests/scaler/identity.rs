@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use tch::nn::OptimizerConfig as _;
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::gradients::GradientError;
+use tch_amp::gradients::{GradientChange, GradientError};
 use tch_amp::optim::{AdamW, AmpOptimizer, Parameters, Sgd, Step};
 use tch_amp::scaler::PerLossScalers;
 use tch_amp::{Error, GradScaler};
@@ -119,7 +119,10 @@ fn a_gradient_that_is_removed_and_recomputed_counts_as_new() {
         second.backward();
         let error = scaler.step(&mut opt).unwrap_err();
         assert!(
-            matches!(error, Error::Gradient(GradientError::Changed { how: "appeared", .. })),
+            matches!(
+                error,
+                Error::Gradient(GradientError::Changed { how: GradientChange::Appeared, .. })
+            ),
             "{error}"
         );
     });

@@ -15,8 +15,8 @@ use crate::distributed::call::Comparison;
 use crate::distributed::collectives::refuse_unusable;
 use crate::distributed::data_parallel::records;
 use crate::distributed::group::{LivingModel, ProcessGroup};
-use crate::error::{DistributedError, Error, Result};
-use crate::ffi::distributed::{self as ffi, Changed, Reducer, ReducerOptions};
+use crate::error::{DistributedError, Error, Result, VariableChange};
+use crate::ffi::distributed::{self as ffi, Reducer, ReducerOptions};
 use crate::ffi::gradients_drop;
 use crate::panics;
 use crate::scaler::{self, GradScaler};
@@ -41,7 +41,7 @@ pub use options::DdpConfig;
 /// use tch::{Device, Kind, Tensor};
 /// use tch_amp::distributed::{DistributedDataParallel, ProcessGroup, Store};
 /// use tch_amp::optim::Sgd;
-/// use tch_amp::{GradScaler, autocast};
+/// use tch_amp::{GradScaler, try_autocast};
 ///
 /// fn train(group: &ProcessGroup) -> tch_amp::Result<f64> {
 ///     let vs = nn::VarStore::new(Device::Cpu);
@@ -52,7 +52,7 @@ pub use options::DdpConfig;
 ///     for _ in 0..3 {
 ///         opt.zero_grad()?;
 ///         let xs = Tensor::rand([8, 4], (Kind::Float, Device::Cpu)); // different data on each rank
-///         let loss = ddp.forward(|| autocast(Device::Cpu, || net.forward(&xs).square().mean(Kind::Float)))??;
+///         let loss = try_autocast(Device::Cpu, || ddp.forward(|| net.forward(&xs).square().mean(Kind::Float)))?;
 ///         ddp.backward_scaled(&mut scaler, &loss)?;
 ///         scaler.step(&mut opt)?;
 ///         scaler.update()?;
@@ -387,28 +387,23 @@ impl DistributedDataParallel {
     }
 
     fn check_variables(&self) -> Result<()> {
-        let parameter = |name: &str, problem: &'static str| {
-            Err(DistributedError::Parameter { name: name.to_owned(), problem }.into())
+        let parameter = |name: &str, change: VariableChange| {
+            Err(DistributedError::Parameter { name: name.to_owned(), change }.into())
         };
         if self.model.has_more() {
-            return parameter("a variable", "was added to the VarStore");
+            return parameter("a variable", VariableChange::Added);
         }
         let unfrozen = self.model.others.iter().find(|(_, tensor)| tensor.requires_grad());
         if let Some((name, _)) = unfrozen {
-            return parameter(name, "was unfrozen");
+            return parameter(name, VariableChange::Unfrozen);
         }
         if self.broadcast_buffers
-            && let Some((name, problem)) = self.model.changed_buffer()?
+            && let Some((name, change)) = self.model.changed_buffer()?
         {
-            return parameter(name, problem);
+            return parameter(name, change);
         }
-        let Some((index, changed)) = self.reducer.changed()? else { return Ok(()) };
-        let problem = match changed {
-            Changed::Cast => "was cast to another dtype",
-            Changed::Frozen => "was frozen",
-            Changed::Reshaped => "was given another shape",
-        };
-        parameter(&self.parameter_name(index), problem)
+        let Some((index, change)) = self.reducer.changed()? else { return Ok(()) };
+        parameter(&self.parameter_name(index), change)
     }
 
     fn parameter_name(&self, index: usize) -> String {

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::averaged::Averaged;
 use crate::distributed::group::ProcessGroup;
-use crate::error::Result;
+use crate::error::{Result, VariableChange};
 use crate::ffi::distributed::unwritable;
 use crate::ffi::sizes;
 use crate::optim::parameters::{Named, TrackedVariables};
@@ -67,22 +67,22 @@ impl DistributedModel {
     }
 
     /// Returns a buffer that can no longer be broadcast, by its name, and what has happened to it.
-    pub(super) fn changed_buffer(&self) -> Result<Option<(&str, &'static str)>> {
+    pub(super) fn changed_buffer(&self) -> Result<Option<(&str, VariableChange)>> {
         let names = self.others.iter().skip(self.others.len() - self.buffers.len());
         let names: Vec<_> = names.map(|(name, _)| name.as_str()).collect();
         for ((buffer, compared), name) in self.buffers.iter().zip(&self.compared).zip(&names) {
             let (kind, device, size) = form(buffer)?;
-            let problem = match compared {
-                _ if buffer.is_sparse() => "was made sparse",
-                (was, ..) if *was != kind => "was cast to another dtype",
-                (_, was, _) if *was != device => "was moved to another device",
-                (.., was) if *was != size => "was given another shape",
+            let change = match compared {
+                _ if buffer.is_sparse() => VariableChange::MadeSparse,
+                (was, ..) if *was != kind => VariableChange::Cast,
+                (_, was, _) if *was != device => VariableChange::Moved,
+                (.., was) if *was != size => VariableChange::Reshaped,
                 _ => continue,
             };
-            return Ok(Some((name, problem)));
+            return Ok(Some((name, change)));
         }
         let unwritable = unwritable(&self.buffers)?.and_then(|index| names.get(index));
-        Ok(unwritable.map(|name| (*name, "was given memory that its elements share")))
+        Ok(unwritable.map(|name| (*name, VariableChange::Expanded)))
     }
 
     /// Whether variables were added since.

@@ -12,8 +12,8 @@ use tch::nn::VarStore;
 use crate::GradScaler;
 use crate::error::{Error, GradientError, Result};
 use crate::ffi::exponents::{self, CountedGradient};
-use crate::ffi::{self, Gradient, OutsideRegions};
-use crate::gradients::Gradients;
+use crate::ffi::{self, OutsideRegions};
+use crate::gradients::{Gradients, uncountable};
 use crate::variables::listed;
 
 #[cfg(doc)]
@@ -150,7 +150,7 @@ impl ScaleHealth {
             if !gradient.is_used() || !seen.insert(gradient.parameter()) {
                 continue;
             }
-            if let Some(problem) = problem(gradient) {
+            if let Some(problem) = uncountable(gradient) {
                 let parameter = gradients.describe(index);
                 return Err(Error::Gradient(GradientError::Unsupported { parameter, problem }));
             }
@@ -186,17 +186,6 @@ impl ScaleHealth {
     pub fn clear(&mut self) {
         self.seen = None;
     }
-}
-
-fn problem(gradient: &Gradient) -> Option<&'static str> {
-    if !gradient.is_strided() && !gradient.is_sparse() {
-        return Some(
-            "is neither strided nor COO sparse, or holds no data, and cannot be counted; convert it first",
-        );
-    }
-    (!gradient.is_floating_or_complex()).then_some(
-        "is neither fp16, bf16, f32, f64 nor complex, and cannot be counted; convert it first",
-    )
 }
 
 /// Compares names so that `layers.2` comes before `layers.10`.
