@@ -4,7 +4,7 @@
 mod common;
 
 use tch::{Device, nn};
-use tch_amp::precision::{MatmulPrecision, Precision, ReducedPrecisionReduction};
+use tch_amp::precision::{MatmulPrecision, MatmulSpeeds, ReducedPrecisionReduction};
 use tch_amp::precision::{advice_for_model, bf16_is_native};
 use tch_amp::{Error, autocast};
 
@@ -15,8 +15,8 @@ use common::{for_each_device, gpus};
 fn every_size_is_measured_once_per_process() {
     for_each_device(|device| {
         // A region, which would cast the matrices of f32, makes no difference.
-        let precision = autocast(device, || Precision::measure(device)).unwrap().unwrap();
-        let speeds = precision.speeds();
+        let precision = autocast(device, || MatmulSpeeds::measure(device)).unwrap().unwrap();
+        let speeds = precision.as_slice();
         let sizes: Vec<_> = speeds.iter().map(|speed| speed.size).collect();
         assert!(sizes.starts_with(&[64, 128, 256, 512, 1024]) && sizes.is_sorted(), "{sizes:?}");
         let gpu = device != Device::Cpu;
@@ -28,7 +28,7 @@ fn every_size_is_measured_once_per_process() {
         let text = precision.to_string();
         assert!(text.contains("bf16: ") && text.contains(" as fast as f32 at "), "{text}");
         // A second measurement would hardly give the same numbers, so the result is cached.
-        assert_eq!(Precision::measure(device).unwrap(), precision);
+        assert_eq!(MatmulSpeeds::measure(device).unwrap(), precision);
     });
 }
 
@@ -93,6 +93,6 @@ fn half_precision_sums_are_those_of_the_last_guard_that_lives() {
 
 #[test]
 fn a_missing_device_is_refused() {
-    let refused = Precision::measure(Device::Vulkan);
+    let refused = MatmulSpeeds::measure(Device::Vulkan);
     assert!(matches!(refused, Err(Error::DeviceUnavailable { .. })));
 }

@@ -23,7 +23,7 @@ use crate::scaler::GradScaler;
 ///
 /// In the table, *half* is the [`half_dtype`] of the device. Start with `O1`, which corresponds to `torch.autocast`.
 /// The same training loop works for `O0` to `O2`. For `O3`, where norms are in half precision, leave
-/// [`keep_in_f32`](crate::policy::keep_in_f32) out. In apex the outputs of `O3` are f32.
+/// [`run_in_f32`](crate::policy::run_in_f32) out. In apex the outputs of `O3` are f32.
 ///
 /// # Examples
 ///
@@ -31,7 +31,7 @@ use crate::scaler::GradScaler;
 /// use tch::nn::{self, Module};
 /// use tch::{Device, Kind, Tensor};
 /// use tch_amp::optim::AdamW;
-/// use tch_amp::policy::keep_in_f32;
+/// use tch_amp::policy::run_in_f32;
 /// use tch_amp::Policy;
 /// use tch_amp::policy::OptLevel;
 ///
@@ -45,7 +45,7 @@ use crate::scaler::GradScaler;
 /// let kept = policy.cast_variables(&mut vs, level.keep_f32())?;
 /// assert_eq!(kept, ["norm.bias", "norm.weight"]);
 ///
-/// let net = policy.apply_to(nn::seq().add(keep_in_f32(norm)).add(out))?;
+/// let net = policy.apply_to(nn::seq().add(run_in_f32(norm)).add(out))?;
 /// let mut opt = AdamW::default().master_weights(level.master_weights()).build(&vs, 1e-3)?;
 /// let mut scaler = level.grad_scaler(vs.device())?;
 /// scaler.backward(&net.forward(&Tensor::ones([8, 4], (Kind::Float, Device::Cpu))).square().mean(None))?;
@@ -127,7 +127,7 @@ impl OptLevel {
 
 impl MixedPrecision {
     /// Returns the policy of a level in the dtype of this precision; if it is f32, that of [`OptLevel::O0`]. The
-    /// [`scaler`](Self::scaler) of the precision fits each level but `O3`, which has none.
+    /// [`skipping_scaler`](Self::skipping_scaler) of the precision is that of `O1` and `O2`; `O0` and `O3` have none.
     ///
     /// # Examples
     ///

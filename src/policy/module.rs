@@ -34,11 +34,11 @@ macro_rules! wrapper {
 }
 
 wrapper!(
-    /// A [`Module`] that runs under a [`Policy`] or in f32; see [`Policy::apply_to`] and [`keep_in_f32`].
+    /// A [`Module`] that runs under a [`Policy`] or in f32; see [`Policy::apply_to`] and [`run_in_f32`].
     PolicyModule
 );
 wrapper!(
-    /// A [`ModuleT`] that runs under a [`Policy`] or in f32; see [`Policy::apply_to_t`] and [`keep_in_f32_t`].
+    /// A [`ModuleT`] that runs under a [`Policy`] or in f32; see [`Policy::apply_to_t`] and [`run_in_f32_t`].
     PolicyModuleT
 );
 
@@ -221,13 +221,13 @@ impl<M: ModuleT> ModuleT for PolicyModuleT<M> {
 /// ```
 /// use tch::{Device, Kind, Tensor, nn};
 /// use tch_amp::Policy;
-/// use tch_amp::policy::{KeepF32, keep_in_f32};
+/// use tch_amp::policy::{KeepF32, run_in_f32};
 ///
 /// let mut vs = nn::VarStore::new(Device::Cpu);
 /// let root = vs.root();
 /// let net = nn::seq()
 ///     .add(nn::linear(&root / "in", 4, 8, Default::default()))
-///     .add(keep_in_f32(nn::layer_norm(&root / "norm", vec![8], Default::default())))
+///     .add(run_in_f32(nn::layer_norm(&root / "norm", vec![8], Default::default())))
 ///     .add(nn::linear(&root / "out", 8, 2, Default::default()));
 /// drop(root);
 /// let policy = Policy::BF16.with_output(Kind::Float)?;
@@ -237,12 +237,12 @@ impl<M: ModuleT> ModuleT for PolicyModuleT<M> {
 /// assert_eq!(ys.kind(), Kind::Float);
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
-pub fn keep_in_f32<M: Module>(layer: M) -> PolicyModule<M> {
+pub fn run_in_f32<M: Module>(layer: M) -> PolicyModule<M> {
     PolicyModule { module: layer, way: Way::InF32 }
 }
 
-/// Wraps a [`ModuleT`], such as a batch norm, so that it runs in f32, like [`keep_in_f32`] for a [`Module`].
-pub fn keep_in_f32_t<M: ModuleT>(layer: M) -> PolicyModuleT<M> {
+/// Wraps a [`ModuleT`], such as a batch norm, so that it runs in f32, like [`run_in_f32`] for a [`Module`].
+pub fn run_in_f32_t<M: ModuleT>(layer: M) -> PolicyModuleT<M> {
     PolicyModuleT { module: layer, way: Way::InF32 }
 }
 

@@ -25,7 +25,7 @@ pub use matmul::{MatmulPrecision, MatmulPrecisionGuard, ReducedPrecisionReductio
 
 lazy_static! {
     /// What has been measured in this process, by device.
-    static ref MEASURED: Mutex<HashMap<String, Precision>> = Mutex::default();
+    static ref MEASURED: Mutex<HashMap<String, MatmulSpeeds>> = Mutex::default();
 
     /// The speeds by which a precision was chosen in this process, by device.
     static ref CHOSEN: Mutex<HashMap<String, MatmulSpeed>> = Mutex::default();
@@ -37,19 +37,19 @@ lazy_static! {
 ///
 /// ```no_run
 /// use tch::Device;
-/// use tch_amp::precision::Precision;
+/// use tch_amp::precision::MatmulSpeeds;
 ///
-/// let precision = Precision::measure(Device::Cpu)?;
+/// let speeds = MatmulSpeeds::measure(Device::Cpu)?;
 /// // bf16: 4.3x as fast as f32 at 1024, 1.1x at 64: use it for layers wider than about 128.
-/// println!("{precision}");
+/// println!("{speeds}");
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
-pub struct Precision {
+pub struct MatmulSpeeds {
     speeds: Vec<MatmulSpeed>,
 }
 
-impl Precision {
+impl MatmulSpeeds {
     /// Measures matrix products of several sizes on a device, on as many threads as libtorch uses. It takes up to about
     /// five seconds on a CPU; each device is measured once in a process. Synchronizes.
     ///
@@ -78,22 +78,22 @@ impl Precision {
     ///
     /// ```no_run
     /// use tch::Device;
-    /// use tch_amp::precision::Precision;
+    /// use tch_amp::precision::MatmulSpeeds;
     ///
-    /// let precision = Precision::measure(Device::Cpu)?;
-    /// let gains = precision.speeds().iter().map(|speed| (speed.size, speed.bf16.unwrap_or(0.0) / speed.f32));
+    /// let speeds = MatmulSpeeds::measure(Device::Cpu)?;
+    /// let gains = speeds.as_slice().iter().map(|speed| (speed.size, speed.bf16.unwrap_or(0.0) / speed.f32));
     /// for (size, gain) in gains {
     ///     println!("bf16 is {gain:.1} times as fast as f32 for products of size {size}");
     /// }
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
-    pub fn speeds(&self) -> &[MatmulSpeed] {
+    pub fn as_slice(&self) -> &[MatmulSpeed] {
         &self.speeds
     }
 }
 
 /// One sentence for each dtype.
-impl fmt::Display for Precision {
+impl fmt::Display for MatmulSpeeds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&advice::advice(&self.speeds))
     }

@@ -134,7 +134,7 @@ fn a_norm_of_numbers_with_a_large_mean_is_found() {
     });
     assert_eq!(suspicions(&audit, "planted"), [Suspicion::MagnifiesRounding], "{audit}");
     assert_eq!(audit.suspicious().len(), 1, "{audit}");
-    assert!(audit.keep_in_f32().contains(&"planted".to_owned()), "{audit}");
+    assert!(audit.needs_f32().contains(&"planted".to_owned()), "{audit}");
 }
 
 #[test]
@@ -231,7 +231,7 @@ fn the_time_of_what_should_stay_in_f32_is_measured() {
         // The rest are operators of the backward pass that belong to no part.
         assert!(sum <= audit.seconds[place] * (1.0 + 1e-9), "{audit:?}");
     }
-    let kept = audit.keep_in_f32();
+    let kept = audit.needs_f32();
     let extra = |part: &tch_amp::insight::AuditedPart| part.seconds[0] - part.seconds[1];
     let named = audit.parts.iter().filter(|part| kept.contains(&part.path) && part.path != "last");
     assert!((named.map(extra).sum::<f64>() - audit.f32_seconds()).abs() < 1e-9, "{audit}");

@@ -33,7 +33,7 @@ fn only_the_part_that_is_not_finite_is_blamed() {
         (x + added) * 2.0
     };
     let audit = audited(Kind::BFloat16, infinity).unwrap();
-    assert_eq!(audit.keep_in_f32(), ["planted"]);
+    assert_eq!(audit.needs_f32(), ["planted"]);
     let blamed: Vec<&str> = audit.suspicious().iter().map(|part| part.path.as_str()).collect();
     assert_eq!(blamed, ["planted"], "{audit}");
 }
@@ -41,7 +41,7 @@ fn only_the_part_that_is_not_finite_is_blamed() {
 #[test]
 fn a_part_whose_results_underflow_is_blamed_and_not_the_one_before() {
     let audit = audited(Kind::Half, |x, _| x * 1e-9).unwrap();
-    assert_eq!(audit.keep_in_f32(), ["planted"], "{audit}");
+    assert_eq!(audit.needs_f32(), ["planted"], "{audit}");
 }
 
 #[test]

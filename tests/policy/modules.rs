@@ -6,7 +6,7 @@ use rstest::rstest;
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::autocast::is_autocast_enabled;
-use tch_amp::policy::{PolicyError, half_dtype, keep_in_f32, keep_in_f32_t};
+use tch_amp::policy::{PolicyError, half_dtype, run_in_f32, run_in_f32_t};
 use tch_amp::{Autocast, Error, Policy, autocast};
 
 use crate::POLICY_KINDS;
@@ -70,7 +70,7 @@ fn a_policy_that_autocast_cannot_follow_is_refused() {
     }
 }
 
-/// The layers that accept half-precision inputs with f32 weights on the CPU, as documented for `keep_in_f32`.
+/// The layers that accept half-precision inputs with f32 weights on the CPU, as documented for `run_in_f32`.
 #[rstest]
 fn norms_take_half_inputs_on_the_cpu(#[values(Kind::BFloat16, Kind::Half)] half: Kind) {
     let vs = VarStore::new(Device::Cpu);
@@ -79,9 +79,9 @@ fn norms_take_half_inputs_on_the_cpu(#[values(Kind::BFloat16, Kind::Half)] half:
     let layer = nn::layer_norm(vs.root() / "l", vec![5], Default::default());
     let group = nn::group_norm(vs.root() / "g", 2, 4, Default::default());
     let outputs = [
-        (batch.forward_t(&xs, true), keep_in_f32_t(batch).forward_t(&xs, true)),
-        (layer.forward(&xs), keep_in_f32(layer).forward(&xs)),
-        (group.forward(&xs), keep_in_f32(group).forward(&xs)),
+        (batch.forward_t(&xs, true), run_in_f32_t(batch).forward_t(&xs, true)),
+        (layer.forward(&xs), run_in_f32(layer).forward(&xs)),
+        (group.forward(&xs), run_in_f32(group).forward(&xs)),
     ];
     for (plain, kept) in outputs {
         assert_eq!((plain.kind(), kept.kind()), (half, half));
@@ -99,7 +99,7 @@ fn a_kept_layer_runs_in_f32_inside_of_a_region() {
         let half = half_dtype(device);
         let probe = Probe::default();
         let log = Arc::clone(&probe.0);
-        let layer = keep_in_f32(probe);
+        let layer = run_in_f32(probe);
         for kind in [half, Kind::Float, Kind::Double, Kind::Int64] {
             let xs = Tensor::ones([2], (kind, device));
             let ys = autocast(device, || layer.forward(&xs)).unwrap();

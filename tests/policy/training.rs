@@ -5,7 +5,7 @@ use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_amp::Policy;
 use tch_amp::optim::AdamW;
-use tch_amp::policy::{KeepF32, OptLevel, keep_in_f32, keep_in_f32_t};
+use tch_amp::policy::{KeepF32, OptLevel, run_in_f32, run_in_f32_t};
 
 use crate::common::for_each_device;
 
@@ -15,9 +15,9 @@ fn net(vs: &VarStore) -> nn::SequentialT {
     let relu = |xs: &Tensor| xs.relu();
     nn::seq_t()
         .add(nn::linear(&root / "in", 4, 8, Default::default()))
-        .add(keep_in_f32_t(nn::batch_norm1d(&root / "bn", 8, Default::default())))
+        .add(run_in_f32_t(nn::batch_norm1d(&root / "bn", 8, Default::default())))
         .add_fn(relu)
-        .add(keep_in_f32(nn::layer_norm(&root / "norm", vec![8], Default::default())))
+        .add(run_in_f32(nn::layer_norm(&root / "norm", vec![8], Default::default())))
         .add(nn::linear(&root / "out", 8, 2, Default::default()))
 }
 

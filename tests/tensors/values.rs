@@ -9,7 +9,7 @@ use tch_amp::loss_scale::LossScale as _;
 use tch_amp::loss_scale::{
     DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite, select_tree,
 };
-use tch_amp::policy::{KeepF32, cast_to_full, cast_to_half, keep_in_f32};
+use tch_amp::policy::{KeepF32, cast_to_full, cast_to_half, run_in_f32};
 use tch_amp::{GradScaler, Policy, half};
 
 use crate::{assert_takes, with_each_kind};
@@ -224,7 +224,7 @@ fn modules() {
     let module = policy.apply_to(layer()).unwrap();
     let taken = with_each_kind("a module's input", |tensor| module.f_forward(&tensor).map(drop));
     assert_takes("a module's input", &taken, PLAIN);
-    let kept = keep_in_f32(layer());
+    let kept = run_in_f32(layer());
     let taken = with_each_kind("the input of a module that stays f32", |tensor| {
         kept.f_forward(&tensor).map(drop)
     });

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{CModule, Cuda, Device, Kind, Tensor, no_grad};
 use tch_amp::insight::html::{Document, Table};
-use tch_amp::policy::{KeepF32, keep_in_f32};
+use tch_amp::policy::{KeepF32, run_in_f32};
 use tch_amp::{Autocast, Policy, jit};
 
 const INPUTS: i64 = 64;
@@ -28,7 +28,7 @@ fn model(vs: &VarStore) -> nn::SequentialT {
     nn::seq_t()
         .add(layer("first", INPUTS, WIDTH))
         .add_fn(Tensor::relu)
-        .add(keep_in_f32(nn::layer_norm(&root / "norm", vec![WIDTH], Default::default())))
+        .add(run_in_f32(nn::layer_norm(&root / "norm", vec![WIDTH], Default::default())))
         .add(layer("second", WIDTH, WIDTH))
         .add_fn(Tensor::relu)
         .add_fn_t(|xs, train| xs.dropout(0.5, train))
@@ -46,8 +46,9 @@ fn region(device: Device) -> Autocast {
 fn trace(xs: &Tensor, mut forward: impl FnMut(&Tensor) -> Tensor) -> Result<CModule> {
     let mut traced = |inputs: &[Tensor]| vec![forward(&inputs[0])];
     let inputs = [xs.shallow_clone()];
-    let run = || CModule::create_by_tracing("Classifier", "forward", &inputs, &mut traced);
-    let module = no_grad(|| region(xs.device()).run(run))??;
+    let run =
+        || anyhow::Ok(CModule::create_by_tracing("Classifier", "forward", &inputs, &mut traced)?);
+    let module = no_grad(|| region(xs.device()).try_run(run))?;
     ensure!(module.named_parameters()?.is_empty(), "the weights are constants");
     Ok(module)
 }

@@ -17,7 +17,8 @@ use super::numbers;
 use crate::error::Error;
 use crate::error::{Number, Result};
 use crate::{Autocast, GradScaler};
-use parts::keep_in_f32;
+use parts::needs_f32;
+pub(super) use runs::without_times;
 
 /// How many parts without suspicions are listed.
 const MOST_CLEAN: usize = 20;
@@ -154,9 +155,9 @@ impl Audit {
     /// [`named`](super::named). If a part magnifies the rounding of its inputs, the parts that computed them are listed
     /// as well. For operators without a name, which the audit calls `after` a module, the module is listed: keep what
     /// follows it in f32, too, or give it a name.
-    pub fn keep_in_f32(&self) -> Vec<String> {
+    pub fn needs_f32(&self) -> Vec<String> {
         let mut names: Vec<String> = Vec::new();
-        for path in keep_in_f32(&self.parts) {
+        for path in needs_f32(&self.parts) {
             let name = path.strip_prefix(AFTER).unwrap_or(path);
             if !names.iter().any(|known| known == name) {
                 names.push(name.to_owned());
@@ -165,11 +166,11 @@ impl Audit {
         names
     }
 
-    /// Estimates how many seconds longer an iteration takes with the parts of [`keep_in_f32`](Self::keep_in_f32) in
+    /// Estimates how many seconds longer an iteration takes with the parts of [`needs_f32`](Self::needs_f32) in
     /// f32: the difference of their [times](AuditedPart::seconds). Casts between these parts and others are not
     /// included.
     pub fn f32_seconds(&self) -> f64 {
-        let keep = keep_in_f32(&self.parts);
+        let keep = needs_f32(&self.parts);
         // Where operators after a module are to be kept, so is the module.
         let is_kept = |part: &&AuditedPart| {
             let followers = format!("{AFTER}{}", part.path);
@@ -301,7 +302,7 @@ impl fmt::Display for Conclusion<'_> {
                 write!(f, " ({})", output.operator)?;
             }
         }
-        let keep = keep_in_f32(&audit.parts);
+        let keep = needs_f32(&audit.parts);
         if !keep.is_empty() {
             let is_said = |path: &&str| keep.contains(&format!("{AFTER}{path}").as_str());
             let said: Vec<_> =

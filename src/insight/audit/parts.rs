@@ -290,7 +290,7 @@ fn of_gradient(gradient: &AuditedGradient, underflows: bool, finite: bool) -> Ve
 }
 
 /// The parts to keep in f32, and those before them whose roundings they magnify, as they are called in an audit.
-pub(super) fn keep_in_f32(parts: &[AuditedPart]) -> Vec<&str> {
+pub(super) fn needs_f32(parts: &[AuditedPart]) -> Vec<&str> {
     let mut names = Vec::new();
     for part in parts.iter().filter(|part| part.has_suspicious_output()) {
         let magnifies = part.suspicions.contains(&Suspicion::MagnifiesRounding);

@@ -41,11 +41,46 @@ pub(super) fn audit(
     let off = region.enabled(false);
     let reference = Reference::new()?;
     let f32 = record(&mut rerun, RecordingMode::Reference(&reference), scale, &mut || loss(off))?;
-    let lower =
-        record(&mut rerun, RecordingMode::Compared(&reference), scale, &mut || loss(region))?;
+    let mut audit = beside(&mut rerun, (&reference, &f32), region, scale, &mut loss)?;
+    let mut measured = [PartTimes::new(), PartTimes::new()];
+    for _ in 0..ROUNDS {
+        for (fastest, region) in measured.iter_mut().zip([off, region]) {
+            let (recording, _) = rerun.record(RecordingMode::Times, scale, &mut || loss(region))?;
+            keep_fastest(fastest, times(&recording));
+        }
+    }
+    add_times(&mut audit.parts, &measured);
+    audit.seconds = measured.map(|times| times.values().sum());
+    Ok(audit)
+}
+
+/// The audits of regions, without times. It runs the loss once in f32, and two or three times for each region.
+pub(in crate::insight) fn without_times(
+    rerun: &mut Rerun<'_>,
+    regions: [Autocast; 2],
+    scale: f64,
+    loss: &mut impl FnMut(Autocast) -> Result<Tensor>,
+) -> Result<[Audit; 2]> {
+    let off = regions[0].enabled(false);
+    let reference = Reference::new()?;
+    let f32 = record(rerun, RecordingMode::Reference(&reference), scale, &mut || loss(off))?;
+    let mut of = |region| beside(rerun, (&reference, &f32), region, scale, loss);
+    Ok([of(regions[0])?, of(regions[1])?])
+}
+
+/// The audit of a region beside a run in f32, without times.
+fn beside(
+    rerun: &mut Rerun<'_>,
+    (reference, f32): (&Reference, &AuditedRun),
+    region: Autocast,
+    scale: f64,
+    loss: &mut impl FnMut(Autocast) -> Result<Tensor>,
+) -> Result<Audit> {
+    let lower = record(rerun, RecordingMode::Compared(reference), scale, &mut || loss(region))?;
     let kind = parts::lower_kind(&lower.recording);
+    let off = region.enabled(false);
     let rounded = kind.map(|kind| {
-        record(&mut rerun, RecordingMode::Rounded(&reference, kind), scale, &mut || loss(off))
+        record(rerun, RecordingMode::Rounded(reference, kind), scale, &mut || loss(off))
     });
     let rounded = rounded.transpose()?;
     let unscaled = match scale == 1.0 {
@@ -62,18 +97,9 @@ pub(super) fn audit(
         unscaled.as_ref().unwrap_or(&lower.gradients),
     )?;
     let rounded = rounded.as_ref().map(|run| &run.recording);
-    let mut parts = parts::parts(&lower.recording, rounded, kind, &gradients);
-    let mut measured = [PartTimes::new(), PartTimes::new()];
-    for _ in 0..ROUNDS {
-        for (fastest, region) in measured.iter_mut().zip([off, region]) {
-            let (recording, _) = rerun.record(RecordingMode::Times, scale, &mut || loss(region))?;
-            keep_fastest(fastest, times(&recording));
-        }
-    }
-    add_times(&mut parts, &measured);
-    let seconds = measured.map(|times| times.values().sum());
+    let parts = parts::parts(&lower.recording, rounded, kind, &gradients);
     let dtype = kind.map_or(Dtype::F32, Dtype::from);
-    Ok(Audit { dtype, scale, seconds, losses: [f32.loss, lower.loss], parts })
+    Ok(Audit { dtype, scale, seconds: [0.0; 2], losses: [f32.loss, lower.loss], parts })
 }
 
 fn check_parameters(repeatable: &Repeatable) -> Result<()> {

@@ -17,7 +17,7 @@ use tch::nn::VarStore;
 use super::recording::{RecordedModel, Recording};
 use crate::error::{Error, Result};
 use crate::ffi::insight::RecordingMode;
-use crate::precision::{Precision, synchronize};
+use crate::precision::{MatmulSpeeds, synchronize};
 use crate::variables::listed;
 use rows::Rows;
 use work::Work;
@@ -63,7 +63,7 @@ pub struct Profiler {
     device: Device,
     warm_up: usize,
     runs: usize,
-    precision: Option<Precision>,
+    speeds: Option<MatmulSpeeds>,
 }
 
 impl Profiler {
@@ -71,7 +71,7 @@ impl Profiler {
     /// names. It runs a closure twice to warm up, and then records one run.
     pub fn new(vs: &VarStore) -> Self {
         let model = RecordedModel::new(listed(vs));
-        Self { model, device: vs.device(), warm_up: 2, runs: 1, precision: None }
+        Self { model, device: vs.device(), warm_up: 2, runs: 1, speeds: None }
     }
 
     /// Sets how many runs come before the recorded ones. The first run of a program is slower, because it also
@@ -89,8 +89,8 @@ impl Profiler {
 
     /// Lets the report estimate what half precision would gain, from the measured speeds of the device.
     #[must_use]
-    pub fn precision(self, precision: Precision) -> Self {
-        Self { precision: Some(precision), ..self }
+    pub fn matmul_speeds(self, speeds: MatmulSpeeds) -> Self {
+        Self { speeds: Some(speeds), ..self }
     }
 
     /// Runs `f`, such as the forward and backward pass of one batch, and reports its operators. What `f` changes, such
@@ -138,8 +138,8 @@ impl Profiler {
         report.seconds = seconds;
         report.unrecorded_seconds = unrecorded_seconds;
         report.padding = gain::padding(&report);
-        if let Some(precision) = &self.precision {
-            report.gains = gain::gains(&report, precision.speeds());
+        if let Some(speeds) = &self.speeds {
+            report.gains = gain::gains(&report, speeds.as_slice());
         }
         Ok(report)
     }
