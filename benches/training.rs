@@ -11,7 +11,8 @@
 //! of iterations take turns. One more multiplication of a number in the backward pass is not counted: a backward pass
 //! varies by more. jmp's README states 1 to 5 % beside a static loss scale; here it is beside none.
 //!
-//! A third training here uses the plan that [`tune`](tch_amp::insight::tune) measures for the model.
+//! A third training here uses the plan that [`tune`](tch_amp::insight::tune) measures for the model, and a fourth has
+//! weights in bf16 with master weights in f32, which saves the casts of weights and of their gradients.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
@@ -47,8 +48,12 @@ fn training(name: &str, weights: &Checkpoint, amp: bool) -> Training {
 
 /// Checks that the losses of both sides agree. They differ only where libtorch sums in another order.
 fn check(name: &str, weights: &Checkpoint, python: &mut Python) {
-    for (amp, precision, tolerance) in [(false, "fp32", 1e-4), (true, "bf16", 1e-2)] {
-        let mut training = training(name, weights, amp);
+    let trainings = [
+        (training(name, weights, false), "fp32", 1e-4),
+        (training(name, weights, true), "bf16", 1e-2),
+        (Training::with_masters(name, weights, region(true)), "bf16", 1e-2),
+    ];
+    for (mut training, precision, tolerance) in trainings {
         let ours: Vec<f64> = (0..CHECKED).map(|_| training.iterate().0.double_value(&[])).collect();
         let theirs = python.ask(&format!("losses {name} {precision} {CHECKED}"));
         let theirs: Vec<f64> = theirs.split(' ').map(|loss| loss.parse().unwrap()).collect();
@@ -69,6 +74,8 @@ struct Times {
     tuned: Row,
     /// This crate with a plan, and in f32.
     tuned_gain: Row,
+    /// This crate with weights in bf16, and Python in bf16.
+    masters: Row,
     /// Python in f32, in nanoseconds.
     python_f32: f64,
     /// The phases of an iteration in bf16, in nanoseconds.
@@ -79,8 +86,10 @@ fn time(name: &'static str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> 
     let (rounds, iterations) =
         if is_quick() { (1, 1) } else { (9, if name.starts_with("mlp_6") { 60 } else { 3 }) };
     let mut trainings = [false, true].map(|amp| training(name, weights, amp));
-    let mut planned = training(name, weights, true).tuned(name, weights);
-    let mut with_plan = Vec::new();
+    let planned = training(name, weights, true).tuned(name, weights);
+    let mut others = [planned, Training::with_masters(name, weights, region(true))];
+    // With a plan, and with weights in bf16.
+    let mut of_others = [Vec::new(), Vec::new()];
     // In f32 and bf16: this crate's iterations, and those of each Python.
     let mut ours = [Vec::new(), Vec::new()];
     let mut theirs = [[Vec::new(), Vec::new()], [Vec::new(), Vec::new()]];
@@ -95,10 +104,10 @@ fn time(name: &'static str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> 
             };
             let (mine, in_phases): (Vec<_>, Vec<_>) = (0..iterations).map(&mut iterate).unzip();
             let request = format!("run {name} {precision} {iterations}");
-            let others = pythons.each_mut().map(|python| python.time(&request));
+            let new = pythons.each_mut().map(|python| python.time(&request));
             if round > 0 {
                 ours[i].extend(mine);
-                for (all, new) in theirs[i].iter_mut().zip(others) {
+                for (all, new) in theirs[i].iter_mut().zip(new) {
                     all.extend(new);
                 }
                 if i == 1 {
@@ -106,12 +115,15 @@ fn time(name: &'static str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> 
                 }
             }
         }
-        let mine = (0..iterations).map(|_| nanoseconds(|| drop(planned.iterate())));
-        let mine: Vec<_> = mine.collect();
-        if round > 0 {
-            with_plan.extend(mine);
+        for (all, other) in of_others.iter_mut().zip(&mut others) {
+            let mine = (0..iterations).map(|_| nanoseconds(|| drop(other.iterate())));
+            let mine: Vec<_> = mine.collect();
+            if round > 0 {
+                all.extend(mine);
+            }
         }
     }
+    let [with_plan, masters] = of_others;
     let [f32, bf16] = ours;
     let [python_f32, python_bf16] =
         theirs.map(
@@ -123,7 +135,8 @@ fn time(name: &'static str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> 
     Times {
         train: Row::new(name, bf16.clone(), python_bf16.clone()),
         gain: Row::new(name, bf16, f32.clone()),
-        tuned: Row::new(name, with_plan.clone(), python_bf16),
+        tuned: Row::new(name, with_plan.clone(), python_bf16.clone()),
+        masters: Row::new(name, masters, python_bf16),
         tuned_gain: Row::new(name, with_plan, f32),
         python_f32: median(python_f32),
         phases: std::array::from_fn(phase),
@@ -214,7 +227,7 @@ fn main() {
         let weights = Checkpoint::load(&file).unwrap();
         check(name, &weights, &mut pythons[0]);
         let times = time(name, &weights, &mut pythons);
-        let Times { train, gain, tuned, tuned_gain, python_f32, phases } = times;
+        let Times { train, gain, tuned, tuned_gain, masters, python_f32, phases } = times;
         let ms = [gain.python, gain.ours, python_f32, train.python].map(|ns| ns / 1e6);
         println!(
             "{name:<12} {:>12.3} {:>12.3} {:>12.3} {:>12.3} {:>8.2} {:>8.2}",
@@ -227,12 +240,13 @@ fn main() {
         );
         print_shares(phases, &pythons[0].time(&format!("profile {name}")), &train);
         print_scaling(name, &weights, &mut pythons[0]);
-        let rows = [("train", train), ("gain", gain), ("tuned", tuned), ("tuned_gain", tuned_gain)];
-        ratios.push((name, rows));
+        ratios.push((format!("train_{name}"), train));
+        ratios.push((format!("gain_{name}"), gain));
+        ratios.push((format!("tuned_{name}"), tuned));
+        ratios.push((format!("tuned_gain_{name}"), tuned_gain));
+        ratios.push((format!("train_{name}_masters"), masters));
     }
-    for (name, rows) in ratios {
-        for (what, row) in rows {
-            print_ratio(&format!("{what}_{name}"), row);
-        }
+    for (what, row) in ratios {
+        print_ratio(&what, row);
     }
 }

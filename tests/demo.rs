@@ -32,8 +32,10 @@ static GPT: LazyLock<Vec<Run>> = LazyLock::new(|| {
     let line = "    pub fn learn(&mut self, text: &[u8]) -> Result<()> { self.read(text) }\n";
     let text =
         Text::new(line.repeat(400).as_bytes(), "one line <&> again and again".into()).unwrap();
+    // A few steps in bf16: where that is emulated, each takes seconds.
     let run = |precision| {
-        let options = GptOptions { precision, steps: 12, seed: 0, sample: 20 };
+        let steps = if precision == Amp::Off { 12 } else { 5 };
+        let options = GptOptions { precision, tunes: false, steps, seed: 0, sample: 20 };
         gpt::run(options, &text, Device::Cpu, false).unwrap()
     };
     let _random = RANDOM.lock().unwrap();
@@ -145,7 +147,8 @@ fn the_gpt_learns_equally_in_both_precisions() {
         fp32.losses[0]
     );
     for run in [fp32, bf16] {
-        assert!(run.losses[11] < run.losses[0] - 1.0, "{:?}", run.losses);
+        let last = run.losses.last().unwrap();
+        assert!(*last < run.losses[0] - 1.0, "{:?}", run.losses);
     }
     // Two units in the last place of bf16.
     let error = bf16.losses[0] / fp32.losses[0] - 1.0;

@@ -4,9 +4,10 @@ use tch::nn::VarStore;
 use tch::{Device, Tensor};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::insight::tune;
-use tch_amp::optim::{AdamW, Optimizer};
+use tch_amp::optim::{AdamW, MasterWeights, Optimizer};
+use tch_amp::policy::KeepF32;
 use tch_amp::scaler::GradScalerConfig;
-use tch_amp::{Autocast, GradScaler};
+use tch_amp::{Autocast, GradScaler, Policy};
 
 use crate::common::nanoseconds;
 use crate::models::{Batch, Model, model};
@@ -44,6 +45,17 @@ impl Training {
         tch::manual_seed(1);
         let batch = model.batch.batch(device);
         Self { vs, model, batch, region, max_norm: None, optimizer, scaler }
+    }
+
+    /// The same with weights in bf16, but for norms and embeddings, and their values in f32 in the optimizer.
+    #[allow(dead_code, reason = "the benchmark on a GPU does not measure it")]
+    pub fn with_masters(name: &str, weights: &Checkpoint, region: Autocast) -> Self {
+        let mut it = Self::new(name, weights, Device::Cpu, region, true);
+        let keep = KeepF32::NormsAnd(&["embedding.*", "places.*"]);
+        Policy::BF16.cast_variables(&mut it.vs, keep).unwrap();
+        let adamw = AdamW::default().master_weights(MasterWeights::Float);
+        it.optimizer = adamw.build(&it.vs, 1e-4).unwrap();
+        it
     }
 
     /// A new training with the plan that is measured for this model and its region, which is printed.

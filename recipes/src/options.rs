@@ -15,9 +15,12 @@ pub type Flag<T> = (&'static str, &'static str, fn(&mut T, &mut Arguments<'_>) -
 
 /// The common options. In what `--help` says, words in capitals stand for the defaults of the recipe.
 const COMMON: &[Flag<Options>] = &[
-    ("--amp", "off, bf16, fp16, or auto for what is fastest; default bf16", |it, args| {
-        args.value().map(|amp| it.amp = amp)
-    }),
+    (
+        "--amp",
+        "off, bf16, fp16, or auto for what is fastest, for the model and\n\
+         for each of its operators; default bf16",
+        |it, args| args.value().map(|amp| it.amp = amp),
+    ),
     ("--device", "cpu or cuda, default CUDA if it is usable", |it, args| {
         args.parsed(parse_device).map(|device| it.device = Some(device))
     }),
@@ -91,6 +94,8 @@ pub struct Options {
     pub replaces: bool,
     /// The precision of the training.
     pub amp: Amp,
+    /// Whether to measure in which dtype each operator is fastest.
+    pub tunes: bool,
     /// `None`: CUDA if it is usable, otherwise the CPU.
     pub device: Option<Device>,
     /// The number of steps of the whole run.
@@ -123,6 +128,7 @@ impl Options {
             length: "--steps",
             replaces: false,
             amp: Amp::Bf16,
+            tunes: false,
             device: None,
             steps,
             seed: 0,
@@ -164,22 +170,18 @@ impl Options {
         }
     }
 
-    /// Decides what `--amp auto` stands for on this device: what is fastest on the first rank, which says why. All
-    /// ranks call this.
+    /// Decides what `--amp auto` stands for on this device: what is fastest on the first rank, which says why, with a
+    /// plan for the operators of the model. All ranks call this.
     pub fn decide(&mut self, device: Device, ranks: &Ranks) -> Result<()> {
         if self.amp != Amp::Auto {
             return Ok(());
         }
-        let chosen = ranks.on_first(|| {
+        self.amp = ranks.from_first(|| {
             let fastest = self.amp.on(device)?;
             tell(&fastest);
             Ok(fastest.amp())
         })?;
-        for amp in PRECISIONS {
-            if ranks.any(chosen == Some(amp))? {
-                self.amp = amp;
-            }
-        }
+        self.tunes = self.amp != Amp::Off;
         Ok(())
     }
 
@@ -391,6 +393,7 @@ mod tests {
             name: "it",
             length: "--steps",
             replaces: false,
+            tunes: false,
             amp: Amp::Fp16,
             device: Some(Device::Cpu),
             steps: 3,

@@ -2,6 +2,8 @@
 
 use super::interrupt::INTERRUPTED;
 use anyhow::{Context, Result, ensure};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
 use std::{fs, process};
 use tch::nn::{self, BatchNormConfig, ModuleT, Path, VarStore};
@@ -124,6 +126,17 @@ impl Ranks {
         }
     }
 
+    /// Returns what `make` returns on the first rank, on all of them. If it fails, it fails on all of them.
+    pub fn from_first<T: Serialize + DeserializeOwned>(
+        &self,
+        make: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        match &self.0 {
+            Some(group) => group.from_rank_0(make),
+            None => make(),
+        }
+    }
+
     /// Seeds the random numbers, which differ between the ranks.
     pub fn manual_seed(&self, seed: i64) {
         match &self.0 {
@@ -237,11 +250,15 @@ pub struct Gradients(Option<DistributedDataParallel>);
 
 impl Gradients {
     /// Runs a forward pass.
-    pub fn forward<T>(&mut self, forward: impl FnOnce() -> T) -> Result<T> {
-        match &mut self.0 {
-            Some(ddp) => Ok(ddp.forward(forward)?),
-            None => Ok(forward()),
-        }
+    pub fn forward<T, E: Into<anyhow::Error>>(
+        &mut self,
+        forward: impl FnOnce() -> std::result::Result<T, E>,
+    ) -> Result<T> {
+        let result = match &mut self.0 {
+            Some(ddp) => ddp.forward(forward)?,
+            None => forward(),
+        };
+        result.map_err(Into::into)
     }
 
     /// Runs the backward pass on the scaled loss.
@@ -261,7 +278,7 @@ impl Gradients {
         loss: impl FnOnce() -> Result<Tensor>,
     ) -> Result<()> {
         if is_last {
-            let loss = self.forward(loss)??;
+            let loss = self.forward(loss)?;
             return self.backward(scaler, &loss);
         }
         match &mut self.0 {

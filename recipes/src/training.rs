@@ -8,7 +8,6 @@ use anyhow::Result;
 use std::time::Instant;
 use tch::nn::VarStore;
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::{GradScaler, MixedPrecision};
 
 /// A model with everything that trains it. All ranks call the methods together.
 pub trait Training {
@@ -17,6 +16,11 @@ pub trait Training {
 
     /// The columns of the log, and the names in TensorBoard.
     const COLUMNS: &'static [&'static str];
+
+    /// Measures in which dtype each operator is fastest, if that is wanted and not known, and says so in a line.
+    fn tune(&mut self) -> Result<Option<String>> {
+        Ok(None)
+    }
 
     /// Takes a step. Nothing synchronizes.
     fn step(&mut self) -> Result<Self::Measured>;
@@ -44,14 +48,6 @@ pub trait Training {
 
     /// The weights, which must be the same on all ranks.
     fn weights(&self) -> &VarStore;
-}
-
-/// The scaler of a recipe. Only that of fp16 scales; the others skip steps with non-finite gradients.
-pub fn scaler(precision: &MixedPrecision) -> tch_amp::Result<GradScaler> {
-    if precision.needs_scaling() {
-        return GradScaler::new(precision.device());
-    }
-    GradScaler::skip_only(precision.device())
 }
 
 /// A run that a trainer is to do.
@@ -145,6 +141,9 @@ impl<'a, T: Training> Run<'a, T> {
                 seconds = checkpoint.value(SECONDS)?;
             }
             trainer.restore(&checkpoint)?;
+        }
+        if let Some(line) = trainer.tune()? {
+            progress.say(&line);
         }
         progress.resumed(done);
         let folder = options.logs.as_deref().filter(|_| ranks.is_first());

@@ -38,6 +38,17 @@ pub enum RunAs {
     },
 }
 
+impl RunAs {
+    /// How it is said after the name of an operator.
+    pub(crate) fn words(self) -> &'static str {
+        match self {
+            Self::F32 => "in f32",
+            Self::Half => "in half precision",
+            Self::Composed { .. } => "composed",
+        }
+    }
+}
+
 /// How the calls of an operator run inside a region, all of them or those of some sizes.
 ///
 /// The size of a matrix product is the number of its multiplications: rows × columns × depth, times the batch. That of
@@ -225,12 +236,10 @@ impl fmt::Display for Rule {
             (at_least, None) => write!(f, " of size {at_least} or more")?,
             (at_least, Some(below)) => write!(f, " of size {at_least} to below {below}")?,
         }
+        write!(f, ": {}", self.run_as.words())?;
         match self.run_as {
-            RunAs::F32 => f.write_str(": in f32"),
-            RunAs::Half => f.write_str(": in half precision"),
-            RunAs::Composed { most_bytes } => {
-                write!(f, ": composed, up to {} MiB", most_bytes >> 20)
-            }
+            RunAs::Composed { most_bytes } => write!(f, ", up to {} MiB", most_bytes >> 20),
+            RunAs::F32 | RunAs::Half => Ok(()),
         }
     }
 }

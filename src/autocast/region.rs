@@ -11,7 +11,9 @@ use crate::device::check_usable;
 use crate::error::{AutocastError, Error, Result};
 use crate::ffi::RawAutocastState;
 
-/// The operators of log-probabilities, likelihoods and divergences, for [`Autocast::keep_in_f32`].
+/// The operators of log-probabilities, likelihoods and divergences, for [`Autocast::keep_in_f32`]: `atanh`, `exp`,
+/// `exp2`, `expm1`, `log`, `log10`, `log1p`, `log2`, `log_sigmoid`, `log_softmax`, `logaddexp`, `logit`, `logsumexp`,
+/// `pow`, `sigmoid`, `softmax`, `softplus` and `tanh`.
 ///
 /// In half precision, losses that are written by hand lose their correct digits in terms such as log(1 - tanh(x)²) of a
 /// tanh-squashed Gaussian, 1 - p, or a difference of two log-probabilities. On CUDA autocast's lists keep most of these
@@ -106,10 +108,10 @@ impl Autocast {
     ///
     /// ```
     /// use tch::{Device, Kind, Tensor};
-    /// use tch_amp::{Autocast, autocast};
+    /// use tch_amp::{Autocast, try_autocast};
     ///
     /// let x = Tensor::eye(2, (Kind::Float, Device::Cpu));
-    /// let exact = autocast(Device::Cpu, || Autocast::new(Device::Cpu).enabled(false).run(|| x.matmul(&x)))??;
+    /// let exact = try_autocast(Device::Cpu, || Autocast::new(Device::Cpu).enabled(false).run(|| x.matmul(&x)))?;
     /// assert_eq!(exact.kind(), Kind::Float);
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
@@ -365,9 +367,9 @@ impl Autocast {
 /// # A guard around a whole training loop
 ///
 /// Inside a region libtorch casts a weight once and uses the cast until the region ends. If a guard is opened before
-/// the loop, and tch's own optimizer steps in it, **training stops without any error**. Open the region around the
-/// forward pass and the loss of each step; the page on [common errors](crate::guide::errors) has the example and the
-/// remedies.
+/// the loop, and tch's own optimizer steps in it, **the loss no longer falls, without any error**. Open the region
+/// around the forward pass and the loss of each step; the page on [common errors](crate::guide::errors) has the example
+/// and the remedies.
 ///
 /// # Thread pools
 ///

@@ -54,4 +54,4 @@ pub use operators::{
 pub use page::Page;
 pub use recording::{Pass, named};
 pub use tracer::Tracer;
-pub use tune::{TunedOperator, Tuning, tune};
+pub use tune::{TunedOperator, Tuner, Tuning, tune};

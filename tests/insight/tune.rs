@@ -7,7 +7,7 @@ use std::time::Duration;
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::autocast::RunAs;
-use tch_amp::insight::{Tuning, tune};
+use tch_amp::insight::{Tuner, Tuning, tune};
 use tch_amp::precision::bf16_is_native;
 use tch_amp::{Autocast, Error, GradScaler};
 
@@ -96,6 +96,25 @@ fn nothing_is_left_behind() {
         text.contains(&tuning.reason) && text.ends_with(&format!("{calls} were run")),
         "{text}"
     );
+}
+
+#[test]
+fn operators_of_f32_are_tried_in_half_precision_if_asked() {
+    let _alone = alone();
+    let model = Model::new();
+    let calls = Cell::new(0);
+    let loss = |region: Autocast| {
+        calls.set(calls.get() + 1);
+        region.run(|| model.loss().mse_loss(&Tensor::from(0.5f32), tch::Reduction::Mean))
+    };
+    let before = model.state();
+    let tuner = Tuner { allow_half: true };
+    let tuning = tuner.tune(&model.vs, &region(), &GradScaler::disabled(), loss).unwrap();
+    assert_eq!((tuning.iterations, model.state()), (calls.get(), before), "{tuning}");
+    assert!(tuning.iterations <= 40, "{tuning}");
+    let in_half = tuning.plan.rules.iter().any(|rule| rule.run_as == RunAs::Half);
+    assert!(!in_half || tuning.suspicious.is_some(), "{tuning}");
+    assert_eq!(tuning.summary().lines().count(), 1, "{tuning}");
 }
 
 /// A network whose linear layers wait if they are in one precision, and its products if they are in the other: longer

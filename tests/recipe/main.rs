@@ -17,3 +17,4 @@ mod published;
 mod resumed;
 mod same;
 mod trainer;
+mod tuned;

@@ -15,7 +15,7 @@ use std::ffi::OsString;
 use tch::{Device, Kind};
 use tch_amp::Amp;
 use tch_amp::memory::keep_freed_memory;
-use tch_amp::precision::Precision as Speeds;
+use tch_amp::precision::MatmulSpeeds;
 
 /// How many steps bf16 takes where it is slow: enough to tell how slow.
 const FEW: usize = 5;
@@ -72,12 +72,12 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<()> {
     Ok(())
 }
 
-/// Trains in fp32 and in bf16, each in a process of its own. Where bf16 is slow, that is said before, and it takes a
-/// few steps only.
+/// Trains in fp32 and in bf16, each in a process of its own, and in bf16 with the plan that is fastest. Where bf16 is
+/// slow, that is said before, and it takes a few steps only.
 fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
-    let speeds = Speeds::measure(device)?;
+    let speeds = MatmulSpeeds::measure(device)?;
     print(&speeds);
-    let wide = speeds.speeds().iter().find(|speed| speed.size == gpt::train::WIDTH);
+    let wide = speeds.as_slice().iter().find(|speed| speed.size == gpt::train::WIDTH);
     let is_slow = wide.is_some_and(|speed| speed.bf16.is_none_or(|bf16| bf16 < speed.f32));
     if is_slow {
         print(format_args!(
@@ -86,7 +86,8 @@ fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
         ));
     }
     let run = |precision, steps, sample| {
-        process::run(GptOptions { precision, steps, seed, sample }, device)
+        let tunes = precision != Amp::Off && !is_slow;
+        process::run(GptOptions { precision, tunes, steps, seed, sample }, device)
     };
     let (bf16_steps, fp32_sample) = if is_slow { (FEW, SAMPLE) } else { (steps, 0) };
     let fp32 = run(Amp::Off, steps, fp32_sample)?;
@@ -96,12 +97,15 @@ fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
 /// One run in this process: prints it as JSON.
 fn gpt_run(args: &[OsString]) -> Result<()> {
     let args: Vec<_> = args.iter().filter_map(|arg| arg.to_str()).collect();
-    let [precision, steps, seed, sample, device] = args[..] else {
-        anyhow::bail!("{} takes a precision, steps, seed, sample and device", process::ARGUMENT);
+    let [precision, tunes, steps, seed, sample, device] = args[..] else {
+        anyhow::bail!(
+            "{} takes a precision, true or false, steps, seed, sample and device",
+            process::ARGUMENT
+        );
     };
-    let precision: Amp = precision.parse()?;
+    let (precision, tunes): (Amp, bool) = (precision.parse()?, tunes.parse()?);
     let (steps, seed, sample) = (steps.parse()?, seed.parse()?, sample.parse()?);
-    let options = GptOptions { precision, steps, seed, sample };
+    let options = GptOptions { precision, tunes, steps, seed, sample };
     let device = if device == "cpu" { Device::Cpu } else { Device::Cuda(0) };
     let text = crate::gpt::data::Text::load()?;
     keep_freed_memory();

@@ -7,17 +7,17 @@ use super::reader::Reader;
 use crate::measure::{self, Measured, Meter, Number};
 use crate::memory::check_fits;
 use crate::ranks::Gradients;
-use crate::{Ranks, Training, training};
+use crate::{Ranks, Region, Training};
 use anyhow::{Result, ensure};
 use std::time::Instant;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::GradScaler;
 use tch_amp::accumulation::Accumulation;
 use tch_amp::average::{AveragedWeights, Ema};
 use tch_amp::checkpoint::{Checkpoint, Stateful};
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::schedule::{CosineAnnealingLr, LinearLr, Scheduler, SequentialLr};
-use tch_amp::{Autocast, GradScaler};
 
 /// The column of the rate.
 pub const TOKENS_PER_SECOND: &str = "tokens_per_second";
@@ -35,7 +35,7 @@ pub struct Trainer<'a> {
     pub(crate) device: Device,
     pub(crate) vs: VarStore,
     pub(crate) model: Gpt,
-    pub(crate) region: Autocast,
+    pub(crate) region: Region,
     pub(crate) optimizer: Optimizer,
     pub(crate) scaler: GradScaler,
     pub(crate) schedule: Scheduler,
@@ -86,10 +86,10 @@ impl<'a> Trainer<'a> {
             LinearLr { start_factor: 0.01, total_iters: warm_up, ..Default::default() };
         let schedule =
             SequentialLr::new(warm_up_lr).then_at(warm_up, cosine).build(&mut optimizer)?;
-        let mut scaler = training::scaler(&precision)?;
+        let mut scaler = precision.skipping_scaler()?;
         scaler.name_parameters(&vs)?;
         let ema = Ema { warmup: true, ..Ema::new(options.ema) }.build(&vs)?;
-        let region = precision.region();
+        let region = Region::new(precision.region(), &options.common);
         Ok(Self {
             options,
             ranks,
@@ -139,6 +139,17 @@ impl Training for Trainer<'_> {
         TOKENS_PER_SECOND,
         measure::PEAK_MEMORY,
     ];
+
+    fn tune(&mut self) -> Result<Option<String>> {
+        let position = self.reader.position;
+        let place = [self.ranks.rank(), self.ranks.size()];
+        let (tokens, targets) = self.reader.next(self.options.rows, place, self.device);
+        self.reader.position = position;
+        let model = &self.model;
+        self.region.tune(self.ranks, &self.vs, &self.scaler, |region| {
+            region.run(|| model.loss(&tokens, &targets, true))
+        })
+    }
 
     /// One training step: the gradients of all micro-batches, clipped, a step of the optimizer, of the averages and of
     /// the schedule. Non-finite gradients change none of these, and lower the scale of fp16. Nothing synchronizes.
@@ -193,6 +204,7 @@ impl Training for Trainer<'_> {
     fn save(&mut self, checkpoint: &mut Checkpoint) -> Result<()> {
         checkpoint.add_all(self.parts())?;
         self.ranks.add_rngs(checkpoint, self.device)?;
+        self.region.save(checkpoint)?;
         checkpoint.add_value("position", &self.reader.position)?;
         Ok(())
     }
@@ -202,6 +214,7 @@ impl Training for Trainer<'_> {
         let (ranks, device) = (self.ranks, self.device);
         let restore = checkpoint.restore().add_all(self.parts());
         ranks.rngs(restore, checkpoint, device).apply()?;
+        self.region.restore(checkpoint)?;
         self.reader.position = position;
         Ok(())
     }

@@ -9,18 +9,18 @@ use super::reader::Reader;
 use crate::measure::{self, Measured, Meter, Number};
 use crate::memory::check_fits;
 use crate::ranks::Gradients;
-use crate::{Ranks, Training, training};
+use crate::{Ranks, Region, Training};
 use anyhow::Result;
 use std::time::Instant;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
+use tch_amp::GradScaler;
 use tch_amp::average::{AveragedWeights, Swa};
 use tch_amp::checkpoint::{Checkpoint, Stateful};
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::schedule::{
     ConstantLr, CosineAnnealingLr, LinearLr, Schedule, Scheduler, SequentialLr,
 };
-use tch_amp::{Autocast, GradScaler};
 
 /// The column of the rate.
 pub const IMAGES_PER_SECOND: &str = "images_per_second";
@@ -51,7 +51,7 @@ pub struct Trainer<'a> {
 pub struct Network<'a> {
     pub(super) ranks: &'a Ranks,
     pub(super) model: Net,
-    region: Autocast,
+    region: Region,
 }
 
 impl Network<'_> {
@@ -90,7 +90,7 @@ impl<'a> Trainer<'a> {
         optimizer.assign_group(1, &NO_DECAY)?;
         optimizer.set_weight_decay_group(1, 0.0)?;
         let schedule = schedule(options).build(&mut optimizer)?;
-        let mut scaler = training::scaler(&precision)?;
+        let mut scaler = precision.skipping_scaler()?;
         scaler.name_parameters(&vs)?;
         let swa = Swa::default().build(&vs)?;
         let mirrors = options.mirror || data.has_mirror_images;
@@ -98,7 +98,11 @@ impl<'a> Trainer<'a> {
             options,
             set,
             vs,
-            network: Network { ranks, model, region: precision.region() },
+            network: Network {
+                ranks,
+                model,
+                region: Region::new(precision.region(), &options.common),
+            },
             optimizer,
             scaler,
             schedule,
@@ -139,6 +143,20 @@ impl Training for Trainer<'_> {
         measure::PEAK_MEMORY,
     ];
 
+    fn tune(&mut self) -> Result<Option<String>> {
+        let Network { ranks, model, region } = &mut self.network;
+        if self.options.sync_batch_norm && ranks.size() > 1 {
+            return Ok(None);
+        }
+        let position = self.reader.position;
+        let views = self.reader.next(self.options.rows / ranks.size());
+        self.reader.position = position;
+        let batch = self.set.train.take(&views);
+        region.tune(ranks, &self.vs, &self.scaler, |region| {
+            region.run(|| model.logits(&batch.images, true).cross_entropy_for_logits(&batch.labels))
+        })
+    }
+
     /// One training step on an augmented batch: a step of the optimizer and of the schedule, and towards the end of the
     /// training also one of the averages. Non-finite gradients change none of these, and lower the scale of fp16.
     /// Nothing synchronizes.
@@ -153,7 +171,7 @@ impl Training for Trainer<'_> {
         let loss = self.gradients.forward(|| {
             let logits = self.network.logits(&batch, true)?;
             tch_amp::Result::Ok(logits.cross_entropy_for_logits(&batch.labels))
-        })??;
+        })?;
         self.gradients.backward(&mut self.scaler, &loss)?;
         let outcome = self.scaler.step(&mut self.optimizer)?;
         self.scaler.update()?;
@@ -183,6 +201,7 @@ impl Training for Trainer<'_> {
     /// The statistics of batch normalization are those of the first rank, with which all ranks go on.
     fn save(&mut self, checkpoint: &mut Checkpoint) -> Result<()> {
         checkpoint.add_all(self.parts())?;
+        self.network.region.save(checkpoint)?;
         checkpoint.add_value("position", &self.reader.position)?;
         Ok(())
     }
@@ -190,6 +209,7 @@ impl Training for Trainer<'_> {
     fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let position = checkpoint.value("position")?;
         checkpoint.restore().add_all(self.parts()).apply()?;
+        self.network.region.restore(checkpoint)?;
         self.reader.position = position;
         Ok(())
     }

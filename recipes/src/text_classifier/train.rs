@@ -8,7 +8,7 @@ use super::options::Options;
 use crate::measure::{self, Measured, Meter, Number};
 use crate::memory::check_fits;
 use crate::ranks::Gradients;
-use crate::{Confusion, Ranks, Training, training};
+use crate::{Confusion, Ranks, Region, Training};
 use anyhow::{Context, Result};
 use std::time::Instant;
 use tch::nn::VarStore;
@@ -35,7 +35,7 @@ pub struct Trainer<'a> {
     /// The accuracy of the best evaluation, and after how many steps it was.
     pub(super) best_of: Option<(f64, u64)>,
     pub(super) model: Classifier,
-    pub(super) region: Autocast,
+    pub(super) region: Region,
     optimizer: Optimizer,
     pub(super) scaler: GradScaler,
     schedule: Scheduler,
@@ -73,7 +73,7 @@ impl<'a> Trainer<'a> {
         let gradients = ranks.compressed_gradients(&vs, options.compress)?;
         let mut optimizer = optimizer(options, &vs)?;
         let schedule = schedule(options).build(&mut optimizer)?;
-        let mut scaler = training::scaler(&precision)?;
+        let mut scaler = precision.skipping_scaler()?;
         scaler.name_parameters(&vs)?;
         Ok(Self {
             options,
@@ -83,7 +83,7 @@ impl<'a> Trainer<'a> {
             best,
             best_of: None,
             model,
-            region: region(&precision),
+            region: Region::new(region(&precision), &options.common),
             optimizer,
             scaler,
             schedule,
@@ -175,6 +175,16 @@ impl Training for Trainer<'_> {
         measure::SENT,
     ];
 
+    fn tune(&mut self) -> Result<Option<String>> {
+        let read = self.train.read;
+        let batch = self.train.next()?.to(self.device);
+        self.train.go_on_after(read);
+        let model = &self.model;
+        self.region.tune(self.ranks, &self.vs, &self.scaler, |region| {
+            region.run(|| model.logits(&batch, true).cross_entropy_for_logits(&batch.labels))
+        })
+    }
+
     /// One training step: the gradients of a batch, a step of the optimizer and of the schedule. Non-finite
     /// gradients change neither, and lower the scale of fp16. Nothing synchronizes.
     fn step(&mut self) -> Result<Measured> {
@@ -185,7 +195,7 @@ impl Training for Trainer<'_> {
         let loss = self.gradients.forward(|| {
             self.region
                 .run(|| self.model.logits(&batch, true).cross_entropy_for_logits(&batch.labels))
-        })??;
+        })?;
         let before = self.ranks.sent(self.device);
         self.gradients.backward(&mut self.scaler, &loss)?;
         let sent = self.ranks.sent(self.device).zip(before).map(|(after, before)| after - before);
@@ -222,6 +232,7 @@ impl Training for Trainer<'_> {
     fn save(&mut self, checkpoint: &mut Checkpoint) -> Result<()> {
         checkpoint.add_all(self.parts())?;
         self.ranks.add_rngs(checkpoint, self.device)?;
+        self.region.save(checkpoint)?;
         checkpoint.add_value("best_of", &self.best_of)?;
         checkpoint.add_value("batches", &self.train.read)?;
         Ok(())
@@ -233,6 +244,7 @@ impl Training for Trainer<'_> {
         let (ranks, device) = (self.ranks, self.device);
         let restore = checkpoint.restore().add_all(self.parts());
         ranks.rngs(restore, checkpoint, device).apply()?;
+        self.region.restore(checkpoint)?;
         self.train.go_on_after(read);
         self.best_of = best_of;
         Ok(())

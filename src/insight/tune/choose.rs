@@ -1,6 +1,6 @@
 //! Rules from the costs of operators.
 
-use super::costs::{ATTENTION, BySize, Costs};
+use super::costs::Costs;
 use crate::autocast::{Rule, RunAs};
 
 /// The limit on the memory of composed attention in the rules of a plan.
@@ -19,17 +19,16 @@ pub(super) struct Candidate {
     pub(super) is_always_f32: bool,
 }
 
-/// The candidates, those that promise most first. The costs are those in f32, in the region, and with composed
-/// attention.
-pub(super) fn candidates(f32: &Costs, region: &Costs, composed: Option<&Costs>) -> Vec<Candidate> {
+/// The candidates among the operators of a region, by what they cost there and otherwise.
+pub(super) fn candidates(region: &Costs, otherwise: &[(RunAs, &Costs)]) -> Vec<Candidate> {
     let mut candidates = Vec::new();
     for (operator, sizes) in region {
-        let composed = composed.filter(|_| operator == ATTENTION).and_then(|all| all.get(operator));
         let fastest = |(size, cost): (&u64, &i64)| {
-            let of = |costs: Option<&BySize>| costs.and_then(|costs| costs.get(size)).copied();
-            let others = [(RunAs::F32, of(f32.get(operator))), (COMPOSED, of(composed))];
-            let faster = others.into_iter().filter_map(|(run_as, other)| Some((run_as, other?)));
-            let best = faster.filter(|(_, other)| other < cost).min_by_key(|(_, other)| *other);
+            let of = |(run_as, costs): &(RunAs, &Costs)| {
+                Some((*run_as, *costs.get(operator)?.get(size)?))
+            };
+            let faster = otherwise.iter().filter_map(of).filter(|(_, other)| other < cost);
+            let best = faster.min_by_key(|(_, other)| *other);
             (*size, best.map(|(run_as, _)| run_as), best.map_or(0, |(_, other)| cost - other))
         };
         let choices: Vec<_> = sizes.iter().map(fastest).collect();
@@ -41,7 +40,13 @@ pub(super) fn candidates(f32: &Costs, region: &Costs, composed: Option<&Costs>) 
             candidates.push(Candidate { operator: operator.clone(), rules, gain, is_always_f32 });
         }
     }
+    candidates
+}
+
+/// Puts the candidates that promise most first, and keeps so many.
+pub(super) fn best(mut candidates: Vec<Candidate>, most: usize) -> Vec<Candidate> {
     candidates.sort_by_key(|candidate| std::cmp::Reverse(candidate.gain));
+    candidates.truncate(most);
     candidates
 }
 
@@ -73,6 +78,7 @@ fn between(smaller: u64, larger: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::costs::ATTENTION;
     use super::*;
 
     fn costs(operator: &str, sizes: &[(u64, i64)]) -> Costs {
@@ -88,17 +94,19 @@ mod tests {
             let name = "scaled_dot_product_attention";
             Rule { at_least, below: Some(below), ..Rule::new(name, run_as) }
         };
-        let found = candidates(&f32, &region, Some(&composed));
+        let otherwise = [(RunAs::F32, &f32), (COMPOSED, &composed)];
+        let found = candidates(&region, &otherwise);
         let rules = vec![rule(0, 8, RunAs::F32), rule(8, 128, COMPOSED)];
         let candidate = |rules, gain| {
             let operator = ATTENTION.to_owned();
             Candidate { operator, rules, gain, is_always_f32: false }
         };
         assert_eq!(found, [candidate(rules, 10 + 15 + 30)]);
-        let found = candidates(&f32, &region, None);
+        let found = candidates(&region, &otherwise[..1]);
         assert_eq!(found, [candidate(vec![rule(0, 32, RunAs::F32)], 20)]);
-        assert_eq!(candidates(&region, &f32, None)[0].rules, [rule(32, 512, RunAs::F32)]);
-        assert_eq!(candidates(&Costs::new(), &region, None), []);
+        let found = candidates(&f32, &[(RunAs::Half, &region)]);
+        assert_eq!(found[0].rules, [rule(32, 512, RunAs::Half)]);
+        assert_eq!(candidates(&region, &[(RunAs::F32, &Costs::new())]), []);
         assert_eq!((between(4, 5), between(4, 6), between(100, 10_000)), (5, 5, 1000));
     }
 
@@ -109,9 +117,11 @@ mod tests {
             both.extend(costs("aten::bmm", &[(8, bmm)]));
             both
         };
-        let found = candidates(&both(10, 10), &both(15, 12), None);
+        let found = candidates(&both(15, 12), &[(RunAs::F32, &both(10, 10))]);
+        assert!(found.iter().all(|found| found.is_always_f32));
+        let found = best(found, 2);
         let names: Vec<_> = found.iter().map(|found| found.operator.as_str()).collect();
         assert_eq!(names, ["aten::mm", "aten::bmm"]);
-        assert!(found.iter().all(|found| found.is_always_f32));
+        assert_eq!(best(found, 1)[0].operator, "aten::mm");
     }
 }

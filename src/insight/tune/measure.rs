@@ -5,14 +5,15 @@ use std::time::Instant;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use super::choose::{COMPOSED, Candidate, candidates};
-use super::costs::{ATTENTION, Costs, costs};
-use super::{TunedOperator, Tuning};
+use super::choose::{COMPOSED, Candidate, best, candidates};
+use super::costs::{ATTENTION, Costs, ListedCosts, costs};
+use super::{TunedOperator, Tuner, Tuning};
 use crate::Autocast;
-use crate::autocast::{Plan, Rule, autocast_dtype};
-use crate::error::{Error, Result};
+use crate::autocast::{Plan, Rule, RunAs, autocast_dtype};
+use crate::error::{AutocastError, Error, Result};
 use crate::ffi::OutsideRegions;
 use crate::ffi::insight::RecordingMode;
+use crate::insight::audit::{Audit, without_times};
 use crate::insight::rerun::{Repeatable, Rerun};
 use crate::precision::{bf16_is_native, synchronize};
 
@@ -27,6 +28,9 @@ const PROMISING: f64 = 1.05;
 
 /// For how many operators rules are tried.
 const MOST_CANDIDATES: usize = 3;
+
+/// How many iterations two audits run at most.
+const OF_AUDITS: u64 = 7;
 
 /// How much further from those in f32 gradients may be with rules than without. It is for the noise of rounding.
 const MOST_ERROR: f64 = 1.1;
@@ -55,7 +59,7 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
     }
 
     /// What the operators cost, after one iteration to warm up.
-    fn costs(&mut self, region: Autocast) -> Result<Costs> {
+    fn costs(&mut self, region: Autocast) -> Result<ListedCosts> {
         self.timed(region)?;
         self.iterations += 1;
         let loss = &mut || (self.loss)(region);
@@ -69,32 +73,93 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
         off: Autocast,
         region: Autocast,
         with: &impl Fn(&[Rule]) -> Result<Autocast>,
+        allow_half: bool,
     ) -> Result<(Vec<Candidate>, bool)> {
-        let (f32, half) = (self.costs(off)?, self.costs(region)?);
+        let f32 = self.costs(off)?.lower;
+        let ListedCosts { lower, f32: kept } = self.costs(region)?;
         let attention = Rule::new("scaled_dot_product_attention", COMPOSED);
         // On other devices the fused kernels are fast, and it could take more memory than there is.
-        let composed = match self.device == Device::Cpu && half.contains_key(ATTENTION) {
-            true => Some(self.costs(with(&[attention])?)?),
-            false => None,
+        let mut composed = match self.device == Device::Cpu && lower.contains_key(ATTENTION) {
+            true => self.costs(with(&[attention])?)?.lower,
+            false => Costs::new(),
         };
-        let found = candidates(&f32, &half, composed.as_ref());
-        let is_always_f32 = !half.is_empty()
-            && found.len() == half.len()
+        composed.retain(|operator, _| operator == ATTENTION);
+        let mut found = candidates(&lower, &[(RunAs::F32, &f32), (COMPOSED, &composed)]);
+        let is_always_f32 = !lower.is_empty()
+            && found.len() == lower.len()
             && found.iter().all(|candidate| candidate.is_always_f32);
+        if allow_half && !is_always_f32 {
+            let half = self.in_half(&kept, with)?;
+            found.extend(candidates(&kept, &[(RunAs::Half, &half)]));
+        }
         Ok((found, is_always_f32))
+    }
+
+    /// What the operators that autocast keeps in f32 cost in half precision, those for which that is possible.
+    fn in_half(
+        &mut self,
+        kept: &Costs,
+        with: &impl Fn(&[Rule]) -> Result<Autocast>,
+    ) -> Result<Costs> {
+        let rules = kept.keys().map(|operator| {
+            let name = operator.strip_prefix("aten::").unwrap_or(operator);
+            Rule::new(name, RunAs::Half)
+        });
+        let mut possible = Vec::new();
+        for rule in rules {
+            match with(std::slice::from_ref(&rule))?.run(|| ()) {
+                Ok(()) => possible.push(rule),
+                Err(Error::Autocast(AutocastError::NotOverridable { .. })) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        match possible[..] {
+            [] => Ok(Costs::new()),
+            _ => Ok(self.costs(with(&possible)?)?.f32),
+        }
+    }
+
+    /// Audits a region without and with rules, and takes away those for half precision if with them parts are
+    /// suspicious that are not without. Returns what is suspicious.
+    fn audited(
+        &mut self,
+        rules: &mut Vec<Rule>,
+        operators: &mut [TunedOperator],
+        with: &impl Fn(&[Rule]) -> Result<Autocast>,
+    ) -> Result<[Vec<String>; 2]> {
+        let regions = [with(&[])?, with(rules)?];
+        let mut runs = 0;
+        let mut loss = |region| {
+            runs += 1;
+            (self.loss)(region)
+        };
+        let audits = without_times(&mut self.rerun, regions, self.scale, &mut loss)?;
+        self.iterations += runs;
+        let [before, after] = audits.each_ref().map(suspicious);
+        if after.iter().any(|part| !before.contains(part)) {
+            rules.retain(|rule| rule.run_as != RunAs::Half);
+            let in_half = |tried: &&mut TunedOperator| {
+                tried.rules.iter().any(|rule| rule.run_as == RunAs::Half)
+            };
+            operators.iter_mut().filter(in_half).for_each(|tried| tried.is_in_plan = false);
+        }
+        Ok([before, after])
     }
 
     /// Tries the candidates that promise most. Returns the rules of those that win, and what became of each.
     fn try_all(
         &mut self,
-        mut found: Vec<Candidate>,
+        found: Vec<Candidate>,
         with: &impl Fn(&[Rule]) -> Result<Autocast>,
         exact: &Gradients,
+        audits: u64,
     ) -> Result<(Vec<Rule>, Vec<TunedOperator>)> {
-        found.truncate(MOST_CANDIDATES);
+        let comparison = 2 * ROUNDS as u64;
+        let left = MOST_ITERATIONS.saturating_sub(self.iterations + audits + comparison);
+        let found = best(found, MOST_CANDIDATES.min((left / comparison) as usize));
         let (mut rules, mut operators) = (Vec::new(), Vec::new());
-        // The comparisons of the candidates after each, and the one with f32.
-        let later = (1..=found.len()).rev().map(|left| (left * 2 * ROUNDS) as u64);
+        // The comparisons of the candidates after each, the audits, and the comparison with f32.
+        let later = (1..=found.len()).rev().map(|left| left as u64 * comparison + audits);
         for (candidate, later) in found.into_iter().zip(later) {
             let all = [rules.clone(), candidate.rules.clone()].concat();
             let compared = self.compare_again([with(&rules)?, with(&all)?], later)?;
@@ -168,6 +233,7 @@ impl Comparison {
 }
 
 pub(super) fn tune(
+    options: Tuner,
     vs: &VarStore,
     region: Autocast,
     scale: f64,
@@ -191,7 +257,7 @@ pub(super) fn tune(
     let devices = repeatable.devices();
     let mut runs = Runs { rerun, device, devices, scale, loss, iterations: 0 };
 
-    let (found, is_always_f32) = runs.find(off, region, &with)?;
+    let (found, is_always_f32) = runs.find(off, region, &with, options.allow_half)?;
     let name = name_of(dtype, device)?;
     let [(in_f32, exact), (in_half, _)] = [runs.timed(off)?, runs.timed(region)?];
     if is_always_f32 && in_f32 < in_half {
@@ -201,9 +267,20 @@ pub(super) fn tune(
         );
         let (seconds, plan) = ([in_f32, in_half, in_f32], Plan::new(device)?);
         let iterations = runs.iterations;
-        return Ok(Tuning { plan, reason, seconds, operators: Vec::new(), iterations });
+        return Ok(Tuning {
+            plan,
+            reason,
+            seconds,
+            operators: Vec::new(),
+            suspicious: None,
+            iterations,
+        });
     }
-    let (rules, mut operators) = runs.try_all(found, &with, &exact)?;
+    let audits = if options.allow_half { OF_AUDITS } else { 0 };
+    let (mut rules, mut operators) = runs.try_all(found, &with, &exact, audits)?;
+    let in_half = rules.iter().any(|rule| rule.run_as == RunAs::Half);
+    let suspicious =
+        in_half.then(|| runs.audited(&mut rules, &mut operators, &with)).transpose()?;
     let last = runs.compare_again([off, with(&rules)?], 0)?;
     let [in_f32, in_plan] = last.medians();
     let without = operators.first().map_or(in_plan, |tried| tried.seconds[0]);
@@ -214,12 +291,19 @@ pub(super) fn tune(
     if last.is_faster() {
         (plan.dtype, plan.rules) = (Some(dtype), rules);
         let seconds = [in_f32, without, in_plan];
-        return Ok(Tuning { plan, reason: measured, seconds, operators, iterations });
+        return Ok(Tuning { plan, reason: measured, seconds, operators, suspicious, iterations });
     }
     operators.iter_mut().for_each(|tried| tried.is_in_plan = false);
     let reason = format!("everything is in f32: no plan is faster beyond the noise in {name}");
     let seconds = [in_f32, without, in_f32];
-    Ok(Tuning { plan, reason, seconds, operators, iterations })
+    Ok(Tuning { plan, reason, seconds, operators, suspicious, iterations })
+}
+
+/// The suspicious parts of an audit, and what is suspicious about each.
+fn suspicious(audit: &Audit) -> Vec<String> {
+    let parts = audit.suspicious().into_iter();
+    let all = parts.flat_map(|part| part.suspicions.iter().map(move |suspicion| (part, suspicion)));
+    all.map(|(part, suspicion)| format!("{} {suspicion}", part.path)).collect()
 }
 
 /// What became of a candidate.
@@ -311,6 +395,56 @@ mod tests {
         // Without the rules the scale was too large.
         assert!(is_in_plan(f32::INFINITY, 4.2, 0.8)?);
         assert!(!is_in_plan(4.1, 4.1, 1.0)?);
+        Ok(())
+    }
+
+    /// Audits a squared error around `offset` in f32 and in half precision. Returns whether its rule is still in the
+    /// plan, and what is suspicious.
+    fn squared_error(offset: f64) -> Result<(bool, [Vec<String>; 2])> {
+        let vs = VarStore::new(Device::Cpu);
+        let weight = vs.root().f_randn_standard("weight", &[8, 8])?;
+        let x = Tensor::f_ones([8, 8], (Kind::Float, Device::Cpu))?;
+        let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+        let loss = |region: Autocast| {
+            region.run(|| {
+                let found = x.matmul(&weight).to_kind(Kind::Float) + offset;
+                found.mse_loss(&(&x + offset), tch::Reduction::Mean)
+            })
+        };
+        let repeatable = Repeatable::new(&vs)?;
+        let mut beginning = repeatable.begin()?;
+        let (rerun, devices) = (repeatable.rerun(&mut beginning)?, repeatable.devices());
+        let device = Device::Cpu;
+        let mut runs = Runs { rerun, device, devices, scale: 1.0, loss, iterations: 0 };
+        let with = |rules: &[Rule]| {
+            let plan =
+                Plan { dtype: Some(Kind::BFloat16), rules: rules.to_vec(), ..Plan::new(device)? };
+            region.plan(&plan)
+        };
+        let kept = runs.costs(region)?.f32;
+        let half = runs.in_half(&kept, &with)?;
+        assert!(kept.contains_key("aten::mse_loss") && half.keys().eq(kept.keys()), "{half:?}");
+        let mut rules = vec![Rule::new("mse_loss", RunAs::Half)];
+        let mut operators = [TunedOperator {
+            operator: "aten::mse_loss".to_owned(),
+            rules: rules.clone(),
+            seconds: [1.0, 0.5],
+            gradient_errors: [0.0; 2],
+            is_in_plan: true,
+        }];
+        let found = runs.audited(&mut rules, &mut operators, &with)?;
+        assert!(runs.iterations <= 4 + OF_AUDITS, "{}", runs.iterations);
+        assert_eq!(operators[0].is_in_plan, !rules.is_empty());
+        Ok((operators[0].is_in_plan, found))
+    }
+
+    #[test]
+    fn half_precision_that_an_audit_suspects_is_taken_back() -> Result<()> {
+        let (is_in_plan, found) = squared_error(0.0)?;
+        assert!(is_in_plan && found == [Vec::<String>::new(), Vec::new()], "{found:?}");
+        // bf16 does not tell apart the numbers from 1000 to 1004.
+        let (is_in_plan, [before, after]) = squared_error(1000.0)?;
+        assert!(!is_in_plan && before.len() < after.len(), "{before:?} {after:?}");
         Ok(())
     }
 

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use tch::Tensor;
 use tch::nn::VarStore;
 
+use super::dtype::Dtype;
 use super::numbers;
 use crate::autocast::{Plan, Rule};
 use crate::error::Result;
@@ -28,6 +29,10 @@ pub struct Tuning {
     pub seconds: [f64; 3],
     /// The operators for which rules were tried.
     pub operators: Vec<TunedOperator>,
+    /// What [`audit`](super::audit()) finds suspicious in the region without and with the rules that won: a line for
+    /// each suspicion. `None` unless rules for half precision won; see [`Tuner::allow_half`].
+    #[serde(default)]
+    pub suspicious: Option<[Vec<String>; 2]>,
     /// How many iterations were run.
     pub iterations: u64,
 }
@@ -50,6 +55,51 @@ pub struct TunedOperator {
     pub is_in_plan: bool,
 }
 
+/// The options of a tuning. The default is that of [`tune`].
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor, nn};
+/// use tch_amp::insight::Tuner;
+/// use tch_amp::{Autocast, GradScaler};
+///
+/// let vs = nn::VarStore::new(Device::Cpu);
+/// let layer = nn::linear(vs.root() / "layer", 4, 4, Default::default());
+/// let x = Tensor::ones([2, 4], (Kind::Float, Device::Cpu));
+/// let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+/// let tuner = Tuner { allow_half: true };
+/// let tuning = tuner.tune(&vs, &region, &GradScaler::disabled(), |region| {
+///     region.run(|| x.apply(&layer).mse_loss(&x, tch::Reduction::Mean))
+/// })?;
+/// assert!(tuning.iterations <= 40);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tuner {
+    /// Also tries operators in half precision that autocast runs in f32. Rules for them come into the plan under the
+    /// same conditions as others, and only if [`audit`](super::audit()) finds no part suspicious with them that is not
+    /// without. An operator without a kernel for half precision makes the tuning fail.
+    pub allow_half: bool,
+}
+
+impl Tuner {
+    /// Returns the plan with which iterations are fastest; see [`tune`].
+    ///
+    /// # Errors
+    ///
+    /// The same as [`tune`], and with `allow_half` those of [`audit`](super::audit()).
+    pub fn tune(
+        self,
+        vs: &VarStore,
+        region: &Autocast,
+        scaler: &GradScaler,
+        loss: impl FnMut(Autocast) -> Result<Tensor>,
+    ) -> Result<Tuning> {
+        measure::tune(self, vs, *region, scaler.get_scale()?, loss)
+    }
+}
+
 /// Measures which operators of a model are faster in f32 than in half precision, and whether attention is faster when
 /// it is composed of products, and returns the plan with which whole iterations are fastest.
 ///
@@ -61,8 +111,8 @@ pub struct TunedOperator {
 /// iterations are faster than each of four without, and whose gradients are at most a tenth further from those in f32.
 /// Where the medians promise more than the noise lets it see, it compares once more, if 40 iterations allow that.
 /// Finally it compares the plan with f32 in the same way: where half precision does not win, the plan leaves everything
-/// in f32, as on processors that emulate bf16. Rules reach to twice the largest size that was measured. It never puts
-/// into half precision what autocast keeps in f32. Attention is composed on the CPU alone. The rules of the plan come
+/// in f32, as on processors that emulate bf16. Rules reach to twice the largest size that was measured. It puts into
+/// half precision what autocast keeps in f32 only if [asked](Tuner::allow_half). Attention is composed on the CPU alone. The rules of the plan come
 /// after those of the region, so that they replace overrides of the same operators.
 ///
 /// It runs at most 40 iterations, the first of them in f32, and only a few where each operator is faster in f32.
@@ -102,7 +152,26 @@ pub fn tune(
     scaler: &GradScaler,
     loss: impl FnMut(Autocast) -> Result<Tensor>,
 ) -> Result<Tuning> {
-    measure::tune(vs, *region, scaler.get_scale()?, loss)
+    Tuner::default().tune(vs, region, scaler, loss)
+}
+
+impl Tuning {
+    /// Returns a line on what the plan does and gains, such as `bf16, scaled_dot_product_attention composed (1.28 times
+    /// as fast): an iteration is 2.50 times as fast as in f32`.
+    pub fn summary(&self) -> String {
+        let Some(dtype) = self.plan.dtype else { return self.reason.clone() };
+        let mut line = Dtype::from(dtype).to_string();
+        for tried in self.operators.iter().filter(|tried| tried.is_in_plan) {
+            let name = tried.operator.strip_prefix("aten::").unwrap_or(&tried.operator);
+            let mut ways: Vec<_> = tried.rules.iter().map(|rule| rule.run_as.words()).collect();
+            ways.dedup();
+            let [without, with] = tried.seconds;
+            let gain = without / with;
+            line += &format!(", {name} {} ({gain:.2} times as fast)", ways.join(" and "));
+        }
+        let [f32, _, plan] = self.seconds;
+        format!("{line}: an iteration is {:.2} times as fast as in f32", f32 / plan)
+    }
 }
 
 impl fmt::Display for Tuning {
@@ -119,6 +188,10 @@ impl fmt::Display for Tuning {
                 tried.operator,
                 without / with
             )?;
+        }
+        for (what, found) in ["without", "with"].iter().zip(self.suspicious.iter().flatten()) {
+            let found = if found.is_empty() { "nothing".to_owned() } else { found.join("; ") };
+            writeln!(f, "suspicious {what} the rules: {found}")?;
         }
         let [f32, region, plan] = self.seconds.map(|seconds| 1e3 * seconds);
         write!(

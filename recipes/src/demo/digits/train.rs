@@ -165,7 +165,7 @@ impl<M: Module> Training for Trainer<'_, M> {
         self.optimizer.zero_grad()?;
         let loss = self.gradients.forward(|| {
             self.autocast.run(|| self.net.forward(&images).cross_entropy_for_logits(&labels))
-        })??;
+        })?;
         self.gradients.backward(&mut self.scaler, &loss)?;
         let outcome = self.scaler.step(&mut self.optimizer)?;
         self.scaler.update()?;

@@ -28,8 +28,9 @@ pub fn verdict(fp32: &Run, bf16: &Run) -> String {
     let within =
         |run: &Run| Run { losses: run.losses[..same].to_vec(), ..run.clone() }.final_loss(LAST);
     let difference = (within(bf16) / within(fp32) - 1.0).abs() * 100.0;
+    let plan = bf16.plan.as_ref().map(|plan| format!(" The plan: {plan}.")).unwrap_or_default();
     format!(
-        "bf16 is {speed} than fp32 here{memory}; the loss is the same within {difference:.1} %."
+        "bf16 is {speed} than fp32 here{memory}; the loss is the same within {difference:.1} %.{plan}"
     )
 }
 

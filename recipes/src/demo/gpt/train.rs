@@ -27,6 +27,8 @@ pub const WIDTH: i64 = 256;
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     pub precision: Amp,
+    /// Whether to measure in which dtype each operator is fastest.
+    pub tunes: bool,
     pub steps: usize,
     pub seed: i64,
     /// How many bytes to write afterwards.
@@ -37,6 +39,8 @@ pub struct Options {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Run {
     pub precision: Amp,
+    /// What was measured to be fastest, in a line, if the run was tuned.
+    pub plan: Option<String>,
     /// The loss of each step, in nats per byte.
     pub losses: Vec<f64>,
     /// The seconds that each step took.
@@ -74,24 +78,24 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
     let ranks = Ranks::alone();
     let trainer = Trainer::new(&recipe, text, device, &ranks)?;
     let (losses, seconds, activations) = (Vec::new(), Vec::new(), None);
-    let mut watched = Watched { trainer, losses, seconds, activations };
-    let plan = Plan { options: &recipe.common, of_run: recipe.of_run(text) };
-    drop(training::train(&mut watched, &plan, &ranks, &Interrupt::never(), progress)?);
+    let mut watched = Watched { trainer, plan: None, losses, seconds, activations };
+    let of_run = Plan { options: &recipe.common, of_run: recipe.of_run(text) };
+    drop(training::train(&mut watched, &of_run, &ranks, &Interrupt::never(), progress)?);
     progress.finish();
-    let Watched { mut trainer, losses, seconds, activations } = watched;
+    let Watched { mut trainer, plan, losses, seconds, activations } = watched;
     let sample = trainer.write(options.sample)?;
     let is_half = options.precision != Amp::Off;
     let incident = is_half.then(|| incident::cause(&mut trainer, text)).transpose()?;
     let (precision, origin) = (options.precision, text.origin.clone());
-    Ok(Run { precision, losses, seconds, activations, sample, origin, incident })
+    Ok(Run { precision, plan, losses, seconds, activations, sample, origin, incident })
 }
 
 /// The options of the recipe: a small model, whose gradients are not accumulated.
-fn recipe(Options { precision, steps, seed, .. }: Options) -> Recipe {
+fn recipe(Options { precision, tunes, steps, seed, .. }: Options) -> Recipe {
     let last = steps as u64;
     let silent = crate::Options::silent("gpt", last);
     let silent = crate::Options { log_every: 1, eval_every: last, save_every: last, ..silent };
-    let common = crate::Options { amp: precision, seed, ..silent };
+    let common = crate::Options { amp: precision, tunes, seed, ..silent };
     let (rows, length) = (ROWS as usize, LENGTH);
     Recipe { rows, length, width: WIDTH, micro_batches: 1, dropout: 0.0, ..Recipe::new(common) }
 }
@@ -99,6 +103,7 @@ fn recipe(Options { precision, steps, seed, .. }: Options) -> Recipe {
 /// The trainer of the recipe, and what the demo measures of each step.
 struct Watched<'a> {
     trainer: Trainer<'a>,
+    plan: Option<String>,
     losses: Vec<f64>,
     seconds: Vec<f64>,
     activations: Option<u64>,
@@ -108,6 +113,11 @@ impl Training for Watched<'_> {
     type Measured = Measured;
 
     const COLUMNS: &'static [&'static str] = Trainer::COLUMNS;
+
+    fn tune(&mut self) -> Result<Option<String>> {
+        self.plan = self.trainer.tune()?;
+        Ok(self.plan.clone())
+    }
 
     fn step(&mut self) -> Result<Measured> {
         let (done, is_on_cpu) = (self.losses.len(), self.trainer.device == Device::Cpu);
