@@ -10,7 +10,7 @@ use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{DistributedDataParallel, ProcessGroup, ReduceOp, Store};
 use tch_amp::optim::AdamW;
-use tch_amp::{GradScaler, autocast};
+use tch_amp::{GradScaler, try_autocast};
 
 const EPOCHS: usize = 300;
 const ROWS: i64 = 256;
@@ -42,13 +42,9 @@ fn train(group: &ProcessGroup) -> anyhow::Result<f64> {
     let mut total = Tensor::new();
     for _ in 0..EPOCHS {
         opt.zero_grad()?;
-        let loss = ddp.forward(|| {
-            autocast(Device::Cpu, || net.forward(&xs)).map(|out| {
-                let none = None::<&Tensor>;
-                let out = out.to_kind(Kind::Float);
-                out.binary_cross_entropy_with_logits(&ys, none, none, tch::Reduction::Mean)
-            })
-        })??;
+        let out = try_autocast(Device::Cpu, || ddp.forward(|| net.forward(&xs)))?;
+        let (out, none) = (out.to_kind(Kind::Float), None::<&Tensor>);
+        let loss = out.binary_cross_entropy_with_logits(&ys, none, none, tch::Reduction::Mean);
         ddp.backward_scaled(&mut scaler, &loss)?;
         scaler.step(&mut opt)?;
         scaler.update()?;

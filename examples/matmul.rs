@@ -12,10 +12,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use anyhow::{Result, ensure};
 use tch::{Device, Kind, Tensor};
-use tch_amp::autocast;
 use tch_amp::autocast::{autocast_dtype, is_autocast_enabled};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 use tch_amp::gradcheck::gradcheck;
+use tch_amp::try_autocast;
 
 /// What a pass of a function saw.
 #[derive(Debug)]
@@ -153,9 +153,9 @@ fn matrix_product(device: Device) -> Result<()> {
     let b = random([64, 16]).set_requires_grad(true);
     let weights = random([32, 16]);
 
-    let (product, dtype) = autocast(device, || {
+    let (product, dtype) = try_autocast(device, || {
         anyhow::Ok((my_mm.clone().apply(&[&a, &b])?, autocast_dtype(device)?))
-    })??;
+    })?;
     // Outside of the region, as always.
     (product.to_kind(Kind::Float) * &weights).sum(Kind::Float).f_backward()?;
     report(&passes, true, dtype)?;
@@ -191,9 +191,9 @@ fn distances(device: Device) -> Result<()> {
     for needs_f32 in [false, true] {
         let function = SquaredDistances { passes: sender.clone(), needs_f32 };
         let [x, y] = [&x, &y].map(|points| points.detach().set_requires_grad(true));
-        let (found, dtype) = autocast(device, || {
+        let (found, dtype) = try_autocast(device, || {
             anyhow::Ok((function.apply(&[&x, &y])?, autocast_dtype(device)?))
-        })??;
+        })?;
         (found.to_kind(Kind::Float).square().mean(Kind::Float)).f_backward()?;
         report(&passes, !needs_f32, if needs_f32 { Kind::Float } else { dtype })?;
 

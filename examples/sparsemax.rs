@@ -8,9 +8,9 @@
 
 use anyhow::{Result, ensure};
 use tch::{Device, Kind, Tensor};
-use tch_amp::autocast;
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 use tch_amp::gradcheck::{gradcheck, gradgradcheck};
+use tch_amp::try_autocast;
 
 /// Sparsemax along the last dimension.
 struct Sparsemax;
@@ -71,7 +71,7 @@ pub fn main() -> Result<()> {
     // Under autocast the input is bf16. The function runs in f32, and the gradient flows back through the cast.
     let w = Tensor::randn([5, 5], (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let x = Tensor::randn([3, 5], (Kind::Float, Device::Cpu));
-    let p = autocast(Device::Cpu, || Sparsemax.apply(&[x.matmul(&w)]))??;
+    let p = try_autocast(Device::Cpu, || Sparsemax.apply(&[x.matmul(&w)]))?;
     p.select(1, 0).sum(Kind::Float).backward();
     println!("under autocast: output {:?}, gradient of the weight {:?}", p.kind(), w.grad().kind());
     ensure!((p.kind(), w.grad().kind()) == (Kind::Float, Kind::Float), "both are f32");

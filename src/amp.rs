@@ -52,8 +52,8 @@ pub enum Amp {
     Bf16,
     /// Regions in fp16, with a scaler.
     Fp16,
-    /// By the speed of the device: bf16 if products are faster in it than in f32; otherwise fp16 on a GPU where they
-    /// are faster in fp16; otherwise f32.
+    /// The default. By the speed of the device: bf16 if products are faster in it than in f32; otherwise fp16 on a GPU
+    /// where they are faster in fp16; otherwise f32.
     #[default]
     Auto,
 }
@@ -217,7 +217,7 @@ impl MixedPrecision {
     }
 
     /// Makes the scaler that this precision needs: with PyTorch's defaults for fp16, and a disabled one for bf16 and
-    /// f32. For one with options, set [`enabled`](crate::scaler::GradScalerConfig::enabled) to
+    /// f32, which skips no step; see [`skipping_scaler`](Self::skipping_scaler). For one with options, set [`enabled`](crate::scaler::GradScalerConfig::enabled) to
     /// [`needs_scaling`](Self::needs_scaling).
     ///
     /// # Errors
@@ -225,6 +225,35 @@ impl MixedPrecision {
     /// The same as [`GradScaler::new`].
     pub fn scaler(&self) -> Result<GradScaler> {
         if self.needs_scaling() { GradScaler::new(self.device) } else { Ok(GradScaler::disabled()) }
+    }
+
+    /// Makes the scaler of [`scaler`](Self::scaler), or in bf16 and f32 [`GradScaler::skip_only`]: in each precision,
+    /// a step with an infinite or NaN gradient is skipped, and schedules and averages do not advance for it.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`GradScaler::new`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::Amp;
+    /// use tch_amp::optim::Sgd;
+    ///
+    /// let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    /// let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.25)?;
+    /// let mut scaler = Amp::Bf16.on(Device::Cpu)?.skipping_scaler()?;
+    /// assert!(scaler.backward_step(&mut opt, &(&w * f64::NAN).sum(None))?.is_skipped()?);
+    /// assert_eq!(w.double_value(&[0]), 1.0);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn skipping_scaler(&self) -> Result<GradScaler> {
+        if self.needs_scaling() {
+            GradScaler::new(self.device)
+        } else {
+            GradScaler::skip_only(self.device)
+        }
     }
 
     /// Returns whether losses must be scaled: in fp16.

@@ -38,7 +38,7 @@ use crate::ffi::{self, OutsideRegions};
 /// ```
 /// use tch::nn::{self, Module};
 /// use tch::{Device, Kind, Tensor};
-/// use tch_amp::autocast;
+/// use tch_amp::try_autocast;
 /// use tch_amp::distributed::data_parallel;
 ///
 /// let vs = nn::VarStore::new(Device::Cpu);
@@ -46,12 +46,12 @@ use crate::ffi::{self, OutsideRegions};
 /// let devices = [Device::Cpu, Device::Cpu]; // or [Device::Cuda(0), Device::Cuda(1)]
 /// let parameters: Vec<_> = [&net.ws].into_iter().chain(&net.bs).map(Tensor::shallow_clone).collect();
 /// let xs = Tensor::rand([6, 4], (Kind::Float, devices[0]));
-/// let ys = autocast(devices[0], || {
+/// let ys = try_autocast(devices[0], || {
 ///     data_parallel(&devices, &parameters, &xs, |parameters, xs| {
 ///         let [ws, bs] = [0, 1].map(|i| parameters[i].shallow_clone());
 ///         nn::Linear { ws, bs: Some(bs) }.forward(xs)
 ///     })
-/// })??;
+/// })?;
 /// assert_eq!((ys.size(), ys.kind()), (vec![6, 2], Kind::BFloat16));
 /// ys.sum(Kind::Float).backward();
 /// assert_eq!(net.ws.grad().size(), [2, 4]);

@@ -3,6 +3,10 @@
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::checkpoint::Checkpoint;
 use crate::distributed::group::ProcessGroup;
 use crate::error::{DistributedError, Error, Result};
 
@@ -76,6 +80,47 @@ impl ProcessGroup {
             }
             None => Ok(done),
         }
+    }
+
+    /// Returns on all ranks what `make` returns on rank 0: a choice that all ranks must make alike, such as what
+    /// [`Amp::Auto`](crate::Amp::Auto) stands for, or a measured plan. Otherwise it is like
+    /// [`on_rank_0`](Self::on_rank_0). Corresponds to `torch.distributed.broadcast_object_list`.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`on_rank_0`](Self::on_rank_0), and those of
+    /// [`Checkpoint::add_value`](crate::checkpoint::Checkpoint::add_value) for what serde cannot serialize as JSON.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::Device;
+    /// use tch_amp::Amp;
+    /// use tch_amp::distributed::{ProcessGroup, Store};
+    ///
+    /// let group = ProcessGroup::new(&Store::in_process()?, 0, 1)?;
+    /// let chosen = group.from_rank_0(|| Amp::Auto.on(Device::Cpu).map(|amp| amp.amp()))?;
+    /// let amp = chosen.on(Device::Cpu)?; // the same on all ranks
+    /// # assert_ne!(chosen, Amp::Auto);
+    /// # let _ = amp;
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn from_rank_0<T, E>(
+        &self,
+        make: impl FnOnce() -> std::result::Result<T, E>,
+    ) -> std::result::Result<T, E>
+    where
+        T: Serialize + DeserializeOwned,
+        E: From<Error> + Display,
+    {
+        const VALUE: &str = "value";
+        let made = self.on_rank_0(make)?;
+        let checkpoint = Checkpoint::from_rank_0(self, || {
+            let mut checkpoint = Checkpoint::new();
+            checkpoint.add_value(VALUE, &made)?;
+            Ok(Some(checkpoint))
+        })?;
+        Ok(checkpoint.unwrap_or_default().value(VALUE)?)
     }
 
     fn exchange(&self, report: &str) -> Result<Vec<String>> {

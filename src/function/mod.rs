@@ -60,14 +60,14 @@
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor};
-//! use tch_amp::{autocast, function};
+//! use tch_amp::{function, try_autocast};
 //!
 //! let exact = function(
 //!     |ctx, x| { ctx.save_for_backward(x); Ok(x[0].matmul(x[0])) },
 //!     |ctx, g| { let [x] = ctx.saved_tensors()?; Ok(g[0].matmul(&x.tr()) + x.tr().matmul(&g[0])) },
 //! ).cast_inputs(Kind::Float);
 //! let x = Tensor::eye(3, (Kind::BFloat16, Device::Cpu)).set_requires_grad(true);
-//! let y = autocast(Device::Cpu, || exact.apply(&[&x]))??;
+//! let y = try_autocast(Device::Cpu, || exact.apply(&[&x]))?;
 //! assert_eq!(y.kind(), Kind::Float);
 //! y.sum(None).backward();
 //! assert_eq!(x.grad().kind(), Kind::BFloat16);

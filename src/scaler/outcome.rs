@@ -256,8 +256,8 @@ impl StepOutcome {
         self.answer.has_no_gradients()
     }
 
-    /// Returns the 2-norm of the unscaled gradients before clipping, as computed by
-    /// [`step_clip_norm`](crate::GradScaler::step_clip_norm): a 0-dim tensor on the device of the first gradient.
+    /// Returns the norm of the unscaled gradients before clipping, of the type by which
+    /// [`step_clip_norm`](crate::GradScaler::step_clip_norm) clipped: a 0-dim tensor on the device of the first gradient.
     /// `None` after [`step`](crate::GradScaler::step), and if there were no gradients.
     pub fn total_norm(&self) -> Option<&Tensor> {
         self.total_norm.as_ref()

@@ -38,6 +38,21 @@ fn rank_0_works_once_while_the_others_wait() {
 }
 
 #[test]
+fn every_rank_gets_what_rank_0_has_made() {
+    let values = ranks(3, |group| {
+        let make = || Ok::<_, Error>((group.rank() as u64 + 7, "seven".to_owned(), f64::INFINITY));
+        group.from_rank_0(make).unwrap()
+    });
+    assert_eq!(values, vec![(7, "seven".to_owned(), f64::INFINITY); 3]);
+    ranks(3, |group| {
+        let refused = || Err::<u64, _>(Error::Torch("no number".to_owned()));
+        let error = group.from_rank_0(refused).unwrap_err();
+        assert!(error.to_string().contains("no number"), "{error}");
+        still_works(&group);
+    });
+}
+
+#[test]
 fn a_failed_save_is_an_error_on_every_rank() {
     ranks(3, |group| {
         let mut checkpoint = Checkpoint::new();

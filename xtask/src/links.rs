@@ -20,7 +20,7 @@ const SKIPPED: [&str; 2] = [".git", "target"];
 pub(crate) fn check() -> Result<()> {
     let root = workspace::root();
     let mut pages = Vec::new();
-    find(&root, &mut pages)?;
+    find(&root, "md", &mut pages)?;
     pages.sort();
     let mut targets = labels(&read(&root.join(TARGETS))?);
     targets.extend(labels(&read(&root.join(pictures::TARGETS))?));
@@ -48,6 +48,14 @@ pub(crate) fn check() -> Result<()> {
             );
         }
     }
+    let sources = Sources::read()?;
+    for page in guide()? {
+        let text = read(&page)?;
+        if sources.define(&text) != text {
+            let name = page.strip_prefix(&root).unwrap_or(&page).display();
+            broken.push(format!("{name}: links are not defined: run `cargo xtask fmt`"));
+        }
+    }
     let examples = examples(&root)?;
     let recipes = read(&root.join(RECIPES))?;
     let missing = examples.iter().filter(|example| !recipes.contains(*example));
@@ -56,6 +64,123 @@ pub(crate) fn check() -> Result<()> {
     pictures::check()?;
     println!("{} pages", pages.len());
     Ok(())
+}
+
+/// Precedes the definitions at the end of a page that are made from [`TARGETS`].
+const GENERATED: &str = "<!-- generated: links -->";
+
+/// Defines the links of each page of the guide to items of the crate, for those who read it in the repository: rustdoc
+/// takes the definitions of [`TARGETS`], which come first.
+pub(crate) fn write() -> Result<()> {
+    let sources = Sources::read()?;
+    for page in guide()? {
+        let text = read(&page)?;
+        let defined = sources.define(&text);
+        if defined != text {
+            fs::write(&page, defined).with_context(|| page.display().to_string())?;
+        }
+    }
+    Ok(())
+}
+
+/// The pages of the guide.
+fn guide() -> Result<Vec<PathBuf>> {
+    let mut pages = Vec::new();
+    for entry in fs::read_dir(workspace::root().join("docs"))? {
+        pages.push(entry?.path());
+    }
+    pages.retain(|page| page.extension().is_some_and(|kind| kind == "md"));
+    pages.sort();
+    Ok(pages)
+}
+
+/// The sources of the crate, and the targets of links in its documentation.
+struct Sources {
+    /// Paths from a page of the guide, and texts.
+    files: Vec<(String, String)>,
+    /// Labels as they are written, and paths in Rust.
+    targets: Vec<(String, String)>,
+}
+
+impl Sources {
+    fn read() -> Result<Self> {
+        let root = workspace::root();
+        let mut paths = Vec::new();
+        find(&root.join("src"), "rs", &mut paths)?;
+        paths.sort();
+        let mut files = Vec::new();
+        for path in paths {
+            let name = path.strip_prefix(&root).unwrap_or(&path).display().to_string();
+            files.push((format!("../{name}"), read(&path)?));
+        }
+        let targets = read(&root.join(TARGETS))?;
+        let targets = targets.lines().filter_map(|line| line.strip_prefix('[')?.split_once("]: "));
+        let targets = targets.map(|(label, target)| (label.to_owned(), target.trim().to_owned()));
+        Ok(Self { files, targets: targets.collect() })
+    }
+
+    /// The text with a definition of each link that the page does not define itself.
+    fn define(&self, text: &str) -> String {
+        let own = text.split(GENERATED).next().unwrap_or(text).trim_end();
+        let defined = labels(own);
+        let words: String = prose(own).map(|line| format!("{line}\n")).collect();
+        let is_missing = |label: &str| {
+            !defined.contains(&label.to_lowercase()) && words.contains(&format!("[{label}]"))
+        };
+        let missing = self.targets.iter().filter(|(label, _)| is_missing(label));
+        let lines = missing
+            .filter_map(|(label, target)| Some(format!("[{label}]: {}\n", self.place(target)?)));
+        let lines: String = lines.collect();
+        if lines.is_empty() { format!("{own}\n") } else { format!("{own}\n\n{GENERATED}\n{lines}") }
+    }
+
+    /// The file that defines an item: that of its own name in the module of its path, or that of its type.
+    fn place(&self, target: &str) -> Option<String> {
+        if target.contains("://") {
+            return Some(target.to_owned());
+        }
+        let path = target.trim_start_matches("mod@").strip_prefix("crate::")?;
+        let path = path.trim_end_matches("()").trim_end_matches('!');
+        let parts: Vec<&str> = path.split("::").collect();
+        let module = match self.module(parts[0]) {
+            Some(module) => module,
+            // A type of the root is in the module that the root has it from.
+            None => self.module(
+                self.defining(parts[0], "../src/")?.split('/').nth(2)?.trim_end_matches(".rs"),
+            )?,
+        };
+        let method = match parts[..] {
+            [.., of, name] => self.defining_for(name, &module, &format!("impl {of}")),
+            _ => None,
+        };
+        let item = || parts.iter().rev().find_map(|name| self.defining(name, &module));
+        let mut files = self.files.iter().map(|(file, _)| file);
+        method.or_else(item).or_else(|| files.find(|file| file.starts_with(&module)).cloned())
+    }
+
+    /// What the paths of the files of a module of the root begin with.
+    fn module(&self, name: &str) -> Option<String> {
+        let names = [format!("../src/{name}/"), format!("../src/{name}.rs")];
+        names.into_iter().find(|start| self.files.iter().any(|(file, _)| file.starts_with(start)))
+    }
+
+    /// The first file below a path that defines a public item of this name.
+    fn defining(&self, name: &str, below: &str) -> Option<String> {
+        self.defining_for(name, below, "")
+    }
+
+    /// The first such file in which these words are, too.
+    fn defining_for(&self, name: &str, below: &str, words: &str) -> Option<String> {
+        let kinds = ["struct", "enum", "trait", "fn", "const", "type"];
+        let ends = ["(", "<", " ", ":", ";"];
+        let defines = |text: &str| {
+            kinds.iter().any(|kind| {
+                ends.iter().any(|end| text.contains(&format!("pub {kind} {name}{end}")))
+            })
+        };
+        let mut files = self.files.iter().filter(|(file, _)| file.starts_with(below));
+        files.find(|(_, text)| text.contains(words) && defines(text)).map(|(file, _)| file.clone())
+    }
 }
 
 /// Whether rustdoc shows the page: the README and the pages of the guide.
@@ -68,17 +193,17 @@ fn read(page: &Path) -> Result<String> {
     fs::read_to_string(page).with_context(|| format!("{} cannot be read", page.display()))
 }
 
-/// Adds the Markdown files in a folder and its subfolders. Symbolic links to folders are not followed.
-fn find(folder: &Path, pages: &mut Vec<PathBuf>) -> Result<()> {
+/// Adds the files of this kind in a folder and its subfolders. Symbolic links to folders are not followed.
+fn find(folder: &Path, kind: &str, found: &mut Vec<PathBuf>) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
         let path = entry.path();
         if entry.file_type()?.is_dir() {
             if !SKIPPED.iter().any(|name| entry.file_name() == *name) {
-                find(&path, pages)?;
+                find(&path, kind, found)?;
             }
-        } else if path.extension().is_some_and(|kind| kind == "md") {
-            pages.push(path);
+        } else if path.extension().is_some_and(|is| is == kind) {
+            found.push(path);
         }
     }
     Ok(())
@@ -192,6 +317,22 @@ mod tests {
     fn the_documentation_shows_the_readme_and_the_guide() {
         assert!(is_shown("README.md") && is_shown("docs/errors.md"));
         assert!(!is_shown("docs/measurements/cpu.md") && !is_shown("CONTRIBUTING.md"));
+    }
+
+    #[test]
+    fn links_to_items_are_defined_by_their_files() {
+        let sources = Sources::read().unwrap();
+        let text = "A [`GradScaler::backward`], a [`Muon`], `[`Ema`]` in code and [own].\n\n[own]: own.md\n";
+        let backward = "[`GradScaler::backward`]: ../src/scaler/";
+        let defined = sources.define(text);
+        assert!(defined.starts_with(text) && defined.contains(backward), "{defined}");
+        assert_eq!(sources.define(&defined), defined);
+        assert_eq!(
+            sources.place("crate::gradients::clip_grad_norm()").unwrap(),
+            "../src/gradients/clip.rs"
+        );
+        assert_eq!(sources.place("crate::Amp").unwrap(), "../src/amp.rs");
+        assert_eq!(sources.place("crate::GradScaler::step").unwrap(), "../src/scaler/step.rs");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use crate::args::Args;
 use crate::process;
 use crate::venv::Venv;
-use crate::{pictures, simulation, workspace};
+use crate::{links, pictures, simulation, workspace};
 
 /// The format depends on the release of clang-format, so one release is fixed.
 const CLANG_FORMAT: &str = "20.1.8";
@@ -32,6 +32,7 @@ pub(crate) fn cxx() -> Result<String> {
 pub(crate) fn format(args: Args) -> Result<()> {
     args.end()?;
     pictures::write()?;
+    links::write()?;
     rustfmt(&[])?;
     clang_format(&["-i"])
 }
