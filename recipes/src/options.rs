@@ -17,8 +17,8 @@ pub type Flag<T> = (&'static str, &'static str, fn(&mut T, &mut Arguments<'_>) -
 const COMMON: &[Flag<Options>] = &[
     (
         "--amp",
-        "off, bf16, fp16, or auto for what is fastest, for the model and\n\
-         for each of its operators; default bf16",
+        "off, bf16, fp16, or auto for what is fastest, which some recipes\n\
+         measure for each operator of the model; default bf16",
         |it, args| args.value().map(|amp| it.amp = amp),
     ),
     ("--device", "cpu or cuda, default CUDA if it is usable", |it, args| {
@@ -94,7 +94,7 @@ pub struct Options {
     pub replaces: bool,
     /// The precision of the training.
     pub amp: Amp,
-    /// Whether to measure in which dtype each operator is fastest.
+    /// Whether `--amp` was `auto`, for which the dtype of each operator is measured as well.
     pub tunes: bool,
     /// `None`: CUDA if it is usable, otherwise the CPU.
     pub device: Option<Device>,
@@ -181,8 +181,18 @@ impl Options {
             tell(&fastest);
             Ok(fastest.amp())
         })?;
-        self.tunes = self.amp != Amp::Off;
+        self.tunes = true;
         Ok(())
+    }
+
+    /// Whether to measure in which dtype each operator is fastest.
+    pub fn tunes(&self) -> bool {
+        self.tunes && self.amp != Amp::Off
+    }
+
+    /// The precision on which the numbers of a run depend: with the plan that a tuned run has, or without.
+    pub fn amp_of_run(&self) -> String {
+        format!("{}{}", self.amp, if self.tunes() { ", chosen by auto" } else { "" })
     }
 
     /// Puts the defaults of this recipe into what `--help` says.

@@ -7,7 +7,7 @@ use tch::nn::VarStore;
 use tch_amp::autocast::Plan;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::insight::tune;
-use tch_amp::{Autocast, Error, GradScaler};
+use tch_amp::{Autocast, GradScaler};
 
 /// The part of a checkpoint with the plan.
 const PLAN: &str = "plan";
@@ -15,7 +15,10 @@ const PLAN: &str = "plan";
 /// The region of a training.
 #[derive(Debug)]
 pub struct Region {
+    /// Without a plan.
     plain: Autocast,
+    /// With the plan, if there is one.
+    now: Autocast,
     /// Whether to measure a plan.
     tunes: bool,
     plan: Option<Plan>,
@@ -24,37 +27,44 @@ pub struct Region {
 impl Region {
     /// Starts with a region without a plan.
     pub fn new(plain: Autocast, options: &Options) -> Self {
-        Self { plain, tunes: options.tunes, plan: None }
-    }
-
-    /// The region, with the plan if there is one.
-    pub fn get(&self) -> tch_amp::Result<Autocast> {
-        self.plan.as_ref().map_or(Ok(self.plain), |plan| self.plain.plan(plan))
+        Self { plain, now: plain, tunes: options.tunes(), plan: None }
     }
 
     /// Runs a part of a program in the region.
     pub fn run<T>(&self, f: impl FnOnce() -> T) -> tch_amp::Result<T> {
-        self.get()?.run(f)
+        self.now.run(f)
     }
 
     /// Measures on the first rank which plan is fastest, for all ranks, and says in a line what it does; nothing if no
-    /// plan is wanted, or a checkpoint had one. `loss` must not communicate.
-    pub fn tune(
+    /// plan is wanted. The plan of a checkpoint is kept, unless a rank is on another kind of machine than it is for.
+    /// `loss` makes the loss of a batch, and must not communicate.
+    pub fn tune<L: FnMut(Autocast) -> tch_amp::Result<Tensor>>(
         &mut self,
         ranks: &Ranks,
         vs: &VarStore,
         scaler: &GradScaler,
-        loss: impl FnMut(Autocast) -> tch_amp::Result<Tensor>,
+        loss: impl FnOnce() -> Result<L>,
     ) -> Result<Option<String>> {
-        if !self.tunes || self.plan.is_some() {
+        if !self.tunes || (self.plan.is_some() && self.takes_plan(ranks)?) {
             return Ok(None);
         }
         let (plan, summary) = ranks.from_first(|| {
-            let tuning = tune(vs, &self.plain, scaler, loss)?;
+            let tuning = tune(vs, &self.plain, scaler, loss()?)?;
             Ok((tuning.plan.clone(), tuning.summary()))
         })?;
         self.plan = Some(plan);
-        Ok(Some(summary))
+        Ok(Some(match self.takes_plan(ranks)? {
+            true => summary,
+            false => "no plan, because the ranks are on different kinds of machines".to_owned(),
+        }))
+    }
+
+    /// Takes the plan if it holds on all ranks, and no plan otherwise.
+    fn takes_plan(&mut self, ranks: &Ranks) -> Result<bool> {
+        let planned = self.plan.as_ref().and_then(|plan| self.plain.plan(plan).ok());
+        let is_refused = ranks.any(planned.is_none())?;
+        self.now = planned.filter(|_| !is_refused).unwrap_or(self.plain);
+        Ok(!is_refused)
     }
 
     /// Adds the plan to a checkpoint: the run goes on with it, and so with the same numbers.
@@ -62,16 +72,10 @@ impl Region {
         self.plan.as_ref().map_or(Ok(()), |plan| checkpoint.add_value(PLAN, plan))
     }
 
-    /// Takes over what [`save`](Self::save) has added. On another kind of machine the plan is measured again.
+    /// Takes over what [`save`](Self::save) has added, for [`tune`](Self::tune).
     pub fn restore(&mut self, checkpoint: &Checkpoint) -> tch_amp::Result<()> {
-        if !self.tunes || !checkpoint.contains(PLAN) {
-            return Ok(());
-        }
-        let plan = checkpoint.value(PLAN)?;
-        match self.plain.plan(&plan) {
-            Ok(_) => self.plan = Some(plan),
-            Err(Error::Autocast(_)) => {}
-            Err(error) => return Err(error),
+        if checkpoint.contains(PLAN) {
+            self.plan = Some(checkpoint.value(PLAN)?);
         }
         Ok(())
     }

@@ -139,7 +139,8 @@ impl Options {
     /// draws other numbers for dropout.
     pub fn of_run(&self, text: &Text) -> String {
         let Self { width, layers, length, rows, micro_batches, lr, dropout, ema, .. } = self;
-        let crate::Options { amp, steps, seed, .. } = &self.common;
+        let crate::Options { steps, seed, .. } = &self.common;
+        let amp = self.common.amp_of_run();
         format!(
             "--amp {amp} --steps {steps} --seed {seed} --width {width} --layers {layers} --length {length} --rows {rows} \
              --accumulate {micro_batches} --lr {lr} --dropout {dropout} --ema {ema}, and {}",

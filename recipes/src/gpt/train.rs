@@ -12,12 +12,12 @@ use anyhow::{Result, ensure};
 use std::time::Instant;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::GradScaler;
 use tch_amp::accumulation::Accumulation;
 use tch_amp::average::{AveragedWeights, Ema};
 use tch_amp::checkpoint::{Checkpoint, Stateful};
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::schedule::{CosineAnnealingLr, LinearLr, Scheduler, SequentialLr};
+use tch_amp::{Autocast, GradScaler};
 
 /// The column of the rate.
 pub const TOKENS_PER_SECOND: &str = "tokens_per_second";
@@ -141,13 +141,13 @@ impl Training for Trainer<'_> {
     ];
 
     fn tune(&mut self) -> Result<Option<String>> {
-        let position = self.reader.position;
-        let place = [self.ranks.rank(), self.ranks.size()];
-        let (tokens, targets) = self.reader.next(self.options.rows, place, self.device);
-        self.reader.position = position;
-        let model = &self.model;
-        self.region.tune(self.ranks, &self.vs, &self.scaler, |region| {
-            region.run(|| model.loss(&tokens, &targets, true))
+        let Self { reader, model, options, ranks, device, .. } = self;
+        self.region.tune(ranks, &self.vs, &self.scaler, || {
+            let position = reader.position;
+            let (tokens, targets) =
+                reader.next(options.rows, [ranks.rank(), ranks.size()], *device);
+            reader.position = position;
+            Ok(move |region: Autocast| region.run(|| model.loss(&tokens, &targets, true)))
         })
     }
 

@@ -179,7 +179,13 @@ impl Options {
                 path.as_deref().map(|path: &Path| path.join(precision_name(*amp)))
             };
             let (checkpoints, logs) = (below(&self.common.checkpoints), below(&self.common.logs));
-            let common = crate::Options { amp: *amp, checkpoints, logs, ..self.common.clone() };
+            let common = crate::Options {
+                amp: *amp,
+                tunes: false,
+                checkpoints,
+                logs,
+                ..self.common.clone()
+            };
             Self { common, ..self.clone() }
         };
         let runs = self.compare.iter().filter(|amp| !is_slow(amp)).map(run).collect();
@@ -190,7 +196,8 @@ impl Options {
     /// Another number of ranks is possible; it rounds differently, and batch normalization has other statistics.
     pub fn of_run(&self, data: &Data) -> String {
         let Self { width, stages, blocks, rows, lr, swa_from, swa_every, moved, mirror, .. } = self;
-        let crate::Options { amp, steps, seed, .. } = &self.common;
+        let crate::Options { steps, seed, .. } = &self.common;
+        let amp = self.common.amp_of_run();
         let flag = |is_on, name| if is_on { name } else { "" };
         format!(
             "--amp {amp} --steps {steps} --seed {seed} --width {width} --stages {stages} --blocks {blocks} --rows {rows} \

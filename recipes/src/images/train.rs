@@ -14,13 +14,13 @@ use anyhow::Result;
 use std::time::Instant;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
-use tch_amp::GradScaler;
 use tch_amp::average::{AveragedWeights, Swa};
 use tch_amp::checkpoint::{Checkpoint, Stateful};
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::schedule::{
     ConstantLr, CosineAnnealingLr, LinearLr, Schedule, Scheduler, SequentialLr,
 };
+use tch_amp::{Autocast, GradScaler};
 
 /// The column of the rate.
 pub const IMAGES_PER_SECOND: &str = "images_per_second";
@@ -148,12 +148,16 @@ impl Training for Trainer<'_> {
         if self.options.sync_batch_norm && ranks.size() > 1 {
             return Ok(None);
         }
-        let position = self.reader.position;
-        let views = self.reader.next(self.options.rows / ranks.size());
-        self.reader.position = position;
-        let batch = self.set.train.take(&views);
-        region.tune(ranks, &self.vs, &self.scaler, |region| {
-            region.run(|| model.logits(&batch.images, true).cross_entropy_for_logits(&batch.labels))
+        let (reader, set, rows) = (&mut self.reader, self.set, self.options.rows);
+        region.tune(ranks, &self.vs, &self.scaler, || {
+            let position = reader.position;
+            let views = reader.next(rows / ranks.size());
+            reader.position = position;
+            let batch = set.train.take(&views);
+            Ok(move |region: Autocast| {
+                let logits = region.run(|| model.logits(&batch.images, true))?;
+                Ok(logits.cross_entropy_for_logits(&batch.labels))
+            })
         })
     }
 

@@ -333,7 +333,8 @@ impl Options {
     pub fn of_run(&self, data: &Data, config: Config) -> String {
         let Self { lr, weight_decay, eps, max_norm, rows, length, pooling, .. } = self;
         let Dropout { hidden, attention } = self.dropout;
-        let crate::Options { amp, steps, seed, eval_every, .. } = &self.common;
+        let crate::Options { steps, seed, eval_every, .. } = &self.common;
+        let amp = self.common.amp_of_run();
         let word = |is: bool, words: [&'static str; 2]| words[usize::from(is)];
         format!(
             "--amp {amp} {} {steps} --seed {seed} --pooling {} --length {length} --pad {} --rows {rows} --lr {lr} \

@@ -176,12 +176,14 @@ impl Training for Trainer<'_> {
     ];
 
     fn tune(&mut self) -> Result<Option<String>> {
-        let read = self.train.read;
-        let batch = self.train.next()?.to(self.device);
-        self.train.go_on_after(read);
-        let model = &self.model;
-        self.region.tune(self.ranks, &self.vs, &self.scaler, |region| {
-            region.run(|| model.logits(&batch, true).cross_entropy_for_logits(&batch.labels))
+        let Self { train, model, device, .. } = self;
+        self.region.tune(self.ranks, &self.vs, &self.scaler, || {
+            let read = train.read;
+            let batch = train.next()?.to(*device);
+            train.go_on_after(read);
+            Ok(move |region: Autocast| {
+                region.run(|| model.logits(&batch, true).cross_entropy_for_logits(&batch.labels))
+            })
         })
     }
 

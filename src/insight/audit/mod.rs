@@ -18,7 +18,7 @@ use crate::error::Error;
 use crate::error::{Number, Result};
 use crate::{Autocast, GradScaler};
 use parts::needs_f32;
-pub(super) use runs::without_times;
+pub(super) use runs::{check_parameters, without_times};
 
 /// How many parts without suspicions are listed.
 const MOST_CLEAN: usize = 20;

@@ -102,7 +102,7 @@ fn beside(
     Ok(Audit { dtype, scale, seconds: [0.0; 2], losses: [f32.loss, lower.loss], parts })
 }
 
-fn check_parameters(repeatable: &Repeatable) -> Result<()> {
+pub(in crate::insight) fn check_parameters(repeatable: &Repeatable) -> Result<()> {
     for (name, parameter) in repeatable.parameters() {
         if matches!(parameter.f_kind()?, Kind::Half | Kind::BFloat16) {
             let problem = format!(

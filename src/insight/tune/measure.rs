@@ -13,7 +13,7 @@ use crate::autocast::{Plan, Rule, RunAs, autocast_dtype};
 use crate::error::{AutocastError, Error, Result};
 use crate::ffi::OutsideRegions;
 use crate::ffi::insight::RecordingMode;
-use crate::insight::audit::{Audit, without_times};
+use crate::insight::audit::{Audit, check_parameters, without_times};
 use crate::insight::rerun::{Repeatable, Rerun};
 use crate::precision::{bf16_is_native, synchronize};
 
@@ -119,15 +119,17 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
         }
     }
 
-    /// Audits a region without and with rules, and takes away those for half precision if with them parts are
-    /// suspicious that are not without. Returns what is suspicious.
+    /// Audits the region without and with the rules for half precision, beside the others, and takes these rules away
+    /// if something is suspicious with them that is not without. Returns what is suspicious.
     fn audited(
         &mut self,
         rules: &mut Vec<Rule>,
         operators: &mut [TunedOperator],
         with: &impl Fn(&[Rule]) -> Result<Autocast>,
     ) -> Result<[Vec<String>; 2]> {
-        let regions = [with(&[])?, with(rules)?];
+        let others: Vec<_> =
+            rules.iter().filter(|rule| rule.run_as != RunAs::Half).cloned().collect();
+        let regions = [with(&others)?, with(rules)?];
         let mut runs = 0;
         let mut loss = |region| {
             runs += 1;
@@ -137,7 +139,7 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
         self.iterations += runs;
         let [before, after] = audits.each_ref().map(suspicious);
         if after.iter().any(|part| !before.contains(part)) {
-            rules.retain(|rule| rule.run_as != RunAs::Half);
+            *rules = others;
             let in_half = |tried: &&mut TunedOperator| {
                 tried.rules.iter().any(|rule| rule.run_as == RunAs::Half)
             };
@@ -252,6 +254,9 @@ pub(super) fn tune(
     };
     let off = region.enabled(false);
     let repeatable = Repeatable::new(vs)?;
+    if options.allow_half {
+        check_parameters(&repeatable)?;
+    }
     let mut beginning = repeatable.begin()?;
     let rerun = repeatable.rerun(&mut beginning)?;
     let devices = repeatable.devices();
@@ -276,11 +281,15 @@ pub(super) fn tune(
             iterations,
         });
     }
-    let audits = if options.allow_half { OF_AUDITS } else { 0 };
+    let in_half = |rule: &Rule| rule.run_as == RunAs::Half;
+    let audits = match found.iter().any(|candidate| candidate.rules.iter().any(in_half)) {
+        true => OF_AUDITS,
+        false => 0,
+    };
     let (mut rules, mut operators) = runs.try_all(found, &with, &exact, audits)?;
-    let in_half = rules.iter().any(|rule| rule.run_as == RunAs::Half);
+    let has_half = rules.iter().any(in_half);
     let suspicious =
-        in_half.then(|| runs.audited(&mut rules, &mut operators, &with)).transpose()?;
+        has_half.then(|| runs.audited(&mut rules, &mut operators, &with)).transpose()?;
     let last = runs.compare_again([off, with(&rules)?], 0)?;
     let [in_f32, in_plan] = last.medians();
     let without = operators.first().map_or(in_plan, |tried| tried.seconds[0]);

@@ -29,8 +29,9 @@ pub struct Tuning {
     pub seconds: [f64; 3],
     /// The operators for which rules were tried.
     pub operators: Vec<TunedOperator>,
-    /// What [`audit`](super::audit()) finds suspicious in the region without and with the rules that won: a line for
-    /// each suspicion. `None` unless rules for half precision won; see [`Tuner::allow_half`].
+    /// What [`audit`](super::audit()) finds suspicious without and with the rules for half precision, beside the other
+    /// rules that won: a line for each suspicion. `None` unless rules for half precision won; see
+    /// [`Tuner::allow_half`].
     #[serde(default)]
     pub suspicious: Option<[Vec<String>; 2]>,
     /// How many iterations were run.
@@ -50,8 +51,9 @@ pub struct TunedOperator {
     /// The distance of all gradients from those in f32, over the norm of the latter, without and with the rules.
     #[serde(with = "numbers::pair")]
     pub gradient_errors: [f64; 2],
-    /// Whether the rules are in the plan: with them, iterations are faster beyond the noise, and gradients at most a
-    /// tenth further from those in f32.
+    /// Whether the rules are in the plan: with them, iterations are faster beyond the noise, gradients are at most a
+    /// tenth further from those in f32, and for half precision an audit finds nothing new. None are if the plan is in
+    /// f32.
     pub is_in_plan: bool,
 }
 
@@ -77,9 +79,11 @@ pub struct TunedOperator {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tuner {
-    /// Also tries operators in half precision that autocast runs in f32. Rules for them come into the plan under the
-    /// same conditions as others, and only if [`audit`](super::audit()) finds no part suspicious with them that is not
-    /// without. An operator without a kernel for half precision makes the tuning fail.
+    /// Also tries half precision for operators that autocast runs in f32. Rules for them come into the plan under the
+    /// same conditions as others, and only if [`audit`](super::audit()) finds nothing suspicious with them that it does
+    /// not find without them. If an operator has no kernel for half precision, the tuning fails. The
+    /// audits leave iterations for two operators to be tried, or for one beside attention on a CPU. Nothing is tried
+    /// where every operator is faster in f32.
     pub allow_half: bool,
 }
 
@@ -157,7 +161,7 @@ pub fn tune(
 
 impl Tuning {
     /// Returns a line on what the plan does and gains, such as `bf16, scaled_dot_product_attention composed (1.28 times
-    /// as fast): an iteration is 2.50 times as fast as in f32`.
+    /// as fast): an iteration is 2.50 times as fast as in f32`. For a plan in f32 it is the [`reason`](Self::reason).
     pub fn summary(&self) -> String {
         let Some(dtype) = self.plan.dtype else { return self.reason.clone() };
         let mut line = Dtype::from(dtype).to_string();
@@ -191,7 +195,7 @@ impl fmt::Display for Tuning {
         }
         for (what, found) in ["without", "with"].iter().zip(self.suspicious.iter().flatten()) {
             let found = if found.is_empty() { "nothing".to_owned() } else { found.join("; ") };
-            writeln!(f, "suspicious {what} the rules: {found}")?;
+            writeln!(f, "suspicious {what} the rules for half precision: {found}")?;
         }
         let [f32, region, plan] = self.seconds.map(|seconds| 1e3 * seconds);
         write!(
