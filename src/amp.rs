@@ -216,9 +216,9 @@ impl MixedPrecision {
         self.region
     }
 
-    /// Makes the scaler that this precision needs: with PyTorch's defaults for fp16, and a disabled one for bf16 and
-    /// f32, which skips no step; see [`skipping_scaler`](Self::skipping_scaler). For one with options, set [`enabled`](crate::scaler::GradScalerConfig::enabled) to
-    /// [`needs_scaling`](Self::needs_scaling).
+    /// Makes the scaler that this precision needs: with PyTorch's defaults for fp16, and a disabled one, which skips no
+    /// step, for bf16 and f32; see [`skipping_scaler`](Self::skipping_scaler). For one with options, set
+    /// [`enabled`](crate::scaler::GradScalerConfig::enabled) to [`needs_scaling`](Self::needs_scaling).
     ///
     /// # Errors
     ///

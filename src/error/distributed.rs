@@ -66,7 +66,7 @@ pub enum DistributedError {
         "{name} {change} after the model was distributed: make a new DistributedDataParallel on all ranks"
     )]
     Parameter {
-        /// The name of the variable in the `VarStore`.
+        /// The name of the variable in the `VarStore`; `a variable` for one that was added.
         name: String,
         /// What happened to it.
         change: VariableChange,

@@ -67,7 +67,7 @@ pub enum GradientError {
     },
 }
 
-/// What is wrong with a gradient, in a [`GradientError::Unsupported`]. Its text says what to do.
+/// What is wrong with a gradient, in a [`GradientError::Unsupported`]. Its text says what to do where something helps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GradientProblem {
@@ -95,12 +95,14 @@ pub enum GradientProblem {
 
     /// The gradient is sparse.
     #[error(
-        "is sparse, and sparse gradients can be neither normed nor clipped, nor used by a fused optimizer; make it dense with `to_dense` first"
+        "is sparse, and sparse gradients can be neither normed nor clipped nor used by a fused optimizer; make it dense with `to_dense` first, or give the parameter to an optimizer that takes it"
     )]
     Sparse,
 
     /// The gradient has a layout that the call does not take, such as a compressed sparse one, or has no data.
-    #[error("is neither strided nor COO sparse, or holds no data; convert it first")]
+    #[error(
+        "is neither strided nor COO sparse, or holds no data; make it dense with `to_dense` first"
+    )]
     Layout,
 
     /// The gradient has another shape or is on another device than its parameter.

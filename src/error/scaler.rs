@@ -120,6 +120,17 @@ pub enum ScalerError {
     )]
     EmptyState,
 
+    /// The state is that of a scaler that only skips steps, and this one scales, or the other way round: the precision
+    /// of the run has changed.
+    #[error(
+        "the scaler state is that of a scaler that {}, which this one does not: when a run changes its precision, leave the scaler out of what is restored",
+        if *scales { "scales" } else { "skips steps without scaling" }
+    )]
+    OtherPrecision {
+        /// Whether the scaler that was saved scales.
+        scales: bool,
+    },
+
     /// A scaler state lacks one of its five required keys.
     #[error("the scaler state has no {key}; load one that state_dict() of tch-amp or PyTorch made")]
     MissingKey {

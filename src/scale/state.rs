@@ -160,6 +160,10 @@ impl GradScalerState {
             error_at_min_scale: self.error_at_min_scale.unwrap_or(config.error_at_min_scale),
             allow_fp16_gradients: self.allow_fp16_gradients.unwrap_or(config.allow_fp16_gradients),
         };
+        let scales = scale != 1.0 || !loaded.is_one();
+        if config.is_one() == scales {
+            return Err(Error::Scaler(ScalerError::OtherPrecision { scales }));
+        }
         loaded.check_scale("scale", scale)?;
         loaded.check()?;
         let rule = "from 0 to 2^31 - 1";

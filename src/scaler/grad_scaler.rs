@@ -101,9 +101,9 @@ impl GradScaler {
         GradScalerConfig::default().build(device)
     }
 
-    /// Makes a scaler that scales nothing, so that the same loop runs with and without scaling: `step` always steps, and
-    /// the scale is 1. The calls that clip, such as `step_clip_norm`, clip as others do. It refuses no order of calls, because nothing is divided
-    /// that could be divided twice. Corresponds to `enabled=False` in PyTorch.
+    /// Makes a scaler that scales nothing, so that the same loop runs with and without scaling: `step` always steps,
+    /// and the scale is 1. Calls that clip, such as `step_clip_norm`, do clip. It refuses no order of calls, because
+    /// nothing is divided that could be divided twice. Corresponds to `enabled=False` in PyTorch.
     pub fn disabled() -> Self {
         Self::from_scale(AdaptiveScale::disabled())
     }

@@ -256,9 +256,9 @@ impl StepOutcome {
         self.answer.has_no_gradients()
     }
 
-    /// Returns the norm of the unscaled gradients before clipping, of the type by which
-    /// [`step_clip_norm`](crate::GradScaler::step_clip_norm) clipped: a 0-dim tensor on the device of the first gradient.
-    /// `None` after [`step`](crate::GradScaler::step), and if there were no gradients.
+    /// Returns the norm of the unscaled gradients before clipping, of the type that
+    /// [`step_clip_norm`](crate::GradScaler::step_clip_norm) was given: a 0-dim tensor on the device of the first
+    /// gradient. `None` after [`step`](crate::GradScaler::step), and if there were no gradients.
     pub fn total_norm(&self) -> Option<&Tensor> {
         self.total_norm.as_ref()
     }

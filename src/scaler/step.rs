@@ -233,8 +233,8 @@ impl GradScaler {
     /// With a fused [`Optimizer`](crate::optim::Optimizer) that was not unscaled before, one pass over the gradients
     /// takes the norm and finds non-finite values, and the update itself unscales and clips: the gradients stay scaled.
     /// A norm that is not finite counts as an infinite gradient; a [disabled](Self::disabled) scaler skips nothing, and
-    /// steps with gradients that such a norm makes zero or NaN, as in PyTorch. On a GPU the norm is taken in f32, unless all
-    /// gradients are f64, and a 2-norm overflows if the gradients are larger than about 1e19.
+    /// steps with gradients that such a norm makes zero or NaN, as in PyTorch. On a GPU the norm is taken in f32, unless
+    /// all gradients are f64, and a 2-norm overflows if the gradients are larger than about 1e19.
     ///
     /// # Errors
     ///
