@@ -121,7 +121,13 @@ impl Sources {
 
     /// The text with a definition of each link that the page does not define itself.
     fn define(&self, text: &str) -> String {
-        let own = text.split(GENERATED).next().unwrap_or(text).trim_end();
+        let (before, after) = text.split_once(GENERATED).unwrap_or((text, ""));
+        // What an author has written below the block moves above it.
+        let is_generated = |line: &str| line.is_empty() || line.contains("]: ../src/");
+        let after =
+            after.lines().filter(|line| !is_generated(line)).map(|line| format!("{line}\n"));
+        let own = format!("{}\n{}", before.trim_end(), after.collect::<String>());
+        let own = own.trim_end();
         let defined = labels(own);
         let words: String = prose(own).map(|line| format!("{line}\n")).collect();
         let is_missing = |label: &str| {
@@ -134,7 +140,7 @@ impl Sources {
         if lines.is_empty() { format!("{own}\n") } else { format!("{own}\n\n{GENERATED}\n{lines}") }
     }
 
-    /// The file that defines an item: that of its own name in the module of its path, or that of its type.
+    /// The file that defines an item: for a method, one with a block of its type.
     fn place(&self, target: &str) -> Option<String> {
         if target.contains("://") {
             return Some(target.to_owned());
@@ -142,45 +148,52 @@ impl Sources {
         let path = target.trim_start_matches("mod@").strip_prefix("crate::")?;
         let path = path.trim_end_matches("()").trim_end_matches('!');
         let parts: Vec<&str> = path.split("::").collect();
-        let module = match self.module(parts[0]) {
-            Some(module) => module,
-            // A type of the root is in the module that the root has it from.
-            None => self.module(
-                self.defining(parts[0], "../src/")?.split('/').nth(2)?.trim_end_matches(".rs"),
-            )?,
+        let found = match parts[..] {
+            [.., of, name] if of.starts_with(char::is_uppercase) => {
+                self.method(of, name).or_else(|| self.defining(of))
+            }
+            [.., name]
+                if target.starts_with("mod@")
+                    || parts.len() == 1 && self.defining(name).is_none() =>
+            {
+                None
+            }
+            [.., name] => self.defining(name),
+            [] => None,
         };
-        let method = match parts[..] {
-            [.., of, name] => self.defining_for(name, &module, &format!("impl {of}")),
-            _ => None,
+        let module = || {
+            let names = [format!("../src/{}/mod.rs", parts[0]), format!("../src/{}.rs", parts[0])];
+            names.into_iter().find(|name| self.files.iter().any(|(file, _)| file == name))
         };
-        let item = || parts.iter().rev().find_map(|name| self.defining(name, &module));
-        let mut files = self.files.iter().map(|(file, _)| file);
-        method.or_else(item).or_else(|| files.find(|file| file.starts_with(&module)).cloned())
+        found.or_else(module)
     }
 
-    /// What the paths of the files of a module of the root begin with.
-    fn module(&self, name: &str) -> Option<String> {
-        let names = [format!("../src/{name}/"), format!("../src/{name}.rs")];
-        names.into_iter().find(|start| self.files.iter().any(|(file, _)| file.starts_with(start)))
-    }
-
-    /// The first file below a path that defines a public item of this name.
-    fn defining(&self, name: &str, below: &str) -> Option<String> {
-        self.defining_for(name, below, "")
-    }
-
-    /// The first such file in which these words are, too.
-    fn defining_for(&self, name: &str, below: &str, words: &str) -> Option<String> {
-        let kinds = ["struct", "enum", "trait", "fn", "const", "type"];
-        let ends = ["(", "<", " ", ":", ";"];
-        let defines = |text: &str| {
-            kinds.iter().any(|kind| {
-                ends.iter().any(|end| text.contains(&format!("pub {kind} {name}{end}")))
+    /// The first file that implements a public method, or a field, of a type.
+    fn method(&self, of: &str, name: &str) -> Option<String> {
+        let blocks =
+            [format!("impl {of} "), format!("impl {of}<"), format!("> {of}<"), format!("> {of} ")];
+        let has_block = |text: &str| {
+            text.lines().any(|line| {
+                line.starts_with("impl") && blocks.iter().any(|block| line.contains(block.as_str()))
             })
         };
-        let mut files = self.files.iter().filter(|(file, _)| file.starts_with(below));
-        files.find(|(_, text)| text.contains(words) && defines(text)).map(|(file, _)| file.clone())
+        let defines = |text: &str| has_block(text) && defines(text, name);
+        self.files.iter().find(|(_, text)| defines(text)).map(|(file, _)| file.clone())
     }
+
+    /// The first file that defines a public item of this name.
+    fn defining(&self, name: &str) -> Option<String> {
+        self.files.iter().find(|(_, text)| defines(text, name)).map(|(file, _)| file.clone())
+    }
+}
+
+/// Whether a source has a public item of this name.
+fn defines(text: &str, name: &str) -> bool {
+    let kinds = ["struct", "enum", "trait", "fn", "const", "type"];
+    let ends = ["(", "<", " ", ":", ";"];
+    kinds
+        .iter()
+        .any(|kind| ends.iter().any(|end| text.contains(&format!("pub {kind} {name}{end}"))))
 }
 
 /// Whether rustdoc shows the page: the README and the pages of the guide.
@@ -323,16 +336,21 @@ mod tests {
     fn links_to_items_are_defined_by_their_files() {
         let sources = Sources::read().unwrap();
         let text = "A [`GradScaler::backward`], a [`Muon`], `[`Ema`]` in code and [own].\n\n[own]: own.md\n";
-        let backward = "[`GradScaler::backward`]: ../src/scaler/";
+        let backward = "[`GradScaler::backward`]: ../src/scaler/grad_scaler.rs";
         let defined = sources.define(text);
         assert!(defined.starts_with(text) && defined.contains(backward), "{defined}");
         assert_eq!(sources.define(&defined), defined);
-        assert_eq!(
-            sources.place("crate::gradients::clip_grad_norm()").unwrap(),
-            "../src/gradients/clip.rs"
-        );
-        assert_eq!(sources.place("crate::Amp").unwrap(), "../src/amp.rs");
-        assert_eq!(sources.place("crate::GradScaler::step").unwrap(), "../src/scaler/step.rs");
+        for (target, place) in [
+            ("crate::gradients::clip_grad_norm()", "gradients/clip.rs"),
+            ("crate::Amp", "amp.rs"),
+            ("crate::GradScaler::step", "scaler/step.rs"),
+            ("crate::scaler::ScalerError::EmptyState", "error/scaler.rs"),
+            ("crate::GradScaler::agree_over", "distributed/scaler.rs"),
+            ("crate::checkpoint::Restore::rngs", "distributed/checkpoint.rs"),
+            ("mod@crate::optim", "optim/mod.rs"),
+        ] {
+            assert_eq!(sources.place(target).unwrap(), format!("../src/{place}"), "{target}");
+        }
     }
 
     #[test]

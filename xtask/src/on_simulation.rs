@@ -48,10 +48,20 @@ pub(crate) enum Extent {
     OfKernels,
 }
 
-/// Adds the tests that are not among those of [`Extent::OfKernels`] to a command of cargo.
-pub(crate) fn add_others(tests: &mut Command) -> Result<()> {
+/// Whether these tests use no device, or measure a process on the CPU.
+pub(crate) fn is_cpu_only(name: &str) -> bool {
+    CPU_ONLY.contains(&name)
+}
+
+/// Whether these tests are among those of [`Extent::OfKernels`].
+pub(crate) fn is_of_kernels(name: &str) -> bool {
+    OF_KERNELS.contains(&name)
+}
+
+/// Adds those of cargo's integration tests that `which` selects by their names to a command of cargo.
+pub(crate) fn add(tests: &mut Command, which: impl Fn(&str) -> bool) -> Result<()> {
     let names = integration_tests(&workspace::root().join("tests"))?;
-    for name in names.iter().filter(|name| !OF_KERNELS.contains(&&***name)) {
+    for name in names.iter().filter(|name| which(name.as_str())) {
         tests.args(["--test", name]);
     }
     Ok(())

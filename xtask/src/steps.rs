@@ -26,9 +26,9 @@ pub(crate) struct Beside {
 }
 
 impl Beside {
-    /// Starts the command, which writes to a file of this name below `target`.
-    pub(crate) fn start(name: &str, file: &str, command: &mut Command) -> Result<Self> {
-        let output = workspace::target().join(file);
+    /// Starts the command, which writes to a file below `target`.
+    pub(crate) fn start(name: &str, command: &mut Command) -> Result<Self> {
+        let output = workspace::target().join(format!("{}.log", name.replace(' ', "-")));
         let cannot = || format!("{} cannot be written", output.display());
         let out = File::create(&output).with_context(cannot)?;
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
@@ -44,14 +44,6 @@ impl Beside {
         println!("{}", String::from_utf8_lossy(&printed));
         ensure!(status.success(), "{} failed ({status})", self.name);
         Ok(())
-    }
-}
-
-/// Nothing that was started goes on after a step that has failed.
-impl Drop for Beside {
-    fn drop(&mut self) {
-        drop(self.child.kill());
-        drop(self.child.wait());
     }
 }
 
@@ -77,7 +69,7 @@ mod tests {
     fn what_runs_beside_fails_where_it_is_finished() {
         let beside = |word: &str| {
             let mut command = Command::new("sh");
-            Beside::start(word, &format!("beside-{word}"), command.args(["-c", word]))
+            Beside::start(word, command.args(["-c", word]))
         };
         beside("true").unwrap().finish().unwrap();
         let error = beside("exit 3").unwrap().finish().unwrap_err();

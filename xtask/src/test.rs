@@ -1,5 +1,7 @@
 //! `cargo xtask test`: every check, then every test.
 
+use std::process::Command;
+
 use anyhow::{Result, ensure};
 
 use crate::args::Args;
@@ -12,8 +14,6 @@ use crate::{fuzz, layers, links, msrv, on_simulation, package, recipes, sanitize
 
 const FUZZ_SECONDS: u32 = 10;
 
-const TESTS: [&str; 2] = ["--lib", "--tests"];
-
 /// `cargo xtask test`.
 pub(crate) fn run(mut args: Args) -> Result<()> {
     let all = args.flag("--all-versions");
@@ -23,12 +23,19 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     let locked = Pair::locked(&workspace::root())?;
     let mut steps = Steps::default();
     if let Some(pair) = pair.filter(|pair| *pair != locked) {
-        return test_other(&mut steps, pair)?.finish();
+        let (name, mut tests) = test_other(&mut steps, pair)?;
+        return steps.run(&name, || show(&mut tests));
     }
-    let others = PAIRS.into_iter().filter(|pair| all && *pair != locked);
-    let others: Vec<_> = others.map(|pair| test_other(&mut steps, pair)).collect::<Result<_>>()?;
-    let workspace = check(&mut steps)?;
-    others.into_iter().try_for_each(Beside::finish)?;
+    let mut beside = Vec::new();
+    for pair in PAIRS.into_iter().filter(|pair| all && *pair != locked) {
+        let (name, mut tests) = test_other(&mut steps, pair)?;
+        beside.push(Beside::start(&name, &mut tests)?);
+    }
+    let checked = check(&mut steps);
+    // Also after a check that has failed: nothing goes on in the background, and one run shows both.
+    let finished: Vec<_> = beside.into_iter().map(Beside::finish).collect();
+    let workspace = checked?;
+    finished.into_iter().collect::<Result<()>>()?;
     test(&mut steps, &workspace)
 }
 
@@ -39,23 +46,29 @@ pub(crate) fn run_all(args: Args) -> Result<()> {
 }
 
 /// Runs the tests with another tch than the locked one, without the checks that do not depend on it: neither late copies
-/// nor the examples in the documentation do. What remains to be finished are those that no simulated GPU has run: they
-/// wait for processes and for time more than they compute.
-fn test_other(steps: &mut Steps, pair: Pair) -> Result<Beside> {
+/// nor the examples in the documentation do. Returns the name and the command of those that did not run on simulated
+/// GPUs: they mostly wait for processes and for time.
+fn test_other(steps: &mut Steps, pair: Pair) -> Result<(String, Command)> {
     let name = format!("libtorch for tch {}", pair.tch);
     let workspace = steps.run(&name, || Workspace::announced(Some(pair)))?;
     let with = format!("with tch {}", pair.tch);
     let simulated = steps.run(&format!("tests {with} on simulated GPUs"), || {
         on_simulation::test(&workspace, Extent::OfKernels)
     })?;
+    // Regions are tested without a GPU as well: there they are refused on one.
+    let remains =
+        |name: &str| !simulated || !on_simulation::is_of_kernels(name) || name == "autocast";
+    let mut tests = on_cpu(&workspace, remains)?;
+    tests.arg("--lib").env("TCH_AMP_SHORT", "1");
+    Ok((format!("cargo test {with}"), tests))
+}
+
+/// The integration tests that `which` selects, on the CPU.
+fn on_cpu(workspace: &Workspace, which: impl Fn(&str) -> bool) -> Result<Command> {
     workspace.warn_without_python();
     let mut tests = workspace.cargo_full("test");
-    match simulated {
-        true => on_simulation::add_others(tests.arg("--lib"))?,
-        false => drop(tests.args(TESTS)),
-    }
-    let name = format!("cargo test {with}");
-    Beside::start(&name, &format!("tests-{}.log", pair.tch), tests.env("TCH_AMP_SHORT", "1"))
+    on_simulation::add(&mut tests, which)?;
+    Ok(tests)
 }
 
 /// The checks, most of which compile and link nothing.
@@ -88,11 +101,16 @@ fn check(steps: &mut Steps) -> Result<Workspace> {
 
 fn test(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
     steps.run("tests under sanitizers", || sanitize::sanitize(workspace))?;
-    steps.run("tests on simulated GPUs", || on_simulation::test(workspace, Extent::Whole))?;
+    let mut tests = on_cpu(workspace, on_simulation::is_cpu_only)?;
+    let beside = Beside::start("cargo test of processes, files and memory", &mut tests)?;
+    let simulated =
+        steps.run("tests on simulated GPUs", || on_simulation::test(workspace, Extent::Whole));
+    let finished = beside.finish();
+    simulated?;
+    finished?;
     // Clippy has compiled the examples, which no test runs as programs of their own.
     steps.run("cargo test", || {
-        workspace.warn_without_python();
-        show(workspace.cargo_full("test").args(TESTS))
+        show(on_cpu(workspace, |name| !on_simulation::is_cpu_only(name))?.arg("--lib"))
     })?;
     steps.run("examples in the documentation", || show(workspace.cargo_full("test").arg("--doc")))
 }
