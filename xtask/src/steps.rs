@@ -28,7 +28,8 @@ pub(crate) struct Beside {
 impl Beside {
     /// Starts the command, which writes to a file below `target`.
     pub(crate) fn start(name: &str, command: &mut Command) -> Result<Self> {
-        let output = workspace::target().join(format!("{}.log", name.replace(' ', "-")));
+        let words: Vec<_> = name.split([' ', ',']).filter(|word| !word.is_empty()).collect();
+        let output = workspace::target().join(format!("{}.log", words.join("-")));
         let cannot = || format!("{} cannot be written", output.display());
         let out = File::create(&output).with_context(cannot)?;
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
