@@ -4,7 +4,10 @@ use serde_json::json;
 use tch::Kind;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{Optimizer, Sgd};
-use tch_amp::schedule::{CosineAnnealingWarmRestarts, ExponentialLr, ReduceLrOnPlateau, Scheduler};
+use tch_amp::schedule::{
+    CosineAnnealingLr, CosineAnnealingWarmRestarts, ExponentialLr, LinearWithWarmup, OneCycleLr,
+    ReduceLrOnPlateau, Schedule, Scheduler,
+};
 use tch_amp::{Error, GradScaler};
 
 use super::{optimizer, rates, schedule};
@@ -154,4 +157,46 @@ fn steps_whose_outcome_is_unknown_are_forgotten_by_a_restore() {
             assert_eq!(opt.lr(0).unwrap(), 0.5f64.powi(taken as i32), "{device:?}");
         }
     });
+}
+
+/// A schedule of 10 steps after `steps` of them, resumed as one of 20.
+fn prolonged(make: impl Fn(u64) -> Schedule, steps: u64) -> (Vec<f64>, Scheduler, Optimizer) {
+    let mut opt = optimizer(true, &[0.1]);
+    let mut short = make(10).build(&mut opt).unwrap();
+    (0..steps).for_each(|_| short.advance(&mut opt).unwrap());
+    let mut checkpoint = saved(&mut short);
+    checkpoint.add("opt", &mut opt).unwrap();
+    let mut opt = optimizer(true, &[0.1]);
+    let mut long = make(20).build(&mut opt).unwrap();
+    checkpoint.restore().add("scheduler", &mut long).add("opt", &mut opt).apply().unwrap();
+    (short.lrs().to_vec(), long, opt)
+}
+
+/// What the page on checkpoints says of a run that is to train longer.
+#[test]
+fn a_longer_schedule_goes_on_from_the_saved_steps_and_rates() {
+    let closed: [fn(u64) -> Schedule; 2] = [
+        |total| LinearWithWarmup { warmup_steps: 2, total_steps: total }.into(),
+        |total| OneCycleLr::new(0.1, total).into(),
+    ];
+    for make in closed {
+        let (_, mut resumed, mut opt) = prolonged(make, 5);
+        let mut whole_opt = optimizer(true, &[0.1]);
+        let mut whole = make(20).build(&mut whole_opt).unwrap();
+        (0..5).for_each(|_| whole.advance(&mut whole_opt).unwrap());
+        for _ in 0..5 {
+            resumed.advance(&mut opt).unwrap();
+            whole.advance(&mut whole_opt).unwrap();
+            assert_eq!((resumed.lrs(), resumed.steps()), (whole.lrs(), whole.steps()));
+        }
+    }
+    let cosine = |t_max| CosineAnnealingLr::new(t_max).into();
+    let (saved, mut resumed, mut opt) = prolonged(cosine, 5);
+    assert_eq!(resumed.lrs(), saved);
+    resumed.advance(&mut opt).unwrap();
+    assert!(resumed.lrs()[0] < saved[0] && resumed.lrs()[0] > 0.9 * saved[0], "{saved:?}");
+    // At its end it is 0, and stays there.
+    let (saved, mut resumed, mut opt) = prolonged(cosine, 10);
+    resumed.advance(&mut opt).unwrap();
+    assert_eq!((saved[0], resumed.lrs()[0]), (0.0, 0.0));
 }
