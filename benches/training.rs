@@ -188,6 +188,36 @@ fn print_shares(phases: [f64; PHASES], operators: &[f64], train: &Row) {
     );
 }
 
+/// Measures a model, and prints all but the ratios, which it returns with their names.
+fn measured(
+    name: &'static str,
+    weights: &Checkpoint,
+    pythons: &mut [Python; 2],
+) -> [(String, Row); 5] {
+    check(name, weights, &mut pythons[0]);
+    let times = time(name, weights, pythons);
+    let Times { train, gain, tuned, tuned_gain, masters, python_f32, phases } = times;
+    let ms = [gain.python, gain.ours, python_f32, train.python].map(|ns| ns / 1e6);
+    println!(
+        "{name:<12} {:>12.3} {:>12.3} {:>12.3} {:>12.3} {:>8.2} {:>8.2}",
+        ms[0],
+        ms[1],
+        ms[2],
+        ms[3],
+        train.ratio(),
+        gain.ratio()
+    );
+    print_shares(phases, &pythons[0].time(&format!("profile {name}")), &train);
+    print_scaling(name, weights, &mut pythons[0]);
+    [
+        (format!("train_{name}"), train),
+        (format!("gain_{name}"), gain),
+        (format!("tuned_{name}"), tuned),
+        (format!("tuned_gain_{name}"), tuned_gain),
+        (format!("train_{name}_masters"), masters),
+    ]
+}
+
 fn main() {
     // What `keep_freed_memory` sets.
     let kept = [
@@ -224,27 +254,7 @@ fn main() {
         for python in &mut pythons {
             python.ask(&format!("model {name} {file}"));
         }
-        let weights = Checkpoint::load(&file).unwrap();
-        check(name, &weights, &mut pythons[0]);
-        let times = time(name, &weights, &mut pythons);
-        let Times { train, gain, tuned, tuned_gain, masters, python_f32, phases } = times;
-        let ms = [gain.python, gain.ours, python_f32, train.python].map(|ns| ns / 1e6);
-        println!(
-            "{name:<12} {:>12.3} {:>12.3} {:>12.3} {:>12.3} {:>8.2} {:>8.2}",
-            ms[0],
-            ms[1],
-            ms[2],
-            ms[3],
-            train.ratio(),
-            gain.ratio()
-        );
-        print_shares(phases, &pythons[0].time(&format!("profile {name}")), &train);
-        print_scaling(name, &weights, &mut pythons[0]);
-        ratios.push((format!("train_{name}"), train));
-        ratios.push((format!("gain_{name}"), gain));
-        ratios.push((format!("tuned_{name}"), tuned));
-        ratios.push((format!("tuned_gain_{name}"), tuned_gain));
-        ratios.push((format!("train_{name}_masters"), masters));
+        ratios.extend(measured(name, &Checkpoint::load(&file).unwrap(), &mut pythons));
     }
     for (what, row) in ratios {
         print_ratio(&what, row);

@@ -29,7 +29,9 @@ impl Beside {
     /// Starts the command, which writes to a file below `target`.
     pub(crate) fn start(name: &str, command: &mut Command) -> Result<Self> {
         let words: Vec<_> = name.split([' ', ',']).filter(|word| !word.is_empty()).collect();
-        let output = workspace::target().join(format!("{}.log", words.join("-")));
+        let folder = workspace::target();
+        fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+        let output = folder.join(format!("{}.log", words.join("-")));
         let cannot = || format!("{} cannot be written", output.display());
         let out = File::create(&output).with_context(cannot)?;
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
