@@ -348,8 +348,8 @@ impl GradScaler {
     /// # Errors
     ///
     /// [`ScalerError::EmptyState`], [`ScalerError::MissingKey`] and [`Error::InvalidArgument`] for a state that no
-    /// scaler can have saved; [`ScalerError::IterationOpen`] between `unscale_` or `step` and `update`. Nothing is
-    /// changed then.
+    /// scaler can have saved; [`ScalerError::OtherPrecision`] if only one of the two scalers scales;
+    /// [`ScalerError::IterationOpen`] between `unscale_` or `step` and `update`. Nothing is changed then.
     pub fn load_state_dict(&mut self, state: &GradScalerState) -> Result<()> {
         match self.prepare_state(state)? {
             Some(loaded) => self.set_state(loaded),

@@ -270,16 +270,9 @@ pub(super) fn tune(
         let reason = format!(
             "everything is in f32: each operator is faster there, and an iteration is {ratio:.2} times as fast as in {name}"
         );
-        let (seconds, plan) = ([in_f32, in_half, in_f32], Plan::new(device)?);
-        let iterations = runs.iterations;
-        return Ok(Tuning {
-            plan,
-            reason,
-            seconds,
-            operators: Vec::new(),
-            suspicious: None,
-            iterations,
-        });
+        let (plan, iterations) = (Plan::new(device)?, runs.iterations);
+        let (seconds, operators, suspicious) = ([in_f32, in_half, in_f32], Vec::new(), None);
+        return Ok(Tuning { plan, reason, seconds, operators, suspicious, iterations });
     }
     let in_half = |rule: &Rule| rule.run_as == RunAs::Half;
     let audits = match found.iter().any(|candidate| candidate.rules.iter().any(in_half)) {
@@ -291,21 +284,31 @@ pub(super) fn tune(
     let suspicious =
         has_half.then(|| runs.audited(&mut rules, &mut operators, &with)).transpose()?;
     let last = runs.compare_again([off, with(&rules)?], 0)?;
+    let plan = Plan { dtype: Some(dtype), rules, ..Plan::new(device)? };
+    let mut tuning = confirmed(plan, &last, name, operators);
+    (tuning.suspicious, tuning.iterations) = (suspicious, runs.iterations);
+    Ok(tuning)
+}
+
+/// The plan, if it has won the comparison with f32, or one that leaves everything in f32.
+fn confirmed(
+    mut plan: Plan,
+    last: &Comparison,
+    name: &str,
+    mut operators: Vec<TunedOperator>,
+) -> Tuning {
     let [in_f32, in_plan] = last.medians();
     let without = operators.first().map_or(in_plan, |tried| tried.seconds[0]);
+    let mut seconds = [in_f32, without, in_plan];
     let ratio = in_f32 / in_plan;
-    let measured = format!("the fastest plan in {name} is {ratio:.2} times as fast as f32");
-    let iterations = runs.iterations;
-    let mut plan = Plan::new(device)?;
-    if last.is_faster() {
-        (plan.dtype, plan.rules) = (Some(dtype), rules);
-        let seconds = [in_f32, without, in_plan];
-        return Ok(Tuning { plan, reason: measured, seconds, operators, suspicious, iterations });
+    let mut reason = format!("the fastest plan in {name} is {ratio:.2} times as fast as f32");
+    if !last.is_faster() {
+        (plan.dtype, plan.rules) = (None, Vec::new());
+        operators.iter_mut().for_each(|tried| tried.is_in_plan = false);
+        reason = format!("everything is in f32: no plan is faster beyond the noise in {name}");
+        seconds[2] = in_f32;
     }
-    operators.iter_mut().for_each(|tried| tried.is_in_plan = false);
-    let reason = format!("everything is in f32: no plan is faster beyond the noise in {name}");
-    let seconds = [in_f32, without, in_f32];
-    Ok(Tuning { plan, reason, seconds, operators, suspicious, iterations })
+    Tuning { plan, reason, seconds, operators, suspicious: None, iterations: 0 }
 }
 
 /// The suspicious parts of an audit, and what is suspicious about each.

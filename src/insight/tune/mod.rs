@@ -81,9 +81,9 @@ pub struct TunedOperator {
 pub struct Tuner {
     /// Also tries half precision for operators that autocast runs in f32. Rules for them come into the plan under the
     /// same conditions as others, and only if [`audit`](super::audit()) finds nothing suspicious with them that it does
-    /// not find without them. If an operator has no kernel for half precision, the tuning fails. The
-    /// audits leave iterations for two operators to be tried, or for one beside attention on a CPU. Nothing is tried
-    /// where every operator is faster in f32.
+    /// not find without them. If an operator has no kernel for half precision, the tuning fails. The audits leave
+    /// iterations to try two operators, or one where a CPU composes attention. Nothing is tried where every operator is
+    /// faster in f32.
     pub allow_half: bool,
 }
 
@@ -116,8 +116,8 @@ impl Tuner {
 /// Where the medians promise more than the noise lets it see, it compares once more, if 40 iterations allow that.
 /// Finally it compares the plan with f32 in the same way: where half precision does not win, the plan leaves everything
 /// in f32, as on processors that emulate bf16. Rules reach to twice the largest size that was measured. It puts into
-/// half precision what autocast keeps in f32 only if [asked](Tuner::allow_half). Attention is composed on the CPU alone. The rules of the plan come
-/// after those of the region, so that they replace overrides of the same operators.
+/// half precision what autocast keeps in f32 only if [asked](Tuner::allow_half). Attention is composed on the CPU
+/// alone. The rules of the plan come after those of the region, so that they replace overrides of the same operators.
 ///
 /// It runs at most 40 iterations, the first of them in f32, and only a few where each operator is faster in f32.
 /// Gradients, buffers and random numbers are put back afterwards, so that training goes on as without the call; `loss`
