@@ -35,7 +35,7 @@ static GPT: LazyLock<Vec<Run>> = LazyLock::new(|| {
     // A few steps in bf16: where that is emulated, each takes seconds.
     let run = |precision| {
         let steps = if precision == Amp::Off { 12 } else { 5 };
-        let options = GptOptions { precision, tunes: false, steps, seed: 0, sample: 20 };
+        let options = GptOptions { precision, wants_plan: false, steps, seed: 0, sample: 20 };
         gpt::run(options, &text, Device::Cpu, false).unwrap()
     };
     let _random = RANDOM.lock().unwrap();

@@ -94,8 +94,8 @@ pub struct Options {
     pub replaces: bool,
     /// The precision of the training.
     pub amp: Amp,
-    /// Whether `--amp` was `auto`, for which the dtype of each operator is measured as well.
-    pub tunes: bool,
+    /// Whether to measure in which dtype each operator is fastest, unless all are in f32: with `--amp auto`.
+    pub wants_plan: bool,
     /// `None`: CUDA if it is usable, otherwise the CPU.
     pub device: Option<Device>,
     /// The number of steps of the whole run.
@@ -128,7 +128,7 @@ impl Options {
             length: "--steps",
             replaces: false,
             amp: Amp::Bf16,
-            tunes: false,
+            wants_plan: false,
             device: None,
             steps,
             seed: 0,
@@ -181,18 +181,18 @@ impl Options {
             tell(&fastest);
             Ok(fastest.amp())
         })?;
-        self.tunes = true;
+        self.wants_plan = true;
         Ok(())
     }
 
-    /// Whether to measure in which dtype each operator is fastest.
-    pub fn tunes(&self) -> bool {
-        self.tunes && self.amp != Amp::Off
+    /// Whether the training has a plan.
+    pub fn has_plan(&self) -> bool {
+        self.wants_plan && self.amp != Amp::Off
     }
 
     /// The precision on which the numbers of a run depend: with the plan that a tuned run has, or without.
     pub fn amp_of_run(&self) -> String {
-        format!("{}{}", self.amp, if self.tunes() { ", chosen by auto" } else { "" })
+        format!("{}{}", self.amp, if self.has_plan() { ", chosen by auto" } else { "" })
     }
 
     /// Puts the defaults of this recipe into what `--help` says.
@@ -403,7 +403,7 @@ mod tests {
             name: "it",
             length: "--steps",
             replaces: false,
-            tunes: false,
+            wants_plan: false,
             amp: Amp::Fp16,
             device: Some(Device::Cpu),
             steps: 3,

@@ -19,15 +19,15 @@ pub struct Region {
     plain: Autocast,
     /// With the plan, if there is one.
     now: Autocast,
-    /// Whether to measure a plan.
-    tunes: bool,
+    /// Whether a plan is wanted.
+    is_wanted: bool,
     plan: Option<Plan>,
 }
 
 impl Region {
     /// Starts with a region without a plan.
     pub fn new(plain: Autocast, options: &Options) -> Self {
-        Self { plain, now: plain, tunes: options.tunes(), plan: None }
+        Self { plain, now: plain, is_wanted: options.has_plan(), plan: None }
     }
 
     /// Runs a part of a program in the region.
@@ -45,7 +45,7 @@ impl Region {
         scaler: &GradScaler,
         loss: impl FnOnce() -> Result<L>,
     ) -> Result<Option<String>> {
-        if !self.tunes || (self.plan.is_some() && self.takes_plan(ranks)?) {
+        if !self.is_wanted || (self.plan.is_some() && self.takes_plan(ranks)?) {
             return Ok(None);
         }
         let (plan, summary) = ranks.from_first(|| {

@@ -10,8 +10,6 @@ use crate::checkpoint::Checkpoint;
 use crate::distributed::group::ProcessGroup;
 use crate::error::{DistributedError, Error, Result};
 
-const NAME: &str = "on_rank_0";
-
 /// Precedes the message of an error.
 const FAILED: &str = "failed: ";
 
@@ -55,15 +53,27 @@ impl ProcessGroup {
     where
         E: From<Error> + Display,
     {
+        self.work_first("on_rank_0", work)
+    }
+
+    /// Runs `work` on rank 0, under the name of the call with which the ranks are compared.
+    fn work_first<T, E>(
+        &self,
+        call: &'static str,
+        work: impl FnOnce() -> std::result::Result<T, E>,
+    ) -> std::result::Result<Option<T>, E>
+    where
+        E: From<Error> + Display,
+    {
         {
             let _order = self.begin();
-            self.compare(NAME, NAME)?;
+            self.compare(call, call)?;
         }
         let work = || catch_unwind(AssertUnwindSafe(work));
         let done = match (self.rank() == 0).then(work).transpose() {
             Ok(done) => done.transpose(),
             Err(panic) => {
-                drop(self.exchange(&format!("{FAILED}a panic")));
+                drop(self.exchange(call, &format!("{FAILED}a panic")));
                 resume_unwind(panic)
             }
         };
@@ -72,7 +82,7 @@ impl ProcessGroup {
             // With the causes, if it is an error of anyhow.
             Err(error) => format!("{FAILED}{error:#}"),
         };
-        let reports = self.exchange(&report);
+        let reports = self.exchange(call, &report);
         let done = done?;
         match reports?.first().and_then(|report| report.strip_prefix(FAILED)) {
             Some(message) => {
@@ -89,7 +99,8 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// The same as [`on_rank_0`](Self::on_rank_0), and those of
-    /// [`Checkpoint::add_value`](crate::checkpoint::Checkpoint::add_value) for what serde cannot serialize as JSON.
+    /// [`Checkpoint::add_value`](crate::checkpoint::Checkpoint::add_value) and
+    /// [`Checkpoint::value`](crate::checkpoint::Checkpoint::value) for what serde cannot write or read as JSON.
     ///
     /// # Examples
     ///
@@ -114,7 +125,7 @@ impl ProcessGroup {
         E: From<Error> + Display,
     {
         const VALUE: &str = "value";
-        let made = self.on_rank_0(make)?;
+        let made = self.work_first("from_rank_0", make)?;
         let checkpoint = Checkpoint::from_rank_0(self, || {
             let mut checkpoint = Checkpoint::new();
             checkpoint.add_value(VALUE, &made)?;
@@ -123,9 +134,9 @@ impl ProcessGroup {
         Ok(checkpoint.unwrap_or_default().value(VALUE)?)
     }
 
-    fn exchange(&self, report: &str) -> Result<Vec<String>> {
+    fn exchange(&self, call: &'static str, report: &str) -> Result<Vec<String>> {
         let _order = self.begin();
-        self.compare(NAME, "the end of on_rank_0")?;
-        self.gather_texts(NAME, report)
+        self.compare(call, &format!("the end of {call}"))?;
+        self.gather_texts(call, report)
     }
 }

@@ -90,18 +90,24 @@ fn a_panic_of_rank_0_reaches_the_others_as_an_error() {
 
 #[test]
 fn nothing_is_done_if_the_ranks_disagree() {
-    ranks(2, |group| {
-        let refused = match group.rank() {
-            0 => group.on_rank_0(|| -> Result<()> { unreachable!("it ran") }).map(drop),
-            _ => group.barrier(),
-        };
-        let refused = refused.unwrap_err();
-        assert!(
-            matches!(&refused, Error::Distributed(DistributedError::Mismatch { calls }) if calls[0] == "on_rank_0"),
-            "{refused}"
-        );
-        still_works(&group);
-    });
+    let never = || -> Result<()> { unreachable!("it ran") };
+    type Call = fn(&ProcessGroup) -> Result<()>;
+    let others: [Call; 2] = [ProcessGroup::barrier, |group| group.from_rank_0(|| Ok(()))];
+    for other in others {
+        ranks(2, move |group| {
+            let refused = match group.rank() {
+                0 => group.on_rank_0(never).map(drop),
+                _ => other(&group),
+            };
+            let refused = refused.unwrap_err();
+            let is_named = matches!(
+                &refused,
+                Error::Distributed(DistributedError::Mismatch { calls }) if calls[0] == "on_rank_0"
+            );
+            assert!(is_named, "{refused}");
+            still_works(&group);
+        });
+    }
 }
 
 #[test]

@@ -14,7 +14,7 @@ use crate::resumed::GPT;
 #[test]
 fn a_plan_is_measured_once_and_saved_with_the_run() {
     let (options, text) = gpt::small(Amp::Bf16, 2).unwrap();
-    let common = recipes::Options { tunes: true, ..options.common };
+    let common = recipes::Options { wants_plan: true, ..options.common };
     // Without dropout: other tests draw from the same generator.
     let options = Options { common, dropout: 0.0, ..options };
     let ranks = Ranks::alone();

@@ -86,8 +86,8 @@ fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
         ));
     }
     let run = |precision, steps, sample| {
-        let tunes = precision != Amp::Off && !is_slow;
-        process::run(GptOptions { precision, tunes, steps, seed, sample }, device)
+        let wants_plan = precision != Amp::Off && !is_slow;
+        process::run(GptOptions { precision, wants_plan, steps, seed, sample }, device)
     };
     let (bf16_steps, fp32_sample) = if is_slow { (FEW, SAMPLE) } else { (steps, 0) };
     let fp32 = run(Amp::Off, steps, fp32_sample)?;
@@ -97,15 +97,15 @@ fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
 /// One run in this process: prints it as JSON.
 fn gpt_run(args: &[OsString]) -> Result<()> {
     let args: Vec<_> = args.iter().filter_map(|arg| arg.to_str()).collect();
-    let [precision, tunes, steps, seed, sample, device] = args[..] else {
+    let [precision, wants_plan, steps, seed, sample, device] = args[..] else {
         anyhow::bail!(
             "{} takes a precision, true or false, steps, seed, sample and device",
             process::ARGUMENT
         );
     };
-    let (precision, tunes): (Amp, bool) = (precision.parse()?, tunes.parse()?);
+    let (precision, wants_plan): (Amp, bool) = (precision.parse()?, wants_plan.parse()?);
     let (steps, seed, sample) = (steps.parse()?, seed.parse()?, sample.parse()?);
-    let options = GptOptions { precision, tunes, steps, seed, sample };
+    let options = GptOptions { precision, wants_plan, steps, seed, sample };
     let device = if device == "cpu" { Device::Cpu } else { Device::Cuda(0) };
     let text = crate::gpt::data::Text::load()?;
     keep_freed_memory();

@@ -13,14 +13,14 @@ pub const ARGUMENT: &str = "--gpt-run";
 
 /// Trains in another process of this program, whose progress is shown.
 pub fn run(options: Options, device: Device) -> Result<Run> {
-    let Options { precision, tunes, steps, seed, sample } = options;
+    let Options { precision, wants_plan, steps, seed, sample } = options;
     let device = if device == Device::Cpu { "cpu" } else { "cuda" };
     let program = env::current_exe().context("this program does not know where it is")?;
     let child = Command::new(program)
         .args([
             ARGUMENT,
             &precision.to_string(),
-            &tunes.to_string(),
+            &wants_plan.to_string(),
             &steps.to_string(),
             &seed.to_string(),
             &sample.to_string(),

@@ -181,7 +181,7 @@ impl Options {
             let (checkpoints, logs) = (below(&self.common.checkpoints), below(&self.common.logs));
             let common = crate::Options {
                 amp: *amp,
-                tunes: false,
+                wants_plan: false,
                 checkpoints,
                 logs,
                 ..self.common.clone()

@@ -28,7 +28,7 @@ pub const WIDTH: i64 = 256;
 pub struct Options {
     pub precision: Amp,
     /// Whether to measure in which dtype each operator is fastest.
-    pub tunes: bool,
+    pub wants_plan: bool,
     pub steps: usize,
     pub seed: i64,
     /// How many bytes to write afterwards.
@@ -91,11 +91,11 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
 }
 
 /// The options of the recipe: a small model, whose gradients are not accumulated.
-fn recipe(Options { precision, tunes, steps, seed, .. }: Options) -> Recipe {
+fn recipe(Options { precision, wants_plan, steps, seed, .. }: Options) -> Recipe {
     let last = steps as u64;
     let silent = crate::Options::silent("gpt", last);
     let silent = crate::Options { log_every: 1, eval_every: last, save_every: last, ..silent };
-    let common = crate::Options { amp: precision, tunes, seed, ..silent };
+    let common = crate::Options { amp: precision, wants_plan, seed, ..silent };
     let (rows, length) = (ROWS as usize, LENGTH);
     Recipe { rows, length, width: WIDTH, micro_batches: 1, dropout: 0.0, ..Recipe::new(common) }
 }
