@@ -1,10 +1,9 @@
 //! `cargo xtask sanitize`: runs tests with the C++ under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-use std::num::NonZero;
+use std::collections::BTreeMap;
+use std::env;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::thread;
-use std::{env, fs};
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -50,58 +49,43 @@ pub(crate) fn sanitize(workspace: &Workspace) -> Result<()> {
     check(workspace, leaks, &TESTS.map(String::from))
 }
 
-/// Compiles the C++ with clang++ as well, with warnings as errors. Builds use g++ unless another compiler is set.
+/// Compiles the C++ with clang++ as well, with warnings as errors: each folder as one unit, as build.rs does. Builds use
+/// g++ unless another compiler is set.
 pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
     let version = Command::new("clang++").arg("--version").stdout(Stdio::null()).status();
     if !version.is_ok_and(|status| status.success()) {
         eprintln!("WARNING: csrc/ is NOT COMPILED with clang++, which is not here");
         return Ok(());
     }
-    let include = workspace.libtorch.root.join("include");
-    let mut sources = tools::cxx_files(&["csrc"])?;
-    sources.retain(|path| path.extension().is_some_and(|end| end == "cpp"));
-    let threads = thread::available_parallelism().map_or(1, NonZero::get);
-    let parts = sources.chunks(sources.len().div_ceil(threads).max(1));
-    let header = precompile(&include)?;
-    let done = thread::scope(|scope| {
-        let (include, header) = (&include, &header);
-        let check = move |part: &[PathBuf]| {
-            part.iter().try_for_each(|source| {
-                let mut command = clang(include);
-                command.args(["-fsyntax-only", "-include-pch"]).arg(header).arg(source);
-                process::run(&mut command)
-            })
-        };
-        let running: Vec<_> = parts.map(|part| scope.spawn(move || check(part))).collect();
-        let done = running.into_iter().map(|part| match part.join() {
-            Ok(done) => done,
-            Err(_) => bail!("a thread that compiles panicked"),
-        });
-        done.collect()
-    });
-    fs::remove_file(&header).with_context(|| format!("{} cannot be removed", header.display()))?;
-    done
+    let mut units = BTreeMap::new();
+    for source in tools::cxx_files(&["csrc"])? {
+        if source.extension().is_some_and(|end| end == "cpp") {
+            let folder = source.parent().map(Path::to_owned);
+            let unit = units.entry(folder).or_insert_with(|| clang(&workspace.libtorch.root));
+            unit.arg("-include").arg(source);
+        }
+    }
+    let mut running = Vec::new();
+    for unit in units.values_mut() {
+        running.push((process::start(unit)?, unit));
+    }
+    for (mut child, unit) in running {
+        process::check(unit, child.wait()?)?;
+    }
+    Ok(())
 }
 
-/// Precompiles ATen.h once for all sources.
-fn precompile(include: &Path) -> Result<PathBuf> {
-    let folder = workspace::target();
-    fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
-    let precompiled = folder.join("clang.pch");
-    let mut command = clang(include);
-    command.args(["-x", "c++-header"]).arg(include.join("ATen/ATen.h"));
-    process::run(command.arg("-o").arg(&precompiled))?;
-    Ok(precompiled)
-}
-
-fn clang(include: &Path) -> Command {
+/// clang++ that reads what it is told to include, and compiles nothing.
+fn clang(libtorch: &Path) -> Command {
+    let include = libtorch.join("include");
+    let csrc = workspace::root().join("csrc");
     let mut command = Command::new("clang++");
-    command.args(["-std=c++17", "-Wall", "-Wextra", "-Werror"]);
+    command.args(["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]);
     command.args(["CUDA", "INSIGHT", "TESTING"].map(|name| format!("-DTAMP_WITH_{name}")));
-    command.arg("-isystem").arg(include);
+    command.arg("-isystem").arg(&include);
     command.arg("-isystem").arg(include.join("torch/csrc/api/include"));
-    command.arg("-isystem").arg(workspace::root().join("csrc/distributed/gloo_headers"));
-    command.arg("-iquote").arg(workspace::root().join("csrc"));
+    command.arg("-isystem").arg(csrc.join("distributed/gloo_headers"));
+    command.arg("-iquote").arg(csrc).args(["-x", "c++", "/dev/null"]);
     command
 }
 
