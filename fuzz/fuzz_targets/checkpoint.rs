@@ -28,7 +28,8 @@ impl Target {
         let vs = VarStore::new(Device::Cpu);
         let _net = nn::linear(vs.root() / "linear", 3, 2, Default::default());
         let adam = AdamW::default().build(&vs, 1e-2).expect("an optimizer");
-        let sgd = Sgd { momentum: 0.9, ..Default::default() }.build(&vs, 1e-2).expect("an optimizer");
+        let sgd =
+            Sgd { momentum: 0.9, ..Default::default() }.build(&vs, 1e-2).expect("an optimizer");
         let scaler = GradScaler::new(Device::Cpu).expect("a scaler");
         let mut target = Self { vs, optimizers: [adam, sgd], scaler };
         target.check();

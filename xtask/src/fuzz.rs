@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz`: runs the checkpoint readers on the inputs that libFuzzer generates.
 
 use std::fs;
-use std::process::Command;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
@@ -30,28 +30,23 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
 
 /// Builds the target and runs it for this time.
 pub(crate) fn fuzz(workspace: &Workspace, seconds: u32) -> Result<()> {
-    let target = workspace::target().join("fuzz");
-    let host = host()?;
-    let mut build = workspace.cargo("build");
-    build.args(["--release", "--manifest-path", "fuzz/Cargo.toml"]);
-    // With an explicit target, build scripts and macros are built without the coverage options.
-    build.args(["--target", &host]).env("CARGO_TARGET_DIR", &target).env("RUSTFLAGS", FLAGS);
-    process::run(&mut build)?;
-
-    let corpus = target.join("corpus");
+    let folder = workspace::target().join("fuzz");
+    let corpus = folder.join("corpus");
     fs::create_dir_all(&corpus).with_context(|| format!("{} cannot be made", corpus.display()))?;
-    let mut fuzz = Command::new(target.join(host).join("release/checkpoint"));
-    fuzz.current_dir(&target).arg(&corpus).args(LIMITS).arg(format!("-max_total_time={seconds}"));
+    let mut fuzz = workspace.cargo("run");
+    fuzz.args(["--package", "fuzz", "--bin", "checkpoint", "--"]).arg(&corpus).args(LIMITS);
+    fuzz.arg(format!("-max_total_time={seconds}"));
+    fuzz.arg(format!("-artifact_prefix={}/", folder.display()));
     for seeds in ["safetensors", "torch"] {
         fuzz.arg(workspace.dir.join("fuzz/seeds").join(seeds));
     }
     fuzz.env("LD_LIBRARY_PATH", workspace.libtorch.lib());
-    process::run(&mut fuzz)
+    process::run(fuzz.env("RUSTC_WORKSPACE_WRAPPER", instrumented(&folder)?))
 }
 
-/// The target triple of this machine.
-fn host() -> Result<String> {
-    let version = process::read(Command::new("rustc").arg("-vV"))?;
-    let host = version.lines().find_map(|line| line.strip_prefix("host: "));
-    Ok(host.context("rustc does not say what its host is")?.to_owned())
+/// Writes a program that starts rustc with the coverage options. Only the crates of this repository are compiled by it:
+/// dependencies are those of the tests.
+fn instrumented(folder: &Path) -> Result<PathBuf> {
+    let build_scripts = r#"case " $* " in *" build_script_build "*) exec "$@";; esac"#;
+    process::script(&folder.join("rustc"), &format!("{build_scripts}\nexec \"$@\" {FLAGS}\n"))
 }

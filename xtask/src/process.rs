@@ -1,11 +1,13 @@
 //! Runs other programs, with errors that contain the command.
 
 use std::env;
+use std::fs::{self, Permissions};
 use std::io::ErrorKind;
-use std::path::Path;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 
-use anyhow::{Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 
 /// The cargo that runs xtask.
 pub(crate) fn cargo() -> Command {
@@ -57,6 +59,14 @@ pub(crate) fn read_showing_errors(command: &mut Command) -> Result<String> {
         .map_err(|error| not_started(command, &error))?;
     ensure!(output.status.success(), "`{}` failed ({})", line(command), output.status);
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Writes a program of the shell and returns its path.
+pub(crate) fn script(path: &Path, text: &str) -> Result<PathBuf> {
+    fs::write(path, format!("#!/bin/sh\n{text}"))
+        .with_context(|| format!("{} cannot be written", path.display()))?;
+    fs::set_permissions(path, Permissions::from_mode(0o755))?;
+    Ok(path.to_owned())
 }
 
 /// The first line of output of `command`, or `None` if it cannot run.

@@ -3,8 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::fs::{self, Permissions};
-use std::os::unix::fs::PermissionsExt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -63,10 +62,7 @@ fn describe() -> Result<PathBuf> {
 fn unstable() -> Result<PathBuf> {
     let folder = workspace::target().join("surface");
     fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
-    let program = folder.join("rustdoc");
-    fs::write(&program, format!("#!/bin/sh\n{UNSTABLE}=tch_amp exec rustdoc \"$@\"\n"))?;
-    fs::set_permissions(&program, Permissions::from_mode(0o755))?;
-    Ok(program)
+    process::script(&folder.join("rustdoc"), &format!("{UNSTABLE}=tch_amp exec rustdoc \"$@\"\n"))
 }
 
 /// The options with which rustdoc writes JSON. They are unstable.
