@@ -15,6 +15,7 @@ use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
 
 use crate::common::files::Folder;
+use crate::common::{is_set, skipped};
 
 const FILE: &str = "TCH_AMP_HOSTILE_FILE";
 
@@ -84,6 +85,9 @@ type Write<'a> = &'a dyn Fn(&Path);
 
 /// Loads files one by one within the bound. `is_refused` is the expected outcome.
 fn check(is_refused: bool, files: &[(&str, Write<'_>)]) {
+    if is_set("TCH_AMP_SHORT") {
+        return skipped("files are loaded in little memory with the locked version of tch");
+    }
     let folder = Folder::new();
     let (_, start) = load(Path::new(""), 1 << 46);
     for (name, write) in files {
