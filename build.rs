@@ -11,8 +11,8 @@ const FLAGS: [&str; 4] =
     ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"];
 
 fn main() {
-    println!("cargo:rustc-check-cfg=cfg(tamp_testing)");
-    println!("cargo:rerun-if-changed=csrc");
+    let hooks = if testing() { "cargo:rustc-cfg=tamp_testing" } else { "" };
+    println!("cargo:rustc-check-cfg=cfg(tamp_testing)\n{hooks}\ncargo:rerun-if-changed=csrc");
     if let Err(error) = if enabled("doc-only") { Ok(()) } else { build() } {
         eprintln!("\ntch-amp: {error:#}\n");
         std::process::exit(1);
@@ -66,16 +66,10 @@ fn compiler(include: &str, cuda: bool) -> cc::Build {
     compiler.define("_GLIBCXX_USE_CXX11_ABI", &*abi);
     // System headers: their warnings are not ours. A libtorch that has gloo's headers takes its own.
     let api = format!("{include}/torch/csrc/api/include");
-    let gloo = "csrc/distributed/gloo_headers";
-    compiler.flags([include, &api, gloo].map(|folder| format!("-isystem{folder}")));
+    let folders = [include, &api, "csrc/distributed/gloo_headers"];
+    compiler.flags(folders.map(|folder| format!("-isystem{folder}")));
     compiler.flags(["-iquote.", "-iquotecsrc"]); // not -I: a system header may have one's name
-    // Hooks for this crate's own tests, which `.cargo/config.toml` asks for: neither users nor benchmarks have them.
-    let testing =
-        variable("TCH_AMP_TESTING").is_some() && variable("PROFILE").as_deref() == Some("debug");
-    if testing {
-        println!("cargo:rustc-cfg=tamp_testing");
-    }
-    let defined = [(cuda, "CUDA"), (enabled("insight"), "INSIGHT"), (testing, "TESTING")];
+    let defined = [(cuda, "CUDA"), (enabled("insight"), "INSIGHT"), (testing(), "TESTING")];
     for (_, name) in defined.into_iter().filter(|(defined, _)| *defined) {
         compiler.define(&format!("TAMP_WITH_{name}"), None);
     }
@@ -137,6 +131,11 @@ fn version(include: &str) -> Option<String> {
         header.lines().find_map(|line| line.strip_prefix(&*name)).map(str::trim)
     };
     Some(format!("{}.{}", number("MAJOR")?, number("MINOR")?))
+}
+
+/// Whether there are hooks for this crate's own tests, as `.cargo/config.toml` asks, and not for users or benchmarks.
+fn testing() -> bool {
+    variable("TCH_AMP_TESTING").is_some() && variable("PROFILE").as_deref() == Some("debug")
 }
 
 fn enabled(feature: &str) -> bool {

@@ -105,10 +105,14 @@ fn cargo_test<'a>(
         tests.args(["--test", name]);
     }
     simulation.apply(&mut tests);
-    // The full number of programs runs on the CPU.
-    tests.env("TCH_AMP_PROGRAMS", "400").env("TCH_AMP_OPTIM_PROGRAMS", "300");
+    fewer_programs(&mut tests);
     tests.env("TCH_AMP_REQUIRE_CUDA", "1").env("TCH_AMP_REQUIRE_SIMULATION", "1");
     tests
+}
+
+/// Reduces the number of random programs. The full number runs on the CPU with the locked version of tch.
+pub(crate) fn fewer_programs(tests: &mut Command) {
+    tests.env("TCH_AMP_PROGRAMS", "400").env("TCH_AMP_OPTIM_PROGRAMS", "300");
 }
 
 /// The names of cargo's integration tests: the files and the folders with a `main.rs`.

@@ -102,6 +102,12 @@ pub(crate) fn check_documentation() -> Result<()> {
     process::run(doc.args(["--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
 }
 
+/// Lints every target of the workspace, without libtorch.
+pub(crate) fn lint() -> Result<()> {
+    let mut clippy = doc_only(&workspace::root(), "clippy", FULL);
+    process::run(clippy.args(["--workspace", "--all-targets", "--", "-D", "warnings"]))
+}
+
 /// Packs the crate and unpacks it in another folder.
 pub(crate) fn packed() -> Result<PathBuf> {
     let mut package = process::cargo();

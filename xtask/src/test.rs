@@ -59,6 +59,7 @@ fn test_other(steps: &mut Steps, pair: Pair) -> Result<(String, Command)> {
     let remains =
         |name: &str| !simulated || !on_simulation::is_of_kernels(name) || name == "autocast";
     let mut tests = on_cpu(&workspace, remains)?;
+    on_simulation::fewer_programs(&mut tests);
     tests.arg("--lib").env("TCH_AMP_SHORT", "1");
     Ok((format!("cargo test {with}"), tests))
 }
@@ -83,6 +84,7 @@ fn check(steps: &mut Steps) -> Result<Workspace> {
         "the packed crate with the oldest dependencies, and its documentation",
         package::check_builds,
     )?;
+    steps.run("clippy", package::lint)?;
     steps.run("copies of the recipes", recipes::check)?;
     steps.run("surface", surface::check)?;
     steps.run("documentation", package::check_documentation)?;
@@ -92,10 +94,6 @@ fn check(steps: &mut Steps) -> Result<Workspace> {
     if cfg!(target_os = "linux") {
         steps.run("fuzzing, briefly", || fuzz::fuzz(&workspace, FUZZ_SECONDS))?;
     }
-    steps.run("clippy", || {
-        let mut clippy = workspace.cargo_full("clippy");
-        show(clippy.args(["--workspace", "--all-targets", "--", "-D", "warnings"]))
-    })?;
     Ok(workspace)
 }
 
@@ -108,7 +106,7 @@ fn test(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
     let finished = beside.finish();
     simulated?;
     finished?;
-    // Clippy has compiled the examples, which no test runs as programs of their own.
+    // Clippy has checked the examples, which no test runs as programs of their own.
     steps.run("cargo test", || {
         show(on_cpu(workspace, |name| !on_simulation::is_cpu_only(name))?.arg("--lib"))
     })?;
