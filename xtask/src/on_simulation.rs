@@ -99,7 +99,7 @@ fn cargo_test<'a>(
     simulation: &Simulation,
     names: impl IntoIterator<Item = &'a str>,
 ) -> Command {
-    let mut tests = workspace.cargo_full("test");
+    let mut tests = workspace.cargo_test();
     tests.args(["--package", "tch-amp"]);
     for name in names {
         tests.args(["--test", name]);

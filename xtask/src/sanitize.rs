@@ -121,7 +121,7 @@ fn check(workspace: &Workspace, leaks: bool, tests: &[String]) -> Result<()> {
 
 /// `cargo test` with the C++ under sanitizers. The options exclude libtorch itself, which is built without them.
 fn cargo(workspace: &Workspace, leaks: bool) -> Result<Command> {
-    let mut cargo = workspace.cargo_full("test");
+    let mut cargo = workspace.cargo_test();
     cargo.args(["--package", "tch-amp"]);
     let leaks = u8::from(leaks);
     let options = format!("detect_leaks={leaks}:detect_odr_violation=0:alloc_dealloc_mismatch=0");

@@ -67,7 +67,7 @@ fn test_other(steps: &mut Steps, pair: Pair) -> Result<(String, Command)> {
 /// The integration tests that `which` selects, on the CPU.
 fn on_cpu(workspace: &Workspace, which: impl Fn(&str) -> bool) -> Result<Command> {
     workspace.warn_without_python();
-    let mut tests = workspace.cargo_full("test");
+    let mut tests = workspace.cargo_test();
     on_simulation::add(&mut tests, which)?;
     Ok(tests)
 }
@@ -110,5 +110,5 @@ fn test(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
     steps.run("cargo test", || {
         show(on_cpu(workspace, |name| !on_simulation::is_cpu_only(name))?.arg("--lib"))
     })?;
-    steps.run("examples in the documentation", || show(workspace.cargo_full("test").arg("--doc")))
+    steps.run("examples in the documentation", || show(workspace.cargo_test().arg("--doc")))
 }

@@ -59,6 +59,14 @@ impl Workspace {
         cargo
     }
 
+    /// `cargo test` with every feature. Threads that have no work leave the cores to other tests: two programs run at
+    /// the same time, each with several tests, and each of these with libtorch's threads.
+    pub(crate) fn cargo_test(&self) -> Command {
+        let mut tests = self.cargo_full("test");
+        tests.env("OMP_WAIT_POLICY", "passive");
+        tests
+    }
+
     /// Any program with this workspace's libtorch and Python, in the current folder. In a shadow it runs in the
     /// shadow's folder, since the current folder builds with another tch.
     pub(crate) fn command(&self, program: &str) -> Command {
