@@ -96,7 +96,7 @@ fn guide() -> Result<Vec<PathBuf>> {
 
 /// The sources of the crate, and the targets of links in its documentation.
 struct Sources {
-    /// Paths from a page of the guide, and texts.
+    /// Paths from a page of the guide, and their lines that define public items or begin a block of methods.
     files: Vec<(String, String)>,
     /// Labels as they are written, and paths in Rust.
     targets: Vec<(String, String)>,
@@ -111,7 +111,10 @@ impl Sources {
         let mut files = Vec::new();
         for path in paths {
             let name = path.strip_prefix(&root).unwrap_or(&path).display().to_string();
-            files.push((format!("../{name}"), read(&path)?));
+            let text = read(&path)?;
+            let lines =
+                text.lines().filter(|line| line.contains("pub ") || line.starts_with("impl"));
+            files.push((format!("../{name}"), lines.collect::<Vec<_>>().join("\n")));
         }
         let targets = read(&root.join(TARGETS))?;
         let targets = targets.lines().filter_map(|line| line.strip_prefix('[')?.split_once("]: "));
