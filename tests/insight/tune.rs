@@ -115,6 +115,8 @@ fn operators_of_f32_are_tried_in_half_precision_if_asked() {
     let in_half = tuning.plan.rules.iter().any(|rule| rule.run_as == RunAs::Half);
     assert!(!in_half || tuning.suspicious.is_some(), "{tuning}");
     assert_eq!(tuning.summary().lines().count(), 1, "{tuning}");
+    // The weights are in f32.
+    assert_eq!(tuning.weight_casts > 0.0, tuning.plan.dtype.is_some(), "{tuning}");
 }
 
 /// A network whose linear layers wait if they are in one precision, and its products if they are in the other: longer

@@ -67,16 +67,17 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
         Ok(costs(&recording, self.device))
     }
 
-    /// The candidates, and whether each operator of the list of half precision is fastest in f32 at every size.
+    /// The candidates, whether each operator of the list of half precision is fastest in f32 at every size, and the
+    /// seconds that casts of weights take in the region.
     fn find(
         &mut self,
         off: Autocast,
         region: Autocast,
         with: &impl Fn(&[Rule]) -> Result<Autocast>,
         allow_half: bool,
-    ) -> Result<(Vec<Candidate>, bool)> {
+    ) -> Result<(Vec<Candidate>, bool, f64)> {
         let f32 = self.costs(off)?.lower;
-        let ListedCosts { lower, f32: kept } = self.costs(region)?;
+        let ListedCosts { lower, f32: kept, weight_casts } = self.costs(region)?;
         let attention = Rule::new("scaled_dot_product_attention", COMPOSED);
         // On other devices the fused kernels are fast, and it could take more memory than there is.
         let mut composed = match self.device == Device::Cpu && lower.contains_key(ATTENTION) {
@@ -92,7 +93,7 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
             let half = self.in_half(&kept, with)?;
             found.extend(candidates(&kept, &[(RunAs::Half, &half)]));
         }
-        Ok((found, is_always_f32))
+        Ok((found, is_always_f32, 1e-9 * weight_casts as f64))
     }
 
     /// What the operators that autocast keeps in f32 cost in half precision, those for which that is possible.
@@ -262,7 +263,7 @@ pub(super) fn tune(
     let devices = repeatable.devices();
     let mut runs = Runs { rerun, device, devices, scale, loss, iterations: 0 };
 
-    let (found, is_always_f32) = runs.find(off, region, &with, options.allow_half)?;
+    let (found, is_always_f32, weight_casts) = runs.find(off, region, &with, options.allow_half)?;
     let name = name_of(dtype, device)?;
     let [(in_f32, exact), (in_half, _)] = [runs.timed(off)?, runs.timed(region)?];
     if is_always_f32 && in_f32 < in_half {
@@ -270,9 +271,15 @@ pub(super) fn tune(
         let reason = format!(
             "everything is in f32: each operator is faster there, and an iteration is {ratio:.2} times as fast as in {name}"
         );
-        let (plan, iterations) = (Plan::new(device)?, runs.iterations);
-        let (seconds, operators, suspicious) = ([in_f32, in_half, in_f32], Vec::new(), None);
-        return Ok(Tuning { plan, reason, seconds, operators, suspicious, iterations });
+        return Ok(Tuning {
+            plan: Plan::new(device)?,
+            reason,
+            seconds: [in_f32, in_half, in_f32],
+            operators: Vec::new(),
+            suspicious: None,
+            weight_casts: 0.0,
+            iterations: runs.iterations,
+        });
     }
     let in_half = |rule: &Rule| rule.run_as == RunAs::Half;
     let audits = match found.iter().any(|candidate| candidate.rules.iter().any(in_half)) {
@@ -287,6 +294,7 @@ pub(super) fn tune(
     let plan = Plan { dtype: Some(dtype), rules, ..Plan::new(device)? };
     let mut tuning = confirmed(plan, &last, name, operators);
     (tuning.suspicious, tuning.iterations) = (suspicious, runs.iterations);
+    tuning.weight_casts = if tuning.plan.dtype.is_some() { weight_casts } else { 0.0 };
     Ok(tuning)
 }
 
@@ -308,7 +316,7 @@ fn confirmed(
         reason = format!("everything is in f32: no plan is faster beyond the noise in {name}");
         seconds[2] = in_f32;
     }
-    Tuning { plan, reason, seconds, operators, suspicious: None, iterations: 0 }
+    Tuning { plan, reason, seconds, operators, suspicious: None, weight_casts: 0.0, iterations: 0 }
 }
 
 /// The suspicious parts of an audit, and what is suspicious about each.
@@ -361,6 +369,8 @@ fn error(gradients: &Gradients, exact: &Gradients) -> Result<f64> {
 
 #[cfg(test)]
 mod tests {
+    use tch::nn;
+
     use super::*;
 
     fn compared(without: [f64; ROUNDS], with: [f64; ROUNDS]) -> Comparison {
@@ -457,6 +467,33 @@ mod tests {
         // bf16 does not tell apart the numbers from 1000 to 1004.
         let (is_in_plan, [before, after]) = squared_error(1000.0)?;
         assert!(!is_in_plan && before.len() < after.len(), "{before:?} {after:?}");
+        Ok(())
+    }
+
+    /// The nanoseconds that casts of the weights of a layer and of their gradients take in bf16.
+    fn weight_casts(cast_before: bool) -> Result<i64> {
+        let mut vs = VarStore::new(Device::Cpu);
+        let layer = nn::linear(vs.root() / "layer", 64, 64, Default::default());
+        if cast_before {
+            vs.bfloat16();
+        }
+        let x = Tensor::f_ones([8, 64], (Kind::Float, Device::Cpu))?;
+        let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+        let loss = |region: Autocast| {
+            region.run(|| (x.to_kind(Kind::BFloat16)).apply(&layer).mean(Kind::Float))
+        };
+        let repeatable = Repeatable::new(&vs)?;
+        let mut beginning = repeatable.begin()?;
+        let (rerun, devices) = (repeatable.rerun(&mut beginning)?, repeatable.devices());
+        let device = Device::Cpu;
+        let mut runs = Runs { rerun, device, devices, scale: 1.0, loss, iterations: 0 };
+        Ok(runs.costs(region)?.weight_casts)
+    }
+
+    #[test]
+    fn only_weights_in_f32_are_cast() -> Result<()> {
+        assert!(weight_casts(false)? > 0);
+        assert_eq!(weight_casts(true)?, 0);
         Ok(())
     }
 
