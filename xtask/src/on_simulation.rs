@@ -48,11 +48,6 @@ pub(crate) enum Extent {
     OfKernels,
 }
 
-/// Whether these tests use no device, or measure a process on the CPU.
-pub(crate) fn is_cpu_only(name: &str) -> bool {
-    CPU_ONLY.contains(&name)
-}
-
 /// Whether these tests are among those of [`Extent::OfKernels`].
 pub(crate) fn is_of_kernels(name: &str) -> bool {
     OF_KERNELS.contains(&name)

@@ -99,16 +99,14 @@ fn check(steps: &mut Steps) -> Result<Workspace> {
 
 fn test(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
     steps.run("tests under sanitizers", || sanitize::sanitize(workspace))?;
-    let mut tests = on_cpu(workspace, on_simulation::is_cpu_only)?;
-    let beside = Beside::start("cargo test of processes, files and memory", &mut tests)?;
+    // Clippy has checked the examples, which no test runs as programs of their own.
+    let mut tests = on_cpu(workspace, |_| true)?;
+    let beside = Beside::start("cargo test", tests.arg("--lib"))?;
+    // The longest of them wait for each other, because they count what the whole process does.
     let simulated =
         steps.run("tests on simulated GPUs", || on_simulation::test(workspace, Extent::Whole));
     let finished = beside.finish();
     simulated?;
     finished?;
-    // Clippy has checked the examples, which no test runs as programs of their own.
-    steps.run("cargo test", || {
-        show(on_cpu(workspace, |name| !on_simulation::is_cpu_only(name))?.arg("--lib"))
-    })?;
     steps.run("examples in the documentation", || show(workspace.cargo_test().arg("--doc")))
 }
