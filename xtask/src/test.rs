@@ -102,7 +102,7 @@ fn test(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
     // Clippy has checked the examples, which no test runs as programs of their own.
     let mut tests = on_cpu(workspace, |_| true)?;
     let beside = Beside::start("cargo test", tests.arg("--lib"))?;
-    // The longest of them wait for each other, because they count what the whole process does.
+    // The longest suite, `simulated`, uses one core: its tests count what the whole process does, one after the other.
     let simulated =
         steps.run("tests on simulated GPUs", || on_simulation::test(workspace, Extent::Whole));
     let finished = beside.finish();
