@@ -60,8 +60,9 @@ fn compiler(include: &str, cuda: bool) -> cc::Build {
     compiler.cpp(true).std("c++17").opt_level(3).debug(false).pic(true).cargo_metadata(false);
     compiler.warnings(true).extra_warnings(true).flags(FLAGS);
     compiler.warnings_into_errors(variable("TCH_AMP_DENY_WARNINGS").is_some());
-    // g++ warns of lambdas in a source that a unit includes.
+    // g++ warns of lambdas in a source that a unit includes, and of a size that it cannot see in libtorch's pointers.
     compiler.flag_if_supported("-Wno-subobject-linkage");
+    compiler.flag_if_supported("-Wno-stringop-overflow");
     let abi = variable("LIBTORCH_CXX11_ABI").unwrap_or_else(|| "1".to_owned());
     compiler.define("_GLIBCXX_USE_CXX11_ABI", &*abi);
     // System headers: their warnings are not ours. A libtorch that has gloo's headers takes its own.

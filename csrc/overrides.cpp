@@ -153,26 +153,40 @@ void compose(torch::jit::Stack *stack, size_t count) {
   torch::jit::push(*stack, std::move(result));
 }
 
+// What is to be done with a call.
+struct Found {
+  const Rule *rule;
+  bool normalizes;
+  c10::DeviceType device;
+};
+
+std::optional<Found> find(const c10::OperatorHandle &op, c10::ArrayRef<IValue> arguments) {
+  if (overrides == nullptr) return std::nullopt;
+  const auto found = overrides->find(op.operator_name());
+  if (found == overrides->end()) return std::nullopt;
+  const auto device = autocast_device(arguments);
+  const Rule *rule = device ? found->second.find(arguments) : nullptr;
+  if (rule == nullptr) return std::nullopt;
+  return Found{rule, found->second.normalizes, *device};
+}
+
 // Called for every operator on a thread with overrides, or that averages running statistics.
 void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kOverrides);
   const size_t count = op.schema().arguments().size();
   const CountedCall call(op, stack->data() + (stack->size() - count));
-  const auto found = overrides == nullptr ? Overrides::const_iterator{} : overrides->find(op.operator_name());
-  if (overrides == nullptr || found == overrides->end()) return op.redispatchBoxed(below, stack);
-  const c10::ArrayRef<IValue> arguments(stack->data() + (stack->size() - count), count);
-  const auto device = autocast_device(arguments);
-  const Rule *rule = device ? found->second.find(arguments) : nullptr;
-  if (rule == nullptr) return op.redispatchBoxed(below, stack);
+  const auto found = find(op, c10::ArrayRef<IValue>(stack->data() + (stack->size() - count), count));
+  if (!found) return op.redispatchBoxed(below, stack);
+  const auto [rule, normalizes, device] = *found;
   const bool f32 = rule->run_as == TAMP_RUN_F32;
-  const auto dtype = f32 ? at::kFloat : at::autocast::get_autocast_dtype(*device);
+  const auto dtype = f32 ? at::kFloat : at::autocast::get_autocast_dtype(device);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   IValue *first = stack->data() + (stack->size() - count);
   Statistics copied;
-  if (found->second.normalizes) {
-    copied = cast_normalization(op.schema(), first, f32, dtype, *device);
+  if (normalizes) {
+    copied = cast_normalization(op.schema(), first, f32, dtype, device);
   } else {
-    for (size_t i = 0; i < count; ++i) first[i] = cast(first[i], dtype, *device);
+    for (size_t i = 0; i < count; ++i) first[i] = cast(first[i], dtype, device);
   }
   if (rule->run_as == TAMP_RUN_COMPOSED) return compose(stack, count);
   op.redispatchBoxed(below - c10::autocast_dispatch_keyset, stack);
@@ -240,6 +254,11 @@ uint8_t add(Overrides &to, const std::vector<c10::OperatorName> &known, const ta
 }  // namespace
 
 uint32_t current_overrides() noexcept { return current; }
+
+std::optional<uint8_t> overridden(const c10::OperatorHandle &op, c10::ArrayRef<IValue> arguments) {
+  const auto found = find(op, arguments);
+  return found ? std::optional(found->rule->run_as) : std::nullopt;
+}
 
 void set_overrides(uint32_t number) {
   if (number == current) return;

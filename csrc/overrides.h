@@ -1,7 +1,11 @@
 // Operators for which a program overrides autocast's lists inside of its regions.
 #pragma once
 
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
 #include <cstdint>
+#include <optional>
 
 namespace tamp {
 
@@ -10,6 +14,9 @@ uint32_t current_overrides() noexcept;
 
 // Makes overrides those of the calling thread. Throws if there are none of this number.
 void set_overrides(uint32_t number);
+
+// How the calling thread overrides a call of an operator, as TAMP_RUN_… says, if it does.
+std::optional<uint8_t> overridden(const c10::OperatorHandle &op, c10::ArrayRef<c10::IValue> arguments);
 
 // Sends every operator of the calling thread through the kernel of the overrides, or ends that.
 void include_kernel(bool included);

@@ -12,6 +12,12 @@ namespace tamp {
 // itself.
 inline constexpr auto kOverrides = c10::DispatchKey::DeferredInit;
 
+// The dispatch keys of emulated half precision: before all others, and after autograd. libtorch keeps them for its tests
+// and for extensions.
+inline constexpr auto kEmulatedCalls = c10::DispatchKey::TESTING_ONLY_GenericMode;
+inline constexpr auto kEmulatedRuns = c10::DispatchKey::Fake;
+inline constexpr c10::DispatchKeySet kEmulation({kEmulatedCalls, kEmulatedRuns});
+
 // How often the calling thread has stepped out of its regions, and the keys of these while it is outside.
 struct Outside {
   int depth = 0;
@@ -28,8 +34,8 @@ inline void set_excluded(c10::impl::LocalDispatchKeySet local, c10::DispatchKeyS
 // Switches off what the regions of the thread have switched on, and returns it. Outside of all regions it only reads.
 inline c10::DispatchKeySet leave_regions() {
   const auto local = c10::impl::tls_local_dispatch_key_set();
-  const auto overrides = local.included_ & c10::DispatchKeySet(kOverrides);
-  const auto regions = (c10::autocast_dispatch_keyset | overrides) - local.excluded_;
+  const auto included = local.included_ & (kEmulation | c10::DispatchKeySet(kOverrides));
+  const auto regions = (c10::autocast_dispatch_keyset | included) - local.excluded_;
   if (!regions.empty()) set_excluded(local, local.excluded_ | regions);
   return regions;
 }

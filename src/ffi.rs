@@ -10,6 +10,8 @@ mod device;
 #[cfg(feature = "distributed")]
 pub(crate) mod distributed;
 #[cfg(feature = "insight")]
+pub(crate) mod emulation;
+#[cfg(feature = "insight")]
 pub(crate) mod exponents;
 mod function;
 mod gradients;

@@ -94,6 +94,8 @@ fn rust_type(c: &str) -> String {
         ("tamp_recorded_event", "RecordedEvent"),
         ("tamp_reference", "Reference"),
         ("tamp_name", "Name"),
+        ("tamp_emulation", "Emulation"),
+        ("tamp_emulated", "Emulated"),
         ("tamp_store", "Store"),
         ("tamp_gathering", "Gathering"),
         ("tamp_group", "Group"),
@@ -316,12 +318,14 @@ const INSIDE_REGIONS: [&str; 5] = [
 ];
 
 /// The functions that cannot fail, because they call no operation on tensors.
-const WITHOUT_OPERATIONS: [&str; 32] = [
+const WITHOUT_OPERATIONS: [&str; 34] = [
     "tamp_allocations_end",
     "tamp_arrival_free",
     "tamp_autocast_after_backward",
     "tamp_autocast_backward",
     "tamp_cuda_is_linked",
+    "tamp_emulation_end",
+    "tamp_emulation_returned",
     "tamp_gathering_free",
     "tamp_gradients_release",
     "tamp_group_close",
@@ -380,6 +384,8 @@ const COMPUTES_NOTHING: &[&str] = &[
     "tamp_cuda_initialize",
     "tamp_device_memory_read",
     "tamp_device_memory_reset",
+    "tamp_emulation_begin",
+    "tamp_emulation_mark",
     "tamp_gathering_begin",
     "tamp_gathering_finish",
     "tamp_group_all_gather",

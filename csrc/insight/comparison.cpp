@@ -51,7 +51,7 @@ void compare(const std::vector<at::Tensor> &results, const std::vector<at::Tenso
     own += a.square().sum().item<double>();
     product += (a * b).sum().item<double>();
   }
-  event.compared = 1;
+  event.compared = TAMP_COMPARED;
   event.difference = std::sqrt(difference);
   event.norm = std::sqrt(norm);
   event.cosine = own > 0 && norm > 0 ? product / std::sqrt(own) / std::sqrt(norm) : (own == norm ? 1 : 0);
@@ -76,6 +76,7 @@ void Comparison::forward(const std::string &name, const std::vector<at::Tensor> 
                          tamp_recorded_event &event) {
   const bool counts = !results.empty() && !is_copy(name);
   bool lower = false;
+  if (counts) event.compared = TAMP_COMPARED_ALONE;
   if (counts && how == TAMP_RECORD_REFERENCE) {
     Reference::Result kept{name, {}};
     for (const auto &t : results) kept.numbers.push_back(t.detach().clone());

@@ -22,6 +22,10 @@ enum { TAMP_EVENT_OPERATOR = 0, TAMP_EVENT_NODE = 1, TAMP_EVENT_NAME = 2 };
 // inputs, too, as it was before; TAMP_USE_OVERWRITE is an input whose former numbers do not matter.
 enum { TAMP_USE_READ = 0, TAMP_USE_WRITE = 1, TAMP_USE_VIEW = 2, TAMP_USE_OVERWRITE = 3 };
 
+// Whether an operator's results were compared with those of a reference: not, as those of a view or a copy; or so; or
+// they have a place of their own, which is in the reference itself or differs from it.
+enum { TAMP_COMPARED_NOT = 0, TAMP_COMPARED = 1, TAMP_COMPARED_ALONE = 2 };
+
 // How many of a tensor's sizes are recorded.
 enum { TAMP_MOST_SIZES = 8 };
 
@@ -53,7 +57,7 @@ typedef struct tamp_recorded_tensor {
 // `repeated` is 1 if the operator's numbers overflowed and it was run again in f32; then `repeated_largest` is the
 // largest absolute value, which may be infinite or NaN.
 //
-// If `compared` is 1, the results were compared with those of a reference: `difference` is the norm of the difference,
+// If `compared` is TAMP_COMPARED, `difference` is the norm of the difference between the results and the reference,
 // `norm` that of the reference, and `cosine` the cosine of the angle between the two.
 //
 // `autocast` is the dtype of the autocast region in which an operator was called, or -1 outside of one and in the call
@@ -134,6 +138,36 @@ void tamp_recording_free(tamp_recording *recording) TAMP_NOEXCEPT;
 typedef struct tamp_name tamp_name;
 tamp_name *tamp_name_begin(const char *name, char **err) TAMP_NOEXCEPT;
 void tamp_name_end(tamp_name *name) TAMP_NOEXCEPT;
+
+// ------------------------------------------------------------------------------------------------------- emulation.cpp
+// These functions emulate half precision in f32 on the calling thread, and on the threads of its backward passes.
+
+typedef struct tamp_emulation tamp_emulation;
+
+// The dtype and the type of device of the regions to emulate, which are those that are open with the dtype f32; the
+// operators that autocast would run in half precision there, and those that it would run in f32, by name without
+// overload; and the seed of the rounding.
+typedef struct tamp_emulated {
+  const char *const *lower;
+  const char *const *f32;
+  size_t lower_count;
+  size_t f32_count;
+  uint64_t seed;
+  int8_t dtype;
+  int8_t device_type;
+} tamp_emulated;
+
+// The dtypes in half precision that operators have returned.
+enum { TAMP_RETURNED_BFLOAT16 = 1, TAMP_RETURNED_HALF = 2 };
+
+// Begins to round at random what half precision would round, or, unless `rounds`, only to note what operators return.
+// It ends on the same thread. Fails if the thread is emulating already.
+tamp_emulation *tamp_emulation_begin(const tamp_emulated *how, uint8_t rounds, char **err) TAMP_NOEXCEPT;
+// Says that half precision would have these tensors in half precision.
+void tamp_emulation_mark(tamp_emulation *emulation, tamp_tensor *const *tensors, size_t count,
+                         char **err) TAMP_NOEXCEPT;
+uint8_t tamp_emulation_returned(const tamp_emulation *emulation) TAMP_NOEXCEPT;
+void tamp_emulation_end(tamp_emulation *emulation) TAMP_NOEXCEPT;
 
 // ---------------------------------------------------------------------------------------------------------- leaves.cpp
 // Writes the leaves to which the backward pass of `loss` adds gradients, except these `count` parameters, to `leaves`,

@@ -1,5 +1,7 @@
 //! Regions and their guards.
 
+#[cfg(feature = "insight")]
+use std::cell::Cell;
 use std::marker::PhantomData;
 
 use tch::{Device, Kind};
@@ -322,6 +324,12 @@ impl Autocast {
         self.device
     }
 
+    /// The dtype that the region has when it is opened now.
+    #[cfg(feature = "insight")]
+    pub(crate) fn kind(&self) -> Result<Kind> {
+        self.dtype.map_or_else(|| stack::read(&[self.device])?.dtype(self.device), Ok)
+    }
+
     #[cfg(feature = "insight")]
     pub(crate) fn is_enabled(&self) -> bool {
         self.enabled
@@ -330,7 +338,12 @@ impl Autocast {
     /// Returns the thread's state before the region and the state inside it.
     fn states(self) -> Result<(RawAutocastState, RawAutocastState)> {
         let device = self.device;
-        if self.enabled {
+        #[cfg(feature = "insight")]
+        let (off, emulated) = (REGIONS.get() == Regions::Off, REGIONS.get() == Regions::Emulated);
+        #[cfg(not(feature = "insight"))]
+        let (off, emulated) = (false, false);
+        let enabled = self.enabled && !off;
+        if enabled {
             check_usable(device)?;
         }
         let previous = stack::read(&[device])?;
@@ -338,19 +351,54 @@ impl Autocast {
         if let Some(cache) = self.cache {
             next.set_cache_enabled(cache);
         }
-        if let Some(overrides) = self.overrides.filter(|_| self.enabled) {
+        if let Some(overrides) = self.overrides.filter(|_| enabled) {
             next.set_overrides(overrides.inside(previous.overrides())?);
         }
-        next.set_enabled(device, self.enabled);
+        next.set_enabled(device, enabled);
+        if enabled && emulated {
+            next.set_dtype(device, Kind::Float);
+            return Ok((previous, next));
+        }
         let dtype = self.dtype.map_or_else(|| previous.dtype(device), Ok)?;
         // The dtype of a disabled region is never used, and PyTorch accepts any. `set_dtype` still refuses those that
         // are not floating, which can only be mistakes.
-        let allowed = !self.enabled || matches!(dtype, Kind::BFloat16 | Kind::Half);
+        let allowed = !enabled || matches!(dtype, Kind::BFloat16 | Kind::Half);
         if allowed && next.set_dtype(device, dtype) {
             Ok((previous, next))
         } else {
             Err(AutocastError::Dtype { device, dtype }.into())
         }
+    }
+}
+
+/// What the enabled regions of a thread are, so that the same program runs in other precisions.
+#[cfg(feature = "insight")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Regions {
+    AsGiven,
+    /// They are switched off.
+    Off,
+    /// Their dtype is f32, for an emulation of half precision.
+    Emulated,
+}
+
+#[cfg(feature = "insight")]
+thread_local! {
+    static REGIONS: Cell<Regions> = const { Cell::new(Regions::AsGiven) };
+}
+
+#[cfg(feature = "insight")]
+impl Regions {
+    /// Runs `f` with these regions on this thread.
+    pub(crate) fn during<T>(self, f: impl FnOnce() -> T) -> T {
+        struct Back(Regions);
+        impl Drop for Back {
+            fn drop(&mut self) {
+                REGIONS.set(self.0);
+            }
+        }
+        let _back = Back(REGIONS.replace(self));
+        f()
     }
 }
 

@@ -94,6 +94,8 @@ pub(crate) struct RecordedEvent {
     pub(crate) forward_thread: u64,
     /// The largest absolute value of the same operator in f32, if its results overflowed and it could be repeated.
     pub(crate) repeated: Option<f64>,
+    /// Whether its results are those of the reference or have a place beside them.
+    pub(crate) is_counted: bool,
     /// Its results beside those of the reference.
     pub(crate) compared: Option<Compared>,
     /// The dtype of the region in which it was called; `None` in the call that autocast itself makes.
@@ -250,7 +252,8 @@ impl RawRecording {
             sequence: raw.sequence,
             forward_thread: raw.forward_thread,
             repeated: (raw.repeated != 0).then_some(raw.repeated_largest),
-            compared: (raw.compared != 0).then_some(Compared {
+            is_counted: raw.compared != sys::COMPARED_NOT,
+            compared: (raw.compared == sys::COMPARED).then_some(Compared {
                 difference: raw.difference,
                 norm: raw.norm,
                 cosine: raw.cosine,

@@ -3,9 +3,12 @@
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
+use super::operators::AutocastList;
 use super::recording::{RecordedModel, Recording, named};
+use crate::Autocast;
 use crate::buffers::{self, BufferSnapshot};
 use crate::error::Result;
+use crate::ffi::emulation::Emulated;
 use crate::ffi::insight::RecordingMode;
 use crate::ffi::{self, OutsideRegions};
 use crate::gradients::Taken;
@@ -148,6 +151,18 @@ impl Drop for Rerun<'_> {
 fn scaled(loss: &Tensor, scale: f64) -> Result<Tensor> {
     let kind = if loss.f_kind()? == Kind::Double { Kind::Double } else { Kind::Float };
     ffi::scaled(loss, &ffi::number_new(scale, kind, loss.device())?)
+}
+
+/// What an emulation of a region's half precision needs to know.
+pub(super) fn emulated(region: &Autocast) -> Result<Emulated> {
+    let device = region.device();
+    let f32 = [AutocastList::F32, AutocastList::F32UnlessAsked];
+    Ok(Emulated {
+        device,
+        dtype: region.kind()?,
+        lower: AutocastList::LowerPrecision.names(device),
+        f32: f32.into_iter().flat_map(|list| list.names(device)).collect(),
+    })
 }
 
 pub(super) fn is_finite(tensor: &Tensor) -> Result<bool> {

@@ -210,6 +210,7 @@ mod tests {
             sequence: -1,
             forward_thread: 0,
             repeated: None,
+            is_counted: false,
             compared: None,
             autocast: None,
             composite: false,

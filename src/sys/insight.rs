@@ -19,6 +19,11 @@ pub(crate) const USE_WRITE: u8 = 1;
 pub(crate) const USE_VIEW: u8 = 2;
 pub(crate) const USE_OVERWRITE: u8 = 3;
 
+pub(crate) const COMPARED_NOT: u8 = 0;
+pub(crate) const COMPARED: u8 = 1;
+#[allow(dead_code, reason = "the value that is left")]
+pub(crate) const COMPARED_ALONE: u8 = 2;
+
 pub(crate) const MOST_SIZES: usize = 8;
 
 #[repr(C)]
@@ -89,6 +94,26 @@ pub(crate) struct Name {
     _opaque: [u8; 0],
 }
 
+#[repr(C)]
+pub(crate) struct Emulation {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Emulated {
+    pub(crate) lower: *const *const c_char,
+    pub(crate) f32: *const *const c_char,
+    pub(crate) lower_count: usize,
+    pub(crate) f32_count: usize,
+    pub(crate) seed: u64,
+    pub(crate) dtype: i8,
+    pub(crate) device_type: i8,
+}
+
+pub(crate) const RETURNED_BFLOAT16: u8 = 1;
+pub(crate) const RETURNED_HALF: u8 = 2;
+
 pub(crate) const BIN_ZERO: usize = 0;
 pub(crate) const BIN_INFINITE: usize = 1;
 pub(crate) const BIN_NAN: usize = 2;
@@ -142,6 +167,20 @@ unsafe extern "C" {
 
     pub(crate) fn tamp_name_begin(name: *const c_char, err: *mut *mut c_char) -> *mut Name;
     pub(crate) fn tamp_name_end(name: *mut Name);
+
+    pub(crate) fn tamp_emulation_begin(
+        how: *const Emulated,
+        rounds: u8,
+        err: *mut *mut c_char,
+    ) -> *mut Emulation;
+    pub(crate) fn tamp_emulation_mark(
+        emulation: *mut Emulation,
+        tensors: *const *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_emulation_returned(emulation: *const Emulation) -> u8;
+    pub(crate) fn tamp_emulation_end(emulation: *mut Emulation);
 
     pub(crate) fn tamp_leaves(
         loss: *const Tensor,

@@ -2,7 +2,7 @@
 
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::insight::{Audit, Suspicion, audit, named};
+use tch_amp::insight::{Audit, Dtype, Suspicion, audit, named};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, Error, GradScaler};
 
@@ -65,6 +65,23 @@ fn healthy_models_are_clean() {
 }
 
 /// Convolutions with batch norms, and the blocks of a transformer with attention and layer norms, 8 deep.
+#[test]
+fn results_in_half_precision_have_less_than_their_noise() {
+    let _alone = alone();
+    for kind in [Kind::BFloat16, Kind::Half] {
+        let audit = audited(kind, 1.0, Tensor::tanh);
+        let dtype = Dtype::from(kind);
+        let mut seen = 0;
+        for part in audit.parts.iter().filter(|part| part.dtypes.contains_key(&dtype)) {
+            let output = part.output.as_ref().unwrap();
+            assert!((0.1..2.0).contains(&output.of_noise()), "{}: {audit}", part.path);
+            seen += 1;
+        }
+        assert!(seen >= 3, "{audit}");
+        assert!(audit.to_string().contains("× noise"), "{audit}");
+    }
+}
+
 #[test]
 fn deeper_models_are_clean() {
     let _alone = alone();

@@ -3,6 +3,8 @@
 
 #[cfg(tamp_testing)]
 mod border;
+#[cfg(feature = "insight")]
+mod emulation;
 #[cfg(tamp_testing)]
 mod failures;
 mod gradients;

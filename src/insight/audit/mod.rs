@@ -18,6 +18,7 @@ use crate::error::Error;
 use crate::error::{Number, Result};
 use crate::{Autocast, GradScaler};
 use parts::needs_f32;
+pub(super) use parts::place;
 pub(super) use runs::{check_parameters, without_times};
 
 /// How many parts without suspicions are listed.
@@ -85,6 +86,10 @@ pub struct AuditedOutput {
     /// The error of f32 operators whose results are rounded to half precision.
     #[serde(with = "numbers")]
     pub rounded: f64,
+    /// The error of f32 operators that round at random what the region rounds: the root mean square of four runs. Half
+    /// precision that does no more than rounding has about 0.7 of it, as in a [`Budget`](super::Budget).
+    #[serde(with = "numbers", default)]
+    pub noise: f64,
     /// The error as a multiple of the expected one.
     #[serde(with = "numbers")]
     pub multiple: f64,
@@ -181,6 +186,13 @@ impl Audit {
     }
 }
 
+impl AuditedOutput {
+    /// The error as a multiple of the [noise](Self::noise), 0 if there is neither.
+    pub fn of_noise(&self) -> f64 {
+        if self.error == 0.0 { 0.0 } else { self.error / self.noise }
+    }
+}
+
 impl AuditedPart {
     /// Whether a suspicion is about its forward results.
     fn has_suspicious_output(&self) -> bool {
@@ -200,9 +212,9 @@ impl AuditedPart {
 /// Compares the forward and backward pass inside of a region with those in f32, part by part.
 ///
 /// `loss` computes the unscaled loss in the region that it is given: `region` itself, or the same switched off. It is
-/// run up to ten times with the same random numbers: in f32; in the region with the scale of `scaler`; in f32 with
-/// rounded results, which shows what the rounding alone does, if the region returns half precision; in the region with
-/// a scale of 1, if the scale is another one; and three times in f32 and in the region to measure their times.
+/// run up to fourteen times with the same random numbers: in f32; in the region with the scale of `scaler`; in f32 with
+/// rounded results, and four times with results that are rounded at random, which show what the rounding alone does, if
+/// the region returns half precision; in the region with a scale of 1, if the scale is another one; and three times in f32 and in the region to measure their times.
 /// Gradients, buffers and random numbers are put back afterwards, so that training goes on as without the call; `loss`
 /// must not change anything else.
 ///
@@ -270,8 +282,8 @@ impl fmt::Display for Audit {
         let width = shown.iter().map(|part| part.path.chars().count()).max().unwrap_or(0).max(4);
         writeln!(
             f,
-            "{:width$}  {:>9} {:>10}  {:>9} {:>8} {:>10}  dtypes",
-            "part", "error", "× expected", "gradient", "cosine", "underflow"
+            "{:width$}  {:>9} {:>10} {:>7}  {:>9} {:>8} {:>10}  dtypes",
+            "part", "error", "× expected", "× noise", "gradient", "cosine", "underflow"
         )?;
         for part in &shown {
             line(f, part, width)?;
@@ -329,8 +341,11 @@ fn with_followers(path: &&str) -> String {
 fn line(f: &mut fmt::Formatter<'_>, part: &AuditedPart, width: usize) -> fmt::Result {
     write!(f, "{:width$}  ", part.path)?;
     match &part.output {
-        Some(output) => write!(f, "{:>9.1e} {:>10.1}  ", output.error, output.multiple)?,
-        None => write!(f, "{:>9} {:>10}  ", "", "")?,
+        Some(output) => {
+            let (error, multiple) = (output.error, output.multiple);
+            write!(f, "{error:>9.1e} {multiple:>10.1} {:>7.1}  ", output.of_noise())?;
+        }
+        None => write!(f, "{:>9} {:>10} {:>7}  ", "", "", "")?,
     }
     match &part.gradient {
         Some(gradient) => write!(

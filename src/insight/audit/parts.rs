@@ -49,6 +49,8 @@ struct Known {
 struct Parts<'a> {
     lower: &'a Recording,
     rounded: HashMap<usize, ffi::Compared>,
+    /// How far rounding at random moves each operator's results: the root mean square of the runs.
+    noise: HashMap<usize, f64>,
     unit: f64,
     known: HashMap<u64, Known>,
     places: HashMap<String, usize>,
@@ -59,6 +61,7 @@ struct Parts<'a> {
 pub(super) fn parts(
     lower: &Recording,
     rounded: Option<&Recording>,
+    noisy: &[Recording],
     dtype: Option<Kind>,
     gradients: &[Option<ComparedGradient>],
 ) -> Vec<AuditedPart> {
@@ -66,9 +69,17 @@ pub(super) fn parts(
     let beside = rounded.map_or_else(Vec::new, compared);
     let beside = beside.into_iter().filter_map(|index| rounded?.events[index].compared);
     let rounded = order.iter().copied().zip(beside).collect();
+    let mut squares = HashMap::<usize, f64>::new();
+    for run in noisy {
+        let errors = compared(run).into_iter().filter_map(|index| run.events[index].compared);
+        for (&index, compared) in order.iter().zip(errors) {
+            *squares.entry(index).or_default() += relative(compared).powi(2) / noisy.len() as f64;
+        }
+    }
     let mut parts = Parts {
         lower,
         rounded,
+        noise: squares.into_iter().map(|(index, square)| (index, square.sqrt())).collect(),
         unit: unit_roundoff(dtype),
         known: HashMap::new(),
         places: HashMap::new(),
@@ -91,7 +102,7 @@ pub(super) fn parts(
 }
 
 /// How operators of the forward pass without a name are called.
-pub(super) fn place(recording: &Recording, index: usize) -> String {
+pub(in crate::insight) fn place(recording: &Recording, index: usize) -> String {
     let before = recording.module_before(index);
     before.map_or_else(|| "start".to_owned(), |module| format!("{AFTER}{module}"))
 }
@@ -191,6 +202,7 @@ impl Parts<'_> {
             cosine: compared.cosine,
             expected,
             rounded: self.rounded.get(&index).map_or(0.0, |rounded| relative(*rounded)),
+            noise: self.noise.get(&index).copied().unwrap_or(0.0),
             multiple,
             inputs: self.paths(&inputs, place),
             growth: self.growth(event, multiple, base),

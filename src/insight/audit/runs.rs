@@ -8,12 +8,17 @@ use tch::{Kind, Tensor};
 use super::gradients::{self, UnscaledGradients};
 use super::{Audit, AuditedPart, parts};
 use crate::Autocast;
+use crate::autocast::Regions;
 use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
+use crate::ffi::emulation::Emulation;
 use crate::ffi::insight::{RecordingMode, Reference};
 use crate::insight::dtype::Dtype;
 use crate::insight::recording::Recording;
-use crate::insight::rerun::{Passes, Repeatable, Rerun, SCALED_LOSS};
+use crate::insight::rerun::{Passes, Repeatable, Rerun, SCALED_LOSS, emulated};
+
+/// How many runs show how far rounding alone moves the results.
+const NOISY: u64 = 4;
 
 /// How often the time is measured in f32 and in the region, in turn.
 const ROUNDS: usize = 3;
@@ -41,7 +46,7 @@ pub(super) fn audit(
     let off = region.enabled(false);
     let reference = Reference::new()?;
     let f32 = record(&mut rerun, RecordingMode::Reference(&reference), scale, &mut || loss(off))?;
-    let mut audit = beside(&mut rerun, (&reference, &f32), region, scale, &mut loss)?;
+    let mut audit = beside(&mut rerun, (&reference, &f32), region, scale, NOISY, &mut loss)?;
     let mut measured = [PartTimes::new(), PartTimes::new()];
     for _ in 0..ROUNDS {
         for (fastest, region) in measured.iter_mut().zip([off, region]) {
@@ -64,16 +69,17 @@ pub(in crate::insight) fn without_times(
     let off = regions[0].enabled(false);
     let reference = Reference::new()?;
     let f32 = record(rerun, RecordingMode::Reference(&reference), scale, &mut || loss(off))?;
-    let mut of = |region| beside(rerun, (&reference, &f32), region, scale, loss);
+    let mut of = |region| beside(rerun, (&reference, &f32), region, scale, 0, loss);
     Ok([of(regions[0])?, of(regions[1])?])
 }
 
-/// The audit of a region beside a run in f32, without times.
+/// The audit of a region beside a run in f32, without times, and with so many runs that round at random.
 fn beside(
     rerun: &mut Rerun<'_>,
     (reference, f32): (&Reference, &AuditedRun),
     region: Autocast,
     scale: f64,
+    noisy: u64,
     loss: &mut impl FnMut(Autocast) -> Result<Tensor>,
 ) -> Result<Audit> {
     let lower = record(rerun, RecordingMode::Compared(reference), scale, &mut || loss(region))?;
@@ -83,6 +89,9 @@ fn beside(
         record(rerun, RecordingMode::Rounded(reference, kind), scale, &mut || loss(off))
     });
     let rounded = rounded.transpose()?;
+    let noisy = if kind.is_some() { noisy } else { 0 };
+    let noisy = (0..noisy).map(|seed| with_noise(rerun, reference, region, scale, seed, loss));
+    let noisy = noisy.collect::<Result<Vec<_>>>()?;
     let unscaled = match scale == 1.0 {
         true => None,
         false => {
@@ -97,9 +106,29 @@ fn beside(
         unscaled.as_ref().unwrap_or(&lower.gradients),
     )?;
     let rounded = rounded.as_ref().map(|run| &run.recording);
-    let parts = parts::parts(&lower.recording, rounded, kind, &gradients);
+    let parts = parts::parts(&lower.recording, rounded, &noisy, kind, &gradients);
     let dtype = kind.map_or(Dtype::F32, Dtype::from);
     Ok(Audit { dtype, scale, seconds: [0.0; 2], losses: [f32.loss, lower.loss], parts })
+}
+
+/// A run in f32 that rounds at random what the region would round.
+fn with_noise(
+    rerun: &mut Rerun<'_>,
+    reference: &Reference,
+    region: Autocast,
+    scale: f64,
+    seed: u64,
+    loss: &mut impl FnMut(Autocast) -> Result<Tensor>,
+) -> Result<Recording> {
+    let emulated = emulated(&region)?;
+    Regions::Emulated.during(|| {
+        let mut emulation = None;
+        let mut emulating = || {
+            emulation = Some(Emulation::begin(&emulated, seed)?);
+            loss(region)
+        };
+        Ok(record(rerun, RecordingMode::Compared(reference), scale, &mut emulating)?.recording)
+    })
 }
 
 pub(in crate::insight) fn check_parameters(repeatable: &Repeatable) -> Result<()> {

@@ -17,6 +17,7 @@ pub(super) fn add(html: Document, audit: &Audit) -> Document {
         "suspicion",
         "error",
         "× expected",
+        "× noise",
         "gradient error",
         "cosine",
         "underflow",
@@ -37,11 +38,11 @@ pub(super) fn add(html: Document, audit: &Audit) -> Document {
     };
     html.note(
         "Error: the distance from the results in f32, divided by their norm. × expected: the same as a multiple of what \
-         roundings add up to at that depth. Underflow: gradients that are zero here and not in f32.",
+         roundings add up to at that depth. × noise: as a multiple of what rounding at random does. Underflow: gradients that are zero here and not in f32.",
     )
 }
 
-fn row(part: &AuditedPart) -> [String; 10] {
+fn row(part: &AuditedPart) -> [String; 11] {
     let suspicions: Vec<String> = part.suspicions.iter().map(ToString::to_string).collect();
     let output = |text: fn(f64) -> String, number: fn(&AuditedOutput) -> f64| {
         part.output.as_ref().map_or_else(String::new, |output| text(number(output)))
@@ -54,7 +55,8 @@ fn row(part: &AuditedPart) -> [String; 10] {
         part.path.clone(),
         suspicions.join(", and "),
         output(scientific, |output| output.error),
-        output(|multiple| format!("{multiple:.1}"), |output| output.multiple),
+        output(one_digit, |output| output.multiple),
+        output(one_digit, AuditedOutput::of_noise),
         gradient(scientific, |gradient| gradient.error),
         gradient(|cosine| format!("{cosine:.5}"), |gradient| gradient.cosine),
         gradient(|share| format!("{:.2} %", 100.0 * share), |gradient| gradient.underflow),
@@ -62,6 +64,10 @@ fn row(part: &AuditedPart) -> [String; 10] {
         milliseconds(part.seconds[1]),
         dtypes.collect::<Vec<_>>().join(", "),
     ]
+}
+
+fn one_digit(number: f64) -> String {
+    format!("{number:.1}")
 }
 
 fn scientific(number: f64) -> String {

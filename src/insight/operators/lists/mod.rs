@@ -2,6 +2,7 @@
 
 mod table;
 
+use std::ffi::CString;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -60,6 +61,16 @@ pub(super) fn list_in(version: &str, on_cuda: bool, operator: &str) -> AutocastL
 }
 
 impl AutocastList {
+    /// The operators of the list on a device, with libtorch's namespace.
+    pub(crate) fn names(self, device: Device) -> Vec<CString> {
+        let wanted = if matches!(device, Device::Cuda(_)) { "cuda" } else { "cpu" };
+        let here = ROWS.iter().filter(|(device, ..)| *device == wanted);
+        let names = here.map(|(_, name, ..)| *name);
+        let listed = names.filter(|name| list_in(LINKED, wanted == "cuda", name) == self);
+        // No name has a NUL.
+        listed.filter_map(|name| CString::new(format!("aten::{name}")).ok()).collect()
+    }
+
     /// Returns the list of an operator on a device, for the libtorch that is linked. Known are the lists of 2.11 and
     /// 2.13, which the guide's page [operations] has; in another version, an operator that is on different lists in
     /// these counts as untouched.

@@ -1,0 +1,89 @@
+//! Half precision emulated in f32 on the calling thread.
+
+use std::ffi::{CString, c_char};
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+
+use tch::{Device, Kind, Tensor};
+
+use super::codes::{device_type, dtype_code};
+use super::{call, pointers};
+use crate::error::{Error, Result};
+use crate::sys::insight as sys;
+
+/// What is emulated.
+#[derive(Clone, Debug)]
+pub(crate) struct Emulated {
+    pub(crate) device: Device,
+    pub(crate) dtype: Kind,
+    /// The operators that autocast runs in half precision, and those that it runs in f32.
+    pub(crate) lower: Vec<CString>,
+    pub(crate) f32: Vec<CString>,
+}
+
+/// An emulation, or an observation of what operators return, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Emulation {
+    raw: NonNull<sys::Emulation>,
+    // Its dispatch keys are those of the thread.
+    thread: PhantomData<*const ()>,
+}
+
+impl Emulation {
+    /// Begins to round at random what half precision would round.
+    pub(crate) fn begin(how: &Emulated, seed: u64) -> Result<Self> {
+        Self::start(how, seed, true)
+    }
+
+    /// Begins to note the dtypes that operators return.
+    pub(crate) fn observe(how: &Emulated) -> Result<Self> {
+        Self::start(how, 0, false)
+    }
+
+    fn start(how: &Emulated, seed: u64, rounds: bool) -> Result<Self> {
+        let names = |list: &[CString]| {
+            list.iter().map(|name| name.as_ptr()).collect::<Vec<*const c_char>>()
+        };
+        let (lower, f32) = (names(&how.lower), names(&how.f32));
+        let raw = sys::Emulated {
+            lower: lower.as_ptr(),
+            f32: f32.as_ptr(),
+            lower_count: lower.len(),
+            f32_count: f32.len(),
+            seed,
+            dtype: dtype_code(how.dtype).unwrap_or_default(),
+            device_type: device_type(how.device)?,
+        };
+        // SAFETY: the struct and the arrays of C strings in it live for the call, which copies them, and `err` is valid
+        // for a write.
+        let raw = call(|err| unsafe { sys::tamp_emulation_begin(&raw, rounds.into(), err) })?;
+        let raw = NonNull::new(raw).ok_or_else(|| Error::Torch("no emulation".to_owned()))?;
+        Ok(Self { raw, thread: PhantomData })
+    }
+
+    /// Says that half precision would have these tensors in half precision.
+    pub(crate) fn mark(&self, tensors: &[Tensor]) -> Result<()> {
+        let (array, count) = (pointers(tensors), tensors.len());
+        // SAFETY: the emulation is alive, the array has `count` elements, and the borrow keeps the tensors alive.
+        call(|err| unsafe {
+            sys::tamp_emulation_mark(self.raw.as_ptr(), array.as_ptr(), count, err)
+        })
+    }
+
+    /// The dtypes in half precision that operators have returned.
+    pub(crate) fn returned(&self) -> Vec<Kind> {
+        // SAFETY: the emulation is alive.
+        let bits = unsafe { sys::tamp_emulation_returned(self.raw.as_ptr()) };
+        [(sys::RETURNED_BFLOAT16, Kind::BFloat16), (sys::RETURNED_HALF, Kind::Half)]
+            .into_iter()
+            .filter_map(|(bit, kind)| (bits & bit != 0).then_some(kind))
+            .collect()
+    }
+}
+
+impl Drop for Emulation {
+    fn drop(&mut self) {
+        // SAFETY: the emulation is alive, began on this thread, and is not used again.
+        unsafe { sys::tamp_emulation_end(self.raw.as_ptr()) }
+    }
+}

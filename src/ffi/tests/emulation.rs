@@ -1,0 +1,167 @@
+//! Rounding at random, beside plain loops.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::Autocast;
+use crate::autocast::Regions;
+use crate::ffi::emulation::{Emulated, Emulation};
+use crate::insight::AutocastList;
+
+fn emulated(dtype: Kind) -> Emulated {
+    let (device, lower, f32) = (Device::Cpu, AutocastList::LowerPrecision, AutocastList::F32);
+    Emulated { device, dtype, lower: lower.names(device), f32: f32.names(device) }
+}
+
+/// Runs `f` in an emulated region.
+fn emulate<T>(dtype: Kind, seed: u64, f: impl FnOnce() -> T) -> T {
+    Regions::Emulated.during(|| {
+        let _emulation = Emulation::begin(&emulated(dtype), seed).unwrap();
+        Autocast::new(Device::Cpu).dtype(dtype).run(f).unwrap()
+    })
+}
+
+/// Numbers as a product with one, which is on autocast's list.
+fn product(x: &Tensor) -> Vec<f32> {
+    let one = Tensor::ones([1, 1], (Kind::Float, Device::Cpu));
+    Vec::try_from(x.reshape([-1, 1]).matmul(&one).flatten(0, -1)).unwrap()
+}
+
+/// The two neighbours of a number in a dtype, by plain arithmetic; both are the number itself if it is exact.
+fn neighbours(x: f32, dtype: Kind) -> [f32; 2] {
+    let (bits, least) = if dtype == Kind::BFloat16 { (8, -133) } else { (11, -24) };
+    let x = f64::from(x);
+    if x == 0.0 {
+        return [0.0; 2];
+    }
+    let exponent = x.abs().log2().floor() as i32;
+    let step = 2f64.powi((exponent + 1 - bits).max(least));
+    let ends = [(x / step).floor() * step, (x / step).ceil() * step];
+    ends.map(|end| {
+        if dtype == Kind::Half && end.abs() > 65504.0 {
+            f32::INFINITY.copysign(end as f32)
+        } else {
+            end as f32
+        }
+    })
+}
+
+fn numbers() -> Vec<f32> {
+    let mut numbers = vec![0.0, -0.0, 1.0, -2.5, 65504.0, 65519.0, 1e-7, -6.1e-5, 5.9e-8, 3.0e-5];
+    for i in 0..2000 {
+        let x = ((i * 7919 % 2003) as f32 / 1001.5 - 1.0) * 2f32.powi(i % 30 - 15);
+        numbers.push(x);
+    }
+    numbers
+}
+
+#[test]
+fn results_are_one_of_two_neighbours() {
+    for dtype in [Kind::BFloat16, Kind::Half] {
+        let xs = numbers();
+        let x = Tensor::from_slice(&xs);
+        for seed in 0..3 {
+            let rounded = emulate(dtype, seed, || product(&x));
+            for (&x, &y) in xs.iter().zip(&rounded) {
+                let ends = neighbours(x, dtype);
+                assert!(ends.contains(&y), "{x:e} in {dtype:?} became {y:e} instead of {ends:?}");
+            }
+        }
+        let outside = Regions::Emulated.during(|| {
+            let _emulation = Emulation::begin(&emulated(dtype), 0).unwrap();
+            product(&x)
+        });
+        assert_eq!(outside, xs, "outside of a region nothing is rounded");
+    }
+}
+
+#[test]
+fn the_mean_is_right_and_equal_numbers_are_rounded_alike() {
+    for (dtype, step) in [(Kind::BFloat16, 2f64.powi(-7)), (Kind::Half, 2f64.powi(-10))] {
+        // A quarter of the way from 1 to the next number, and three quarters in the subnormal range.
+        let xs = [1.0 + 0.25 * step, 3.75 * 2f64.powi(-24)];
+        let (up, runs) = ([xs[0] - 0.25 * step + step, 4.0 * 2f64.powi(-24)], 4000);
+        let x = Tensor::from_slice(&[xs[0] as f32, xs[1] as f32]).repeat([8]);
+        let mut counts = [0; 2];
+        for seed in 0..runs {
+            let rounded = emulate(dtype, seed, || product(&x));
+            for i in 0..2 {
+                let here: Vec<f32> = rounded.iter().copied().skip(i).step_by(2).collect();
+                assert!(here.iter().all(|&y| y == here[0]), "{here:?}");
+                counts[i] += i32::from(f64::from(here[0]) == up[i]);
+            }
+        }
+        let shares = counts.map(|count| f64::from(count) / runs as f64);
+        // Four standard deviations.
+        assert!((shares[0] - 0.25).abs() < 0.028, "{dtype:?}: {shares:?}");
+        if dtype == Kind::Half {
+            assert!((shares[1] - 0.75).abs() < 0.028, "{dtype:?}: {shares:?}");
+        }
+    }
+}
+
+#[test]
+fn a_tensor_has_one_cast_in_all_its_views() {
+    tch::manual_seed(0);
+    let x = Tensor::randn([16, 16], (Kind::Float, Device::Cpu));
+    let eye = Tensor::eye(16, (Kind::Float, Device::Cpu));
+    emulate(Kind::BFloat16, 5, || {
+        let cast = x.matmul(&eye);
+        assert_eq!(x.transpose(0, 1).matmul(&eye), cast.transpose(0, 1));
+        assert_eq!(x.slice(0, 4, 9, 1).matmul(&eye), cast.slice(0, 4, 9, 1));
+        // What is half precision already stays as it is.
+        assert_eq!(cast.matmul(&eye), cast);
+        assert_ne!(x.copy().matmul(&eye), cast, "another tensor has other thresholds");
+        let mut changed = x.shallow_clone();
+        let _changed = changed.f_mul_scalar_(1.0).unwrap();
+        assert_ne!(x.matmul(&eye), cast, "and so has one that was written to");
+    });
+}
+
+#[test]
+fn what_follows_half_precision_is_rounded_and_f32_is_not() {
+    tch::manual_seed(1);
+    let x = Tensor::randn([8, 8], (Kind::Float, Device::Cpu));
+    let is_bf16 = |t: &Tensor| *t == t.to_kind(Kind::BFloat16).to_kind(Kind::Float);
+    emulate(Kind::BFloat16, 7, || {
+        let half = x.matmul(&x);
+        for (name, result, expected) in [
+            ("a product", half.shallow_clone(), true),
+            ("an operator on no list", half.exp(), true),
+            ("promotion", &half * &x, false),
+            ("a number", &half * 1.001, true),
+            ("a cast to f32", half.to_kind(Kind::Float).exp(), false),
+            ("a sum in f32", half.sum(Kind::Float), false),
+            ("a cast to bf16", x.to_kind(Kind::BFloat16), true),
+            ("the list of f32", half.mse_loss(&x, tch::Reduction::None), false),
+            ("f32", x.exp(), false),
+            (
+                "a normalization",
+                half.layer_norm([8], None::<&Tensor>, None::<&Tensor>, 1e-5, true),
+                true,
+            ),
+        ] {
+            assert_eq!(result.kind(), Kind::Float, "{name}");
+            assert_eq!(is_bf16(&result), expected, "{name}");
+        }
+        let off = Autocast::new(Device::Cpu).enabled(false);
+        assert!(!is_bf16(&off.run(|| x.matmul(&x)).unwrap()), "a region that is switched off");
+    });
+}
+
+#[test]
+fn gradients_of_half_precision_are_rounded() {
+    tch::manual_seed(2);
+    let x = Tensor::randn([8, 8], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let w = Tensor::randn([8, 8], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let factor = Tensor::randn([8, 8], (Kind::Float, Device::Cpu));
+    emulate(Kind::BFloat16, 9, || {
+        let half = x.matmul(&w);
+        // An f32 gradient of a half-precision result.
+        (half.to_kind(Kind::Float) * &factor).sum(Kind::Float).backward();
+    });
+    let is_bf16 = |t: &Tensor| *t == t.to_kind(Kind::BFloat16).to_kind(Kind::Float);
+    assert!(is_bf16(&x.grad()) && is_bf16(&w.grad()));
+    let exact = factor.matmul(&w.detach().transpose(0, 1));
+    let error = (x.grad() - &exact).norm().double_value(&[]) / exact.norm().double_value(&[]);
+    assert!(error > 1e-3 && error < 2e-2, "{error}");
+}
