@@ -93,6 +93,13 @@ pub mod distributed {}
 #[doc = include_str!("../docs/insight.md")]
 pub mod insight {}
 
+#[cfg(feature = "insight")]
+#[doc = include_str!("guide/links.md")]
+/// A test that half precision does no more to a training loop than rounding.
+#[doc = ""]
+#[doc = include_str!("../docs/budgets.md")]
+pub mod budgets {}
+
 #[doc = include_str!("guide/links.md")]
 /// Which operation runs in which dtype, on the CPU and on CUDA.
 #[doc = ""]

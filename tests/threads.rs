@@ -156,7 +156,8 @@ only_send!(Scheduler);
 mod insight {
     use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
     use tch_amp::insight::{
-        AtScale, Audit, AuditedGradient, AuditedOutput, AuditedPart, AutocastList, CastReason,
+        AtScale, Audit, AuditedGradient, AuditedOutput, AuditedPart, AutocastList, BudgetFile,
+        BudgetOperator, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRow, CastReason,
         CastRow, Cause, Culprit, Explanation, Exponents, Gain, HealthReport, HistoryReport,
         LayerHealth, ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding, Pass,
         ProductKind, ProductRow, Profiler, ScaleHealth, ScaleHistory, SkipCause, StepRecord,
@@ -171,6 +172,12 @@ mod insight {
         AuditedOutput,
         AuditedPart,
         AutocastList,
+        BudgetFile,
+        BudgetOperator,
+        BudgetProblem,
+        BudgetQuantity,
+        BudgetReport,
+        BudgetRow,
         CastReason,
         CastRow,
         Cause,

@@ -1,5 +1,5 @@
 //! Finds out why a step was skipped, what half precision does to the numbers of a model, whether a loss scale is
-//! healthy, why half precision is not faster, and with which plan it would be.
+//! healthy, why half precision is not faster, with which plan it would be, and whether it does more than rounding.
 //!
 //! A [`Tracer`] names the operator, and the part of the model, that made the first infinity or NaN. It runs the skipped
 //! iteration again, with the random numbers that it had, and records every operator with libtorch's RecordFunction. It
@@ -21,11 +21,14 @@
 //! A [`Profiler`] reports why half precision is not faster: what the operators of an iteration cost, in which dtypes
 //! they ran, and which casts were made for whom.
 //!
+//! A [`Budget`] tests that an iteration in half precision differs from one in f32 by rounding alone.
+//!
 //! [`tune()`] measures in which precision each operator of a model is fastest, and returns a plan for its regions.
 //!
 //! A [`Page`] shows all of it in one HTML file. [`html`] has what it is made of, for reports of your own.
 
 mod audit;
+mod budget;
 mod dtype;
 mod explanation;
 mod health;
@@ -41,6 +44,10 @@ mod tracer;
 mod tune;
 
 pub use audit::{Audit, AuditedGradient, AuditedOutput, AuditedPart, Suspicion, audit};
+pub use budget::{
+    Budget, BudgetFile, BudgetOperator, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRow,
+    BudgetRun,
+};
 pub use dtype::Dtype;
 pub use explanation::{Cause, Culprit, Explanation, Values};
 pub use health::{

@@ -84,7 +84,43 @@ pub(crate) fn drop_gradients(optimizer: &dyn AmpOptimizer) -> Result<()> {
 
 /// Takes the step of an optimizer, and forgets the casts of its weights.
 pub(crate) fn take_step(optimizer: &mut dyn AmpOptimizer, step: &Step<'_>) -> Result<()> {
+    #[cfg(feature = "insight")]
+    watched::note(optimizer, step)?;
     forgetting_casts(|| optimizer.update(step))
+}
+
+/// Steps that something on the thread watches.
+#[cfg(feature = "insight")]
+pub(crate) mod watched {
+    use std::cell::RefCell;
+    use std::rc::Rc;
+
+    use super::{AmpOptimizer, Step};
+    use crate::error::Result;
+
+    /// Is told of each step before it is taken.
+    type Watch = Rc<dyn Fn(&dyn AmpOptimizer, &Step<'_>) -> Result<()>>;
+
+    thread_local! {
+        static WATCH: RefCell<Option<Watch>> = const { RefCell::new(None) };
+    }
+
+    pub(super) fn note(optimizer: &dyn AmpOptimizer, step: &Step<'_>) -> Result<()> {
+        let watch = WATCH.with_borrow(Option::clone);
+        watch.map_or(Ok(()), |watch| watch(optimizer, step))
+    }
+
+    /// Runs `f`, and tells `watch` of the steps that the thread takes meanwhile.
+    pub(crate) fn during<T>(watch: Watch, f: impl FnOnce() -> T) -> T {
+        struct Back(Option<Watch>);
+        impl Drop for Back {
+            fn drop(&mut self) {
+                WATCH.set(self.0.take());
+            }
+        }
+        let _back = Back(WATCH.replace(Some(watch)));
+        f()
+    }
 }
 
 impl AmpOptimizer for tch::nn::Optimizer {

@@ -44,6 +44,8 @@ mod state_dict;
 mod update;
 
 pub use algorithm::{Algorithm, ParamGroup};
+#[cfg(feature = "insight")]
+pub(crate) use amp_optimizer::watched;
 pub use amp_optimizer::{AmpOptimizer, Step};
 pub(crate) use amp_optimizer::{drop_gradients, take_step};
 pub use config::{Adagrad, Adam, AdamW, Lion, RmsProp, Sgd};

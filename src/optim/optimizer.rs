@@ -7,17 +7,17 @@ use tch::Tensor;
 #[cfg(doc)]
 use crate::error::GradientError;
 use crate::error::{Error, OptimizerError, ParameterProblem, Result};
+use crate::ffi;
 use crate::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
 use crate::optim::parameters::{Given, Named, TrackedVariables};
 use crate::optim::shards::Shards;
 use crate::optim::state::ParameterState;
 use crate::optim::{
     Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, IntoParameters, Lion, MasterWeights, Muon,
-    ParamGroup, Parameters, RmsProp, Sgd, Step, drop_gradients,
+    ParamGroup, Parameters, RmsProp, Sgd, Step, drop_gradients, take_step,
 };
 use crate::patterns::matches_any;
 use crate::variables::Names;
-use crate::{autocast, ffi};
 
 /// An optimizer whose step is one call for all parameters. It is built by [`AdamW`](crate::optim::AdamW),
 /// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd), [`Adagrad`](crate::optim::Adagrad),
@@ -301,7 +301,7 @@ impl Optimizer {
     /// or device changed, and if a GPU runs out of memory. Nothing is changed then, on any device, and the step can be
     /// tried again.
     pub fn step(&mut self) -> Result<()> {
-        autocast::forgetting_casts(|| self.run(&Step::default()))
+        take_step(self, &Step::default())
     }
 
     /// Drops the gradients, runs backward on the loss, and steps.

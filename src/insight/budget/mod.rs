@@ -1,0 +1,470 @@
+//! Whether half precision does no more to an iteration than rounding.
+
+mod blame;
+mod checks;
+mod deviation;
+mod program;
+mod report;
+
+use std::cell::RefCell;
+
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::ffi::OutsideRegions;
+use crate::ffi::insight::RecordingMode;
+use crate::insight::dtype::Dtype;
+use crate::optim::AmpOptimizer;
+use crate::{Autocast, GradScaler};
+use deviation::Deviation;
+use program::{Mode, Observed, Program};
+use report::{KEPT, Measured, MeasuredQuantity};
+
+pub use report::{
+    BudgetFile, BudgetOperator, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRow,
+};
+
+/// The scale that the first iteration in half precision begins with.
+const SCALE: f64 = 1024.0;
+
+/// The smallest scale that is tried.
+const LEAST_SCALE: f64 = 1.0 / 256.0;
+
+/// How many iterations with noise there are at first, and how many more if something is over budget.
+const RUNS: usize = 4;
+const MORE_RUNS: usize = 8;
+
+/// Tests that training in half precision differs from training in f32 by rounding alone: one whole iteration of a
+/// program is run in both and compared, in units of what rounding explains.
+///
+/// The unit is *noise*: how far the same iteration in f32 moves when everything that autocast would put into half
+/// precision is rounded at random to one of its two neighbours. Rounding to nearest, as half precision does it, has
+/// about 0.7 of this noise. What moves by more than the [limit](BudgetRow::limit) is over budget, and what rounding
+/// cannot change, such as which parameters have a gradient, has to be equal. No tolerance is set by hand. The guide's
+/// page on [budgets](crate::guide::budgets) says what this sees and what it cannot see.
+///
+/// PyTorch has no counterpart; its tests compare with tolerances.
+///
+/// # Examples
+///
+/// ```
+/// use tch::nn::{self, Module};
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::Autocast;
+/// use tch_amp::insight::Budget;
+/// use tch_amp::optim::AdamW;
+///
+/// let vs = nn::VarStore::new(Device::Cpu);
+/// let net = nn::seq()
+///     .add(nn::linear(vs.root() / 0, 32, 64, Default::default()))
+///     .add_fn(|xs| xs.relu())
+///     .add(nn::linear(vs.root() / 1, 64, 10, Default::default()));
+/// let xs = Tensor::randn([64, 32], (Kind::Float, Device::Cpu));
+/// let ys = Tensor::randint(10, [64], (Kind::Int64, Device::Cpu));
+///
+/// let budget = Budget::new(&vs, Autocast::new(Device::Cpu).dtype(Kind::BFloat16));
+/// let report = budget.measure(
+///     || AdamW::default().build(&vs, 1e-3),
+///     |run, optimizer| {
+///         optimizer.zero_grad()?;
+///         let loss = run.region(|| run.output("logits", &net.forward(&xs)).cross_entropy_for_logits(&ys))?;
+///         run.scaler().backward(&loss)?;
+///         run.scaler().step_clip_norm(optimizer, 1.0)?;
+///         run.scaler().update()?;
+///         Ok(loss)
+///     },
+/// )?;
+/// report.assert();
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Budget<'a> {
+    vs: &'a VarStore,
+    region: Autocast,
+    runs: usize,
+    scale: f64,
+    unused: Vec<String>,
+}
+
+/// One run of an iteration: its region, its scaler and its outputs. A [`Budget`] makes it for each run.
+#[derive(Debug)]
+pub struct BudgetRun {
+    region: Autocast,
+    mode: Mode,
+    dtype: Kind,
+    scaler: GradScaler,
+    outputs: RefCell<Vec<(String, Tensor)>>,
+}
+
+impl<'a> Budget<'a> {
+    /// Creates a budget for the model of `vs`, whose half-precision runs have this region.
+    pub fn new(vs: &'a VarStore, region: Autocast) -> Self {
+        Self { vs, region, runs: RUNS, scale: SCALE, unused: Vec::new() }
+    }
+
+    /// Sets how many runs have noise at first, at least two; 4 by default. If something is over budget, there are eight
+    /// more, which decide.
+    #[must_use]
+    pub fn runs(self, runs: usize) -> Self {
+        Self { runs: runs.max(2), ..self }
+    }
+
+    /// Sets the loss scale of the first iteration, a power of two; 1024 by default. It doubles after each iteration that
+    /// calls [`update`](GradScaler::update), and is halved until the iteration is finite, as in training.
+    #[must_use]
+    pub fn scale(self, scale: f64) -> Self {
+        Self { scale, ..self }
+    }
+
+    /// Allows that parameters whose names match the pattern, such as `head.*`, have no gradient, or one of zeros.
+    #[must_use]
+    pub fn allow_unused(mut self, pattern: &str) -> Self {
+        self.unused.push(pattern.to_owned());
+        self
+    }
+
+    /// Runs the iteration seven times and compares: twice in half precision, once in f32, and four times with noise. If
+    /// something is over budget, eight more runs have noise, and six find the first operator of the forward pass.
+    ///
+    /// `iteration` is one whole step of training, with the loss as its result: it clears gradients, computes the loss
+    /// in [`BudgetRun::region`], runs backward and steps with [`BudgetRun::scaler`], and updates the scaler. Regions
+    /// that it opens by itself follow the run as well. `optimizer` makes a new optimizer for each run. All runs begin
+    /// with the same parameters, buffers and random numbers, and these and the gradients are put back in place when it
+    /// returns or panics. The first iteration in half precision has other parameters than the second, so that copies
+    /// that are kept from one to the next show.
+    ///
+    /// Parameters in half precision, with or without master weights, are f32 in the runs in f32 and with noise.
+    /// Synchronizes.
+    ///
+    /// # Errors
+    ///
+    /// The errors of `iteration` and of `optimizer`; [`Error::InvalidArgument`] for a scale that is no power of two, or
+    /// a `VarStore` without parameters; [`Error::Torch`] if the thread runs another budget already, or if libtorch
+    /// fails.
+    pub fn measure<O, E>(
+        &self,
+        mut optimizer: impl FnMut() -> std::result::Result<O, E>,
+        mut iteration: impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
+    ) -> Result<BudgetReport>
+    where
+        O: AmpOptimizer + 'static,
+        E: Into<Error>,
+    {
+        let mut runner = Runner::new(self, self.scale)?;
+        let dtype = runner.program.dtype();
+        let (half, f32) = runner.both(&mut optimizer, &mut iteration)?;
+        let compared = compared(&f32, &half.observed)?;
+        let mut measured = runner.measured(&f32)?;
+        let mut problems = half.problems;
+        checks::compare(&f32, &half.observed, dtype, &self.unused, &mut problems);
+        runner.add_noise(
+            self.runs,
+            &f32,
+            half.scale,
+            &mut measured,
+            &mut optimizer,
+            &mut iteration,
+        )?;
+        let mut rows = report::rows(dtype, &measured, &compared, 1.0);
+        if rows.iter().any(BudgetRow::is_over) && problems.is_empty() {
+            runner.add_noise(
+                MORE_RUNS,
+                &f32,
+                half.scale,
+                &mut measured,
+                &mut optimizer,
+                &mut iteration,
+            )?;
+            rows = report::rows(dtype, &measured, &compared, 1.0);
+        }
+        let mut report =
+            runner.report(half.scale, [&f32, &half.observed], problems, rows, measured);
+        let is_forward = |row: &&BudgetRow| row.quantity <= BudgetQuantity::Buffer;
+        if report.problems.is_empty()
+            && report.rows.iter().filter(is_forward).any(BudgetRow::is_over)
+        {
+            report.first_operator =
+                blame::first_operator(&mut runner, half.scale, &mut optimizer, &mut iteration)?;
+            report.iterations = runner.iterations;
+        }
+        Ok(report)
+    }
+
+    /// Runs the iteration three times and compares with the noise that an earlier run measured: twice in half
+    /// precision, and once in f32. The limits are a quarter larger, because libtorch, the number of threads or the
+    /// machine may be others.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`measure`](Self::measure), and [`Error::InvalidArgument`] for a file of another dtype, another type
+    /// of device or another program: one whose numbers in f32 are not those of the file.
+    pub fn check<O, E>(
+        &self,
+        file: &BudgetFile,
+        mut optimizer: impl FnMut() -> std::result::Result<O, E>,
+        mut iteration: impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
+    ) -> Result<BudgetReport>
+    where
+        O: AmpOptimizer + 'static,
+        E: Into<Error>,
+    {
+        let refuse =
+            |problem: String| Error::InvalidArgument { name: "the budget's file", problem };
+        let mut runner = Runner::new(self, self.scale)?;
+        let (dtype, device) =
+            (Dtype::from(runner.program.dtype()), device_name(self.region.device()));
+        if file.dtype != dtype || file.device != device {
+            return Err(refuse(format!(
+                "is of {} on {}, and the region has {dtype} on {device}: measure again",
+                file.dtype, file.device
+            )));
+        }
+        let (half, f32) = runner.both(&mut optimizer, &mut iteration)?;
+        let now = runner.measured(&f32)?;
+        let norms: Vec<_> =
+            now.quantities.iter().map(|q| (q.quantity, q.name.clone(), q.norm)).collect();
+        if let Some(problem) = report::other_program(&file.measured, &norms) {
+            return Err(refuse(format!("{problem}: it is of another program, so measure again")));
+        }
+        let compared = compared(&f32, &half.observed)?;
+        let mut problems = half.problems;
+        checks::compare(&f32, &half.observed, runner.program.dtype(), &self.unused, &mut problems);
+        let rows = report::rows(runner.program.dtype(), &file.measured, &compared, KEPT);
+        let measured = file.measured.clone();
+        Ok(runner.report(half.scale, [&f32, &half.observed], problems, rows, measured))
+    }
+}
+
+impl BudgetRun {
+    fn new(region: Autocast, mode: Mode, dtype: Kind, scaler: GradScaler) -> Self {
+        Self { region, mode, dtype, scaler, outputs: RefCell::default() }
+    }
+
+    fn finish(self) -> (GradScaler, Vec<(String, Tensor)>) {
+        (self.scaler, self.outputs.into_inner())
+    }
+
+    /// Runs `f` in the region of this run: half precision, f32, or f32 with noise.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`Autocast::run`].
+    pub fn region<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
+        self.region.run(f)
+    }
+
+    /// The scaler of this run, which is disabled in f32. Each iteration has the scale that the one before has left.
+    pub fn scaler(&mut self) -> &mut GradScaler {
+        &mut self.scaler
+    }
+
+    /// Compares a tensor, such as the result of the model, and returns it. Tensors are compared by name and, if several
+    /// have one name, in their order.
+    pub fn output(&self, name: &str, output: &Tensor) -> Tensor {
+        let _own = OutsideRegions::enter();
+        let mut outputs = self.outputs.borrow_mut();
+        let count =
+            outputs.iter().filter(|(known, _)| known.split(" #").next() == Some(name)).count();
+        let name = if count == 0 { name.to_owned() } else { format!("{name} #{}", count + 1) };
+        outputs.push((name, output.detach().copy()));
+        output.shallow_clone()
+    }
+
+    /// The dtype for tensors that the iteration casts by itself: that of the region, or f32 in the run in f32.
+    pub fn dtype(&self) -> Kind {
+        if self.mode == Mode::F32 { Kind::Float } else { self.dtype }
+    }
+
+    /// Whether this run is in half precision, as opposed to those that it is compared with. A test of a test can plant
+    /// a fault by it.
+    pub fn is_half(&self) -> bool {
+        self.mode == Mode::Half
+    }
+}
+
+/// The second iteration in half precision, and what was found already.
+struct Half {
+    observed: Observed,
+    /// The scale of the iteration.
+    scale: f64,
+    problems: Vec<BudgetProblem>,
+}
+
+/// Runs the iterations of a budget, and counts them.
+struct Runner {
+    program: Program,
+    scale: f64,
+    iterations: usize,
+    seed: u64,
+}
+
+impl Runner {
+    fn new(budget: &Budget<'_>, scale: f64) -> Result<Self> {
+        if !(scale.is_normal() && scale > 0.0 && scale.log2().fract() == 0.0) {
+            let problem = format!("is {scale}: use a power of two, so that scaling does not round");
+            return Err(Error::InvalidArgument { name: "scale", problem });
+        }
+        let program = Program::new(budget.vs, budget.region)?;
+        Ok(Self { program, scale, iterations: 0, seed: 0 })
+    }
+
+    fn run<O: AmpOptimizer + 'static, E: Into<Error>>(
+        &mut self,
+        mode: Mode,
+        scaler: GradScaler,
+        recorded: Option<RecordingMode<'_>>,
+        optimizer: &mut impl FnMut() -> std::result::Result<O, E>,
+        iteration: &mut impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
+    ) -> Result<(Observed, GradScaler)> {
+        self.iterations += 1;
+        self.program.run(mode, scaler, recorded, optimizer, iteration)
+    }
+
+    /// Runs an iteration in f32, or with noise at this scale.
+    fn run_afresh<O: AmpOptimizer + 'static, E: Into<Error>>(
+        &mut self,
+        mode: Mode,
+        scale: f64,
+        optimizer: &mut impl FnMut() -> std::result::Result<O, E>,
+        iteration: &mut impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
+    ) -> Result<Observed> {
+        self.program.restore(mode)?;
+        self.program.clear_gradients()?;
+        let scaler = match mode {
+            Mode::F32 => GradScaler::disabled(),
+            Mode::Half | Mode::Noise { .. } => self.program.scaler(scale)?,
+        };
+        Ok(self.run(mode, scaler, None, optimizer, iteration)?.0)
+    }
+
+    /// Runs two iterations in half precision, the first with other parameters.
+    fn pair<O: AmpOptimizer + 'static, E: Into<Error>>(
+        &mut self,
+        scale: f64,
+        spoil: bool,
+        optimizer: &mut impl FnMut() -> std::result::Result<O, E>,
+        iteration: &mut impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
+    ) -> Result<Observed> {
+        self.program.restore(Mode::Half)?;
+        self.program.clear_gradients()?;
+        self.program.move_parameters()?;
+        let scaler = self.program.scaler(scale)?;
+        let (_, scaler) = self.run(Mode::Half, scaler, None, optimizer, iteration)?;
+        self.program.restore(Mode::Half)?;
+        if spoil {
+            self.program.spoil_gradients()?;
+        } else {
+            self.program.clear_gradients()?;
+        }
+        Ok(self.run(Mode::Half, scaler, None, optimizer, iteration)?.0)
+    }
+
+    /// Runs the iteration in half precision, with a scale at which it is finite, and in f32.
+    fn both<O: AmpOptimizer + 'static, E: Into<Error>>(
+        &mut self,
+        optimizer: &mut impl FnMut() -> std::result::Result<O, E>,
+        iteration: &mut impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
+    ) -> Result<(Half, Observed)> {
+        let mut problems = Vec::new();
+        let mut scale = self.scale;
+        let observed = loop {
+            let observed = self.pair(scale, true, optimizer, iteration)?;
+            if !self.program.is_spoilt(&observed) {
+                break observed;
+            }
+            let cleared = self.pair(scale, false, optimizer, iteration)?;
+            if !self.program.is_spoilt(&cleared) {
+                problems.push(BudgetProblem::NotCleared);
+                break cleared;
+            }
+            if scale <= LEAST_SCALE {
+                if cleared.is_skipped {
+                    problems.push(BudgetProblem::Skipped);
+                }
+                break cleared;
+            }
+            scale /= 2.0;
+        };
+        let scale = observed.scale;
+        let f32 = self.run_afresh(Mode::F32, 1.0, optimizer, iteration)?;
+        Ok((Half { observed, scale, problems }, f32))
+    }
+
+    /// The norms in f32, as yet without noise.
+    fn measured(&self, f32: &Observed) -> Result<Measured> {
+        let _own = OutsideRegions::enter();
+        let quantity = |(quantity, name, value): &(BudgetQuantity, String, Tensor)| {
+            let norm = value.f_to_kind(Kind::Double)?.f_norm()?.f_double_value(&[])?;
+            Ok(MeasuredQuantity {
+                quantity: *quantity,
+                name: name.clone(),
+                norm,
+                noise: Vec::new(),
+            })
+        };
+        Ok(Measured { quantities: f32.values.iter().map(quantity).collect::<Result<_>>()? })
+    }
+
+    fn add_noise<O: AmpOptimizer + 'static, E: Into<Error>>(
+        &mut self,
+        runs: usize,
+        f32: &Observed,
+        scale: f64,
+        measured: &mut Measured,
+        optimizer: &mut impl FnMut() -> std::result::Result<O, E>,
+        iteration: &mut impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
+    ) -> Result<()> {
+        for _ in 0..runs {
+            self.seed += 1;
+            let mode = Mode::Noise { seed: self.seed };
+            let noisy = self.run_afresh(mode, scale, optimizer, iteration)?;
+            for (quantity, deviation) in measured.quantities.iter_mut().zip(compared(f32, &noisy)?)
+            {
+                quantity.noise.push(deviation);
+            }
+        }
+        Ok(())
+    }
+
+    fn report(
+        &self,
+        scale: f64,
+        [f32, half]: [&Observed; 2],
+        problems: Vec<BudgetProblem>,
+        rows: Vec<BudgetRow>,
+        measured: Measured,
+    ) -> BudgetReport {
+        BudgetReport {
+            dtype: self.program.dtype().into(),
+            scale,
+            iterations: self.iterations,
+            losses: [f32.loss, half.loss],
+            problems,
+            first_operator: None,
+            rows,
+            device: device_name(self.program.region.device()),
+            measured,
+        }
+    }
+}
+
+/// How far each quantity of another run is from that in f32. One that the other run lacks is infinitely far.
+fn compared(f32: &Observed, other: &Observed) -> Result<Vec<Deviation>> {
+    let others: std::collections::HashMap<_, _> =
+        other.values.iter().map(|(quantity, name, value)| ((*quantity, name), value)).collect();
+    let deviation = |(quantity, name, value): &(BudgetQuantity, String, Tensor)| match others
+        .get(&(*quantity, name))
+    {
+        Some(other) => Deviation::of(other, value),
+        None => Ok(Deviation::MISSING),
+    };
+    f32.values.iter().map(deviation).collect()
+}
+
+fn device_name(device: Device) -> String {
+    match device {
+        Device::Cuda(_) => "cuda".to_owned(),
+        other => format!("{other:?}").to_lowercase(),
+    }
+}

@@ -1,0 +1,482 @@
+//! What a budget found.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use tch::Kind;
+
+use super::deviation::{Deviation, Noise, of_factors};
+use crate::error::Number;
+use crate::insight::dtype::Dtype;
+use crate::insight::numbers;
+
+/// How many lines of a kind are printed.
+const MOST_LINES: usize = 8;
+
+/// What a number of an iteration is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum BudgetQuantity {
+    /// The loss.
+    Loss,
+    /// A tensor that the iteration gave to [`BudgetRun::output`](super::BudgetRun::output).
+    Output,
+    /// The change of a buffer, such as running statistics.
+    Buffer,
+    /// The gradient of a parameter as the optimizer saw it, unscaled and clipped.
+    Gradient,
+    /// The change of a parameter in the step.
+    Update,
+    /// The common factor of all outputs, or of all gradients.
+    Factor,
+}
+
+impl BudgetQuantity {
+    /// The multiple of the noise up to which a number is rounding. Correct runs stay below half of each limit, but for
+    /// gradients over four runs with noise; more runs decide where one is exceeded.
+    fn limit(self) -> f64 {
+        match self {
+            Self::Output | Self::Buffer | Self::Gradient => 3.0,
+            Self::Loss | Self::Update | Self::Factor => 10.0,
+        }
+    }
+}
+
+/// Beyond this multiple of the noise of its error, a gradient is over budget whatever its median.
+const LIMIT_OF_ERROR: f64 = 12.0;
+
+/// A number of an iteration in half precision, beside that in f32.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct BudgetRow {
+    /// What it is.
+    pub quantity: BudgetQuantity,
+    /// The name of the output, the buffer or the parameter.
+    pub name: String,
+    /// The norm of the difference, divided by the norm in f32.
+    #[serde(with = "numbers")]
+    pub error: f64,
+    /// The factor by which it is larger than in f32: ⟨h, f⟩ / ⟨f, f⟩.
+    #[serde(with = "numbers")]
+    pub factor: f64,
+    /// How far it is from f32, as a multiple of how far rounding moves it: by the norm of the difference, by its median
+    /// for an update, and by the smaller of the two for a gradient.
+    #[serde(with = "numbers")]
+    pub multiple: f64,
+    /// The multiple that is allowed.
+    pub limit: f64,
+}
+
+impl BudgetRow {
+    /// Whether it is further from f32 than rounding explains.
+    pub fn is_over(&self) -> bool {
+        self.multiple > self.limit
+    }
+}
+
+/// What rounding cannot change, and differs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum BudgetProblem {
+    /// No operator returned half precision: the region was not opened, or has another device.
+    NothingInHalf,
+    /// Operators returned another half-precision dtype than that of the region.
+    OtherHalf(Dtype),
+    /// The run in f32 had numbers in half precision: the program casts by hand, instead of by
+    /// [`BudgetRun::dtype`](super::BudgetRun::dtype).
+    HalfInF32(Dtype),
+    /// A parameter, gradient, buffer or tensor of an optimizer's state has another dtype than in f32.
+    Dtype {
+        /// Its name, such as `layer.weight.exp_avg`.
+        name: String,
+        /// The dtype in f32.
+        f32: Dtype,
+        /// The dtype in half precision.
+        half: Dtype,
+    },
+    /// Parameters have a gradient in one of the two runs.
+    Gradients(Vec<String>),
+    /// Parameters have a gradient of zeros in one of the two runs.
+    ZeroGradients(Vec<String>),
+    /// Parameters have no gradient, or one of zeros, in both runs.
+    /// [`Budget::allow_unused`](super::Budget::allow_unused) allows it.
+    Untrained(Vec<String>),
+    /// The step changed parameters in one of the two runs.
+    Unchanged(Vec<String>),
+    /// The optimizer stepped a parameter so many times in f32 and in half precision.
+    Steps {
+        /// The parameter.
+        name: String,
+        /// The steps in f32.
+        f32: u64,
+        /// The steps in half precision.
+        half: u64,
+    },
+    /// The gradients of the iteration before were not cleared.
+    NotCleared,
+    /// The runs drew different random numbers: dropout is off in one of them, for instance.
+    RandomNumbers,
+    /// Numbers that are finite in f32 are not.
+    NotFinite(Vec<String>),
+    /// The scale is no power of two, so that scaling rounds.
+    Scale(#[serde(with = "numbers")] f64),
+    /// The step is skipped at every scale.
+    Skipped,
+}
+
+/// The first operator of the forward pass whose results are further from f32 than rounding explains.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct BudgetOperator {
+    /// The part of the model, as in an [`Audit`](crate::insight::Audit).
+    pub part: String,
+    /// Its name in libtorch.
+    pub operator: String,
+    /// How far its results are from f32, as a multiple of how far rounding moves them. `None` if f32 calls another
+    /// operator at this place.
+    pub multiple: Option<f64>,
+}
+
+/// Whether an iteration in half precision differs from f32 by rounding alone. Made by [`Budget`](super::Budget).
+///
+/// Its text, by `Display`, is the verdict and, if it is over budget, what is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct BudgetReport {
+    /// The dtype of the region.
+    pub dtype: Dtype,
+    /// The scale of the loss.
+    #[serde(with = "numbers")]
+    pub scale: f64,
+    /// How many iterations were run.
+    pub iterations: usize,
+    /// The loss in f32, and in half precision.
+    #[serde(with = "numbers::pair")]
+    pub losses: [f64; 2],
+    /// What differs and is no rounding.
+    pub problems: Vec<BudgetProblem>,
+    /// The first operator over budget, if something is over and the runs could be compared.
+    pub first_operator: Option<BudgetOperator>,
+    /// What was compared: first the loss and the outputs, then the parameters by their multiples.
+    pub rows: Vec<BudgetRow>,
+    /// The type of the region's device, and what else a [`BudgetFile`] keeps.
+    pub(super) device: String,
+    pub(super) measured: Measured,
+}
+
+/// The numbers of the runs that are not in half precision.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Measured {
+    pub(super) quantities: Vec<MeasuredQuantity>,
+}
+
+/// A quantity in f32, and how far each run with noise was from it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct MeasuredQuantity {
+    pub(super) quantity: BudgetQuantity,
+    pub(super) name: String,
+    /// The norm in f32.
+    #[serde(with = "numbers")]
+    pub(super) norm: f64,
+    pub(super) noise: Vec<Deviation>,
+}
+
+/// The noise of an iteration, with which later runs of the same program are compared, in any libtorch: the counterpart
+/// of a file of expected values, without the values. Made by [`BudgetReport::file`], and kept with serde.
+///
+/// # Examples
+///
+/// ```
+/// # use tch::nn::{self, Module};
+/// # use tch::{Device, Kind, Tensor};
+/// # use tch_amp::insight::{Budget, BudgetFile};
+/// # use tch_amp::optim::AdamW;
+/// # use tch_amp::Autocast;
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let vs = nn::VarStore::new(Device::Cpu);
+/// # let net = nn::linear(vs.root(), 64, 8, Default::default());
+/// # let xs = Tensor::randn([32, 64], (Kind::Float, Device::Cpu));
+/// # let optimizer = || AdamW::default().build(&vs, 1e-3);
+/// # let mut iteration = |run: &mut tch_amp::insight::BudgetRun, optimizer: &mut tch_amp::optim::Optimizer| {
+/// #     let loss = run.region(|| run.output("y", &net.forward(&xs)).square().mean(Kind::Float))?;
+/// #     run.scaler().backward_step(optimizer, &loss)?;
+/// #     Ok(loss)
+/// # };
+/// let budget = Budget::new(&vs, Autocast::new(Device::Cpu));
+/// let report = budget.measure(optimizer, &mut iteration)?;
+/// let json = serde_json::to_string(&report.file())?;
+/// // In later runs:
+/// let file: BudgetFile = serde_json::from_str(&json)?;
+/// let report = budget.check(&file, optimizer, &mut iteration)?;
+/// assert_eq!(report.iterations, 3);
+/// report.assert();
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BudgetFile {
+    pub(super) dtype: Dtype,
+    pub(super) device: String,
+    pub(super) measured: Measured,
+}
+
+/// Factor of the limits for noise that another libtorch measured.
+pub(super) const KEPT: f64 = 1.25;
+
+impl BudgetReport {
+    /// Whether half precision does no more than rounding.
+    pub fn is_within(&self) -> bool {
+        self.problems.is_empty() && !self.rows.iter().any(BudgetRow::is_over)
+    }
+
+    /// What is over budget: first the loss and the outputs, then the parameters by their multiples.
+    pub fn over(&self) -> Vec<&BudgetRow> {
+        self.rows.iter().filter(|row| row.is_over()).collect()
+    }
+
+    /// Panics with the report if something is over budget, for tests.
+    #[track_caller]
+    #[expect(clippy::panic, reason = "it is the purpose of an assertion")]
+    pub fn assert(&self) {
+        if !self.is_within() {
+            panic!("{self}");
+        }
+    }
+
+    /// The measured noise, for later runs.
+    pub fn file(&self) -> BudgetFile {
+        let (device, measured) = (self.device.clone(), self.measured.clone());
+        BudgetFile { dtype: self.dtype, device, measured }
+    }
+
+    /// What a factor tells about the gradients, if anything.
+    fn sentence(&self) -> Option<String> {
+        let row = self.rows.iter().find(|row| {
+            row.quantity == BudgetQuantity::Factor && row.name == GRADIENTS && row.is_over()
+        })?;
+        let is = |factor: f64| (row.factor / factor - 1.0).abs() < 0.02;
+        let scale = self.scale;
+        if scale != 1.0 && is(scale) {
+            Some(format!("the gradients are {} × too large: not unscaled", Number(scale)))
+        } else if scale != 1.0 && is(1.0 / scale) {
+            Some(format!("the gradients are {} × too small: unscaled twice", Number(scale)))
+        } else if scale != 1.0 && is(scale * scale) {
+            Some("the gradients are too large by the square of the scale".to_owned())
+        } else if is(2.0) || is(0.5) {
+            let far = if is(2.0) { "large" } else { "small" };
+            Some(format!(
+                "the gradients are 2 × too {far}: unscaled by the scale of another iteration"
+            ))
+        } else {
+            (row.factor.abs() < 1e-3)
+                .then(|| "the gradients have nothing of those in f32".to_owned())
+        }
+    }
+}
+
+/// The names of the common factors.
+pub(super) const OUTPUTS: &str = "of all outputs";
+pub(super) const GRADIENTS: &str = "of all gradients";
+
+/// Judges half precision by the noise.
+pub(super) fn rows(
+    dtype: Kind,
+    measured: &Measured,
+    half: &[Deviation],
+    allowance: f64,
+) -> Vec<BudgetRow> {
+    // One rounding more, such as that of gradients that are stored in half precision, moves a factor by the unit
+    // roundoff at most, even where the noise cancels, as in gradients that are clipped to a norm.
+    let roundoff = if dtype == Kind::Half { 2f64.powi(-12) } else { 2f64.powi(-9) };
+    let least = roundoff / BudgetQuantity::Factor.limit();
+    let row = |quantity: BudgetQuantity, name: &str, of: (f64, f64, f64)| {
+        let (error, factor, multiple) = of;
+        let limit = allowance * quantity.limit();
+        BudgetRow { quantity, name: name.to_owned(), error, factor, multiple, limit }
+    };
+    let pairs = || measured.quantities.iter().zip(half);
+    let mut rows: Vec<BudgetRow> = Vec::new();
+    for (known, deviation) in pairs() {
+        let noise = Noise::of(&known.noise);
+        let multiple = match known.quantity {
+            BudgetQuantity::Gradient => {
+                // Both limits in one number.
+                let of_error = noise.of_error(deviation) / LIMIT_OF_ERROR * known.quantity.limit();
+                noise.of_gradient(deviation).max(of_error)
+            }
+            BudgetQuantity::Update => noise.of_update(deviation),
+            _ => noise.of_error(deviation),
+        };
+        rows.push(row(known.quantity, &known.name, (deviation.error, deviation.factor, multiple)));
+    }
+    for (quantity, name) in
+        [(BudgetQuantity::Output, OUTPUTS), (BudgetQuantity::Gradient, GRADIENTS)]
+    {
+        let of = pairs().filter(|(known, _)| known.quantity == quantity);
+        let (multiple, factor) = of_factors(
+            least,
+            of.map(|(known, deviation)| (known.norm, deviation, known.noise.as_slice())),
+        );
+        rows.push(row(BudgetQuantity::Factor, name, ((factor - 1.0).abs(), factor, multiple)));
+    }
+    rows.sort_by(|a, b| {
+        let is_forward = |row: &BudgetRow| row.quantity <= BudgetQuantity::Buffer;
+        is_forward(b).cmp(&is_forward(a)).then(b.multiple.total_cmp(&a.multiple))
+    });
+    rows
+}
+
+impl fmt::Display for BudgetQuantity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Loss => "loss",
+            Self::Output => "output",
+            Self::Buffer => "buffer",
+            Self::Gradient => "gradient",
+            Self::Update => "update",
+            Self::Factor => "factor",
+        })
+    }
+}
+
+impl fmt::Display for BudgetProblem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NothingInHalf => write!(
+                f,
+                "nothing is in half precision: the region was not opened, or it has another device"
+            ),
+            Self::OtherHalf(dtype) => {
+                write!(f, "operators returned {dtype}, which is not the dtype of the region")
+            }
+            Self::HalfInF32(dtype) => write!(
+                f,
+                "the run in f32 has numbers in {dtype}: cast to the dtype of the run instead"
+            ),
+            Self::Dtype { name, f32, half } => write!(f, "{name} is {half} instead of {f32}"),
+            Self::Gradients(names) => {
+                write!(f, "a gradient in one of the runs alone: {}", Names(names))
+            }
+            Self::ZeroGradients(names) => {
+                write!(f, "a gradient of zeros in one of the runs alone: {}", Names(names))
+            }
+            Self::Untrained(names) => write!(f, "no gradient in either run: {}", Names(names)),
+            Self::Unchanged(names) => {
+                write!(f, "changed by the step in one of the runs alone: {}", Names(names))
+            }
+            Self::Steps { name, f32, half } => {
+                write!(f, "{name} was stepped {half} times instead of {f32}")
+            }
+            Self::NotCleared => write!(f, "the gradients of the iteration before were not cleared"),
+            Self::RandomNumbers => write!(f, "the runs drew different random numbers"),
+            Self::NotFinite(names) => {
+                write!(f, "not finite, though finite in f32: {}", Names(names))
+            }
+            Self::Scale(scale) => write!(f, "the scale {} is no power of two", Number(*scale)),
+            Self::Skipped => write!(f, "the step is skipped at every scale"),
+        }
+    }
+}
+
+/// The first of many names.
+struct Names<'a>(&'a [String]);
+
+impl fmt::Display for Names<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown = &self.0[..self.0.len().min(MOST_LINES)];
+        f.write_str(&shown.join(", "))?;
+        match self.0.len() - shown.len() {
+            0 => Ok(()),
+            more => write!(f, " and {more} more"),
+        }
+    }
+}
+
+impl fmt::Display for BudgetReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let verdict = if self.is_within() { "within budget" } else { "over budget" };
+        let (scale, iterations) = (Number(self.scale), self.iterations);
+        write!(f, "{} at a scale of {scale}: {verdict} after {iterations} iterations", self.dtype)?;
+        let [f32, half] = self.losses;
+        write!(f, "\nloss {half:.6}, and {f32:.6} in f32")?;
+        if self.is_within() {
+            let largest = self
+                .rows
+                .iter()
+                .max_by(|a, b| (a.multiple / a.limit).total_cmp(&(b.multiple / b.limit)));
+            return match largest {
+                Some(row) => write!(f, "\nclosest to its limit: {row}"),
+                None => Ok(()),
+            };
+        }
+        for problem in &self.problems {
+            write!(f, "\n{problem}")?;
+        }
+        if let Some(first) = &self.first_operator {
+            write!(f, "\n{first}")?;
+        }
+        let over = self.over();
+        for row in over.iter().take(MOST_LINES) {
+            write!(f, "\n{row}")?;
+        }
+        if over.len() > MOST_LINES {
+            write!(f, "\nand {} more", over.len() - MOST_LINES)?;
+        }
+        match self.sentence() {
+            Some(sentence) => write!(f, "\n{sentence}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for BudgetRow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { quantity, name, error, factor, multiple, limit } = self;
+        write!(
+            f,
+            "{quantity} {name}: {multiple:.3} × noise, of which {limit} are allowed (error {error:.1e}, factor {factor:.4})"
+        )
+    }
+}
+
+impl fmt::Display for BudgetOperator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { part, operator, multiple } = self;
+        match multiple {
+            Some(multiple) => {
+                write!(f, "first operator over budget: {operator} in {part}, {multiple:.3} × noise")
+            }
+            None => write!(
+                f,
+                "from here on half precision calls other operators than f32: {operator} in {part}"
+            ),
+        }
+    }
+}
+
+/// From this noise on, a norm is that of rounding alone, and another libtorch has another one.
+const ONLY_ROUNDING: f64 = 0.05;
+
+/// What tells that a file is of another program: its norms in f32 are not those of the program.
+pub(super) fn other_program(
+    file: &Measured,
+    f32: &[(BudgetQuantity, String, f64)],
+) -> Option<String> {
+    let known: BTreeMap<_, _> =
+        file.quantities.iter().map(|kept| ((kept.quantity, kept.name.as_str()), kept)).collect();
+    if known.len() != f32.len() {
+        return Some(format!("has {} quantities, and the program {}", known.len(), f32.len()));
+    }
+    f32.iter().find_map(|(quantity, name, norm)| {
+        let Some(kept) = known.get(&(*quantity, name.as_str())) else {
+            return Some(format!("does not have the {quantity} {name}"));
+        };
+        let is_off = (norm - kept.norm).abs() > 0.01 * kept.norm.abs();
+        (is_off && Noise::of(&kept.noise).error < ONLY_ROUNDING).then(|| {
+            format!(
+                "has the norm {:.6e} for the {quantity} {name}, and the program {norm:.6e}",
+                kept.norm
+            )
+        })
+    })
+}

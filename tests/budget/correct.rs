@@ -1,0 +1,99 @@
+//! Correct training.
+
+use std::collections::BTreeMap;
+
+use tch::{Device, Kind};
+use tch_amp::insight::BudgetQuantity;
+
+use crate::common::simulation::is_simulated;
+use crate::models::{MODELS, Model};
+use crate::program::Program;
+use crate::{DTYPES, alone, seeds};
+
+/// What is changed in half precision and does no harm.
+const HARMLESS: [&str; 9] = [
+    "none",
+    "keep",
+    "no_cache",
+    "f32_lists",
+    "cast_inputs",
+    "own_copies",
+    "other_order",
+    "gradients_rounded_once_more",
+    "softmax_returns_half",
+];
+
+/// The sizes of inputs.
+const SIZES: [f64; 3] = [1.0, 0.1, 10.0];
+
+/// With `TCH_AMP_LONG=1` 1,728 runs.
+#[test]
+fn correct_training_is_within_its_budget() {
+    let _alone = alone();
+    let mut largest = BTreeMap::<BudgetQuantity, f64>::new();
+    let (mut runs, mut iterations, mut outputs, mut over) = (0, Vec::new(), Vec::new(), Vec::new());
+    for seed in seeds(1, 12) {
+        for kind in MODELS {
+            for dtype in DTYPES {
+                for (change, name) in (0..).zip(HARMLESS) {
+                    let size = SIZES[(seed % 3) as usize];
+                    let model = Model::new(kind, seed, size, Device::Cpu);
+                    let mut program = Program::of(model, dtype, name, seed);
+                    // From 1 to 2^16.
+                    program.scale = 2f64.powi((7 * seed as i32 + 5 * change) % 17);
+                    let report = program.measure().unwrap();
+                    runs += 1;
+                    iterations.push(report.iterations);
+                    for row in &report.rows {
+                        let so_far = largest.entry(row.quantity).or_default();
+                        *so_far = so_far.max(row.multiple);
+                        if row.multiple > row.limit / 2.0 {
+                            println!("{kind}, {dtype:?}, {name}, seed {seed}: {row}");
+                        }
+                        if row.quantity == BudgetQuantity::Output && name == "none" {
+                            outputs.push(row.multiple);
+                        }
+                    }
+                    if !report.is_within() {
+                        over.push(format!("{kind}, {name}, seed {seed}: {report}"));
+                    }
+                }
+            }
+        }
+    }
+    println!("{runs} runs, {largest:?}");
+    assert!(over.is_empty(), "{} of {runs}:\n{}", over.len(), over.join("\n\n"));
+    // Rounding to nearest has 1/√2 of the error of rounding at random.
+    outputs.sort_by(f64::total_cmp);
+    let median = outputs[outputs.len() / 2];
+    assert!(
+        (0.6..0.8).contains(&median),
+        "the median of {} outputs is {median} × noise",
+        outputs.len()
+    );
+    iterations.sort_unstable();
+    assert_eq!(iterations[iterations.len() / 2], 7);
+}
+
+/// 200 runs in fp16 with the lists of CUDA. On a real GPU it would be another test.
+#[test]
+fn correct_training_is_within_its_budget_with_the_lists_of_cuda() {
+    if !is_simulated() {
+        return println!("skipped: it needs simulated GPUs");
+    }
+    let _alone = alone();
+    let mut over = Vec::new();
+    let mut runs = 0;
+    for seed in seeds(4, 25) {
+        for kind in MODELS {
+            let model =
+                Model::new(kind, seed, SIZES[(seed % 3) as usize], Device::Cuda(seed as usize % 2));
+            let report = Program::of(model, Kind::Half, "none", seed).measure().unwrap();
+            runs += 1;
+            if !report.is_within() {
+                over.push(format!("{kind}, seed {seed}: {report}"));
+            }
+        }
+    }
+    assert!(over.is_empty(), "{} of {runs}:\n{}", over.len(), over.join("\n\n"));
+}
