@@ -15,7 +15,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
@@ -370,11 +369,11 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::St
   const at::AutoDispatchBelowADInplaceOrView without_autograd;
   const bool half = mode == Mode::kHalf || (mode == Mode::kInherit && inherits(*emulation, call));
   if (mode == Mode::kHalf) {
-    const OutsideRegions own;
+    const Unnoticed own;
     cast_arguments(*emulation, call, stack->data() + (stack->size() - call.arguments.size()));
   }
   op.redispatchBoxed(below, stack);
-  const OutsideRegions own;
+  const Unnoticed own;
   if (half) round_results(*emulation, call, results());
   note_dtypes(*emulation, call, results());
 }
@@ -455,13 +454,15 @@ void round_gradient(Emulation &emulation, const Tensor &result) {
   result.register_hook([weak](const Tensor &gradient) -> Tensor {
     const auto emulation = weak.lock();
     if (emulation == nullptr || !is_rounded(gradient) || emulation->is_marked(gradient)) return gradient;
-    const OutsideRegions own;
     Tensor half;
     {
-      const c10::NoGradGuard no_grad;
+      const Unnoticed own;
       half = rounded(gradient, emulation->dtype, emulation->next_key());
     }
-    if (c10::GradMode::is_enabled() && gradient.requires_grad()) half = gradient + (half - gradient.detach());
+    if (c10::GradMode::is_enabled() && gradient.requires_grad()) {
+      const OutsideRegions own;
+      half = gradient + (half - gradient.detach());
+    }
     emulation->mark(half);
     return half;
   });

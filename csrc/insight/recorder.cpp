@@ -2,12 +2,9 @@
 
 #include "recorder.h"
 
-#include <c10/core/GradMode.h>
-
 #include <algorithm>
 #include <limits>
 
-#include "regions.h"
 #include "sizes.h"
 
 namespace tamp {
@@ -19,13 +16,6 @@ using c10::IValue;
 constexpr int64_t kMostRepeats = 32;
 // Of about 3 kB each, half of which are the copies of the caller.
 constexpr size_t kMostEvents = 1000000;
-
-// What the recording's own work must not do: be recorded, be differentiated, or obey the program's regions.
-struct Unnoticed {
-  at::RecordFunctionGuard unrecorded{false};
-  c10::NoGradGuard no_grad;
-  OutsideRegions own;
-};
 
 const c10::OperatorHandle *find(const at::RecordFunction &fn, std::optional<c10::OperatorHandle> &held) {
   const auto name = fn.operator_name();

@@ -8,6 +8,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <memory>
@@ -16,8 +17,16 @@
 #include <vector>
 
 #include "recording.h"
+#include "regions.h"
 
 namespace tamp {
+
+// What the own work of this folder must not do: be recorded, be differentiated, or obey the program's regions.
+struct Unnoticed {
+  at::RecordFunctionGuard unrecorded{false};
+  c10::NoGradGuard no_grad;
+  OutsideRegions own;
+};
 
 // A shared pointer, whose class differs between versions of libtorch.
 using Node = std::decay_t<decltype(std::declval<const at::Tensor &>().grad_fn())>;

@@ -30,14 +30,12 @@ pub(crate) fn dtype_code(kind: Kind) -> Option<i8> {
 
 /// Returns the floating dtype for a number of `c10::ScalarType`.
 pub(crate) fn dtype_kind(code: i8) -> Result<Kind> {
-    [Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16]
-        .into_iter()
-        .find(|kind| dtype_code(*kind) == Some(code))
-        .ok_or_else(|| Error::Torch(format!("autocast has the unknown dtype {code}")))
+    kind_of(code).ok_or_else(|| Error::Torch(format!("autocast has the unknown dtype {code}")))
 }
 
 /// Returns the floating dtype for a number of `c10::ScalarType`, or `None` for others.
-#[cfg(feature = "insight")]
 pub(crate) fn kind_of(code: i8) -> Option<Kind> {
-    dtype_kind(code).ok()
+    [Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16]
+        .into_iter()
+        .find(|kind| dtype_code(*kind) == Some(code))
 }
