@@ -30,6 +30,11 @@ impl Region {
         Self { plain, now: plain, is_wanted: options.has_plan(), plan: None }
     }
 
+    /// The region itself.
+    pub fn autocast(&self) -> Autocast {
+        self.now
+    }
+
     /// Runs a part of a program in the region.
     pub fn run<T>(&self, f: impl FnOnce() -> T) -> tch_amp::Result<T> {
         self.now.run(f)

@@ -2,10 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use tch::{Device, Kind};
+use tch::Device;
 use tch_amp::insight::BudgetQuantity;
 
-use crate::common::simulation::is_simulated;
 use crate::models::{MODELS, Model};
 use crate::program::Program;
 use crate::{DTYPES, alone, seeds};
@@ -24,7 +23,7 @@ const HARMLESS: [&str; 9] = [
 ];
 
 /// The sizes of inputs.
-const SIZES: [f64; 3] = [1.0, 0.1, 10.0];
+pub(crate) const SIZES: [f64; 3] = [1.0, 0.1, 10.0];
 
 /// With `TCH_AMP_LONG=1` 1,728 runs.
 #[test]
@@ -73,27 +72,4 @@ fn correct_training_is_within_its_budget() {
     );
     iterations.sort_unstable();
     assert_eq!(iterations[iterations.len() / 2], 7);
-}
-
-/// 200 runs in fp16 with the lists of CUDA. On a real GPU it would be another test.
-#[test]
-fn correct_training_is_within_its_budget_with_the_lists_of_cuda() {
-    if !is_simulated() {
-        return println!("skipped: it needs simulated GPUs");
-    }
-    let _alone = alone();
-    let mut over = Vec::new();
-    let mut runs = 0;
-    for seed in seeds(4, 25) {
-        for kind in MODELS {
-            let model =
-                Model::new(kind, seed, SIZES[(seed % 3) as usize], Device::Cuda(seed as usize % 2));
-            let report = Program::of(model, Kind::Half, "none", seed).measure().unwrap();
-            runs += 1;
-            if !report.is_within() {
-                over.push(format!("{kind}, seed {seed}: {report}"));
-            }
-        }
-    }
-    assert!(over.is_empty(), "{} of {runs}:\n{}", over.len(), over.join("\n\n"));
 }

@@ -5,13 +5,14 @@ use tch_amp::insight::{BudgetProblem, BudgetReport};
 use crate::program::Program;
 use crate::{DTYPES, alone, seeds};
 
-/// Faults, and the models in which they are seen in every case.
+/// Faults, and the models in which they are seen in every case. Where gradients are clipped to a norm in f32 as well, a
+/// factor of all of them does not reach the optimizer.
 const FAULTS: [(&str, &[&str]); 27] = [
     ("unscale_is_skipped", &["mlp", "gpt", "vae"]),
-    ("loss_is_scaled_twice", &["vae", "mlp", "encoder"]),
+    ("loss_is_scaled_twice", &["vae", "mlp", "gpt"]),
     ("clipped_before_unscale", &["lstm", "encoder", "conv"]),
     ("unscaled_twice", &["gpt", "mlp", "lstm"]),
-    ("unscaled_by_the_last_scale", &["mlp", "encoder", "vae"]),
+    ("unscaled_by_the_last_scale", &["mlp", "gpt", "vae"]),
     ("one_parameter_is_not_unscaled", &["conv", "mlp", "gpt"]),
     ("one_loss_of_two_is_not_scaled", &["vae"]),
     ("never_steps", &["mlp", "conv", "gpt"]),
@@ -78,20 +79,36 @@ fn a_detached_parameter_is_named() {
     assert_eq!(first, "wte.weight", "{tied}");
 }
 
+/// A copy is found where it is used, and a sum where it is made. What the fault calls besides comes first in its place.
 #[test]
 fn the_first_operator_over_budget_is_named() {
     let _alone = alone();
-    for (kind, fault, part, operator) in [
-        ("mlp", "stale_copy_of_one_layer", "layers.0", None),
-        ("vae", "stale_copy_of_one_layer", "d1", None),
-        ("wide", "products_accumulate_in_half", "up", Some("linear")),
-        ("wide", "layer_norm_in_half", "start", None),
-        ("rows", "softmax_sums_in_half", "query", None),
+    let (mut named, mut missed) = (0, Vec::new());
+    for (kind, fault, parts) in [
+        ("mlp", "stale_copy_of_one_layer", ["layers.1", "after layers.1"]),
+        ("lstm", "stale_copy_of_one_layer", ["hh", "after hh"]),
+        ("gpt", "stale_copy_of_one_layer", ["0.up", "after 0.up"]),
+        ("vae", "stale_copy_of_one_layer", ["d1", "after d1"]),
+        ("vae", "stale_copies_of_all_layers", ["e1", "after e1"]),
+        ("wide", "products_accumulate_in_half", ["up", "after up"]),
+        ("wide", "layer_norm_in_half", ["norm", "start"]),
+        ("rows", "softmax_sums_in_half", ["query", "after query"]),
     ] {
-        let report = report(kind, fault);
-        let first = report.first_operator.clone().unwrap_or_else(|| panic!("{fault}: {report}"));
-        println!("{fault}: {first:?} {part} {operator:?}");
+        for seed in seeds(1, 5) {
+            for dtype in DTYPES {
+                let report = Program::new(kind, dtype, fault, seed).measure().unwrap();
+                match &report.first_operator {
+                    Some(first) if parts.contains(&first.part.as_str()) => named += 1,
+                    _ => {
+                        missed.push(format!("{fault} in {kind}, {dtype:?}, seed {seed}: {report}"))
+                    }
+                }
+            }
+        }
     }
+    let share = f64::from(named) / (f64::from(named) + missed.len() as f64);
+    println!("{named} named, {} missed", missed.len());
+    assert!(share >= 0.8, "{named} named, not:\n{}", missed.join("\n\n"));
 }
 
 #[test]

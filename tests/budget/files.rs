@@ -10,7 +10,7 @@ use crate::alone;
 use crate::models::Model;
 use crate::program::Program;
 
-/// The noise of this model, measured with libtorch 2.11. `TCH_AMP_WRITE_GOLDEN=1` writes it anew.
+/// The noise of this model, measured with libtorch 2.13. `TCH_AMP_WRITE_GOLDEN=1` writes it anew.
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/budget/golden.json");
 
 fn check(program: &Program, file: &BudgetFile) -> tch_amp::Result<tch_amp::insight::BudgetReport> {

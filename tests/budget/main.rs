@@ -11,11 +11,13 @@ mod common;
 
 mod context;
 mod correct;
+mod cuda;
 mod faults;
 mod files;
 mod models;
 mod program;
 mod programs;
+mod recipes;
 mod restored;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

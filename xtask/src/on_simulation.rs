@@ -11,8 +11,9 @@ use crate::simulation::{self, Simulation};
 use crate::workspace::{self, Workspace};
 
 /// Tests that use no device, or that measure a process on the CPU: its memory, its files, its signals.
-const CPU_ONLY: [&str; 13] = [
+const CPU_ONLY: [&str; 14] = [
     "abi",
+    "budget",
     "checkpoint",
     "checkpoint_save",
     "demo",
@@ -33,6 +34,8 @@ const LAGS: [&str; 2] = ["0", "never"];
 const WITH_EVERY_LAG: [&str; 2] = ["optim", "scaler"];
 /// The tests of checkpoints that use devices.
 const OF_CHECKPOINTS: [&str; 5] = ["--test", "checkpoint", "--", "round_trip::", "weights::"];
+/// Budgets with the lists of CUDA.
+const OF_BUDGETS: [&str; 4] = ["--test", "budget", "--", "cuda::"];
 const ABOUT_LAGS: [&str; 5] = ["--test", "simulated", "--", "controls::", "skips::"];
 
 /// The tests that see which operators libtorch has on a device, and what its kernels do.
@@ -79,6 +82,7 @@ pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
     let on_devices = names.iter().map(String::as_str).filter(|name| !CPU_ONLY.contains(name));
     show(cargo_test(workspace, &simulation, on_devices).arg("--lib"))?;
     show(cargo_test(workspace, &simulation, []).args(OF_CHECKPOINTS))?;
+    show(cargo_test(workspace, &simulation, []).args(OF_BUDGETS))?;
     for lag in LAGS {
         println!("\n-- SIMULATED_CUDA_LAG={lag}");
         let mut tests = cargo_test(workspace, &simulation, WITH_EVERY_LAG);
@@ -137,8 +141,9 @@ mod tests {
         for name in CPU_ONLY.iter().chain(&WITH_EVERY_LAG).chain(&OF_KERNELS) {
             assert!(names.iter().any(|there| there == name), "{name}");
         }
-        for [_, suite, _, modules @ ..] in [OF_CHECKPOINTS, ABOUT_LAGS] {
-            for module in modules {
+        for selected in [&OF_CHECKPOINTS[..], &OF_BUDGETS, &ABOUT_LAGS] {
+            let suite = selected[1];
+            for module in &selected[3..] {
                 let path = format!("tests/{suite}/{}.rs", module.trim_end_matches("::"));
                 assert!(workspace::root().join(&path).is_file(), "{path}");
             }

@@ -9,15 +9,17 @@ use crate::memory::check_fits;
 use crate::ranks::Gradients;
 use crate::{Ranks, Region, Training};
 use anyhow::{Result, ensure};
+use std::mem;
 use std::time::Instant;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::average::{AveragedWeights, Ema};
 use tch_amp::checkpoint::{Checkpoint, Stateful};
+use tch_amp::insight::{Budget, BudgetReport};
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::schedule::{CosineAnnealingLr, LinearLr, Scheduler, SequentialLr};
-use tch_amp::{Autocast, GradScaler};
+use tch_amp::{Autocast, Error, GradScaler};
 
 /// The column of the rate.
 pub const TOKENS_PER_SECOND: &str = "tokens_per_second";
@@ -27,6 +29,10 @@ const EVAL_BATCHES: usize = 8;
 const PROMPT: &str = "    pub fn ";
 const MAX_NORM: f64 = 1.0;
 const WEIGHT_DECAY: f64 = 0.1;
+
+fn optimizer(vs: &VarStore, options: &Options) -> tch_amp::Result<Optimizer> {
+    AdamW { weight_decay: WEIGHT_DECAY, ..Default::default() }.build(vs, options.lr)
+}
 
 /// The model and everything that trains it.
 pub struct Trainer<'a> {
@@ -72,8 +78,7 @@ impl<'a> Trainer<'a> {
         // From here on the ranks draw different numbers, for dropout.
         ranks.manual_seed(seed);
         let gradients = ranks.gradients(&vs)?;
-        let mut optimizer =
-            AdamW { weight_decay: WEIGHT_DECAY, ..Default::default() }.build(&vs, options.lr)?;
+        let mut optimizer = optimizer(&vs, options)?;
         if options.zero {
             ranks.shard(&mut optimizer)?;
         }
@@ -105,6 +110,27 @@ impl<'a> Trainer<'a> {
             reader,
             meter,
         })
+    }
+
+    /// Tests that a step in half precision differs from one in f32 by rounding alone.
+    pub fn budget(&mut self) -> Result<BudgetReport> {
+        let vs = mem::replace(&mut self.vs, VarStore::new(self.device));
+        let (options, position) = (self.options, self.reader.position);
+        let budget = Budget::new(&vs, self.region.autocast());
+        let report = budget.measure(
+            || optimizer(&vs, options),
+            |run, optimizer| {
+                self.reader.position = position;
+                mem::swap(&mut self.optimizer, optimizer);
+                mem::swap(&mut self.scaler, run.scaler());
+                let measured = self.step();
+                mem::swap(&mut self.optimizer, optimizer);
+                mem::swap(&mut self.scaler, run.scaler());
+                measured.map(|measured| measured.loss).map_err(|e| Error::Torch(e.to_string()))
+            },
+        );
+        self.vs = vs;
+        Ok(report?)
     }
 
     /// Returns a text that the averaged weights write.

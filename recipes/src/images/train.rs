@@ -11,16 +11,18 @@ use crate::memory::check_fits;
 use crate::ranks::Gradients;
 use crate::{Ranks, Region, Training};
 use anyhow::Result;
+use std::mem;
 use std::time::Instant;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 use tch_amp::average::{AveragedWeights, Swa};
 use tch_amp::checkpoint::{Checkpoint, Stateful};
+use tch_amp::insight::{Budget, BudgetReport};
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::schedule::{
     ConstantLr, CosineAnnealingLr, LinearLr, Schedule, Scheduler, SequentialLr,
 };
-use tch_amp::{Autocast, GradScaler};
+use tch_amp::{Autocast, Error, GradScaler};
 
 /// The column of the rate.
 pub const IMAGES_PER_SECOND: &str = "images_per_second";
@@ -30,6 +32,15 @@ const WEIGHT_DECAY: f64 = 5e-4;
 const NO_DECAY: [&str; 2] = ["*.bias", "*.norm.weight"];
 /// To which share of the largest learning rate it falls, for the steps whose weights are averaged.
 const LAST_LR: f64 = 0.2;
+
+fn optimizer(vs: &VarStore, options: &Options) -> tch_amp::Result<Optimizer> {
+    let sgd =
+        Sgd { momentum: 0.9, nesterov: true, weight_decay: WEIGHT_DECAY, ..Default::default() };
+    let mut optimizer = sgd.build(vs, options.lr)?;
+    optimizer.assign_group(1, &NO_DECAY)?;
+    optimizer.set_weight_decay_group(1, 0.0)?;
+    Ok(optimizer)
+}
 
 /// The model and everything that trains it.
 pub struct Trainer<'a> {
@@ -84,11 +95,7 @@ impl<'a> Trainer<'a> {
             model::make_channels_last(&vs);
         }
         let gradients = ranks.gradients(&vs)?;
-        let sgd =
-            Sgd { momentum: 0.9, nesterov: true, weight_decay: WEIGHT_DECAY, ..Default::default() };
-        let mut optimizer = sgd.build(&vs, options.lr)?;
-        optimizer.assign_group(1, &NO_DECAY)?;
-        optimizer.set_weight_decay_group(1, 0.0)?;
+        let mut optimizer = optimizer(&vs, options)?;
         let schedule = schedule(options).build(&mut optimizer)?;
         let mut scaler = precision.skipping_scaler()?;
         scaler.name_parameters(&vs)?;
@@ -111,6 +118,28 @@ impl<'a> Trainer<'a> {
             reader: Reader::new(&set.train, mirrors, seed),
             meter,
         })
+    }
+
+    /// Tests that a step in half precision differs from one in f32 by rounding alone.
+    pub fn budget(&mut self) -> Result<BudgetReport> {
+        let device = self.vs.device();
+        let vs = mem::replace(&mut self.vs, VarStore::new(device));
+        let (options, position) = (self.options, self.reader.position);
+        let budget = Budget::new(&vs, self.network.region.autocast());
+        let report = budget.measure(
+            || optimizer(&vs, options),
+            |run, optimizer| {
+                self.reader.position = position;
+                mem::swap(&mut self.optimizer, optimizer);
+                mem::swap(&mut self.scaler, run.scaler());
+                let measured = self.step();
+                mem::swap(&mut self.optimizer, optimizer);
+                mem::swap(&mut self.scaler, run.scaler());
+                measured.map(|measured| measured.loss).map_err(|e| Error::Torch(e.to_string()))
+            },
+        );
+        self.vs = vs;
+        Ok(report?)
     }
 
     /// The averages of the weights.
