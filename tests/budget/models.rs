@@ -3,6 +3,7 @@
 use tch::nn::{Init, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
+use crate::common::rng::Rng;
 use crate::context::Context;
 
 pub(crate) const MODELS: [&str; 8] =
@@ -211,6 +212,28 @@ impl Model {
             self.linear(name, 16, outputs);
         }
         self.batch = vec![floats(&[4, 1024, 16]) * size, classes(5, &[4, 8])];
+    }
+
+    /// Draws weights and batch anew, the same ones with every libtorch, whose generators differ. The classes are ten.
+    pub(crate) fn redraw(&mut self, rng: &mut Rng) {
+        let mut uniform = |like: &Tensor, bound: f64| {
+            let number = |_| (rng.below(1 << 20) as f64 / f64::from(1 << 19) - 1.0) * bound;
+            let numbers: Vec<f64> = (0..like.numel()).map(number).collect();
+            Tensor::from_slice(&numbers).reshape(like.size()).to_kind(Kind::Float)
+        };
+        for parameter in &mut self.parameters() {
+            let inputs = parameter.size().last().copied().unwrap_or(1);
+            let drawn = uniform(parameter, 1.0 / (inputs as f64).sqrt());
+            tch::no_grad(|| parameter.copy_(&drawn));
+        }
+        for tensor in &mut self.batch {
+            *tensor = if tensor.is_floating_point() {
+                uniform(tensor, 1.7)
+            } else {
+                let drawn = uniform(tensor, 5.0) + 5.0;
+                drawn.floor().to_kind(Kind::Int64)
+            };
+        }
     }
 
     pub(crate) fn parameters(&self) -> Vec<Tensor> {
