@@ -1,6 +1,6 @@
 //! Trains a small transformer in fp16, in which one batch is bad and the attention is not scaled, and writes a page
 //! that shows what happened: the loss, the scale, the skipped steps with the operators to blame, the exponents of the
-//! gradients, an audit and what the operators cost.
+//! gradients, an audit, a precision budget and what the operators cost.
 //!
 //! `cargo run --example insight -- insight.html`
 
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::insight::{Page, Profiler, ScaleHealth, ScaleHistory, Tracer, audit, named};
+use tch_amp::insight::{Budget, Page, Profiler, ScaleHealth, ScaleHistory, Tracer, audit, named};
 use tch_amp::optim::AdamW;
 use tch_amp::{Autocast, GradScaler, Result};
 
@@ -86,6 +86,17 @@ pub fn run(path: &Path) -> Result<Page> {
     let x = Tensor::randn([4, LENGTH, WIDTH], (Kind::Float, device));
     let audited = |region: Autocast| region.run(|| model.loss(&x, 1.0));
     page.audits.push(audit(&vs, &region, &scaler, audited)?);
+    page.budgets.push(Budget::new(&vs, region).measure(
+        || AdamW::default().build(&vs, 1e-3),
+        |run, optimizer| {
+            optimizer.zero_grad()?;
+            let loss = run.region(|| model.loss(&x, 1.0))?;
+            run.scaler().backward(&loss)?;
+            let _outcome = run.scaler().step_clip_norm(optimizer, 1.0)?;
+            run.scaler().update()?;
+            Ok(loss)
+        },
+    )?);
     let iteration = || Ok(region.run(|| model.loss(&x, 1.0))?.f_backward()?);
     page.operators.push(Profiler::new(&vs).runs(5).run(iteration)?);
     page.write(path)?;

@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{
-    HealthReport, Page, Profiler, ScaleHealth, ScaleHistory, SkipCause, Tracer, audit, named,
+    Budget, HealthReport, Page, Profiler, ScaleHealth, ScaleHistory, SkipCause, Tracer, audit,
+    named,
 };
 use tch_amp::optim::AdamW;
 use tch_amp::{Autocast, Error, GradScaler};
@@ -63,6 +64,15 @@ fn page() -> Page {
         })
     });
     page.audits.push(audited.unwrap());
+    let budget = Budget::new(&vs, region).measure(
+        || AdamW::default().build(&vs, 1e-3),
+        |run, optimizer| {
+            let loss = run.region(|| model(&x))?;
+            let _outcome = run.scaler().backward_step(optimizer, &loss)?;
+            Ok(loss)
+        },
+    );
+    page.budgets.push(budget.unwrap());
     let report = Profiler::new(&vs).run(|| Ok(region.run(|| model(&x))?.f_backward()?)).unwrap();
     page.operators.push(report);
     page
@@ -82,6 +92,7 @@ fn the_page_shows_what_happened() {
         "Skipped steps",
         "Exponents of the gradients",
         "Audit in fp16",
+        "Precision budget of fp16",
         "Operators",
     ] {
         assert!(html.contains(&format!("<h2>{heading}</h2>")), "{heading}");
@@ -129,6 +140,7 @@ fn the_page_is_data_and_text_and_a_file() {
         page.explanations[0].to_string(),
         page.health[2].1.to_string(),
         page.audits[0].to_string(),
+        page.budgets[0].to_string(),
     ] {
         assert!(text.contains(&part), "{part}");
     }

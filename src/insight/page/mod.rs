@@ -1,6 +1,7 @@
 //! Everything that is known of a run, in one page.
 
 mod audits;
+mod budgets;
 mod exponents;
 mod operators;
 mod steps;
@@ -11,12 +12,14 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::html::Document;
-use super::{Audit, Cause, Culprit, Explanation, HealthReport, HistoryReport, OperatorReport};
+use super::{
+    Audit, BudgetReport, Cause, Culprit, Explanation, HealthReport, HistoryReport, OperatorReport,
+};
 use crate::error::Result;
 
 /// Shows everything that is known of a run in one HTML file with tables and plots, which needs no network: the loss,
 /// the scale with the skipped steps and their culprits, the exponents of the gradients over time, audits with the most
-/// suspicious parts first, and what the operators cost.
+/// suspicious parts first, precision budgets, and what the operators cost.
 ///
 /// Fill in what there is; a section without data is left out. Its text, by `Display`, has the same for a terminal, and
 /// serde keeps it as data. PyTorch has no counterpart.
@@ -81,6 +84,9 @@ pub struct Page {
     pub health: Vec<(u64, HealthReport)>,
     /// Audits: from [`audit`](super::audit()).
     pub audits: Vec<Audit>,
+    /// Precision budgets: from a [`Budget`](super::Budget).
+    #[serde(default)]
+    pub budgets: Vec<BudgetReport>,
     /// What operators cost: from a [`Profiler`](super::Profiler).
     pub operators: Vec<OperatorReport>,
 }
@@ -112,6 +118,9 @@ impl Page {
         for audit in &self.audits {
             document = audits::add(document, audit);
         }
+        for report in &self.budgets {
+            document = budgets::add(document, report);
+        }
         for report in &self.operators {
             document = operators::add(document, report);
         }
@@ -133,6 +142,9 @@ impl Display for Page {
         }
         for audit in &self.audits {
             write!(f, "\n\n{audit}")?;
+        }
+        for report in &self.budgets {
+            write!(f, "\n\n{report}")?;
         }
         for report in &self.operators {
             write!(f, "\n\n{}", report.to_string().trim_end())?;
