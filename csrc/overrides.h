@@ -15,7 +15,7 @@ uint32_t current_overrides() noexcept;
 // Makes overrides those of the calling thread. Throws if there are none of this number.
 void set_overrides(uint32_t number);
 
-// How the calling thread overrides a call of an operator, as TAMP_RUN_… says, if it does.
+// The TAMP_RUN_… by which the calling thread overrides a call of an operator, if it does.
 std::optional<uint8_t> overridden(const c10::OperatorHandle &op, c10::ArrayRef<c10::IValue> arguments);
 
 // Sends every operator of the calling thread through the kernel of the overrides, or ends that.

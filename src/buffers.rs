@@ -57,12 +57,6 @@ impl BufferSnapshot {
         Ok(Self { pairs: buffers.into_iter().map(copy).collect::<Result<_>>()? })
     }
 
-    /// The last copies.
-    #[cfg(feature = "insight")]
-    pub(crate) fn copies(&self) -> impl Iterator<Item = &Tensor> {
-        self.pairs.iter().map(|(_, copy)| copy)
-    }
-
     /// Copies the buffers as they are now, into the memory of the previous copy. Does not synchronize.
     ///
     /// # Errors

@@ -318,13 +318,14 @@ const INSIDE_REGIONS: [&str; 5] = [
 ];
 
 /// The functions that cannot fail, because they call no operation on tensors.
-const WITHOUT_OPERATIONS: [&str; 34] = [
+const WITHOUT_OPERATIONS: [&str; 35] = [
     "tamp_allocations_end",
     "tamp_arrival_free",
     "tamp_autocast_after_backward",
     "tamp_autocast_backward",
     "tamp_cuda_is_linked",
     "tamp_emulation_end",
+    "tamp_emulation_regions",
     "tamp_emulation_returned",
     "tamp_gathering_free",
     "tamp_gradients_release",

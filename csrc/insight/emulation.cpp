@@ -2,12 +2,12 @@
 // to one of the two neighbouring half-precision numbers. Such runs show how far rounding alone moves a result.
 //
 // Two dispatch keys that libtorch keeps for extensions and tests have kernels here while a thread emulates. One comes
-// before all others, and sees the operators that the program calls as autocast does: autocast's lists decide there which
-// of them would be in half precision. The other comes after autograd, where operators run: its kernel rounds what they
-// read and what they return. What this crate computes itself is not emulated: see regions.h.
+// before all others and, like autocast, sees the operators that the program calls: autocast's lists decide there which of
+// them would be in half precision. The other comes after autograd, where operators run: its kernel rounds what they read
+// and what they return. What this crate computes itself is not emulated: see regions.h.
 //
-// Numbers that the same program would keep in half precision are marked by their memory. An operator on no list returns
-// half precision if all tensors that it reads are marked, and the gradient of what is marked is rounded, whichever
+// Tensors that half precision would hold in half precision are marked, by their storage. An operator on no list returns
+// half precision if all tensors that it reads are marked, and the gradient of a marked tensor is rounded, whichever
 // operator it comes from.
 
 // Before all others, so that record_function.h is included as in a release build, like that of libtorch.
@@ -19,6 +19,7 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -50,7 +51,7 @@ enum class Mode {
   kOff       // not at all, marks included
 };
 
-// The mode that an operator around the present one has decided.
+// The mode that an enclosing operator has decided.
 thread_local Mode decided = Mode::kInherit;
 
 class Deciding {
@@ -69,22 +70,24 @@ using NodeNumber = std::pair<uint64_t, uint64_t>;
 
 NodeNumber number_of(const torch::autograd::Node &node) { return {node.thread_id(), node.sequence_nr()}; }
 
-// What a thread emulates, and the threads of its backward passes.
+// What a thread and the threads of its backward passes emulate.
 class Emulation : public c10::DebugInfoBase, public std::enable_shared_from_this<Emulation> {
  public:
-  Emulation(const tamp_emulated &how, bool rounds)
-      : rounds(rounds),
+  explicit Emulation(const tamp_emulated &how)
+      : regions(how.regions),
         dtype(static_cast<at::ScalarType>(how.dtype)),
         device(static_cast<c10::DeviceType>(how.device_type)),
         lower_(how.lower, how.lower + how.lower_count),
         f32_(how.f32, how.f32 + how.f32_count),
         seed_(how.seed) {}
 
-  const bool rounds;
+  bool rounds() const { return regions == TAMP_REGIONS_EMULATED; }
+
+  const uint8_t regions;
   const at::ScalarType dtype;
   const c10::DeviceType device;
 
-  // The mode by autocast's lists, of an operator without its overload.
+  // The mode that autocast's lists give an operator, by its name without overload.
   Mode listed(const std::string &name) const {
     return lower_.count(name) != 0 ? Mode::kHalf : f32_.count(name) != 0 ? Mode::kF32 : Mode::kInherit;
   }
@@ -136,7 +139,7 @@ class Emulation : public c10::DebugInfoBase, public std::enable_shared_from_this
   }
 
  private:
-  // Held weakly: numbers are freed as usual, but addresses do not come back.
+  // Held weakly: the data is freed as usual, but no storage's address is used again.
   struct Memory {
     c10::weak_intrusive_ptr<c10::StorageImpl> held;
     uint64_t number;
@@ -179,15 +182,15 @@ bool is_rounded(const Tensor &t) {
   return t.defined() && t.scalar_type() == at::kFloat && t.layout() == at::kStrided && storage(t) != nullptr;
 }
 
-// Bits below the last that stays.
+// How many bits rounding removes.
 int64_t spare_bits(at::ScalarType dtype) { return dtype == at::kBFloat16 ? 16 : 13; }
 
 void fold(const Tensor &x, int64_t by) {
   x.bitwise_xor_(x.bitwise_right_shift(by).bitwise_and_((int64_t{1} << (32 - by)) - 1));
 }
 
-// A random threshold of `bits` bits for each i32, the same for equal ones: all numbers between the same two neighbours
-// share one, as they share the middle in rounding to nearest. The mixing is MurmurHash3's.
+// A random threshold of `bits` bits for each cell, an interval between two neighbours: all numbers in it share one, as
+// they share the middle in rounding to nearest. The mixing is MurmurHash3's.
 Tensor thresholds(const Tensor &cells, uint64_t key, int64_t bits) {
   const auto constant = [](uint32_t x) { return static_cast<int64_t>(static_cast<int32_t>(x)); };
   const Tensor x = cells.bitwise_xor(constant(static_cast<uint32_t>(key)));
@@ -198,7 +201,7 @@ Tensor thresholds(const Tensor &cells, uint64_t key, int64_t bits) {
   return x.bitwise_right_shift_(32 - bits).bitwise_and_((int64_t{1} << bits) - 1);
 }
 
-// Numbers of f32 at random as one of their neighbours in a dtype, so that the mean is right. Exact numbers stay.
+// Rounds f32 numbers at random to a neighbour in a dtype, without bias. Numbers of the dtype stay.
 Tensor rounded(const Tensor &x, at::ScalarType dtype, uint64_t key) {
   const int64_t spare = spare_bits(dtype);
   const Tensor bits = x.view(at::kInt);
@@ -206,7 +209,7 @@ Tensor rounded(const Tensor &x, at::ScalarType dtype, uint64_t key) {
   sum.add_(bits).bitwise_and_(-(int64_t{1} << spare));
   Tensor y = sum.view(at::kFloat);
   if (dtype == at::kHalf) {
-    // Subnormal numbers have one distance, 2^-24.
+    // Subnormal numbers are 2^-24 apart.
     const Tensor scaled = x * 0x1p24;
     const Tensor cells = scaled.floor().clamp(-2048, 2048).to(at::kInt);
     const Tensor small = (scaled + thresholds(cells, key, spare) / 0x1p13).floor_().mul_(0x1p-24);
@@ -249,6 +252,14 @@ bool returns_statistics(std::string_view name) {
   return name.substr(0, attention.size()) == attention && name.find("_backward") == std::string_view::npos;
 }
 
+// Whether an operator only returns views, whose numbers are those of its inputs.
+bool is_view(const c10::FunctionSchema &schema) {
+  const auto is_alias = [](const c10::Argument &returned) {
+    return returned.alias_info() != nullptr && !returned.alias_info()->isWrite();
+  };
+  return !schema.returns().empty() && std::all_of(schema.returns().begin(), schema.returns().end(), is_alias);
+}
+
 // How an operator uses the arguments that it was given.
 struct Call {
   Call(const c10::OperatorHandle &op, const torch::jit::Stack &stack)
@@ -278,8 +289,8 @@ struct Call {
   const std::vector<IValue> arguments;  // held, so that no result has the address of one
 };
 
-// Whether an operator on no list would return half precision: if all floating tensors that it reads are. Those without
-// dimensions count only among themselves, as in the promotion of dtypes.
+// Whether an operator on no list returns half precision: if all floating tensors that it reads are in it. Those without
+// dimensions count only if all are, as in the promotion of dtypes.
 bool inherits(Emulation &emulation, const Call &call) {
   if (const Tensor *changed = call.changed()) return emulation.is_marked(*changed);
   c10::SmallVector<const Tensor *, 8> read;
@@ -345,7 +356,7 @@ void note_dtypes(Emulation &emulation, const Call &call, c10::ArrayRef<IValue> r
 std::optional<Mode> mode_of_backward(Emulation &emulation) {
   const auto node = torch::autograd::get_current_node();
   if (node == nullptr) return std::nullopt;
-  // What it adds to, the gradient of a parameter, has the parameter's dtype.
+  // It adds to the gradient of a parameter, which has the parameter's dtype.
   const bool accumulates = node->sequence_nr() == std::numeric_limits<uint64_t>::max();
   return accumulates ? Mode::kOff : emulation.mode_of(*node);
 }
@@ -355,13 +366,13 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::St
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kEmulatedRuns);
   auto *const emulation = current();
   const c10::impl::ExcludeDispatchKeyGuard within(kEmulation);
-  if (emulation == nullptr) return op.redispatchBoxed(below, stack);
+  if (emulation == nullptr || is_view(op.schema())) return op.redispatchBoxed(below, stack);
   const Call call(op, *stack);
   const auto results = [&] {
     const size_t count = op.schema().returns().size();
     return c10::ArrayRef<IValue>(stack->data() + (stack->size() - count), count);
   };
-  if (!emulation->rounds) {
+  if (!emulation->rounds()) {
     op.redispatchBoxed(below, stack);
     return note_dtypes(*emulation, call, results());
   }
@@ -402,26 +413,28 @@ IValue *asked_dtype(const c10::OperatorHandle &op, IValue *arguments) {
   return nullptr;
 }
 
-// The mode in which an operator that the program calls is emulated. A dtype that it asks for becomes f32.
+// The mode in which an operator that the program calls is emulated. If it asks for the emulated dtype, that becomes f32.
 Mode decide(Emulation &emulation, const c10::OperatorHandle &op, IValue *arguments, size_t count) {
   if (decided != Mode::kInherit) return decided;
   const bool open = is_region_open(emulation);
   const auto backward = mode_of_backward(emulation);
   const c10::ArrayRef<IValue> given(arguments, count);
   if (backward && *backward != Mode::kInherit) return *backward;
-  // Such as an optimizer's step with gradients that are marked.
-  if (!backward && !open && !(c10::GradMode::is_enabled() && requires_grad(given))) return Mode::kOff;
+  IValue *const asked = asked_dtype(op, arguments);
+  if (asked != nullptr && asked->toInt() == static_cast<int64_t>(emulation.dtype)) {
+    *asked = IValue(static_cast<int64_t>(at::kFloat));
+    return Mode::kHalf;
+  }
+  // An optimizer's step with marked gradients, for instance, is not emulated. The engine adds up gradients outside of
+  // nodes.
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (!in_backward && !open && !(c10::GradMode::is_enabled() && requires_grad(given))) return Mode::kOff;
   if (open) {
     if (const auto how = overridden(op, given)) return *how == TAMP_RUN_F32 ? Mode::kF32 : Mode::kHalf;
     const Mode listed = emulation.listed(op.operator_name().name);
     if (listed != Mode::kInherit) return listed;
   }
-  if (IValue *asked = asked_dtype(op, arguments)) {
-    const auto dtype = static_cast<at::ScalarType>(asked->toInt());
-    if (dtype == emulation.dtype) *asked = IValue(static_cast<int64_t>(at::kFloat));
-    if (dtype == emulation.dtype || dtype == at::kFloat) return dtype == at::kFloat ? Mode::kF32 : Mode::kHalf;
-  }
-  return Mode::kInherit;
+  return asked != nullptr && asked->toInt() == static_cast<int64_t>(at::kFloat) ? Mode::kF32 : Mode::kInherit;
 }
 
 // Whether an operator converts its first argument.
@@ -429,8 +442,8 @@ bool converts(const std::string &name) {
   return name == "aten::to" || name == "aten::_to_copy" || name == "aten::type_as";
 }
 
-// The conversion of an f32 tensor that half precision would make and f32 does not: a copy that is marked, or that is
-// not. Nothing if there is none.
+// A copy in place of a conversion that half precision would make and f32 skips, marked if it is to half precision;
+// nothing if there is no such conversion.
 std::optional<Tensor> converted(Emulation &emulation, const c10::OperatorHandle &op, Mode mode, const IValue *arguments,
                                 size_t count) {
   if (!converts(op.operator_name().name) || count == 0 || !arguments[0].isTensor()) return std::nullopt;
@@ -453,7 +466,7 @@ void round_gradient(Emulation &emulation, const Tensor &result) {
   const std::weak_ptr<Emulation> weak = emulation.weak_from_this();
   result.register_hook([weak](const Tensor &gradient) -> Tensor {
     const auto emulation = weak.lock();
-    if (emulation == nullptr || !is_rounded(gradient) || emulation->is_marked(gradient)) return gradient;
+    if (emulation == nullptr || !is_rounded(gradient)) return gradient;
     Tensor half;
     {
       const Unnoticed own;
@@ -513,9 +526,13 @@ struct Kernels {
   torch::Library runs{torch::Library::IMPL, "_", kEmulatedRuns, __FILE__, __LINE__};
 };
 
-void include_keys(bool calls, bool runs) {
+// Registers the kernels at the first call.
+void make_kernels() {
   static auto *const kernels = new Kernels();
   (void)kernels;
+}
+
+void include_keys(bool calls, bool runs) {
   c10::impl::tls_set_dispatch_key_included(kEmulatedCalls, calls);
   c10::impl::tls_set_dispatch_key_included(kEmulatedRuns, runs);
 }
@@ -529,13 +546,14 @@ struct tamp_emulation {
 
 extern "C" {
 
-tamp_emulation *tamp_emulation_begin(const tamp_emulated *how, uint8_t rounds, char **err) noexcept {
+tamp_emulation *tamp_emulation_begin(const tamp_emulated *how, char **err) noexcept {
   return tamp::guarded(err, [&]() -> tamp_emulation * {
     TORCH_CHECK(tamp::current() == nullptr, "this thread emulates half precision already");
     auto begun = std::make_unique<tamp_emulation>();
-    begun->shared = std::make_shared<tamp::Emulation>(*how, rounds != 0);
+    begun->shared = std::make_shared<tamp::Emulation>(*how);
+    tamp::make_kernels();
     c10::ThreadLocalDebugInfo::_push(tamp::info(), begun->shared);
-    tamp::include_keys(rounds != 0, true);
+    tamp::include_keys(begun->shared->rounds(), true);
     return begun.release();
   });
 }
@@ -544,6 +562,11 @@ void tamp_emulation_mark(tamp_emulation *emulation, tamp_tensor *const *tensors,
   tamp::guarded(err, [&] {
     for (size_t i = 0; i < count; ++i) emulation->shared->mark(tamp::tensor(tensors[i]));
   });
+}
+
+uint8_t tamp_emulation_regions() noexcept {
+  const auto *emulation = tamp::current();
+  return emulation == nullptr ? uint8_t{TAMP_REGIONS_AS_GIVEN} : emulation->regions;
 }
 
 uint8_t tamp_emulation_returned(const tamp_emulation *emulation) noexcept { return emulation->shared->returned(); }

@@ -21,7 +21,7 @@
 
 namespace tamp {
 
-// What the own work of this folder must not do: be recorded, be differentiated, or obey the program's regions.
+// Keeps the own work of this folder from being recorded, differentiated, or run in the program's regions.
 struct Unnoticed {
   at::RecordFunctionGuard unrecorded{false};
   c10::NoGradGuard no_grad;

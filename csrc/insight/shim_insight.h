@@ -22,8 +22,8 @@ enum { TAMP_EVENT_OPERATOR = 0, TAMP_EVENT_NODE = 1, TAMP_EVENT_NAME = 2 };
 // inputs, too, as it was before; TAMP_USE_OVERWRITE is an input whose former numbers do not matter.
 enum { TAMP_USE_READ = 0, TAMP_USE_WRITE = 1, TAMP_USE_VIEW = 2, TAMP_USE_OVERWRITE = 3 };
 
-// Whether an operator's results were compared with those of a reference: not, as those of a view or a copy; or so; or
-// they have a place of their own, which is in the reference itself or differs from it.
+// Whether an operator's results were compared with a reference's: no, because it is a view or a copy; yes; or no, because
+// they are the reference's own, or the reference has no counterpart.
 enum { TAMP_COMPARED_NOT = 0, TAMP_COMPARED = 1, TAMP_COMPARED_ALONE = 2 };
 
 // How many of a tensor's sizes are recorded.
@@ -144,9 +144,13 @@ void tamp_name_end(tamp_name *name) TAMP_NOEXCEPT;
 
 typedef struct tamp_emulation tamp_emulation;
 
+// What the enabled regions of a thread, and of the threads of its backward passes, are: what the program says; switched
+// off; or f32, in which what half precision would round is rounded at random.
+enum { TAMP_REGIONS_AS_GIVEN = 0, TAMP_REGIONS_OFF = 1, TAMP_REGIONS_EMULATED = 2 };
+
 // The dtype and the type of device of the regions to emulate, which are those that are open with the dtype f32; the
 // operators that autocast would run in half precision there, and those that it would run in f32, by name without
-// overload; and the seed of the rounding.
+// overload; the seed of the rounding; and what the regions are.
 typedef struct tamp_emulated {
   const char *const *lower;
   const char *const *f32;
@@ -155,15 +159,18 @@ typedef struct tamp_emulated {
   uint64_t seed;
   int8_t dtype;
   int8_t device_type;
+  uint8_t regions;
 } tamp_emulated;
 
 // The dtypes in half precision that operators have returned.
 enum { TAMP_RETURNED_BFLOAT16 = 1, TAMP_RETURNED_HALF = 2 };
 
-// Begins to round at random what half precision would round, or, unless `rounds`, only to note what operators return.
-// It ends on the same thread. Fails if the thread is emulating already.
-tamp_emulation *tamp_emulation_begin(const tamp_emulated *how, uint8_t rounds, char **err) TAMP_NOEXCEPT;
-// Says that half precision would have these tensors in half precision.
+// Begins to note what operators return and, if the regions are emulated, to round at random what half precision would
+// round. It ends on the same thread. Fails if the thread is emulating already.
+tamp_emulation *tamp_emulation_begin(const tamp_emulated *how, char **err) TAMP_NOEXCEPT;
+// What the regions of the calling thread are.
+uint8_t tamp_emulation_regions(void) TAMP_NOEXCEPT;
+// Marks tensors that half precision would hold in half precision.
 void tamp_emulation_mark(tamp_emulation *emulation, tamp_tensor *const *tensors, size_t count,
                          char **err) TAMP_NOEXCEPT;
 uint8_t tamp_emulation_returned(const tamp_emulation *emulation) TAMP_NOEXCEPT;

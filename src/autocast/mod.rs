@@ -15,8 +15,6 @@ mod state;
 
 pub use crate::error::AutocastError;
 pub use plan::{Plan, Platform, Rule, RunAs};
-#[cfg(feature = "insight")]
-pub(crate) use region::Regions;
 pub use region::{AutocastGuard, LOG_PROBABILITIES};
 pub(crate) use stack::callback;
 pub(crate) use state::forgetting_casts;

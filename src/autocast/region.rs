@@ -1,7 +1,5 @@
 //! Regions and their guards.
 
-#[cfg(feature = "insight")]
-use std::cell::Cell;
 use std::marker::PhantomData;
 
 use tch::{Device, Kind};
@@ -12,6 +10,8 @@ use crate::autocast::stack;
 use crate::device::check_usable;
 use crate::error::{AutocastError, Error, Result};
 use crate::ffi::RawAutocastState;
+#[cfg(feature = "insight")]
+use crate::ffi::emulation::Regions;
 
 /// The operators of log-probabilities, likelihoods and divergences, for [`Autocast::keep_in_f32`]: `atanh`, `exp`,
 /// `exp2`, `expm1`, `log`, `log10`, `log1p`, `log2`, `log_sigmoid`, `log_softmax`, `logaddexp`, `logit`, `logsumexp`,
@@ -339,7 +339,11 @@ impl Autocast {
     fn states(self) -> Result<(RawAutocastState, RawAutocastState)> {
         let device = self.device;
         #[cfg(feature = "insight")]
-        let (off, emulated) = (REGIONS.get() == Regions::Off, REGIONS.get() == Regions::Emulated);
+        let (off, emulated) = match Regions::here() {
+            Regions::AsGiven => (false, false),
+            Regions::Off => (true, false),
+            Regions::Emulated => (false, true),
+        };
         #[cfg(not(feature = "insight"))]
         let (off, emulated) = (false, false);
         let enabled = self.enabled && !off;
@@ -368,37 +372,6 @@ impl Autocast {
         } else {
             Err(AutocastError::Dtype { device, dtype }.into())
         }
-    }
-}
-
-/// What the enabled regions of a thread are, so that the same program runs in other precisions.
-#[cfg(feature = "insight")]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Regions {
-    AsGiven,
-    /// They are switched off.
-    Off,
-    /// Their dtype is f32, for an emulation of half precision.
-    Emulated,
-}
-
-#[cfg(feature = "insight")]
-thread_local! {
-    static REGIONS: Cell<Regions> = const { Cell::new(Regions::AsGiven) };
-}
-
-#[cfg(feature = "insight")]
-impl Regions {
-    /// Runs `f` with these regions on this thread.
-    pub(crate) fn during<T>(self, f: impl FnOnce() -> T) -> T {
-        struct Back(Regions);
-        impl Drop for Back {
-            fn drop(&mut self) {
-                REGIONS.set(self.0);
-            }
-        }
-        let _back = Back(REGIONS.replace(self));
-        f()
     }
 }
 

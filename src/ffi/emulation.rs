@@ -11,6 +11,28 @@ use super::{call, pointers};
 use crate::error::{Error, Result};
 use crate::sys::insight as sys;
 
+/// What the enabled regions of a thread are, so that the same program runs in other precisions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Regions {
+    AsGiven,
+    /// They are switched off.
+    Off,
+    /// Their dtype is f32, and what half precision rounds is rounded at random.
+    Emulated,
+}
+
+impl Regions {
+    /// Those of the calling thread, which can be one of a backward pass.
+    pub(crate) fn here() -> Self {
+        // SAFETY: it has no preconditions.
+        match unsafe { sys::tamp_emulation_regions() } {
+            sys::REGIONS_OFF => Self::Off,
+            sys::REGIONS_EMULATED => Self::Emulated,
+            _ => Self::AsGiven,
+        }
+    }
+}
+
 /// What is emulated.
 #[derive(Clone, Debug)]
 pub(crate) struct Emulated {
@@ -30,17 +52,8 @@ pub(crate) struct Emulation {
 }
 
 impl Emulation {
-    /// Begins to round at random what half precision would round.
-    pub(crate) fn begin(how: &Emulated, seed: u64) -> Result<Self> {
-        Self::start(how, seed, true)
-    }
-
-    /// Begins to note the dtypes that operators return.
-    pub(crate) fn observe(how: &Emulated) -> Result<Self> {
-        Self::start(how, 0, false)
-    }
-
-    fn start(how: &Emulated, seed: u64, rounds: bool) -> Result<Self> {
+    /// Begins to note the dtypes that operators return, and makes the regions of the thread what is wanted.
+    pub(crate) fn begin(how: &Emulated, regions: Regions, seed: u64) -> Result<Self> {
         let names = |list: &[CString]| {
             list.iter().map(|name| name.as_ptr()).collect::<Vec<*const c_char>>()
         };
@@ -53,10 +66,15 @@ impl Emulation {
             seed,
             dtype: dtype_code(how.dtype).unwrap_or_default(),
             device_type: device_type(how.device)?,
+            regions: match regions {
+                Regions::AsGiven => sys::REGIONS_AS_GIVEN,
+                Regions::Off => sys::REGIONS_OFF,
+                Regions::Emulated => sys::REGIONS_EMULATED,
+            },
         };
         // SAFETY: the struct and the arrays of C strings in it live for the call, which copies them, and `err` is valid
         // for a write.
-        let raw = call(|err| unsafe { sys::tamp_emulation_begin(&raw, rounds.into(), err) })?;
+        let raw = call(|err| unsafe { sys::tamp_emulation_begin(&raw, err) })?;
         let raw = NonNull::new(raw).ok_or_else(|| Error::Torch("no emulation".to_owned()))?;
         Ok(Self { raw, thread: PhantomData })
     }

@@ -1,5 +1,6 @@
 //! Finds out why a step was skipped, what half precision does to the numbers of a model, whether a loss scale is
-//! healthy, why half precision is not faster, with which plan it would be, and whether it does more than rounding.
+//! healthy, why half precision is not faster, with which plan it would be, and whether it differs from f32 by more than
+//! rounding.
 //!
 //! A [`Tracer`] names the operator, and the part of the model, that made the first infinity or NaN. It runs the skipped
 //! iteration again, with the random numbers that it had, and records every operator with libtorch's RecordFunction. It

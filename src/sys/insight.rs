@@ -99,6 +99,10 @@ pub(crate) struct Emulation {
     _opaque: [u8; 0],
 }
 
+pub(crate) const REGIONS_AS_GIVEN: u8 = 0;
+pub(crate) const REGIONS_OFF: u8 = 1;
+pub(crate) const REGIONS_EMULATED: u8 = 2;
+
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Emulated {
@@ -109,6 +113,7 @@ pub(crate) struct Emulated {
     pub(crate) seed: u64,
     pub(crate) dtype: i8,
     pub(crate) device_type: i8,
+    pub(crate) regions: u8,
 }
 
 pub(crate) const RETURNED_BFLOAT16: u8 = 1;
@@ -170,9 +175,9 @@ unsafe extern "C" {
 
     pub(crate) fn tamp_emulation_begin(
         how: *const Emulated,
-        rounds: u8,
         err: *mut *mut c_char,
     ) -> *mut Emulation;
+    pub(crate) fn tamp_emulation_regions() -> u8;
     pub(crate) fn tamp_emulation_mark(
         emulation: *mut Emulation,
         tensors: *const *mut Tensor,

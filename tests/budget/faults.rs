@@ -71,7 +71,8 @@ fn a_detached_parameter_is_named() {
         ("vae", "layer_is_detached", "d1.weight"),
     ] {
         let report = report(kind, fault);
-        assert_eq!(report.problems[0], BudgetProblem::Gradients(vec![name.to_owned()]), "{report}");
+        let (missing, added) = (vec![name.to_owned()], vec![]);
+        assert_eq!(report.problems[0], BudgetProblem::Gradients { missing, added }, "{report}");
     }
     let tied = report("gpt", "tied_head_is_detached");
     let first =
@@ -119,10 +120,10 @@ fn factors_tell_what_was_done_to_the_scale() {
         ("unscaled_twice", "the gradients are 2048 × too small: unscaled twice"),
         (
             "unscaled_by_the_last_scale",
-            "the gradients are 2 × too large: unscaled by the scale of another iteration",
+            "the gradients are 2 × too large: unscaled by another iteration's scale",
         ),
     ] {
         let report = report("mlp", fault).to_string();
-        assert!(report.ends_with(text), "{report}");
+        assert!(report.contains(text), "{report}");
     }
 }

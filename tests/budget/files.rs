@@ -52,9 +52,9 @@ fn a_file_of_another_program_is_refused() {
     let other_dtype = Program::new("vae", Kind::Half, "none", 0);
     let other_model = Program::new("mlp", Kind::BFloat16, "none", 0);
     for (other, problem) in [
-        (other_numbers, "it is of another program, so measure again"),
+        (other_numbers, "so fix the seed or measure again"),
         (other_dtype, "is of bf16 on cpu, and the region has fp16 on cpu: measure again"),
-        (other_model, "it is of another program, so measure again"),
+        (other_model, "so fix the seed or measure again"),
     ] {
         match check(&other, &file) {
             Err(Error::InvalidArgument { problem: told, .. }) => {

@@ -12,6 +12,7 @@ mod common;
 mod context;
 mod correct;
 mod cuda;
+mod edges;
 mod faults;
 mod files;
 mod models;

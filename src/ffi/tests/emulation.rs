@@ -3,8 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::Autocast;
-use crate::autocast::Regions;
-use crate::ffi::emulation::{Emulated, Emulation};
+use crate::ffi::emulation::{Emulated, Emulation, Regions};
 use crate::insight::AutocastList;
 
 fn emulated(dtype: Kind) -> Emulated {
@@ -14,10 +13,8 @@ fn emulated(dtype: Kind) -> Emulated {
 
 /// Runs `f` in an emulated region.
 fn emulate<T>(dtype: Kind, seed: u64, f: impl FnOnce() -> T) -> T {
-    Regions::Emulated.during(|| {
-        let _emulation = Emulation::begin(&emulated(dtype), seed).unwrap();
-        Autocast::new(Device::Cpu).dtype(dtype).run(f).unwrap()
-    })
+    let _emulation = Emulation::begin(&emulated(dtype), Regions::Emulated, seed).unwrap();
+    Autocast::new(Device::Cpu).dtype(dtype).run(f).unwrap()
 }
 
 /// Numbers as a product with one, which is on autocast's list.
@@ -66,10 +63,9 @@ fn results_are_one_of_two_neighbours() {
                 assert!(ends.contains(&y), "{x:e} in {dtype:?} became {y:e} instead of {ends:?}");
             }
         }
-        let outside = Regions::Emulated.during(|| {
-            let _emulation = Emulation::begin(&emulated(dtype), 0).unwrap();
-            product(&x)
-        });
+        let emulation = Emulation::begin(&emulated(dtype), Regions::Emulated, 0).unwrap();
+        let outside = product(&x);
+        drop(emulation);
         assert_eq!(outside, xs, "outside of a region nothing is rounded");
     }
 }

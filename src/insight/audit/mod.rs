@@ -213,10 +213,10 @@ impl AuditedPart {
 ///
 /// `loss` computes the unscaled loss in the region that it is given: `region` itself, or the same switched off. It is
 /// run up to fourteen times with the same random numbers: in f32; in the region with the scale of `scaler`; in f32 with
-/// rounded results, and four times with results that are rounded at random, which show what the rounding alone does, if
-/// the region returns half precision; in the region with a scale of 1, if the scale is another one; and three times in f32 and in the region to measure their times.
-/// Gradients, buffers and random numbers are put back afterwards, so that training goes on as without the call; `loss`
-/// must not change anything else.
+/// rounded results, and four times with results that are rounded at random, which show what rounding alone does, if the
+/// region returns half precision; in the region with a scale of 1, if the scale is another one; and three times in f32
+/// and in the region to measure their times. Gradients, buffers and random numbers are put back afterwards, so that
+/// training goes on as without the call; `loss` must not change anything else.
 ///
 /// The parts are the modules of the parameters in `vs`, and what the program calls by [`named`](super::named). PyTorch
 /// has no counterpart.

@@ -8,10 +8,9 @@ use tch::{Kind, Tensor};
 use super::gradients::{self, UnscaledGradients};
 use super::{Audit, AuditedPart, parts};
 use crate::Autocast;
-use crate::autocast::Regions;
 use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
-use crate::ffi::emulation::Emulation;
+use crate::ffi::emulation::{Emulation, Regions};
 use crate::ffi::insight::{RecordingMode, Reference};
 use crate::insight::dtype::Dtype;
 use crate::insight::recording::Recording;
@@ -121,14 +120,12 @@ fn with_noise(
     loss: &mut impl FnMut(Autocast) -> Result<Tensor>,
 ) -> Result<Recording> {
     let emulated = emulated(&region)?;
-    Regions::Emulated.during(|| {
-        let mut emulation = None;
-        let mut emulating = || {
-            emulation = Some(Emulation::begin(&emulated, seed)?);
-            loss(region)
-        };
-        Ok(record(rerun, RecordingMode::Compared(reference), scale, &mut emulating)?.recording)
-    })
+    let mut emulation = None;
+    let mut emulating = || {
+        emulation = Some(Emulation::begin(&emulated, Regions::Emulated, seed)?);
+        loss(region)
+    };
+    Ok(record(rerun, RecordingMode::Compared(reference), scale, &mut emulating)?.recording)
 }
 
 pub(in crate::insight) fn check_parameters(repeatable: &Repeatable) -> Result<()> {

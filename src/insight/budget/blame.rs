@@ -54,7 +54,7 @@ fn first_over(half: &Recording, noisy: &[Recording]) -> Option<BudgetOperator> {
     for (position, index) in forward(half).enumerate() {
         let event = &half.events[index];
         let found = |multiple| BudgetOperator {
-            part: place(half, index),
+            part: half.path(index).unwrap_or_else(|| place(half, index)),
             operator: event.name.trim_start_matches("aten::").to_owned(),
             multiple,
         };

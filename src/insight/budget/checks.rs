@@ -6,6 +6,7 @@ use tch::Kind;
 
 use super::BudgetProblem;
 use super::program::Observed;
+use super::report::Measured;
 use crate::patterns::matches_any;
 
 /// Adds what differs between an iteration in half precision and the same in f32.
@@ -14,6 +15,7 @@ pub(super) fn compare(
     half: &Observed,
     dtype: Kind,
     unused: &[String],
+    measured: &Measured,
     problems: &mut Vec<BudgetProblem>,
 ) {
     if let Some(&other) = half.returned.iter().find(|&&kind| kind != dtype) {
@@ -31,16 +33,29 @@ pub(super) fn compare(
             problems.push(BudgetProblem::Dtype { name: name.clone(), f32, half });
         }
     }
-    let sets = [
-        (&f32.without_gradient, &half.without_gradient, BudgetProblem::Gradients as fn(_) -> _),
-        (&f32.zero_gradient, &half.zero_gradient, BudgetProblem::ZeroGradients),
-        (&f32.unchanged, &half.unchanged, BudgetProblem::Unchanged),
-    ];
-    for (of_f32, of_half, problem) in sets {
-        let names: Vec<String> = of_f32.symmetric_difference(of_half).cloned().collect();
-        if !names.is_empty() {
-            problems.push(problem(names));
-        }
+    let only = |in_one: &BTreeSet<String>, other: &BTreeSet<String>, decided: bool| {
+        let names = in_one.difference(other);
+        let counts = |name: &&String| !decided || !measured.is_only_rounding(name);
+        names.filter(counts).cloned().collect::<Vec<_>>()
+    };
+    let (missing, added) = (
+        only(&half.without_gradient, &f32.without_gradient, false),
+        only(&f32.without_gradient, &half.without_gradient, false),
+    );
+    if !missing.is_empty() || !added.is_empty() {
+        problems.push(BudgetProblem::Gradients { missing, added });
+    }
+    // Where a gradient is rounding alone, that decides whether it is zero and too small to change a parameter.
+    let zeros = [&half.zero_gradient, &f32.zero_gradient];
+    let unchanged = [&half.unchanged, &f32.unchanged];
+    let both = |[half, f32]: [&BTreeSet<String>; 2]| (only(half, f32, true), only(f32, half, true));
+    let (half_zeros, f32_zeros) = both(zeros);
+    if !half_zeros.is_empty() || !f32_zeros.is_empty() {
+        problems.push(BudgetProblem::ZeroGradients { half: half_zeros, f32: f32_zeros });
+    }
+    let (half_same, f32_same) = both(unchanged);
+    if !half_same.is_empty() || !f32_same.is_empty() {
+        problems.push(BudgetProblem::Unchanged { half: half_same, f32: f32_same });
     }
     let nothing = |run: &Observed| -> BTreeSet<String> {
         run.without_gradient.union(&run.zero_gradient).cloned().collect()

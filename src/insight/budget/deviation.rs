@@ -16,7 +16,7 @@ const LEAST_NOISE_OF_UPDATE: f64 = 1e-3;
 /// Numbers h beside numbers f in f32.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Deviation {
-    /// ‖h − f‖ / ‖f‖.
+    /// ‖h − f‖ / ‖f‖, or ‖h‖ if f is zero.
     #[serde(with = "numbers")]
     pub(super) error: f64,
     /// ⟨h, f⟩ / ⟨f, f⟩: the factor by which h is larger.
@@ -49,9 +49,9 @@ impl Deviation {
         }
         let norm = number(f.f_dot(&f)?)?;
         if norm == 0.0 {
-            let largest = number(h.f_abs()?.f_max()?)?;
-            let error = if largest == 0.0 { 0.0 } else { f64::INFINITY };
-            return Ok(Self { error, factor: 1.0, median: error });
+            // There is nothing to be relative to: the noise is not relative, either.
+            let error = number(h.f_dot(&h)?)?.sqrt();
+            return Ok(Self { error, factor: 1.0, median: number(h.f_abs()?.f_median()?)? });
         }
         let difference = h.f_sub(&f)?;
         let middle = number(f.f_abs()?.f_median()?)?;
@@ -126,7 +126,7 @@ fn root_mean_square(numbers: impl Iterator<Item = f64>) -> f64 {
     if count > 0.0 { f64::sqrt(sum / count) } else { 0.0 }
 }
 
-/// A NaN is beyond every limit.
+/// What is not finite is beyond every limit.
 fn multiple(number: f64, noise: f64) -> f64 {
-    if number.is_nan() { f64::INFINITY } else { number / noise.max(LEAST_NOISE) }
+    if number.is_finite() { number / noise.max(LEAST_NOISE) } else { f64::INFINITY }
 }

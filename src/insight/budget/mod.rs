@@ -31,6 +31,9 @@ const SCALE: f64 = 1024.0;
 /// The smallest scale that is tried.
 const LEAST_SCALE: f64 = 1.0 / 256.0;
 
+/// How many runs with noise that are not finite are repeated.
+const MOST_REPEATS: usize = 3;
+
 /// How many iterations with noise there are at first, and how many more if something is over budget.
 const RUNS: usize = 4;
 const MORE_RUNS: usize = 8;
@@ -38,8 +41,8 @@ const MORE_RUNS: usize = 8;
 /// Tests that training in half precision differs from training in f32 by rounding alone: one whole iteration of a
 /// program is run in both and compared, in units of what rounding explains.
 ///
-/// The unit is *noise*: how far the same iteration in f32 moves when everything that autocast would put into half
-/// precision is rounded at random to one of its two neighbours. Rounding to nearest, as half precision does it, has
+/// The unit is *noise*: how far f32 moves when everything that autocast would put into half precision is rounded at
+/// random to one of its two neighbours. Rounding to nearest, as half precision does it, has
 /// about 0.7 of this noise. What moves by more than the [limit](BudgetRow::limit) is over budget, and what rounding
 /// cannot change, such as which parameters have a gradient, has to be equal. No tolerance is set by hand. The guide's
 /// page on [budgets](crate::guide::budgets) says what this sees and what it cannot see.
@@ -94,6 +97,7 @@ pub struct BudgetRun {
     mode: Mode,
     dtype: Kind,
     scaler: GradScaler,
+    is_scaled: bool,
     outputs: RefCell<Vec<(String, Tensor)>>,
 }
 
@@ -103,15 +107,15 @@ impl<'a> Budget<'a> {
         Self { vs, region, runs: RUNS, scale: SCALE, unused: Vec::new() }
     }
 
-    /// Sets how many runs have noise at first, at least two; 4 by default. If something is over budget, there are eight
-    /// more, which decide.
+    /// Sets the number of noise runs, at least 2; 4 by default. If something is over budget, eight more decide.
     #[must_use]
     pub fn runs(self, runs: usize) -> Self {
         Self { runs: runs.max(2), ..self }
     }
 
-    /// Sets the loss scale of the first iteration, a power of two; 1024 by default. It doubles after each iteration that
-    /// calls [`update`](GradScaler::update), and is halved until the iteration is finite, as in training.
+    /// Sets the loss scale of the first of the two iterations in half precision, a power of two; 1024 by default. The
+    /// second, which is compared, has twice this scale if the first calls [`update`](GradScaler::update). Both are
+    /// repeated with half of it until they are finite, as in training.
     #[must_use]
     pub fn scale(self, scale: f64) -> Self {
         Self { scale, ..self }
@@ -124,24 +128,27 @@ impl<'a> Budget<'a> {
         self
     }
 
-    /// Runs the iteration seven times and compares: twice in half precision, once in f32, and four times with noise. If
-    /// something is over budget, eight more runs have noise, and six find the first operator of the forward pass.
+    /// Runs the iteration seven times and compares: twice in half precision, once in f32, and in four noise runs. If a
+    /// quantity is over its limit and nothing else differs, eight more noise runs decide; if it is the loss, an output or
+    /// a buffer, six more runs find the first operator.
     ///
-    /// `iteration` is one whole step of training, with the loss as its result: it clears gradients, computes the loss
-    /// in [`BudgetRun::region`], runs backward and steps with [`BudgetRun::scaler`], and updates the scaler. Regions
-    /// that it opens by itself follow the run as well. `optimizer` makes a new optimizer for each run. All runs begin
-    /// with the same parameters, buffers and random numbers, and these and the gradients are put back in place when it
-    /// returns or panics. The first iteration in half precision has other parameters than the second, so that copies
-    /// that are kept from one to the next show.
+    /// `iteration` is one whole step of training and returns its unscaled loss, one number; with accumulation, the sum
+    /// over the micro-batches. It clears gradients, computes the loss in [`BudgetRun::region`], runs backward and steps
+    /// with [`BudgetRun::scaler`], and updates the scaler. Regions of this crate that it opens by itself follow the run
+    /// as well. It has to do the same in each call: give it the same batch. `optimizer` makes a new optimizer for each
+    /// run, of this crate, of tch or of the program.
     ///
-    /// Parameters in half precision, with or without master weights, are f32 in the runs in f32 and with noise.
-    /// Synchronizes.
+    /// All runs begin with the same parameters, buffers and random numbers of libtorch, and these and the gradients are
+    /// put back in place when it returns or panics. The first iteration in half precision has other parameters than the
+    /// second, which exposes copies that are kept from one to the next. Variables in half precision are f32 in the f32
+    /// run and in noise runs; their updates are compared by their master weights, if an
+    /// [`Optimizer`](crate::optim::Optimizer) has some. Synchronizes.
     ///
     /// # Errors
     ///
-    /// The errors of `iteration` and of `optimizer`; [`Error::InvalidArgument`] for a scale that is no power of two, or
-    /// a `VarStore` without parameters; [`Error::Torch`] if the thread runs another budget already, or if libtorch
-    /// fails.
+    /// The errors of `iteration` and of `optimizer`; [`Error::InvalidArgument`] for a scale that is no power of two, a
+    /// `VarStore` without parameters, or an optimizer with other tensors than its variables; [`Error::Torch`] if the
+    /// thread runs another budget already, or if libtorch fails.
     pub fn measure<O, E>(
         &self,
         mut optimizer: impl FnMut() -> std::result::Result<O, E>,
@@ -153,29 +160,26 @@ impl<'a> Budget<'a> {
     {
         let mut runner = Runner::new(self, self.scale)?;
         let dtype = runner.program.dtype();
-        let (half, f32) = runner.both(&mut optimizer, &mut iteration)?;
+        let (mut half, f32, mut measured) = loop {
+            let (half, f32) = runner.both(&mut optimizer, &mut iteration)?;
+            let mut measured = runner.measured(&f32)?;
+            let (scale, optimizer, iteration) = (half.scale, &mut optimizer, &mut iteration);
+            let is_finite =
+                runner.add_noise(self.runs, &f32, scale, &mut measured, optimizer, iteration)?;
+            if is_finite || runner.scale <= LEAST_SCALE || !half.observed.not_finite.is_empty() {
+                break (half, f32, measured);
+            }
+            // The largest numbers are so near to infinity that rounding decides.
+            runner.scale = half.scale / 4.0;
+        };
         let compared = compared(&f32, &half.observed)?;
-        let mut measured = runner.measured(&f32)?;
-        let mut problems = half.problems;
-        checks::compare(&f32, &half.observed, dtype, &self.unused, &mut problems);
-        runner.add_noise(
-            self.runs,
-            &f32,
-            half.scale,
-            &mut measured,
-            &mut optimizer,
-            &mut iteration,
-        )?;
+        let mut problems = std::mem::take(&mut half.problems);
+        checks::compare(&f32, &half.observed, dtype, &self.unused, &measured, &mut problems);
         let mut rows = report::rows(dtype, &measured, &compared, 1.0);
         if rows.iter().any(BudgetRow::is_over) && problems.is_empty() {
-            runner.add_noise(
-                MORE_RUNS,
-                &f32,
-                half.scale,
-                &mut measured,
-                &mut optimizer,
-                &mut iteration,
-            )?;
+            let (scale, optimizer, iteration) = (half.scale, &mut optimizer, &mut iteration);
+            let _finite =
+                runner.add_noise(MORE_RUNS, &f32, scale, &mut measured, optimizer, iteration)?;
             rows = report::rows(dtype, &measured, &compared, 1.0);
         }
         let mut report =
@@ -225,24 +229,27 @@ impl<'a> Budget<'a> {
         let norms: Vec<_> =
             now.quantities.iter().map(|q| (q.quantity, q.name.clone(), q.norm)).collect();
         if let Some(problem) = report::other_program(&file.measured, &norms) {
-            return Err(refuse(format!("{problem}: it is of another program, so measure again")));
+            return Err(refuse(format!(
+                "{problem}: its inputs, weights or program are others, so fix the seed or measure again"
+            )));
         }
         let compared = compared(&f32, &half.observed)?;
         let mut problems = half.problems;
-        checks::compare(&f32, &half.observed, runner.program.dtype(), &self.unused, &mut problems);
-        let rows = report::rows(runner.program.dtype(), &file.measured, &compared, KEPT);
-        let measured = file.measured.clone();
+        let (kind, measured) = (runner.program.dtype(), file.measured.in_order_of(&now));
+        checks::compare(&f32, &half.observed, kind, &self.unused, &measured, &mut problems);
+        let rows = report::rows(kind, &measured, &compared, KEPT);
         Ok(runner.report(half.scale, [&f32, &half.observed], problems, rows, measured))
     }
 }
 
 impl BudgetRun {
     fn new(region: Autocast, mode: Mode, dtype: Kind, scaler: GradScaler) -> Self {
-        Self { region, mode, dtype, scaler, outputs: RefCell::default() }
+        Self { region, mode, dtype, scaler, is_scaled: false, outputs: RefCell::default() }
     }
 
-    fn finish(self) -> (GradScaler, Vec<(String, Tensor)>) {
-        (self.scaler, self.outputs.into_inner())
+    /// The scaler, whether the iteration has used it, and the outputs.
+    fn finish(self) -> (GradScaler, bool, Vec<(String, Tensor)>) {
+        (self.scaler, self.is_scaled, self.outputs.into_inner())
     }
 
     /// Runs `f` in the region of this run: half precision, f32, or f32 with noise.
@@ -254,13 +261,15 @@ impl BudgetRun {
         self.region.run(f)
     }
 
-    /// The scaler of this run, which is disabled in f32. Each iteration has the scale that the one before has left.
+    /// The scaler of this run, which is disabled in the f32 run. It keeps its scale from the first iteration in half
+    /// precision to the second. A program that owns its scaler can swap it with this one for the iteration.
     pub fn scaler(&mut self) -> &mut GradScaler {
+        self.is_scaled = true;
         &mut self.scaler
     }
 
-    /// Compares a tensor, such as the result of the model, and returns it. Tensors are compared by name and, if several
-    /// have one name, in their order.
+    /// Names a tensor, such as the model's result, for the comparison, and returns it. The n-th tensor of a name is
+    /// compared with the n-th in f32.
     pub fn output(&self, name: &str, output: &Tensor) -> Tensor {
         let _own = OutsideRegions::enter();
         let mut outputs = self.outputs.borrow_mut();
@@ -271,13 +280,13 @@ impl BudgetRun {
         output.shallow_clone()
     }
 
-    /// The dtype for tensors that the iteration casts by itself: that of the region, or f32 in the run in f32.
+    /// The dtype for tensors that the iteration casts by itself: f32 in the f32 run, and otherwise that of the region.
     pub fn dtype(&self) -> Kind {
         if self.mode == Mode::F32 { Kind::Float } else { self.dtype }
     }
 
-    /// Whether this run is in half precision, as opposed to those that it is compared with. A test of a test can plant
-    /// a fault by it.
+    /// Whether this run is in half precision, as opposed to those that it is compared with. Use it to plant a fault, to
+    /// see that the test finds it.
     pub fn is_half(&self) -> bool {
         self.mode == Mode::Half
     }
@@ -350,10 +359,10 @@ impl Runner {
         self.program.clear_gradients()?;
         self.program.move_parameters()?;
         let scaler = self.program.scaler(scale)?;
-        let (_, scaler) = self.run(Mode::Half, scaler, None, optimizer, iteration)?;
+        let (before, scaler) = self.run(Mode::Half, scaler, None, optimizer, iteration)?;
         self.program.restore(Mode::Half)?;
         if spoil {
-            self.program.spoil_gradients()?;
+            self.program.spoil_gradients(&before)?;
         } else {
             self.program.clear_gradients()?;
         }
@@ -378,7 +387,7 @@ impl Runner {
                 problems.push(BudgetProblem::NotCleared);
                 break cleared;
             }
-            if scale <= LEAST_SCALE {
+            if scale <= LEAST_SCALE || !cleared.is_scaled {
                 if cleared.is_skipped {
                     problems.push(BudgetProblem::Skipped);
                 }
@@ -406,6 +415,8 @@ impl Runner {
         Ok(Measured { quantities: f32.values.iter().map(quantity).collect::<Result<_>>()? })
     }
 
+    /// Adds runs with noise. One that is not finite is repeated with other random numbers, a few times; returns whether
+    /// all were finite in the end.
     fn add_noise<O: AmpOptimizer + 'static, E: Into<Error>>(
         &mut self,
         runs: usize,
@@ -414,17 +425,25 @@ impl Runner {
         measured: &mut Measured,
         optimizer: &mut impl FnMut() -> std::result::Result<O, E>,
         iteration: &mut impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
-    ) -> Result<()> {
+    ) -> Result<bool> {
+        let mut repeats = MOST_REPEATS;
         for _ in 0..runs {
-            self.seed += 1;
-            let mode = Mode::Noise { seed: self.seed };
-            let noisy = self.run_afresh(mode, scale, optimizer, iteration)?;
+            let noisy = loop {
+                self.seed += 1;
+                let mode = Mode::Noise { seed: self.seed };
+                let noisy = self.run_afresh(mode, scale, optimizer, iteration)?;
+                let is_finite = noisy.not_finite.is_subset(&f32.not_finite) && !noisy.is_skipped;
+                if is_finite || repeats == 0 {
+                    break noisy;
+                }
+                repeats -= 1;
+            };
             for (quantity, deviation) in measured.quantities.iter_mut().zip(compared(f32, &noisy)?)
             {
                 quantity.noise.push(deviation);
             }
         }
-        Ok(())
+        Ok(repeats > 0)
     }
 
     fn report(

@@ -2,16 +2,14 @@
 
 use std::any::Any;
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor, no_grad};
 
 use super::{BudgetQuantity, BudgetRun};
-use crate::autocast::Regions;
-use crate::buffers::{self, BufferSnapshot};
 use crate::error::{Error, Result};
-use crate::ffi::emulation::{Emulated, Emulation};
+use crate::ffi::emulation::{Emulated, Emulation, Regions};
 use crate::ffi::insight::RecordingMode;
 use crate::ffi::{self, OutsideRegions};
 use crate::gradients::Taken;
@@ -37,12 +35,14 @@ pub(super) enum Mode {
     },
 }
 
-/// A parameter and its numbers before the iteration.
+/// A variable and its numbers before the iteration.
 #[derive(Debug)]
 struct Kept {
     name: String,
-    parameter: Tensor,
-    /// The memory of the parameter.
+    variable: Tensor,
+    /// Whether it is a parameter; if not, it is a buffer or frozen.
+    is_trained: bool,
+    /// The memory of the variable.
     own: Tensor,
     numbers: Tensor,
 }
@@ -60,9 +60,7 @@ pub(super) struct Program {
     pub(super) device: Device,
     devices: Vec<Device>,
     model: RecordedModel,
-    parameters: Vec<Kept>,
-    buffers: Vec<(String, Tensor)>,
-    snapshot: BufferSnapshot,
+    variables: Vec<Kept>,
     random: RandomStates,
     emulated: Emulated,
     _gradients: Taken,
@@ -84,8 +82,9 @@ pub(super) struct Observed {
     pub(super) random: Vec<Tensor>,
     /// The half-precision dtypes that operators returned.
     pub(super) returned: Vec<Kind>,
-    /// The scale during the iteration.
+    /// The scale during the iteration, and whether it used the scaler.
     pub(super) scale: f64,
+    pub(super) is_scaled: bool,
     pub(super) is_skipped: bool,
     pub(super) recording: Option<Recording>,
 }
@@ -94,13 +93,19 @@ pub(super) struct Observed {
 #[derive(Debug, Default)]
 struct Watched {
     steps: HashMap<usize, u64>,
-    gradients: HashMap<usize, Tensor>,
+    /// One for each step.
+    gradients: HashMap<usize, Vec<Tensor>>,
     is_skipped: bool,
 }
 
 impl Watched {
     /// Notes the gradients as the optimizer uses them: unscaled and clipped.
-    fn note(&mut self, optimizer: &dyn AmpOptimizer, step: &Step<'_>) -> Result<()> {
+    fn note(
+        &mut self,
+        known: &HashSet<usize>,
+        optimizer: &dyn AmpOptimizer,
+        step: &Step<'_>,
+    ) -> Result<()> {
         let _own = OutsideRegions::enter();
         if let Some(found) = step.found_inf()
             && found.f_double_value(&[])? != 0.0
@@ -111,6 +116,12 @@ impl Watched {
         let parameters = optimizer.parameters();
         let parameters = parameters.as_slice();
         for (parameter, identity) in parameters.iter().zip(ffi::identities(parameters)?) {
+            if !known.contains(&identity) {
+                let problem = "has parameters that are no variables of the budget's VarStore, which would not be put back: \
+                               make all models with one VarStore"
+                    .to_owned();
+                return Err(Error::InvalidArgument { name: "optimizer", problem });
+            }
             *self.steps.entry(identity).or_default() += 1;
             let gradient = parameter.f_grad()?;
             if gradient.defined() {
@@ -121,7 +132,7 @@ impl Watched {
                 if let Some(clip) = step.clip_factor() {
                     seen = seen.f_mul(&clip.f_to_device(seen.device())?)?;
                 }
-                self.gradients.insert(identity, seen);
+                self.gradients.entry(identity).or_default().push(seen);
             }
         }
         Ok(())
@@ -140,42 +151,42 @@ fn widened(tensor: &Tensor) -> Result<Tensor> {
 impl Program {
     pub(super) fn new(vs: &VarStore, region: Autocast) -> Result<Self> {
         let named = variables::named(variables::variables(vs)?);
-        let trainable = named.iter().filter(|(_, tensor)| tensor.requires_grad());
         let mut devices = vec![Device::Cpu];
-        let keep = |(name, parameter): &(String, Tensor)| {
-            if !devices.contains(&parameter.device()) {
-                devices.push(parameter.device());
+        let keep = |(name, variable): &(String, Tensor)| {
+            if !devices.contains(&variable.device()) {
+                devices.push(variable.device());
             }
-            let (own, numbers) = (parameter.f_detach()?, parameter.f_detach_copy()?);
-            let (name, parameter) = (name.clone(), parameter.shallow_clone());
-            Ok(Kept { name, parameter, own, numbers })
+            let (own, numbers) = (variable.f_detach()?, variable.f_detach_copy()?);
+            let (name, is_trained) = (name.clone(), variable.requires_grad());
+            Ok(Kept { name, variable: variable.shallow_clone(), is_trained, own, numbers })
         };
         let _own = OutsideRegions::enter();
-        let parameters: Vec<Kept> = trainable.map(keep).collect::<Result<_>>()?;
-        if parameters.is_empty() {
+        let variables: Vec<Kept> = named.iter().map(keep).collect::<Result<_>>()?;
+        let trained = variables.iter().filter(|kept| kept.is_trained);
+        let handles: Vec<Tensor> = trained.map(|kept| kept.variable.shallow_clone()).collect();
+        if handles.is_empty() {
             let problem = "has no parameter to train".to_owned();
             return Err(Error::InvalidArgument { name: "vs", problem });
         }
-        let buffers = buffers::buffers(vs)?;
-        let snapshot = BufferSnapshot::of(buffers.iter().map(|(_, buffer)| buffer))?;
-        let random = RandomStates::of(&devices)?;
-        let handles: Vec<Tensor> =
-            parameters.iter().map(|kept| kept.parameter.shallow_clone()).collect();
-        let emulated = emulated(&region)?;
-        let gradients = Taken::from(handles)?;
-        let device = vs.device();
         Ok(Self {
             region,
-            device,
+            device: vs.device(),
+            random: RandomStates::of(&devices)?,
             devices,
             model: RecordedModel::new(named),
-            parameters,
-            buffers,
-            snapshot,
-            random,
-            emulated,
-            _gradients: gradients,
+            variables,
+            emulated: emulated(&region)?,
+            _gradients: Taken::from(handles)?,
         })
+    }
+
+    /// The parameters.
+    fn parameters(&self) -> impl Iterator<Item = &Kept> {
+        self.variables.iter().filter(|kept| kept.is_trained)
+    }
+
+    fn handles(&self) -> Vec<Tensor> {
+        self.parameters().map(|kept| kept.variable.shallow_clone()).collect()
     }
 
     pub(super) fn dtype(&self) -> Kind {
@@ -192,28 +203,28 @@ impl Program {
     /// Puts parameters and buffers back, in place.
     pub(super) fn restore(&mut self, mode: Mode) -> Result<()> {
         let _own = OutsideRegions::enter();
-        for kept in &mut self.parameters {
+        for kept in &mut self.variables {
             if kept.is_half() && mode != Mode::Half {
                 // The same numbers in a dtype that does not round them.
-                kept.parameter.f_set_data(&kept.numbers.f_to_kind(Kind::Float)?)?;
-            } else {
-                if kept.is_half() {
-                    kept.parameter.f_set_data(&kept.own)?;
-                }
-                no_grad(|| kept.parameter.f_copy_(&kept.numbers))?;
+                kept.variable.f_set_data(&kept.numbers.f_to_kind(Kind::Float)?)?;
+                continue;
             }
+            if kept.is_half() {
+                kept.variable.f_set_data(&kept.own)?;
+            }
+            no_grad(|| kept.variable.f_copy_(&kept.numbers))?;
         }
-        self.snapshot.restore()
+        Ok(())
     }
 
     /// Moves the parameters a little, so that whatever is kept of them shows when they are put back.
     pub(super) fn move_parameters(&mut self) -> Result<()> {
         let _own = OutsideRegions::enter();
-        let parameters = &mut self.parameters;
+        let variables = &mut self.variables;
         self.random.during(|| {
             no_grad(|| {
-                for kept in parameters.iter_mut() {
-                    let parameter = &mut kept.parameter;
+                for kept in variables.iter_mut().filter(|kept| kept.is_trained) {
+                    let parameter = &mut kept.variable;
                     let number = |x| ffi::number_new(x, parameter.kind(), parameter.device());
                     let (fifth, one) = (number(0.2)?, number(1.0)?);
                     let factor = parameter.f_randn_like()?.f_mul(&fifth)?.f_add(&one)?;
@@ -225,21 +236,21 @@ impl Program {
     }
 
     pub(super) fn clear_gradients(&self) -> Result<()> {
-        for kept in &self.parameters {
-            ffi::gradients_drop(std::slice::from_ref(&kept.parameter))?;
-        }
-        Ok(())
+        ffi::gradients_drop(&self.handles())
     }
 
-    /// Writes NaN to the gradients that are left and not zero, which an iteration that clears them does not read.
-    pub(super) fn spoil_gradients(&self) -> Result<()> {
+    /// Writes NaN to the gradients that are left and not zero, which an iteration that clears them does not read. Those
+    /// of parameters that the iteration before has not stepped are dropped.
+    pub(super) fn spoil_gradients(&self, before: &Observed) -> Result<()> {
         let _own = OutsideRegions::enter();
-        for kept in &self.parameters {
-            let mut gradient = kept.parameter.f_grad()?;
-            if gradient.defined()
-                && !gradient.is_sparse()
-                && gradient.f_any()?.f_int64_value(&[])? != 0
-            {
+        for kept in self.parameters() {
+            let mut gradient = kept.variable.f_grad()?;
+            if !gradient.defined() {
+                continue;
+            }
+            if !before.is_stepped(&kept.name) {
+                ffi::gradients_drop(std::slice::from_ref(&kept.variable))?;
+            } else if !gradient.is_sparse() && has_any(&gradient)? {
                 let nan = ffi::number_new(f64::NAN, gradient.kind(), gradient.device())?;
                 no_grad(|| gradient.f_copy_(&nan))?;
             }
@@ -259,34 +270,30 @@ impl Program {
         let scale = scaler.get_scale()?;
         let _precision = self.precision(mode)?;
         let mut optimizer = optimizer().map_err(Into::into)?;
+        let all: Vec<_> = self.variables.iter().map(|kept| kept.variable.shallow_clone()).collect();
+        let known = ffi::identities(&all)?.into_iter().collect::<HashSet<_>>();
         let watched = Rc::new(RefCell::new(Watched::default()));
         let mut run = BudgetRun::new(self.region, mode, self.dtype(), scaler);
         let (loss, recording, returned, random) = self.random.during(|| {
-            let emulation = match mode {
-                Mode::Noise { seed } => Emulation::begin(&self.emulated, seed)?,
-                Mode::F32 | Mode::Half => Emulation::observe(&self.emulated)?,
+            let (regions, seed) = match mode {
+                Mode::F32 => (Regions::Off, 0),
+                Mode::Half => (Regions::AsGiven, 0),
+                Mode::Noise { seed } => (Regions::Emulated, seed),
             };
+            let emulation = Emulation::begin(&self.emulated, regions, seed)?;
             if mode != Mode::Half {
-                let in_half = self.parameters.iter().filter(|kept| kept.is_half());
-                let in_half: Vec<_> = in_half.map(|kept| kept.parameter.shallow_clone()).collect();
+                let in_half = self.variables.iter().filter(|kept| kept.is_half());
+                let in_half: Vec<_> = in_half.map(|kept| kept.variable.shallow_clone()).collect();
                 emulation.mark(&in_half)?;
             }
-            let regions = match mode {
-                Mode::F32 => Regions::Off,
-                Mode::Half => Regions::AsGiven,
-                Mode::Noise { .. } => Regions::Emulated,
-            };
             let watch = {
                 let watched = Rc::clone(&watched);
                 move |optimizer: &dyn AmpOptimizer, step: &Step<'_>| {
-                    watched.borrow_mut().note(optimizer, step)
+                    watched.borrow_mut().note(&known, optimizer, step)
                 }
             };
-            let iterate = || {
-                watched::during(Rc::new(watch), || {
-                    regions.during(|| iteration(&mut run, &mut optimizer))
-                })
-            };
+            let iterate =
+                || watched::during(Rc::new(watch), || iteration(&mut run, &mut optimizer));
             let (recording, loss) = match recorded {
                 Some(how) => {
                     let (recording, loss) = Recording::of(&self.model, how, iterate)?;
@@ -300,11 +307,14 @@ impl Program {
             Ok::<_, Error>((loss, recording, returned, random.collect::<Result<_>>()?))
         })??;
         let _own = OutsideRegions::enter();
-        let mut observed = Observed { returned, random, scale, recording, ..Observed::default() };
-        let (scaler, outputs) = run.finish();
+        let mut observed = Observed { returned, random, recording, ..Observed::default() };
+        let (scaler, is_scaled, outputs) = run.finish();
+        (observed.is_scaled, observed.scale) = (is_scaled, if is_scaled { scale } else { 1.0 });
         observed.loss = loss.f_double_value(&[])?;
+        observed.note_finite("the loss", &loss)?;
         observed.values.push((BudgetQuantity::Loss, String::new(), widened(&loss)?));
         for (name, output) in outputs {
+            observed.note_finite(&name, &output)?;
             observed.values.push((BudgetQuantity::Output, name, widened(&output)?));
         }
         self.observe_buffers(&mut observed)?;
@@ -325,12 +335,14 @@ impl Program {
 
     fn observe_buffers(&self, observed: &mut Observed) -> Result<()> {
         let _own = OutsideRegions::enter();
-        for ((name, buffer), before) in self.buffers.iter().zip(self.snapshot.copies()) {
-            observed.dtypes.insert(name.clone(), buffer.kind().into());
-            if before.is_floating_point() {
-                let change = widened(buffer)?.f_sub(&widened(before)?)?;
-                observed.note_finite(name, &change)?;
-                observed.values.push((BudgetQuantity::Buffer, name.clone(), change));
+        for kept in self.variables.iter().filter(|kept| !kept.is_trained) {
+            if !kept.is_half() {
+                observed.dtypes.insert(kept.name.clone(), kept.variable.kind().into());
+            }
+            if kept.numbers.is_floating_point() {
+                let change = widened(&kept.variable)?.f_sub(&widened(&kept.numbers)?)?;
+                observed.note_finite(&kept.name, &change)?;
+                observed.values.push((BudgetQuantity::Buffer, kept.name.clone(), change));
             }
         }
         Ok(())
@@ -343,44 +355,27 @@ impl Program {
         optimizer: &mut O,
     ) -> Result<()> {
         let _own = OutsideRegions::enter();
-        let handles: Vec<_> =
-            self.parameters.iter().map(|kept| kept.parameter.shallow_clone()).collect();
-        let identities = ffi::identities(&handles)?;
-        let state = (optimizer as &mut dyn Any).downcast_mut::<Optimizer>();
-        let state = state.map(Optimizer::state_dict).transpose()?;
-        let state = state.map(|state| state.state).unwrap_or_default();
-        for (kept, identity) in self.parameters.iter().zip(identities) {
+        let states = states(optimizer)?;
+        let identities = ffi::identities(&self.handles())?;
+        for (kept, identity) in self.parameters().zip(identities) {
             let name = &kept.name;
-            let present = kept.parameter.f_grad()?;
-            if !kept.is_half() {
-                observed.dtypes.insert(name.clone(), kept.parameter.kind().into());
-                if present.defined() {
-                    observed.dtypes.insert(format!("{name}.grad"), present.kind().into());
-                }
-            }
-            let entries = state.get(name);
-            for (key, tensor) in entries.into_iter().flatten() {
+            let state = states.get(&identity);
+            for (key, tensor) in state.into_iter().flatten() {
                 observed.dtypes.insert(format!("{name}.{key}"), tensor.kind().into());
             }
-            observed.steps.insert(name.clone(), watched.steps.get(&identity).copied().unwrap_or(0));
-            let seen = match watched.gradients.get(&identity) {
-                Some(seen) => Some(seen.shallow_clone()),
-                None => present.defined().then(|| widened(&present)).transpose()?,
-            };
-            match seen {
-                None => drop(observed.without_gradient.insert(name.clone())),
-                Some(seen) => {
-                    if seen.f_any()?.f_int64_value(&[])? == 0 {
-                        observed.zero_gradient.insert(name.clone());
-                    }
-                    observed.note_finite(&format!("{name}.grad"), &seen)?;
-                    observed.values.push((BudgetQuantity::Gradient, name.clone(), seen));
-                }
+            if !kept.is_half() {
+                observed.dtypes.insert(name.clone(), kept.variable.kind().into());
             }
-            let master = entries.and_then(|entries| entries.get("master_param"));
-            let after = widened(master.unwrap_or(&kept.parameter))?;
+            observed.steps.insert(name.clone(), watched.steps.get(&identity).copied().unwrap_or(0));
+            // Gradients of parameters that the optimizer does not have do not matter.
+            if watched.steps.is_empty() || watched.steps.contains_key(&identity) {
+                let seen = watched.gradients.get(&identity).map_or(&[][..], Vec::as_slice);
+                observed.note_gradients(kept, seen)?;
+            }
+            let master = state.and_then(|state| state.get("master_param"));
+            let after = widened(master.unwrap_or(&kept.variable))?;
             let update = after.f_sub(&widened(&kept.numbers)?)?;
-            if update.f_any()?.f_int64_value(&[])? == 0 {
+            if update.numel() > 0 && !has_any(&update)? {
                 observed.unchanged.insert(name.clone());
             }
             observed.note_finite(name, &update)?;
@@ -395,12 +390,63 @@ impl Program {
     }
 }
 
+/// The tensors of the optimizer's state, by the identity of the parameter. Nothing of an optimizer of another type.
+fn states<O: AmpOptimizer + 'static>(
+    optimizer: &mut O,
+) -> Result<HashMap<usize, BTreeMap<String, Tensor>>> {
+    let identities = ffi::identities(optimizer.parameters().as_slice())?;
+    let names: Vec<_> = (0..identities.len()).map(|i| optimizer.parameter_name(i)).collect();
+    let Some(optimizer) = (optimizer as &mut dyn Any).downcast_mut::<Optimizer>() else {
+        return Ok(HashMap::new());
+    };
+    let mut states = optimizer.state_dict()?.state;
+    let named = identities.into_iter().zip(names);
+    Ok(named.filter_map(|(identity, name)| Some((identity, states.remove(&name?)?))).collect())
+}
+
+fn has_any(numbers: &Tensor) -> Result<bool> {
+    let _own = OutsideRegions::enter();
+    Ok(numbers.f_any()?.f_int64_value(&[])? != 0)
+}
+
 impl Observed {
     fn note_finite(&mut self, name: &str, numbers: &Tensor) -> Result<()> {
         if !is_finite(numbers)? {
             self.not_finite.insert(name.to_owned());
         }
         Ok(())
+    }
+
+    /// Notes the gradients that the steps saw, or, if there was none that could be watched, the present one.
+    fn note_gradients(&mut self, kept: &Kept, seen: &[Tensor]) -> Result<()> {
+        let _own = OutsideRegions::enter();
+        let name = &kept.name;
+        let present = kept.variable.f_grad()?;
+        if present.defined() && !kept.is_half() {
+            self.dtypes.insert(format!("{name}.grad"), present.kind().into());
+        }
+        let mut gradients: Vec<Tensor> = seen.iter().map(Tensor::shallow_clone).collect();
+        if gradients.is_empty() && present.defined() {
+            gradients.push(widened(&present)?);
+        }
+        if gradients.is_empty() {
+            self.without_gradient.insert(name.clone());
+        }
+        for (i, gradient) in gradients.into_iter().enumerate() {
+            let name = if i == 0 { name.clone() } else { format!("{name} #{}", i + 1) };
+            if gradient.numel() > 0 && !has_any(&gradient)? {
+                self.zero_gradient.insert(name.clone());
+            }
+            self.note_finite(&format!("{name}.grad"), &gradient)?;
+            self.values.push((BudgetQuantity::Gradient, name, gradient));
+        }
+        Ok(())
+    }
+
+    /// Whether a parameter was stepped, as far as that is known.
+    fn is_stepped(&self, name: &str) -> bool {
+        let none = self.steps.values().all(|&steps| steps == 0);
+        none || self.steps.get(name).is_some_and(|&steps| steps > 0)
     }
 }
 

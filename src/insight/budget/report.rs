@@ -33,8 +33,8 @@ pub enum BudgetQuantity {
 }
 
 impl BudgetQuantity {
-    /// The multiple of the noise up to which a number is rounding. Correct runs stay below half of each limit, but for
-    /// gradients over four runs with noise; more runs decide where one is exceeded.
+    /// The multiple of the noise up to which a quantity is rounding. Correct training stays below half of each limit,
+    /// except for some gradients, updates and factors with four noise runs; if a limit is exceeded, more runs decide.
     fn limit(self) -> f64 {
         match self {
             Self::Output | Self::Buffer | Self::Gradient => 3.0,
@@ -46,7 +46,7 @@ impl BudgetQuantity {
 /// Beyond this multiple of the noise of its error, a gradient is over budget whatever its median.
 const LIMIT_OF_ERROR: f64 = 12.0;
 
-/// A number of an iteration in half precision, beside that in f32.
+/// A quantity of an iteration in half precision, beside that in f32.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct BudgetRow {
@@ -57,11 +57,11 @@ pub struct BudgetRow {
     /// The norm of the difference, divided by the norm in f32.
     #[serde(with = "numbers")]
     pub error: f64,
-    /// The factor by which it is larger than in f32: ⟨h, f⟩ / ⟨f, f⟩.
+    /// How many times as large it is as in f32: ⟨h, f⟩ / ⟨f, f⟩ for h in half precision and f in f32.
     #[serde(with = "numbers")]
     pub factor: f64,
-    /// How far it is from f32, as a multiple of how far rounding moves it: by the norm of the difference, by its median
-    /// for an update, and by the smaller of the two for a gradient.
+    /// How far it is from f32, as a multiple of the noise: by the norm of the difference; for an update by its median; and
+    /// for a gradient by the smaller of the two, or a quarter of that by the norm if this is larger.
     #[serde(with = "numbers")]
     pub multiple: f64,
     /// The multiple that is allowed.
@@ -96,14 +96,29 @@ pub enum BudgetProblem {
         half: Dtype,
     },
     /// Parameters have a gradient in one of the two runs.
-    Gradients(Vec<String>),
+    Gradients {
+        /// Those without one in half precision, such as what is detached there.
+        missing: Vec<String>,
+        /// Those without one in f32.
+        added: Vec<String>,
+    },
     /// Parameters have a gradient of zeros in one of the two runs.
-    ZeroGradients(Vec<String>),
+    ZeroGradients {
+        /// Those with zeros in half precision.
+        half: Vec<String>,
+        /// Those with zeros in f32.
+        f32: Vec<String>,
+    },
     /// Parameters have no gradient, or one of zeros, in both runs.
     /// [`Budget::allow_unused`](super::Budget::allow_unused) allows it.
     Untrained(Vec<String>),
     /// The step changed parameters in one of the two runs.
-    Unchanged(Vec<String>),
+    Unchanged {
+        /// Those that it left unchanged in half precision.
+        half: Vec<String>,
+        /// Those that it left unchanged in f32.
+        f32: Vec<String>,
+    },
     /// The optimizer stepped a parameter so many times in f32 and in half precision.
     Steps {
         /// The parameter.
@@ -129,9 +144,9 @@ pub enum BudgetProblem {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct BudgetOperator {
-    /// The part of the model, as in an [`Audit`](crate::insight::Audit).
+    /// The part of the model: a module, a name given by [`named`](crate::insight::named), or `after` the last module.
     pub part: String,
-    /// Its name in libtorch.
+    /// Its name in libtorch, without namespace.
     pub operator: String,
     /// How far its results are from f32, as a multiple of how far rounding moves them. `None` if f32 calls another
     /// operator at this place.
@@ -146,7 +161,7 @@ pub struct BudgetOperator {
 pub struct BudgetReport {
     /// The dtype of the region.
     pub dtype: Dtype,
-    /// The scale of the loss.
+    /// The loss scale of the iteration in half precision that is compared.
     #[serde(with = "numbers")]
     pub scale: f64,
     /// How many iterations were run.
@@ -182,8 +197,9 @@ pub(super) struct MeasuredQuantity {
     pub(super) noise: Vec<Deviation>,
 }
 
-/// The noise of an iteration, with which later runs of the same program are compared, in any libtorch: the counterpart
-/// of a file of expected values, without the values. Made by [`BudgetReport::file`], and kept with serde.
+/// The noise of an iteration, with which later runs of the same program are compared. It replaces a file of expected
+/// values, and also holds for another libtorch if the program takes its numbers from elsewhere: libtorch's generators
+/// draw others in other versions. Made by [`BudgetReport::file`], and kept with serde.
 ///
 /// # Examples
 ///
@@ -194,6 +210,7 @@ pub(super) struct MeasuredQuantity {
 /// # use tch_amp::optim::AdamW;
 /// # use tch_amp::Autocast;
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # tch::manual_seed(0);
 /// # let vs = nn::VarStore::new(Device::Cpu);
 /// # let net = nn::linear(vs.root(), 64, 8, Default::default());
 /// # let xs = Tensor::randn([32, 64], (Kind::Float, Device::Cpu));
@@ -263,14 +280,35 @@ impl BudgetReport {
         } else if scale != 1.0 && is(scale * scale) {
             Some("the gradients are too large by the square of the scale".to_owned())
         } else if is(2.0) || is(0.5) {
-            let far = if is(2.0) { "large" } else { "small" };
-            Some(format!(
-                "the gradients are 2 × too {far}: unscaled by the scale of another iteration"
-            ))
+            let (far, lost) = if is(2.0) { ("large", "added twice") } else { ("small", "lost") };
+            let by_scale =
+                if scale == 1.0 { "" } else { "unscaled by another iteration's scale, or " };
+            Some(format!("the gradients are 2 × too {far}: {by_scale}a half of them is {lost}"))
         } else {
             (row.factor.abs() < 1e-3)
-                .then(|| "the gradients have nothing of those in f32".to_owned())
+                .then(|| "the gradients are unrelated to those in f32".to_owned())
         }
+    }
+}
+
+impl Measured {
+    /// Whether rounding alone decides whether a gradient is zero, and its parameter changed: its noise is as large as
+    /// the gradient.
+    pub(super) fn is_only_rounding(&self, name: &str) -> bool {
+        self.quantities.iter().any(|known| {
+            let noise = Noise::of(&known.noise).error;
+            let is_large = if known.norm > 0.0 { noise >= 0.5 } else { noise > 0.0 };
+            known.quantity == BudgetQuantity::Gradient && known.name == name && is_large
+        })
+    }
+
+    /// The noise of these quantities, in their order.
+    pub(super) fn in_order_of(&self, present: &Self) -> Self {
+        let same = |a: &MeasuredQuantity, b: &MeasuredQuantity| {
+            a.quantity == b.quantity && a.name == b.name
+        };
+        let find = |wanted| self.quantities.iter().find(|known| same(known, wanted)).cloned();
+        Self { quantities: present.quantities.iter().filter_map(find).collect() }
     }
 }
 
@@ -347,35 +385,62 @@ impl fmt::Display for BudgetProblem {
                 "nothing is in half precision: the region was not opened, or it has another device"
             ),
             Self::OtherHalf(dtype) => {
-                write!(f, "operators returned {dtype}, which is not the dtype of the region")
+                write!(
+                    f,
+                    "operators returned {dtype}, which is not the dtype of the region: another region or a cast asks for it"
+                )
             }
             Self::HalfInF32(dtype) => write!(
                 f,
-                "the run in f32 has numbers in {dtype}: cast to the dtype of the run instead"
+                "operators returned {dtype} in the f32 run: cast to `run.dtype()`, and use regions of this crate instead of \
+                 `tch::autocast`"
             ),
             Self::Dtype { name, f32, half } => write!(f, "{name} is {half} instead of {f32}"),
-            Self::Gradients(names) => {
-                write!(f, "a gradient in one of the runs alone: {}", Names(names))
+            Self::Gradients { missing, added } => {
+                in_one_run(f, "no gradient in half precision, but in f32", missing)?;
+                in_one_run(f, "no gradient in f32, but in half precision", added)
             }
-            Self::ZeroGradients(names) => {
-                write!(f, "a gradient of zeros in one of the runs alone: {}", Names(names))
+            Self::ZeroGradients { half, f32 } => {
+                in_one_run(f, "a gradient of zeros in half precision, but not in f32", half)?;
+                in_one_run(f, "a gradient of zeros in f32, but not in half precision", f32)
             }
-            Self::Untrained(names) => write!(f, "no gradient in either run: {}", Names(names)),
-            Self::Unchanged(names) => {
-                write!(f, "changed by the step in one of the runs alone: {}", Names(names))
+            Self::Untrained(names) => write!(
+                f,
+                "no gradient, or a zero one, in both runs: {} (`allow_unused` allows it)",
+                Names(names)
+            ),
+            Self::Unchanged { half, f32 } => {
+                in_one_run(
+                    f,
+                    "left unchanged by the step in half precision, but not in f32",
+                    half,
+                )?;
+                in_one_run(f, "left unchanged by the step in f32, but not in half precision", f32)
             }
             Self::Steps { name, f32, half } => {
                 write!(f, "{name} was stepped {half} times instead of {f32}")
             }
             Self::NotCleared => write!(f, "the gradients of the iteration before were not cleared"),
-            Self::RandomNumbers => write!(f, "the runs drew different random numbers"),
+            Self::RandomNumbers => {
+                write!(f, "the runs drew different random numbers: is dropout off in one of them?")
+            }
             Self::NotFinite(names) => {
                 write!(f, "not finite, though finite in f32: {}", Names(names))
             }
-            Self::Scale(scale) => write!(f, "the scale {} is no power of two", Number(*scale)),
-            Self::Skipped => write!(f, "the step is skipped at every scale"),
+            Self::Scale(scale) => {
+                write!(f, "the scale {} is not a power of two, so scaling rounds", Number(*scale))
+            }
+            Self::Skipped => write!(
+                f,
+                "infinite or NaN gradients at every scale down to 2^-8, so that the step is always skipped"
+            ),
         }
     }
+}
+
+/// A sentence about parameters in which the runs differ, if there are any.
+fn in_one_run(f: &mut fmt::Formatter<'_>, what: &str, names: &[String]) -> fmt::Result {
+    if names.is_empty() { Ok(()) } else { write!(f, "{what}: {}", Names(names)) }
 }
 
 /// The first of many names.
@@ -412,6 +477,9 @@ impl fmt::Display for BudgetReport {
         for problem in &self.problems {
             write!(f, "\n{problem}")?;
         }
+        if let Some(sentence) = self.sentence() {
+            write!(f, "\n{sentence}")?;
+        }
         if let Some(first) = &self.first_operator {
             write!(f, "\n{first}")?;
         }
@@ -422,20 +490,19 @@ impl fmt::Display for BudgetReport {
         if over.len() > MOST_LINES {
             write!(f, "\nand {} more", over.len() - MOST_LINES)?;
         }
-        match self.sentence() {
-            Some(sentence) => write!(f, "\n{sentence}"),
-            None => Ok(()),
-        }
+        Ok(())
     }
 }
 
 impl fmt::Display for BudgetRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { quantity, name, error, factor, multiple, limit } = self;
-        write!(
-            f,
-            "{quantity} {name}: {multiple:.3} × noise, of which {limit} are allowed (error {error:.1e}, factor {factor:.4})"
-        )
+        let space = if name.is_empty() { "" } else { " " };
+        write!(f, "{quantity}{space}{name}: ")?;
+        if !error.is_finite() {
+            return write!(f, "missing, not finite, or of another shape");
+        }
+        write!(f, "{multiple:.1} × noise, limit {limit} (error {error:.1e}, {factor:.4} × f32)")
     }
 }
 
@@ -444,12 +511,11 @@ impl fmt::Display for BudgetOperator {
         let Self { part, operator, multiple } = self;
         match multiple {
             Some(multiple) => {
-                write!(f, "first operator over budget: {operator} in {part}, {multiple:.3} × noise")
+                write!(f, "first operator over budget: {operator} ({part}), {multiple:.1} × noise")
             }
-            None => write!(
-                f,
-                "from here on half precision calls other operators than f32: {operator} in {part}"
-            ),
+            None => {
+                write!(f, "first operator that f32 does not call at its place: {operator} ({part})")
+            }
         }
     }
 }

@@ -1,0 +1,298 @@
+//! Programs at the edges of what a budget compares.
+
+use tch::nn::{self, Module, ModuleT, VarStore};
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::insight::{Budget, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRun, audit};
+use tch_amp::optim::{AdamW, AmpOptimizer, MasterWeights, Optimizer, Sgd};
+use tch_amp::{Autocast, Error, GradScaler, Result};
+
+use crate::alone;
+
+fn floats(sizes: &[i64]) -> Tensor {
+    Tensor::randn(sizes, (Kind::Float, Device::Cpu))
+}
+
+fn region(dtype: Kind) -> Autocast {
+    Autocast::new(Device::Cpu).dtype(dtype)
+}
+
+/// Measures a loss whose parameters AdamW steps.
+fn measure(
+    vs: &VarStore,
+    dtype: Kind,
+    loss: impl Fn(&BudgetRun) -> Tensor,
+) -> Result<BudgetReport> {
+    let optimizer = || AdamW::default().build(vs, 1e-3);
+    Budget::new(vs, region(dtype)).measure(optimizer, |run, optimizer| step(run, optimizer, &loss))
+}
+
+fn step(
+    run: &mut BudgetRun,
+    optimizer: &mut Optimizer,
+    loss: &dyn Fn(&BudgetRun) -> Tensor,
+) -> Result<Tensor> {
+    optimizer.zero_grad()?;
+    let loss = run.region(|| loss(run))?;
+    run.scaler().backward(&loss)?;
+    let _outcome = run.scaler().step(optimizer)?;
+    run.scaler().update()?;
+    Ok(loss)
+}
+
+/// A product that libtorch expands.
+#[test]
+fn operands_are_broadcast() {
+    let _alone = alone();
+    tch::manual_seed(0);
+    let vs = VarStore::new(Device::Cpu);
+    let layer = nn::linear(vs.root() / "layer", 16, 16, Default::default());
+    let query = vs.root().var("query", &[1, 8, 16], nn::Init::Randn { mean: 0.0, stdev: 1.0 });
+    let (edges, xs) = (floats(&[12, 12]), floats(&[4, 12, 16]));
+    let forward = || {
+        let mixed = edges.matmul(&layer.forward(&xs));
+        query.matmul(&mixed.transpose(1, 2)).to_kind(Kind::Float).square().mean(Kind::Float)
+    };
+    for dtype in [Kind::BFloat16, Kind::Half] {
+        measure(&vs, dtype, |_| forward()).unwrap().assert();
+        audit(&vs, &region(dtype), &GradScaler::disabled(), |region| region.run(forward)).unwrap();
+    }
+}
+
+#[test]
+fn a_loss_that_overflows_is_over_budget() {
+    let _alone = alone();
+    tch::manual_seed(0);
+    let vs = VarStore::new(Device::Cpu);
+    let layer = nn::linear(vs.root() / "layer", 16, 64, Default::default());
+    let xs = floats(&[64, 16]) * 10.0;
+    let report =
+        measure(&vs, Kind::Half, |_| layer.forward(&xs).square().sum(None::<Kind>)).unwrap();
+    let is_named = |problem: &BudgetProblem| matches!(problem, BudgetProblem::NotFinite(names) if names.contains(&"the loss".to_owned()));
+    assert!(report.problems.iter().any(is_named), "{report}");
+}
+
+/// Everything is in half precision, and nothing is left to a region. Running statistics in half precision are not
+/// rounding alone.
+#[test]
+fn a_program_can_be_all_in_half_precision() {
+    let _alone = alone();
+    for statistics in [false, true] {
+        let report = all_in_half_precision(statistics);
+        assert_eq!(report.is_within(), !statistics, "{report}");
+        assert!(report.over().iter().all(|row| row.quantity == BudgetQuantity::Buffer), "{report}");
+    }
+}
+
+fn all_in_half_precision(statistics: bool) -> BudgetReport {
+    tch::manual_seed(0);
+    let mut vs = VarStore::new(Device::Cpu);
+    let norm: Box<dyn ModuleT> = match statistics {
+        true => Box::new(nn::batch_norm1d(vs.root() / 1, 32, Default::default())),
+        false => Box::new(nn::layer_norm(vs.root() / 1, vec![32], Default::default())),
+    };
+    let (first, last) = (
+        nn::linear(vs.root() / 0, 16, 32, Default::default()),
+        nn::linear(vs.root() / 2, 32, 4, Default::default()),
+    );
+    vs.bfloat16();
+    let xs = floats(&[32, 16]);
+    let adamw = AdamW::default().master_weights(MasterWeights::Float);
+    // The optimizer does not know the names.
+    let optimizer = || adamw.build(vs.trainable_variables(), 1e-3);
+    let report = Budget::new(&vs, region(Kind::BFloat16)).measure(optimizer, |run, optimizer| {
+        optimizer.zero_grad()?;
+        let hidden = norm.forward_t(&first.forward(&xs.to_kind(run.dtype())), true).tanh();
+        let loss = run.output("ys", &last.forward(&hidden)).square().mean(Kind::Float);
+        run.scaler().backward(&loss)?;
+        let _outcome = run.scaler().step(optimizer)?;
+        run.scaler().update()?;
+        Ok(loss)
+    });
+    assert!(vs.variables().values().all(|variable| variable.kind() == Kind::BFloat16));
+    report.unwrap()
+}
+
+/// Adapters in f32 beside frozen weights in bf16.
+#[test]
+fn frozen_weights_can_be_in_half_precision() {
+    let _alone = alone();
+    tch::manual_seed(0);
+    let vs = VarStore::new(Device::Cpu);
+    let frozen = vs.root().var_copy("frozen", &floats(&[16, 16]));
+    let frozen = {
+        let mut frozen = frozen.set_requires_grad(false);
+        frozen.set_data(&frozen.to_kind(Kind::BFloat16));
+        frozen
+    };
+    let down = nn::linear(vs.root() / "down", 16, 4, Default::default());
+    let up = nn::linear(vs.root() / "up", 4, 16, Default::default());
+    let xs = floats(&[32, 16]);
+    let report = measure(&vs, Kind::BFloat16, |run| {
+        let ys = xs.matmul(&frozen) + up.forward(&down.forward(&xs));
+        run.output("ys", &ys).square().mean(Kind::Float)
+    });
+    report.unwrap().assert();
+    assert_eq!(frozen.kind(), Kind::BFloat16);
+}
+
+/// The gradient of a bias before a normalization is rounding and nothing else.
+#[test]
+fn gradients_that_are_rounding_alone_are_not_compared_exactly() {
+    let _alone = alone();
+    tch::manual_seed(0);
+    let vs = VarStore::new(Device::Cpu);
+    let first = nn::linear(vs.root() / "first", 16, 32, Default::default());
+    let norm = nn::batch_norm1d(vs.root() / "norm", 32, Default::default());
+    let xs = floats(&[64, 16]);
+    let ys = floats(&[64, 32]);
+    for lr in [1e-1, 1e-3, 1e-6] {
+        let budget = Budget::new(&vs, region(Kind::BFloat16));
+        let report = budget.measure(
+            || Sgd::default().build(&vs, lr),
+            |run, optimizer| {
+                step(run, optimizer, &|_| {
+                    (first.forward(&xs).apply_t(&norm, true) - &ys).square().mean(Kind::Float)
+                })
+            },
+        );
+        report.unwrap().assert();
+    }
+}
+
+#[test]
+fn an_optimizer_of_other_models_is_refused() {
+    let _alone = alone();
+    let (vs, other) = (VarStore::new(Device::Cpu), VarStore::new(Device::Cpu));
+    let layer = nn::linear(vs.root(), 4, 4, Default::default());
+    let head = nn::linear(other.root(), 4, 4, Default::default());
+    let xs = floats(&[8, 4]);
+    let both = || {
+        let variables = vs.trainable_variables().into_iter().chain(other.trainable_variables());
+        AdamW::default().build(variables.collect::<Vec<_>>(), 1e-3)
+    };
+    let before = head.ws.copy();
+    let measured = Budget::new(&vs, region(Kind::BFloat16)).measure(both, |run, optimizer| {
+        step(run, optimizer, &|_| head.forward(&layer.forward(&xs)).square().mean(Kind::Float))
+    });
+    assert!(
+        matches!(measured, Err(Error::InvalidArgument { name: "optimizer", .. })),
+        "{measured:?}"
+    );
+    assert_eq!(head.ws, before);
+}
+
+/// The backbone has gradients that nobody uses or clears.
+#[test]
+fn parameters_that_the_optimizer_does_not_have_do_not_matter() {
+    let _alone = alone();
+    tch::manual_seed(0);
+    let vs = VarStore::new(Device::Cpu);
+    let backbone = nn::linear(vs.root() / "backbone", 16, 32, Default::default());
+    let head = nn::linear(vs.root() / "head", 32, 4, Default::default());
+    let empty = vs.root().zeros("empty", &[0]);
+    let xs = floats(&[32, 16]);
+    let optimizer = || {
+        let of_head = [&head.ws, head.bs.as_ref().unwrap(), &empty].map(Tensor::shallow_clone);
+        AdamW::default().build(Vec::from(of_head), 1e-3)
+    };
+    let report = Budget::new(&vs, region(Kind::BFloat16)).measure(optimizer, |run, optimizer| {
+        step(run, optimizer, &|_| {
+            let ys = head.forward(&backbone.forward(&xs).relu()).square().mean(Kind::Float);
+            ys + empty.sum(Kind::Float)
+        })
+    });
+    let report = report.unwrap();
+    report.assert();
+    let of_gradients = report.rows.iter().filter(|row| row.quantity == BudgetQuantity::Gradient);
+    assert!(of_gradients.clone().all(|row| !row.name.starts_with("backbone")), "{:?}", report.rows);
+    assert!(of_gradients.count() >= 2);
+}
+
+/// The first of two steps is not unscaled, and Adam's first update does not show it.
+#[test]
+fn every_step_of_an_iteration_is_compared() {
+    let _alone = alone();
+    tch::manual_seed(0);
+    let vs = VarStore::new(Device::Cpu);
+    let layer = nn::linear(vs.root(), 16, 16, Default::default());
+    let xs = floats(&[32, 16]);
+    for forgotten in [false, true] {
+        let optimizer = || AdamW::default().build(&vs, 1e-3);
+        let report =
+            Budget::new(&vs, region(Kind::BFloat16)).measure(optimizer, |run, optimizer| {
+                let loss = |_: &BudgetRun| layer.forward(&xs).tanh().square().mean(Kind::Float);
+                if forgotten && run.is_half() {
+                    optimizer.zero_grad()?;
+                    let first = run.region(|| loss(run))?;
+                    run.scaler().backward(&first)?;
+                    optimizer.step()?;
+                } else {
+                    let _loss = step(run, optimizer, &loss)?;
+                }
+                step(run, optimizer, &loss)
+            });
+        let report = report.unwrap();
+        assert_eq!(report.is_within(), !forgotten, "{report}");
+    }
+}
+
+/// A file is compared by names, in whatever order a later program gives them.
+#[test]
+fn outputs_of_a_file_are_found_by_name() {
+    let _alone = alone();
+    tch::manual_seed(0);
+    let vs = VarStore::new(Device::Cpu);
+    let layer = nn::linear(vs.root(), 64, 64, Default::default());
+    let xs = floats(&[32, 64]);
+    let iterate = |first: &'static str, second: &'static str| {
+        let (layer, xs) = (&layer, &xs);
+        move |run: &mut BudgetRun, optimizer: &mut Optimizer| {
+            step(run, optimizer, &|run| {
+                let small = layer.forward(xs);
+                let large = no_grad(|| (layer.forward(xs) * 300.0).sin());
+                for name in [first, second] {
+                    let _output = run.output(name, if name == "small" { &small } else { &large });
+                }
+                small.square().mean(Kind::Float)
+            })
+        }
+    };
+    let optimizer = || AdamW::default().build(&vs, 1e-3);
+    let budget = Budget::new(&vs, region(Kind::BFloat16));
+    let file = budget.measure(optimizer, iterate("small", "large")).unwrap().file();
+    budget.check(&file, optimizer, iterate("large", "small")).unwrap().assert();
+}
+
+#[test]
+fn an_optimizer_of_ones_own_is_compared_by_gradients_and_updates() {
+    struct SignSgd(Vec<Tensor>);
+    impl AmpOptimizer for SignSgd {
+        fn parameters(&self) -> tch_amp::optim::Parameters<'_> {
+            self.0.as_slice().into()
+        }
+        fn update(&mut self, _step: &tch_amp::optim::Step<'_>) -> Result<()> {
+            no_grad(|| {
+                for w in &mut self.0 {
+                    let sign = w.grad().sign() * 1e-3;
+                    *w -= sign;
+                }
+            });
+            Ok(())
+        }
+    }
+    let _alone = alone();
+    tch::manual_seed(0);
+    let vs = VarStore::new(Device::Cpu);
+    let layer = nn::linear(vs.root(), 16, 16, Default::default());
+    let xs = floats(&[32, 16]);
+    let optimizer = || Ok::<_, Error>(SignSgd(vs.trainable_variables()));
+    let report = Budget::new(&vs, region(Kind::BFloat16)).measure(optimizer, |run, optimizer| {
+        optimizer.0.iter_mut().for_each(Tensor::zero_grad);
+        let loss = run.region(|| layer.forward(&xs).tanh().square().mean(Kind::Float))?;
+        run.scaler().backward(&loss)?;
+        let _outcome = run.scaler().step(optimizer)?;
+        run.scaler().update()?;
+        Ok(loss)
+    });
+    report.unwrap().assert();
+}
