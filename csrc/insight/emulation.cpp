@@ -527,9 +527,9 @@ struct Kernels {
 };
 
 // Registers the kernels at the first call.
-void make_kernels() {
-  static auto *const kernels = new Kernels();
-  (void)kernels;
+const Kernels &kernels() {
+  static const auto *const kernels = new Kernels();
+  return *kernels;
 }
 
 void include_keys(bool calls, bool runs) {
@@ -541,7 +541,10 @@ void include_keys(bool calls, bool runs) {
 }  // namespace tamp
 
 struct tamp_emulation {
-  std::shared_ptr<tamp::Emulation> shared;
+  explicit tamp_emulation(const tamp_emulated &how) : shared(std::make_shared<tamp::Emulation>(how)) {}
+
+  const tamp::Kernels &kernels = tamp::kernels();
+  const std::shared_ptr<tamp::Emulation> shared;
 };
 
 extern "C" {
@@ -549,9 +552,7 @@ extern "C" {
 tamp_emulation *tamp_emulation_begin(const tamp_emulated *how, char **err) noexcept {
   return tamp::guarded(err, [&]() -> tamp_emulation * {
     TORCH_CHECK(tamp::current() == nullptr, "this thread emulates half precision already");
-    auto begun = std::make_unique<tamp_emulation>();
-    begun->shared = std::make_shared<tamp::Emulation>(*how);
-    tamp::make_kernels();
+    auto begun = std::make_unique<tamp_emulation>(*how);
     c10::ThreadLocalDebugInfo::_push(tamp::info(), begun->shared);
     tamp::include_keys(begun->shared->rounds(), true);
     return begun.release();
