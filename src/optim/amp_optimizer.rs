@@ -1,5 +1,6 @@
 //! The trait through which a scaler steps an optimizer.
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use tch::Tensor;
@@ -63,6 +64,17 @@ pub trait AmpOptimizer {
     /// unscaling loses no precision. Meant for optimizers that update such parameters in f32. Defaults to `false`.
     fn wants_f32_gradients(&self) -> bool {
         false
+    }
+
+    /// Returns the tensors that the optimizer keeps for each parameter, by name, in the order of
+    /// [`parameters`](Self::parameters). A [`Budget`](crate::insight::Budget) compares their dtypes, and by a
+    /// `master_param` what the step did to a half-precision parameter. Defaults to none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if libtorch fails.
+    fn state_tensors(&mut self) -> Result<Vec<BTreeMap<String, Tensor>>> {
+        Ok(Vec::new())
     }
 
     /// Returns the name of the parameter at `index` for messages, if it has one. The implementation must not use the

@@ -1,6 +1,6 @@
 //! The fused optimizer.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 
 use tch::Tensor;
 
@@ -377,6 +377,12 @@ impl AmpOptimizer for Optimizer {
 
     fn wants_f32_gradients(&self) -> bool {
         self.masters != MasterWeights::None
+    }
+
+    /// Returns the tensors of [`state_dict`](Self::state_dict).
+    fn state_tensors(&mut self) -> Result<Vec<BTreeMap<String, Tensor>>> {
+        let mut state = self.state_dict()?.state;
+        Ok(self.slots.iter().map(|slot| state.remove(&slot.name).unwrap_or_default()).collect())
     }
 
     fn parameter_name(&self, index: usize) -> Option<String> {

@@ -4,8 +4,8 @@ use rstest::rstest;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{
-    Adam, AdamW, Algorithm, MasterWeights, Muon, Optimizer, OptimizerError, OptimizerState,
-    ParamGroup, ParamGroupState, RmsProp, Sgd,
+    Adam, AdamW, Algorithm, AmpOptimizer, MasterWeights, Muon, Optimizer, OptimizerError,
+    OptimizerState, ParamGroup, ParamGroupState, RmsProp, Sgd,
 };
 use tch_amp::{Error, GradScaler};
 
@@ -28,6 +28,23 @@ fn train(opt: &mut Optimizer, from: u8, to: u8) {
         }
         opt.step().unwrap();
     }
+}
+
+#[test]
+fn state_tensors_are_those_of_the_state_in_the_order_of_the_parameters() {
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            let mut optimizer = build(algorithm, named(device), 0.1);
+            train(&mut optimizer, 0, 2);
+            let mut state = optimizer.state_dict().unwrap().state;
+            let tensors = optimizer.state_tensors().unwrap();
+            for (name, of_parameter) in ["a", "b", "never"].into_iter().zip(&tensors) {
+                assert_eq!(*of_parameter, state.remove(name).unwrap_or_default(), "{name}");
+            }
+            assert_eq!(tensors.len(), 3);
+            assert!(state.is_empty());
+        }
+    });
 }
 
 #[test]
