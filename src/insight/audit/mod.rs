@@ -18,7 +18,7 @@ use crate::error::Error;
 use crate::error::{Number, Result};
 use crate::{Autocast, GradScaler};
 use parts::needs_f32;
-pub(super) use parts::place;
+pub(super) use parts::{place, relative};
 pub(super) use runs::{check_parameters, without_times};
 
 /// How many parts without suspicions are listed.
@@ -87,9 +87,10 @@ pub struct AuditedOutput {
     #[serde(with = "numbers")]
     pub rounded: f64,
     /// The error of f32 operators that round at random what the region rounds: the root mean square of four runs. Half
-    /// precision that does no more than rounding has about 0.7 of it, as in a [`Budget`](super::Budget).
-    #[serde(with = "numbers", default)]
-    pub noise: f64,
+    /// precision that does no more than rounding has about 0.7 of it, as in a [`Budget`](super::Budget). `None` if
+    /// the region returns no half precision.
+    #[serde(default)]
+    pub noise: Option<f64>,
     /// The error as a multiple of the expected one.
     #[serde(with = "numbers")]
     pub multiple: f64,
@@ -188,8 +189,9 @@ impl Audit {
 
 impl AuditedOutput {
     /// The error as a multiple of the [noise](Self::noise), 0 if there is neither.
-    pub fn of_noise(&self) -> f64 {
-        if self.error == 0.0 { 0.0 } else { self.error / self.noise }
+    pub fn of_noise(&self) -> Option<f64> {
+        let noise = self.noise?;
+        Some(if self.error == 0.0 { 0.0 } else { self.error / noise })
     }
 }
 
@@ -343,7 +345,11 @@ fn line(f: &mut fmt::Formatter<'_>, part: &AuditedPart, width: usize) -> fmt::Re
     match &part.output {
         Some(output) => {
             let (error, multiple) = (output.error, output.multiple);
-            write!(f, "{error:>9.1e} {multiple:>10.1} {:>7.1}  ", output.of_noise())?;
+            write!(f, "{error:>9.1e} {multiple:>10.1} ")?;
+            match output.of_noise() {
+                Some(of_noise) => write!(f, "{of_noise:>7.1}  ")?,
+                None => write!(f, "{:>7}  ", "")?,
+            }
         }
         None => write!(f, "{:>9} {:>10} {:>7}  ", "", "", "")?,
     }

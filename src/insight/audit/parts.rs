@@ -202,7 +202,7 @@ impl Parts<'_> {
             cosine: compared.cosine,
             expected,
             rounded: self.rounded.get(&index).map_or(0.0, |rounded| relative(*rounded)),
-            noise: self.noise.get(&index).copied().unwrap_or(0.0),
+            noise: self.noise.get(&index).copied(),
             multiple,
             inputs: self.paths(&inputs, place),
             growth: self.growth(event, multiple, base),
@@ -251,7 +251,7 @@ impl AuditedOutput {
     }
 }
 
-fn relative(compared: ffi::Compared) -> f64 {
+pub(in crate::insight) fn relative(compared: ffi::Compared) -> f64 {
     // There is nothing to be relative to.
     if compared.norm == 0.0 && compared.difference.is_finite() {
         return 0.0;

@@ -56,7 +56,7 @@ fn row(part: &AuditedPart) -> [String; 11] {
         suspicions.join(", and "),
         output(scientific, |output| output.error),
         output(one_digit, |output| output.multiple),
-        output(one_digit, AuditedOutput::of_noise),
+        part.output.as_ref().and_then(AuditedOutput::of_noise).map_or_else(String::new, one_digit),
         gradient(scientific, |gradient| gradient.error),
         gradient(|cosine| format!("{cosine:.5}"), |gradient| gradient.cosine),
         gradient(|share| format!("{:.2} %", 100.0 * share), |gradient| gradient.underflow),
