@@ -235,14 +235,14 @@ void round(Emulation &emulation, const Tensor &t) {
 // has the dtype of the input.
 bool follows_first(std::string_view name) {
   static const std::unordered_set<std::string_view> following = {
-      "aten::native_layer_norm",        "aten::native_layer_norm_backward",
-      "aten::native_batch_norm",        "aten::native_batch_norm_backward",
-      "aten::_native_batch_norm_legit", "aten::_native_batch_norm_legit.no_stats",
-      "aten::_batch_norm_with_update",  "aten::batch_norm_backward",
-      "aten::cudnn_batch_norm",         "aten::cudnn_batch_norm_backward",
-      "aten::native_group_norm",        "aten::native_group_norm_backward",
-      "aten::_fused_rms_norm",          "aten::_fused_rms_norm_backward",
-      "aten::native_dropout",           "aten::native_dropout_backward"};
+      "aten::native_layer_norm",          "aten::native_layer_norm_backward",
+      "aten::native_batch_norm",          "aten::native_batch_norm_backward",
+      "aten::_native_batch_norm_legit",   "aten::_batch_norm_with_update",
+      "aten::batch_norm_backward",        "aten::cudnn_batch_norm",
+      "aten::cudnn_batch_norm_backward",  "aten::native_group_norm",
+      "aten::native_group_norm_backward", "aten::_fused_rms_norm",
+      "aten::_fused_rms_norm_backward",   "aten::native_dropout",
+      "aten::native_dropout_backward"};
   return following.count(name) != 0;
 }
 

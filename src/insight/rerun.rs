@@ -72,6 +72,11 @@ impl Repeatable {
         &self.devices
     }
 
+    pub(super) fn model(&self) -> &RecordedModel {
+        &self.model
+    }
+
+    /// The variables, also those that are not trainable.
     pub(super) fn parameters(&self) -> &[(String, Tensor)] {
         self.model.parameters()
     }

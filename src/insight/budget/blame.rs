@@ -1,49 +1,33 @@
 //! The first operator whose results rounding does not explain.
 
+use super::deviation::{multiple, root_mean_square};
 use super::program::Mode;
-use super::{BudgetOperator, BudgetRun, Runner};
-use crate::error::{Error, Result};
+use super::{BudgetOperator, BudgetQuantity, Runner};
+use crate::error::Result;
 use crate::ffi::insight::{Compared, EventKind, RecordingMode, Reference};
-use crate::insight::audit::place;
+use crate::insight::audit::{place, relative};
 use crate::insight::recording::Recording;
-use crate::optim::AmpOptimizer;
-use tch::Tensor;
 
 /// How many runs with noise are recorded.
 const RUNS: usize = 4;
 
-/// The multiple of the noise that is rounding.
-const LIMIT: f64 = 3.0;
-
-/// The smallest noise.
-const LEAST_NOISE: f64 = 2e-6;
-
 /// Records the iteration in f32, in half precision and with noise, and compares operator by operator.
-pub(super) fn first_operator<O: AmpOptimizer + 'static, E: Into<Error>>(
-    runner: &mut Runner,
+pub(super) fn first_operator(
+    runner: &mut Runner<'_>,
     scale: f64,
-    optimizer: &mut impl FnMut() -> std::result::Result<O, E>,
-    iteration: &mut impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
 ) -> Result<Option<BudgetOperator>> {
     let reference = Reference::new()?;
-    let mut record = |runner: &mut Runner, mode, how| {
-        runner.program.restore(mode)?;
-        runner.program.clear_gradients()?;
-        // With a scale in f32 as well, so that all runs call the same operators.
-        let scaler = runner.program.scaler(scale)?;
-        let (observed, _) = runner.run(mode, scaler, Some(how), optimizer, iteration)?;
-        Ok::<_, Error>(observed.recording)
-    };
-    let of_f32 = record(runner, Mode::F32, RecordingMode::Reference(&reference))?;
-    let half = record(runner, Mode::Half, RecordingMode::Compared(&reference))?;
+    let beside = || Some(RecordingMode::Compared(&reference));
+    // With a scale in f32 as well, so that all runs call the same operators.
+    let scaler = runner.program.scaler(scale)?;
+    let _f32 = runner.run_afresh(Mode::F32, scaler, Some(RecordingMode::Reference(&reference)))?;
+    let scaler = runner.program.scaler(scale)?;
+    let half = runner.run_afresh(Mode::Half, scaler, beside())?.recording;
     let mut noisy = Vec::new();
     for _ in 0..RUNS {
-        runner.seed += 1;
-        let mode = Mode::Noise { seed: runner.seed };
-        noisy.extend(record(runner, mode, RecordingMode::Compared(&reference))?);
+        noisy.extend(runner.run_with_noise(scale, beside())?.recording);
     }
-    let (Some(_), Some(half)) = (of_f32, half) else { return Ok(None) };
-    Ok(first_over(&half, &noisy))
+    Ok(half.and_then(|half| first_over(&half, &noisy)))
 }
 
 fn first_over(half: &Recording, noisy: &[Recording]) -> Option<BudgetOperator> {
@@ -58,14 +42,11 @@ fn first_over(half: &Recording, noisy: &[Recording]) -> Option<BudgetOperator> {
             operator: event.name.trim_start_matches("aten::").to_owned(),
             multiple,
         };
-        let Some(compared) = &event.compared else { return Some(found(None)) };
-        let errors: Option<Vec<f64>> =
-            noise.iter().map(|run| run.get(position)?.as_ref().map(error)).collect();
-        let errors = errors?;
-        let squares: f64 = errors.iter().map(|error| error * error).sum();
-        let noise = (squares / errors.len() as f64).sqrt().max(LEAST_NOISE);
-        let multiple = error(compared) / noise;
-        if multiple.is_nan() || multiple > LIMIT {
+        let Some(compared) = event.compared else { return Some(found(None)) };
+        let errors = noise.iter().map(|run| Some(relative((*run.get(position)?)?)));
+        let errors = errors.collect::<Option<Vec<f64>>>()?;
+        let multiple = multiple(relative(compared), root_mean_square(errors.into_iter()));
+        if multiple > BudgetQuantity::Output.limit() {
             return Some(found(Some(multiple)));
         }
     }
@@ -78,14 +59,4 @@ fn forward(recording: &Recording) -> impl Iterator<Item = usize> {
     let end = backward.unwrap_or(recording.events.len());
     let ended = recording.ended().into_iter();
     ended.filter(move |&index| index < end && recording.events[index].is_counted)
-}
-
-fn error(compared: &Compared) -> f64 {
-    if compared.norm > 0.0 {
-        compared.difference / compared.norm
-    } else if compared.difference == 0.0 {
-        0.0
-    } else {
-        f64::INFINITY
-    }
 }

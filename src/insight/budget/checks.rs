@@ -9,82 +9,93 @@ use super::program::Observed;
 use super::report::Measured;
 use crate::patterns::matches_any;
 
-/// Adds what differs between an iteration in half precision and the same in f32.
-pub(super) fn compare(
+/// What differs between an iteration in half precision and the same in f32.
+pub(super) fn problems(
     f32: &Observed,
     half: &Observed,
     dtype: Kind,
     unused: &[String],
     measured: &Measured,
-    problems: &mut Vec<BudgetProblem>,
-) {
-    if let Some(&other) = half.returned.iter().find(|&&kind| kind != dtype) {
-        problems.push(BudgetProblem::OtherHalf(other.into()));
-    }
-    if !half.returned.contains(&dtype) {
-        problems.push(BudgetProblem::NothingInHalf);
-    }
-    if let Some(&kind) = f32.returned.first() {
-        problems.push(BudgetProblem::HalfInF32(kind.into()));
-    }
-    for (name, &of_f32) in &f32.dtypes {
-        if let Some(&of_half) = half.dtypes.get(name).filter(|&&of_half| of_half != of_f32) {
-            let (f32, half) = (of_f32, of_half);
-            problems.push(BudgetProblem::Dtype { name: name.clone(), f32, half });
-        }
-    }
-    let only = |in_one: &BTreeSet<String>, other: &BTreeSet<String>, decided: bool| {
-        let names = in_one.difference(other);
-        let counts = |name: &&String| !decided || !measured.is_only_rounding(name);
-        names.filter(counts).cloned().collect::<Vec<_>>()
-    };
-    let (missing, added) = (
-        only(&half.without_gradient, &f32.without_gradient, false),
-        only(&f32.without_gradient, &half.without_gradient, false),
-    );
-    if !missing.is_empty() || !added.is_empty() {
-        problems.push(BudgetProblem::Gradients { missing, added });
-    }
-    // Where a gradient is rounding alone, that decides whether it is zero and too small to change a parameter.
-    let zeros = [&half.zero_gradient, &f32.zero_gradient];
-    let unchanged = [&half.unchanged, &f32.unchanged];
-    let both = |[half, f32]: [&BTreeSet<String>; 2]| (only(half, f32, true), only(f32, half, true));
-    let (half_zeros, f32_zeros) = both(zeros);
-    if !half_zeros.is_empty() || !f32_zeros.is_empty() {
-        problems.push(BudgetProblem::ZeroGradients { half: half_zeros, f32: f32_zeros });
-    }
-    let (half_same, f32_same) = both(unchanged);
-    if !half_same.is_empty() || !f32_same.is_empty() {
-        problems.push(BudgetProblem::Unchanged { half: half_same, f32: f32_same });
-    }
-    let nothing = |run: &Observed| -> BTreeSet<String> {
-        run.without_gradient.union(&run.zero_gradient).cloned().collect()
-    };
-    let untrained = nothing(f32).intersection(&nothing(half)).cloned().collect::<Vec<_>>();
-    let untrained: Vec<_> =
-        untrained.into_iter().filter(|name| !matches_any(unused, name)).collect();
-    if !untrained.is_empty() {
-        problems.push(BudgetProblem::Untrained(untrained));
-    }
-    let different = f32.steps.iter().find_map(|(name, &of_f32)| {
-        let of_half = half.steps.get(name).copied().unwrap_or(0);
-        (of_f32 != of_half).then(|| BudgetProblem::Steps {
-            name: name.clone(),
-            f32: of_f32,
-            half: of_half,
-        })
-    });
-    problems.extend(different.filter(|_| !half.is_skipped));
-    let drawn =
-        |run: &Observed| run.random.iter().map(tch::Tensor::shallow_clone).collect::<Vec<_>>();
-    if drawn(f32) != drawn(half) {
+) -> Vec<BudgetProblem> {
+    let mut problems = of_operators(f32, half, dtype);
+    problems.extend(of_dtypes(f32, half));
+    problems.extend(of_gradients(f32, half, measured));
+    problems.extend(untrained(f32, half, unused));
+    problems.extend(of_steps(f32, half));
+    if f32.random != half.random {
         problems.push(BudgetProblem::RandomNumbers);
     }
-    let not_finite: Vec<_> = half.not_finite.difference(&f32.not_finite).cloned().collect();
+    let not_finite = names(half.not_finite.difference(&f32.not_finite));
     if !not_finite.is_empty() {
         problems.push(BudgetProblem::NotFinite(not_finite));
     }
     if half.scale.log2().fract() != 0.0 {
         problems.push(BudgetProblem::Scale(half.scale));
     }
+    problems
+}
+
+fn of_operators(f32: &Observed, half: &Observed, dtype: Kind) -> Vec<BudgetProblem> {
+    let other = half.returned.iter().find(|&&kind| kind != dtype);
+    let nothing = !half.returned.contains(&dtype);
+    let in_f32 = f32.returned.first();
+    let other = other.map(|&kind| BudgetProblem::OtherHalf(kind.into()));
+    let in_f32 = in_f32.map(|&kind| BudgetProblem::HalfInF32(kind.into()));
+    let nothing = nothing.then_some(BudgetProblem::NothingInHalf);
+    [other, nothing, in_f32].into_iter().flatten().collect()
+}
+
+fn of_dtypes(f32: &Observed, half: &Observed) -> Vec<BudgetProblem> {
+    let beside = f32.dtypes.iter().map(|(name, &of_f32)| (name, of_f32, half.dtypes.get(name)));
+    let differ = beside.filter_map(|(name, f32, half)| Some((name, f32, *half?)));
+    let differ = differ.filter(|(_, f32, half)| f32 != half);
+    differ.map(|(name, f32, half)| BudgetProblem::Dtype { name: name.clone(), f32, half }).collect()
+}
+
+/// Where a gradient is rounding alone, that decides whether it is zero, and whether it is too small to change a
+/// parameter.
+fn of_gradients(f32: &Observed, half: &Observed, measured: &Measured) -> Vec<BudgetProblem> {
+    let alone = |one: &BTreeSet<String>, other: &BTreeSet<String>| names(one.difference(other));
+    let exact = |one: &BTreeSet<String>, other: &BTreeSet<String>| {
+        let mut names = alone(one, other);
+        names.retain(|name| !measured.is_only_rounding(name));
+        names
+    };
+    let all = [
+        BudgetProblem::Gradients {
+            missing: alone(&half.without_gradient, &f32.without_gradient),
+            added: alone(&f32.without_gradient, &half.without_gradient),
+        },
+        BudgetProblem::ZeroGradients {
+            half: exact(&half.zero_gradient, &f32.zero_gradient),
+            f32: exact(&f32.zero_gradient, &half.zero_gradient),
+        },
+        BudgetProblem::Unchanged {
+            half: exact(&half.unchanged, &f32.unchanged),
+            f32: exact(&f32.unchanged, &half.unchanged),
+        },
+    ];
+    all.into_iter().filter(|problem| !problem.is_empty()).collect()
+}
+
+fn untrained(f32: &Observed, half: &Observed, unused: &[String]) -> Option<BudgetProblem> {
+    let nothing = |run: &Observed| &run.without_gradient | &run.zero_gradient;
+    let mut untrained = names(nothing(f32).intersection(&nothing(half)));
+    untrained.retain(|name| !matches_any(unused, name));
+    (!untrained.is_empty()).then_some(BudgetProblem::Untrained(untrained))
+}
+
+/// The first parameter that was stepped more or less often. A skipped step is another problem.
+fn of_steps(f32: &Observed, half: &Observed) -> Option<BudgetProblem> {
+    let beside = f32
+        .steps
+        .iter()
+        .map(|(name, &of_f32)| (name.clone(), of_f32, half.steps.get(name).copied().unwrap_or(0)));
+    let mut differ = beside.filter(|(_, f32, half)| f32 != half);
+    let (name, f32, of_half) = differ.next().filter(|_| !half.is_skipped)?;
+    Some(BudgetProblem::Steps { name, f32, half: of_half })
+}
+
+fn names<'a>(names: impl Iterator<Item = &'a String>) -> Vec<String> {
+    names.cloned().collect()
 }

@@ -83,8 +83,8 @@ impl Noise {
         multiple(deviation.error, self.error)
     }
 
-    /// The smaller of the multiples of the error and of the median. Where a ReLU turns over in half precision and in no
-    /// run with noise, the error grows alone.
+    /// The smaller of the multiples of the error and of the median. Where a ReLU switches in half precision and in no noise
+    /// run, the error grows alone.
     pub(super) fn of_gradient(&self, deviation: &Deviation) -> f64 {
         let of_median = multiple(deviation.median, self.median);
         self.of_error(deviation).min(of_median)
@@ -117,7 +117,7 @@ pub(super) fn of_factors<'a>(
     (multiple((half - 1.0).abs(), root_mean_square(factors).max(least)), half)
 }
 
-fn root_mean_square(numbers: impl Iterator<Item = f64>) -> f64 {
+pub(super) fn root_mean_square(numbers: impl Iterator<Item = f64>) -> f64 {
     let (mut sum, mut count) = (0.0, 0.0);
     for number in numbers {
         sum += number * number;
@@ -126,7 +126,7 @@ fn root_mean_square(numbers: impl Iterator<Item = f64>) -> f64 {
     if count > 0.0 { f64::sqrt(sum / count) } else { 0.0 }
 }
 
-/// What is not finite is beyond every limit.
-fn multiple(number: f64, noise: f64) -> f64 {
+/// A number as a multiple of its noise. What is not finite is beyond every limit.
+pub(super) fn multiple(number: f64, noise: f64) -> f64 {
     if number.is_finite() { number / noise.max(LEAST_NOISE) } else { f64::INFINITY }
 }

@@ -7,6 +7,7 @@ mod program;
 mod report;
 
 use std::cell::RefCell;
+use std::collections::HashMap;
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
@@ -18,7 +19,7 @@ use crate::insight::dtype::Dtype;
 use crate::optim::AmpOptimizer;
 use crate::{Autocast, GradScaler};
 use deviation::Deviation;
-use program::{Mode, Observed, Program};
+use program::{Iterate, Iterated, Mode, Observed, Program};
 use report::{KEPT, Measured, MeasuredQuantity};
 
 pub use report::{
@@ -42,10 +43,10 @@ const MORE_RUNS: usize = 8;
 /// program is run in both and compared, in units of what rounding explains.
 ///
 /// The unit is *noise*: how far f32 moves when everything that autocast would put into half precision is rounded at
-/// random to one of its two neighbours. Rounding to nearest, as half precision does it, has
-/// about 0.7 of this noise. What moves by more than the [limit](BudgetRow::limit) is over budget, and what rounding
-/// cannot change, such as which parameters have a gradient, has to be equal. No tolerance is set by hand. The guide's
-/// page on [budgets](crate::guide::budgets) says what this sees and what it cannot see.
+/// random to one of its two neighbours. Rounding to nearest, as half precision does it, has about 0.7 of this noise.
+/// What moves by more than the [limit](BudgetRow::limit) is over budget, and what rounding cannot change, such as which
+/// parameters have a gradient, has to be equal. No tolerance is set by hand. The guide's page on
+/// [budgets](crate::guide::budgets) says what this sees and what it cannot see.
 ///
 /// PyTorch has no counterpart; its tests compare with tolerances.
 ///
@@ -107,7 +108,8 @@ impl<'a> Budget<'a> {
         Self { vs, region, runs: RUNS, scale: SCALE, unused: Vec::new() }
     }
 
-    /// Sets the number of noise runs, at least 2; 4 by default. If something is over budget, eight more decide.
+    /// Sets the number of noise runs; 4 by default, and 2 instead of fewer. If something is over budget, eight more
+    /// decide.
     #[must_use]
     pub fn runs(self, runs: usize) -> Self {
         Self { runs: runs.max(2), ..self }
@@ -141,8 +143,8 @@ impl<'a> Budget<'a> {
     /// All runs begin with the same parameters, buffers and random numbers of libtorch, and these and the gradients are
     /// put back in place when it returns or panics. The first iteration in half precision has other parameters than the
     /// second, which exposes copies that are kept from one to the next. Variables in half precision are f32 in the f32
-    /// run and in noise runs; their updates are compared by their master weights, if an
-    /// [`Optimizer`](crate::optim::Optimizer) has some. Synchronizes.
+    /// run and in noise runs; their updates are compared by their master weights, if
+    /// the optimizer has some. Synchronizes.
     ///
     /// # Errors
     ///
@@ -151,48 +153,15 @@ impl<'a> Budget<'a> {
     /// thread runs another budget already, or if libtorch fails.
     pub fn measure<O, E>(
         &self,
-        mut optimizer: impl FnMut() -> std::result::Result<O, E>,
-        mut iteration: impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
+        optimizer: impl FnMut() -> std::result::Result<O, E>,
+        iteration: impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
     ) -> Result<BudgetReport>
     where
-        O: AmpOptimizer + 'static,
+        O: AmpOptimizer,
         E: Into<Error>,
     {
-        let mut runner = Runner::new(self, self.scale)?;
-        let dtype = runner.program.dtype();
-        let (mut half, f32, mut measured) = loop {
-            let (half, f32) = runner.both(&mut optimizer, &mut iteration)?;
-            let mut measured = runner.measured(&f32)?;
-            let (scale, optimizer, iteration) = (half.scale, &mut optimizer, &mut iteration);
-            let is_finite =
-                runner.add_noise(self.runs, &f32, scale, &mut measured, optimizer, iteration)?;
-            if is_finite || runner.scale <= LEAST_SCALE || !half.observed.not_finite.is_empty() {
-                break (half, f32, measured);
-            }
-            // The largest numbers are so near to infinity that rounding decides.
-            runner.scale = half.scale / 4.0;
-        };
-        let compared = compared(&f32, &half.observed)?;
-        let mut problems = std::mem::take(&mut half.problems);
-        checks::compare(&f32, &half.observed, dtype, &self.unused, &measured, &mut problems);
-        let mut rows = report::rows(dtype, &measured, &compared, 1.0);
-        if rows.iter().any(BudgetRow::is_over) && problems.is_empty() {
-            let (scale, optimizer, iteration) = (half.scale, &mut optimizer, &mut iteration);
-            let _finite =
-                runner.add_noise(MORE_RUNS, &f32, scale, &mut measured, optimizer, iteration)?;
-            rows = report::rows(dtype, &measured, &compared, 1.0);
-        }
-        let mut report =
-            runner.report(half.scale, [&f32, &half.observed], problems, rows, measured);
-        let is_forward = |row: &&BudgetRow| row.quantity <= BudgetQuantity::Buffer;
-        if report.problems.is_empty()
-            && report.rows.iter().filter(is_forward).any(BudgetRow::is_over)
-        {
-            report.first_operator =
-                blame::first_operator(&mut runner, half.scale, &mut optimizer, &mut iteration)?;
-            report.iterations = runner.iterations;
-        }
-        Ok(report)
+        let mut iterate = iterate(optimizer, iteration);
+        Runner::new(self, &mut iterate)?.measure(self.runs, &self.unused)
     }
 
     /// Runs the iteration three times and compares with the noise that an earlier run measured: twice in half
@@ -206,39 +175,30 @@ impl<'a> Budget<'a> {
     pub fn check<O, E>(
         &self,
         file: &BudgetFile,
-        mut optimizer: impl FnMut() -> std::result::Result<O, E>,
-        mut iteration: impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
+        optimizer: impl FnMut() -> std::result::Result<O, E>,
+        iteration: impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
     ) -> Result<BudgetReport>
     where
-        O: AmpOptimizer + 'static,
+        O: AmpOptimizer,
         E: Into<Error>,
     {
-        let refuse =
-            |problem: String| Error::InvalidArgument { name: "the budget's file", problem };
-        let mut runner = Runner::new(self, self.scale)?;
-        let (dtype, device) =
-            (Dtype::from(runner.program.dtype()), device_name(self.region.device()));
-        if file.dtype != dtype || file.device != device {
-            return Err(refuse(format!(
-                "is of {} on {}, and the region has {dtype} on {device}: measure again",
-                file.dtype, file.device
-            )));
-        }
-        let (half, f32) = runner.both(&mut optimizer, &mut iteration)?;
-        let now = runner.measured(&f32)?;
-        let norms: Vec<_> =
-            now.quantities.iter().map(|q| (q.quantity, q.name.clone(), q.norm)).collect();
-        if let Some(problem) = report::other_program(&file.measured, &norms) {
-            return Err(refuse(format!(
-                "{problem}: its inputs, weights or program are others, so fix the seed or measure again"
-            )));
-        }
-        let compared = compared(&f32, &half.observed)?;
-        let mut problems = half.problems;
-        let (kind, measured) = (runner.program.dtype(), file.measured.in_order_of(&now));
-        checks::compare(&f32, &half.observed, kind, &self.unused, &measured, &mut problems);
-        let rows = report::rows(kind, &measured, &compared, KEPT);
-        Ok(runner.report(half.scale, [&f32, &half.observed], problems, rows, measured))
+        let mut iterate = iterate(optimizer, iteration);
+        Runner::new(self, &mut iterate)?.check(file, &self.unused)
+    }
+}
+
+/// One closure from the two of a program.
+fn iterate<O: AmpOptimizer, E: Into<Error>>(
+    mut optimizer: impl FnMut() -> std::result::Result<O, E>,
+    mut iteration: impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
+) -> impl FnMut(&mut BudgetRun) -> Result<Iterated> {
+    move |run| {
+        let mut optimizer = optimizer().map_err(Into::into)?;
+        let loss = iteration(run, &mut optimizer)?;
+        let state = optimizer.state_tensors()?;
+        let parameters = optimizer.parameters();
+        let parameters = parameters.as_slice().iter().map(Tensor::shallow_clone).collect();
+        Ok(Iterated { loss, parameters, state })
     }
 }
 
@@ -292,112 +252,151 @@ impl BudgetRun {
     }
 }
 
-/// The second iteration in half precision, and what was found already.
-struct Half {
-    observed: Observed,
-    /// The scale of the iteration.
-    scale: f64,
-    problems: Vec<BudgetProblem>,
-}
-
 /// Runs the iterations of a budget, and counts them.
-struct Runner {
+struct Runner<'a> {
     program: Program,
+    iterate: &'a mut Iterate<'a>,
+    /// The scale that the first iteration in half precision begins with.
     scale: f64,
     iterations: usize,
     seed: u64,
 }
 
-impl Runner {
-    fn new(budget: &Budget<'_>, scale: f64) -> Result<Self> {
+impl<'a> Runner<'a> {
+    fn new(budget: &Budget<'_>, iterate: &'a mut Iterate<'a>) -> Result<Self> {
+        let scale = budget.scale;
         if !(scale.is_normal() && scale > 0.0 && scale.log2().fract() == 0.0) {
             let problem = format!("is {scale}: use a power of two, so that scaling does not round");
             return Err(Error::InvalidArgument { name: "scale", problem });
         }
         let program = Program::new(budget.vs, budget.region)?;
-        Ok(Self { program, scale, iterations: 0, seed: 0 })
+        Ok(Self { program, iterate, scale, iterations: 0, seed: 0 })
     }
 
-    fn run<O: AmpOptimizer + 'static, E: Into<Error>>(
+    fn measure(&mut self, runs: usize, unused: &[String]) -> Result<BudgetReport> {
+        let dtype = self.program.dtype();
+        let (half, mut problems, f32, mut measured) = loop {
+            let (half, problems, f32) = self.both()?;
+            let mut measured = self.measured(&f32)?;
+            let is_finite = self.add_noise(runs, &f32, half.scale, &mut measured)?;
+            let is_least = !half.is_scaled || self.scale <= LEAST_SCALE;
+            if is_finite || is_least || !half.not_finite.is_empty() {
+                break (half, problems, f32, measured);
+            }
+            // The largest numbers are so near to infinity that rounding decides.
+            self.scale /= 2.0;
+        };
+        let compared = compared(&f32, &half)?;
+        problems.extend(checks::problems(&f32, &half, dtype, unused, &measured));
+        let mut rows = report::rows(dtype, &measured, &compared, 1.0);
+        if rows.iter().any(BudgetRow::is_over) && problems.is_empty() {
+            let _finite = self.add_noise(MORE_RUNS, &f32, half.scale, &mut measured)?;
+            rows = report::rows(dtype, &measured, &compared, 1.0);
+        }
+        let is_forward = |row: &&BudgetRow| row.quantity <= BudgetQuantity::Buffer;
+        let mut first_operator = None;
+        if problems.is_empty() && rows.iter().filter(is_forward).any(BudgetRow::is_over) {
+            first_operator = blame::first_operator(self, half.scale)?;
+        }
+        let report = self.report([&f32, &half], problems, rows, measured);
+        Ok(BudgetReport { first_operator, ..report })
+    }
+
+    fn check(&mut self, file: &BudgetFile, unused: &[String]) -> Result<BudgetReport> {
+        let refuse =
+            |problem: String| Error::InvalidArgument { name: "the budget's file", problem };
+        let kind = self.program.dtype();
+        let (dtype, device) = (Dtype::from(kind), device_name(self.program.region.device()));
+        if file.dtype != dtype || file.device != device {
+            return Err(refuse(format!(
+                "is of {} on {}, and the region has {dtype} on {device}: measure again",
+                file.dtype, file.device
+            )));
+        }
+        let (half, mut problems, f32) = self.both()?;
+        let now = self.measured(&f32)?;
+        if let Some(problem) = file.measured.differs_from(&now) {
+            return Err(refuse(format!(
+                "{problem}: its inputs, weights or program are others, so fix the seed or measure again"
+            )));
+        }
+        let measured = file.measured.in_order_of(&now);
+        problems.extend(checks::problems(&f32, &half, kind, unused, &measured));
+        let rows = report::rows(kind, &measured, &compared(&f32, &half)?, KEPT);
+        Ok(self.report([&f32, &half], problems, rows, measured))
+    }
+
+    fn run(
         &mut self,
         mode: Mode,
         scaler: GradScaler,
         recorded: Option<RecordingMode<'_>>,
-        optimizer: &mut impl FnMut() -> std::result::Result<O, E>,
-        iteration: &mut impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
     ) -> Result<(Observed, GradScaler)> {
         self.iterations += 1;
-        self.program.run(mode, scaler, recorded, optimizer, iteration)
+        self.program.run(mode, scaler, recorded, self.iterate)
     }
 
-    /// Runs an iteration in f32, or with noise at this scale.
-    fn run_afresh<O: AmpOptimizer + 'static, E: Into<Error>>(
+    /// Runs an iteration that begins as the program does.
+    fn run_afresh(
         &mut self,
         mode: Mode,
-        scale: f64,
-        optimizer: &mut impl FnMut() -> std::result::Result<O, E>,
-        iteration: &mut impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
+        scaler: GradScaler,
+        recorded: Option<RecordingMode<'_>>,
     ) -> Result<Observed> {
         self.program.restore(mode)?;
         self.program.clear_gradients()?;
-        let scaler = match mode {
-            Mode::F32 => GradScaler::disabled(),
-            Mode::Half | Mode::Noise { .. } => self.program.scaler(scale)?,
-        };
-        Ok(self.run(mode, scaler, None, optimizer, iteration)?.0)
+        Ok(self.run(mode, scaler, recorded)?.0)
+    }
+
+    /// Runs an iteration with other random roundings than all before.
+    fn run_with_noise(
+        &mut self,
+        scale: f64,
+        recorded: Option<RecordingMode<'_>>,
+    ) -> Result<Observed> {
+        self.seed += 1;
+        let scaler = self.program.scaler(scale)?;
+        self.run_afresh(Mode::Noise { seed: self.seed }, scaler, recorded)
     }
 
     /// Runs two iterations in half precision, the first with other parameters.
-    fn pair<O: AmpOptimizer + 'static, E: Into<Error>>(
-        &mut self,
-        scale: f64,
-        spoil: bool,
-        optimizer: &mut impl FnMut() -> std::result::Result<O, E>,
-        iteration: &mut impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
-    ) -> Result<Observed> {
+    fn pair(&mut self, spoil: bool) -> Result<Observed> {
         self.program.restore(Mode::Half)?;
         self.program.clear_gradients()?;
         self.program.move_parameters()?;
-        let scaler = self.program.scaler(scale)?;
-        let (before, scaler) = self.run(Mode::Half, scaler, None, optimizer, iteration)?;
+        let scaler = self.program.scaler(self.scale)?;
+        let (before, scaler) = self.run(Mode::Half, scaler, None)?;
         self.program.restore(Mode::Half)?;
         if spoil {
             self.program.spoil_gradients(&before)?;
         } else {
             self.program.clear_gradients()?;
         }
-        Ok(self.run(Mode::Half, scaler, None, optimizer, iteration)?.0)
+        Ok(self.run(Mode::Half, scaler, None)?.0)
     }
 
-    /// Runs the iteration in half precision, with a scale at which it is finite, and in f32.
-    fn both<O: AmpOptimizer + 'static, E: Into<Error>>(
-        &mut self,
-        optimizer: &mut impl FnMut() -> std::result::Result<O, E>,
-        iteration: &mut impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
-    ) -> Result<(Half, Observed)> {
+    /// Runs the iteration in half precision, with a scale at which it is finite, and in f32. Returns what is wrong with
+    /// the first, too.
+    fn both(&mut self) -> Result<(Observed, Vec<BudgetProblem>, Observed)> {
         let mut problems = Vec::new();
-        let mut scale = self.scale;
-        let observed = loop {
-            let observed = self.pair(scale, true, optimizer, iteration)?;
-            if !self.program.is_spoilt(&observed) {
-                break observed;
+        let half = loop {
+            let half = self.pair(true)?;
+            if !half.is_spoilt() {
+                break half;
             }
-            let cleared = self.pair(scale, false, optimizer, iteration)?;
-            if !self.program.is_spoilt(&cleared) {
+            let cleared = self.pair(false)?;
+            if !cleared.is_spoilt() {
                 problems.push(BudgetProblem::NotCleared);
                 break cleared;
             }
-            if scale <= LEAST_SCALE || !cleared.is_scaled {
-                if cleared.is_skipped {
-                    problems.push(BudgetProblem::Skipped);
-                }
+            if self.scale <= LEAST_SCALE || !cleared.is_scaled {
+                problems.extend(cleared.is_skipped.then_some(BudgetProblem::Skipped));
                 break cleared;
             }
-            scale /= 2.0;
+            self.scale /= 2.0;
         };
-        let scale = observed.scale;
-        let f32 = self.run_afresh(Mode::F32, 1.0, optimizer, iteration)?;
-        Ok((Half { observed, scale, problems }, f32))
+        let f32 = self.run_afresh(Mode::F32, GradScaler::disabled(), None)?;
+        Ok((half, problems, f32))
     }
 
     /// The norms in f32, as yet without noise.
@@ -417,29 +416,25 @@ impl Runner {
 
     /// Adds runs with noise. One that is not finite is repeated with other random numbers, a few times; returns whether
     /// all were finite in the end.
-    fn add_noise<O: AmpOptimizer + 'static, E: Into<Error>>(
+    fn add_noise(
         &mut self,
         runs: usize,
         f32: &Observed,
         scale: f64,
         measured: &mut Measured,
-        optimizer: &mut impl FnMut() -> std::result::Result<O, E>,
-        iteration: &mut impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
     ) -> Result<bool> {
         let mut repeats = MOST_REPEATS;
         for _ in 0..runs {
             let noisy = loop {
-                self.seed += 1;
-                let mode = Mode::Noise { seed: self.seed };
-                let noisy = self.run_afresh(mode, scale, optimizer, iteration)?;
+                let noisy = self.run_with_noise(scale, None)?;
                 let is_finite = noisy.not_finite.is_subset(&f32.not_finite) && !noisy.is_skipped;
                 if is_finite || repeats == 0 {
                     break noisy;
                 }
                 repeats -= 1;
             };
-            for (quantity, deviation) in measured.quantities.iter_mut().zip(compared(f32, &noisy)?)
-            {
+            let deviations = compared(f32, &noisy)?;
+            for (quantity, deviation) in measured.quantities.iter_mut().zip(deviations) {
                 quantity.noise.push(deviation);
             }
         }
@@ -448,7 +443,6 @@ impl Runner {
 
     fn report(
         &self,
-        scale: f64,
         [f32, half]: [&Observed; 2],
         problems: Vec<BudgetProblem>,
         rows: Vec<BudgetRow>,
@@ -456,7 +450,7 @@ impl Runner {
     ) -> BudgetReport {
         BudgetReport {
             dtype: self.program.dtype().into(),
-            scale,
+            scale: half.scale,
             iterations: self.iterations,
             losses: [f32.loss, half.loss],
             problems,
@@ -470,7 +464,7 @@ impl Runner {
 
 /// How far each quantity of another run is from that in f32. One that the other run lacks is infinitely far.
 fn compared(f32: &Observed, other: &Observed) -> Result<Vec<Deviation>> {
-    let others: std::collections::HashMap<_, _> =
+    let others: HashMap<_, _> =
         other.values.iter().map(|(quantity, name, value)| ((*quantity, name), value)).collect();
     let deviation = |(quantity, name, value): &(BudgetQuantity, String, Tensor)| match others
         .get(&(*quantity, name))

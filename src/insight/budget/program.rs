@@ -1,10 +1,10 @@
 //! An iteration that is run in f32, in half precision and with noise, and put back each time.
 
-use std::any::Any;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::rc::Rc;
 
+use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use super::{BudgetQuantity, BudgetRun};
@@ -14,15 +14,24 @@ use crate::ffi::insight::RecordingMode;
 use crate::ffi::{self, OutsideRegions};
 use crate::gradients::Taken;
 use crate::insight::dtype::Dtype;
-use crate::insight::recording::{RecordedModel, Recording};
-use crate::insight::rerun::{emulated, is_finite};
-use crate::optim::{AmpOptimizer, Optimizer, Step, watched};
+use crate::insight::recording::Recording;
+use crate::insight::rerun::{Repeatable, emulated, is_finite};
+use crate::optim::{AmpOptimizer, Step, watched};
 use crate::precision::{MatmulPrecision, MatmulPrecisionGuard};
 use crate::recompute::random::RandomStates;
 use crate::scaler::GradScalerConfig;
-use crate::variables;
 use crate::{Autocast, GradScaler};
-use tch::nn::VarStore;
+
+/// What an iteration has computed, and the optimizer as it left it.
+pub(super) struct Iterated {
+    pub(super) loss: Tensor,
+    /// The optimizer's parameters, and the tensors that it keeps for each.
+    pub(super) parameters: Vec<Tensor>,
+    pub(super) state: Vec<BTreeMap<String, Tensor>>,
+}
+
+/// Makes an optimizer and runs the program's iteration with it.
+pub(super) type Iterate<'a> = dyn FnMut(&mut BudgetRun) -> Result<Iterated> + 'a;
 
 /// How an iteration runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,9 +67,10 @@ impl Kept {
 pub(super) struct Program {
     pub(super) region: Autocast,
     pub(super) device: Device,
-    devices: Vec<Device>,
-    model: RecordedModel,
+    repeatable: Repeatable,
     variables: Vec<Kept>,
+    /// The identities of the variables.
+    known: Rc<HashSet<usize>>,
     random: RandomStates,
     emulated: Emulated,
     _gradients: Taken,
@@ -150,30 +160,32 @@ fn widened(tensor: &Tensor) -> Result<Tensor> {
 
 impl Program {
     pub(super) fn new(vs: &VarStore, region: Autocast) -> Result<Self> {
-        let named = variables::named(variables::variables(vs)?);
-        let mut devices = vec![Device::Cpu];
-        let keep = |(name, variable): &(String, Tensor)| {
-            if !devices.contains(&variable.device()) {
-                devices.push(variable.device());
-            }
-            let (own, numbers) = (variable.f_detach()?, variable.f_detach_copy()?);
-            let (name, is_trained) = (name.clone(), variable.requires_grad());
-            Ok(Kept { name, variable: variable.shallow_clone(), is_trained, own, numbers })
-        };
         let _own = OutsideRegions::enter();
-        let variables: Vec<Kept> = named.iter().map(keep).collect::<Result<_>>()?;
+        let repeatable = Repeatable::new(vs)?;
+        let keep = |(name, variable): &(String, Tensor)| {
+            Ok(Kept {
+                name: name.clone(),
+                variable: variable.shallow_clone(),
+                is_trained: variable.requires_grad(),
+                own: variable.f_detach()?,
+                numbers: variable.f_detach_copy()?,
+            })
+        };
+        let variables: Vec<Kept> =
+            repeatable.parameters().iter().map(keep).collect::<Result<_>>()?;
         let trained = variables.iter().filter(|kept| kept.is_trained);
         let handles: Vec<Tensor> = trained.map(|kept| kept.variable.shallow_clone()).collect();
         if handles.is_empty() {
             let problem = "has no parameter to train".to_owned();
             return Err(Error::InvalidArgument { name: "vs", problem });
         }
+        let all: Vec<Tensor> = variables.iter().map(|kept| kept.variable.shallow_clone()).collect();
         Ok(Self {
             region,
             device: vs.device(),
-            random: RandomStates::of(&devices)?,
-            devices,
-            model: RecordedModel::new(named),
+            random: RandomStates::of(repeatable.devices())?,
+            known: Rc::new(ffi::identities(&all)?.into_iter().collect()),
+            repeatable,
             variables,
             emulated: emulated(&region)?,
             _gradients: Taken::from(handles)?,
@@ -258,73 +270,68 @@ impl Program {
         Ok(())
     }
 
-    /// Runs an iteration with the parameters as they are now.
-    pub(super) fn run<O: AmpOptimizer + 'static, E: Into<Error>>(
+    /// Runs an iteration with the parameters as they are now. The scaler goes on from one iteration to the next.
+    pub(super) fn run(
         &self,
         mode: Mode,
         scaler: GradScaler,
         recorded: Option<RecordingMode<'_>>,
-        optimizer: &mut impl FnMut() -> std::result::Result<O, E>,
-        iteration: &mut impl FnMut(&mut BudgetRun, &mut O) -> Result<Tensor>,
+        iterate: &mut Iterate<'_>,
     ) -> Result<(Observed, GradScaler)> {
-        let scale = scaler.get_scale()?;
+        let before = scaler.get_scale()?;
         let _precision = self.precision(mode)?;
-        let mut optimizer = optimizer().map_err(Into::into)?;
-        let all: Vec<_> = self.variables.iter().map(|kept| kept.variable.shallow_clone()).collect();
-        let known = ffi::identities(&all)?.into_iter().collect::<HashSet<_>>();
         let watched = Rc::new(RefCell::new(Watched::default()));
         let mut run = BudgetRun::new(self.region, mode, self.dtype(), scaler);
-        let (loss, recording, returned, random) = self.random.during(|| {
-            let (regions, seed) = match mode {
-                Mode::F32 => (Regions::Off, 0),
-                Mode::Half => (Regions::AsGiven, 0),
-                Mode::Noise { seed } => (Regions::Emulated, seed),
+        let mut observed = Observed::default();
+        let iterated = self.random.during(|| {
+            let emulation = self.emulate(mode)?;
+            let (watching, known) = (Rc::clone(&watched), Rc::clone(&self.known));
+            let watch = move |optimizer: &dyn AmpOptimizer, step: &Step<'_>| {
+                watching.borrow_mut().note(&known, optimizer, step)
             };
-            let emulation = Emulation::begin(&self.emulated, regions, seed)?;
-            if mode != Mode::Half {
-                let in_half = self.variables.iter().filter(|kept| kept.is_half());
-                let in_half: Vec<_> = in_half.map(|kept| kept.variable.shallow_clone()).collect();
-                emulation.mark(&in_half)?;
-            }
-            let watch = {
-                let watched = Rc::clone(&watched);
-                move |optimizer: &dyn AmpOptimizer, step: &Step<'_>| {
-                    watched.borrow_mut().note(&known, optimizer, step)
-                }
-            };
-            let iterate =
-                || watched::during(Rc::new(watch), || iteration(&mut run, &mut optimizer));
-            let (recording, loss) = match recorded {
+            let iterate = || watched::during(Rc::new(watch), || iterate(&mut run));
+            let iterated = match recorded {
                 Some(how) => {
-                    let (recording, loss) = Recording::of(&self.model, how, iterate)?;
-                    (Some(recording), loss)
+                    let (recording, iterated) =
+                        Recording::of(self.repeatable.model(), how, iterate)?;
+                    observed.recording = Some(recording);
+                    iterated
                 }
-                None => (None, iterate()?),
+                None => iterate()?,
             };
-            let returned = emulation.returned();
-            drop(emulation);
-            let random = self.devices.iter().map(|&device| ffi::rng_state(device));
-            Ok::<_, Error>((loss, recording, returned, random.collect::<Result<_>>()?))
+            observed.returned = emulation.returned();
+            let random = self.repeatable.devices().iter().map(|&device| ffi::rng_state(device));
+            observed.random = random.collect::<Result<_>>()?;
+            Ok::<_, Error>(iterated)
         })??;
-        let _own = OutsideRegions::enter();
-        let mut observed = Observed { returned, random, recording, ..Observed::default() };
         let (scaler, is_scaled, outputs) = run.finish();
-        (observed.is_scaled, observed.scale) = (is_scaled, if is_scaled { scale } else { 1.0 });
-        observed.loss = loss.f_double_value(&[])?;
-        observed.note_finite("the loss", &loss)?;
-        observed.values.push((BudgetQuantity::Loss, String::new(), widened(&loss)?));
-        for (name, output) in outputs {
-            observed.note_finite(&name, &output)?;
-            observed.values.push((BudgetQuantity::Output, name, widened(&output)?));
-        }
+        (observed.is_scaled, observed.scale) = (is_scaled, if is_scaled { before } else { 1.0 });
+        observed.note_results(&iterated.loss, outputs)?;
         self.observe_buffers(&mut observed)?;
         let watched = watched.take();
-        self.observe_parameters(&mut observed, &watched, &mut optimizer)?;
-        let after = scaler.get_scale()?;
-        observed.is_skipped = watched.steps.is_empty()
-            && (watched.is_skipped || after < scale || !observed.not_finite.is_empty())
-            && scaler.is_enabled();
+        self.observe_parameters(&mut observed, &watched, &iterated)?;
+        observed.is_skipped = scaler.is_enabled()
+            && watched.steps.is_empty()
+            && (watched.is_skipped
+                || scaler.get_scale()? < before
+                || !observed.not_finite.is_empty());
         Ok((observed, scaler))
+    }
+
+    /// Begins what makes the run one of its mode.
+    fn emulate(&self, mode: Mode) -> Result<Emulation> {
+        let (regions, seed) = match mode {
+            Mode::F32 => (Regions::Off, 0),
+            Mode::Half => (Regions::AsGiven, 0),
+            Mode::Noise { seed } => (Regions::Emulated, seed),
+        };
+        let emulation = Emulation::begin(&self.emulated, regions, seed)?;
+        if mode != Mode::Half {
+            let in_half = self.variables.iter().filter(|kept| kept.is_half());
+            let in_half: Vec<_> = in_half.map(|kept| kept.variable.shallow_clone()).collect();
+            emulation.mark(&in_half)?;
+        }
+        Ok(emulation)
     }
 
     /// Keeps the products of f32 from being as coarse as half precision.
@@ -348,19 +355,20 @@ impl Program {
         Ok(())
     }
 
-    fn observe_parameters<O: AmpOptimizer + 'static>(
+    fn observe_parameters(
         &self,
         observed: &mut Observed,
         watched: &Watched,
-        optimizer: &mut O,
+        iterated: &Iterated,
     ) -> Result<()> {
         let _own = OutsideRegions::enter();
-        let states = states(optimizer)?;
+        let of_optimizer = ffi::identities(&iterated.parameters)?;
+        let states: HashMap<_, _> = of_optimizer.into_iter().zip(&iterated.state).collect();
         let identities = ffi::identities(&self.handles())?;
         for (kept, identity) in self.parameters().zip(identities) {
             let name = &kept.name;
             let state = states.get(&identity);
-            for (key, tensor) in state.into_iter().flatten() {
+            for (key, tensor) in state.into_iter().copied().flatten() {
                 observed.dtypes.insert(format!("{name}.{key}"), tensor.kind().into());
             }
             if !kept.is_half() {
@@ -383,25 +391,6 @@ impl Program {
         }
         Ok(())
     }
-
-    /// Whether every gradient that [`spoil_gradients`](Self::spoil_gradients) wrote to is still NaN.
-    pub(super) fn is_spoilt(&self, observed: &Observed) -> bool {
-        observed.is_skipped || observed.not_finite.iter().any(|name| name.ends_with(".grad"))
-    }
-}
-
-/// The tensors of the optimizer's state, by the identity of the parameter. Nothing of an optimizer of another type.
-fn states<O: AmpOptimizer + 'static>(
-    optimizer: &mut O,
-) -> Result<HashMap<usize, BTreeMap<String, Tensor>>> {
-    let identities = ffi::identities(optimizer.parameters().as_slice())?;
-    let names: Vec<_> = (0..identities.len()).map(|i| optimizer.parameter_name(i)).collect();
-    let Some(optimizer) = (optimizer as &mut dyn Any).downcast_mut::<Optimizer>() else {
-        return Ok(HashMap::new());
-    };
-    let mut states = optimizer.state_dict()?.state;
-    let named = identities.into_iter().zip(names);
-    Ok(named.filter_map(|(identity, name)| Some((identity, states.remove(&name?)?))).collect())
 }
 
 fn has_any(numbers: &Tensor) -> Result<bool> {
@@ -410,6 +399,24 @@ fn has_any(numbers: &Tensor) -> Result<bool> {
 }
 
 impl Observed {
+    /// Whether gradients are not finite: they overflowed, or those that
+    /// [`spoil_gradients`](Program::spoil_gradients) wrote to were not cleared.
+    pub(super) fn is_spoilt(&self) -> bool {
+        self.is_skipped || self.not_finite.iter().any(|name| name.ends_with(".grad"))
+    }
+
+    fn note_results(&mut self, loss: &Tensor, outputs: Vec<(String, Tensor)>) -> Result<()> {
+        let _own = OutsideRegions::enter();
+        self.loss = loss.f_double_value(&[])?;
+        self.note_finite("the loss", loss)?;
+        self.values.push((BudgetQuantity::Loss, String::new(), widened(loss)?));
+        for (name, output) in outputs {
+            self.note_finite(&name, &output)?;
+            self.values.push((BudgetQuantity::Output, name, widened(&output)?));
+        }
+        Ok(())
+    }
+
     fn note_finite(&mut self, name: &str, numbers: &Tensor) -> Result<()> {
         if !is_finite(numbers)? {
             self.not_finite.insert(name.to_owned());

@@ -1,20 +1,19 @@
 //! What a budget found.
 
-use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use tch::Kind;
 
 use super::deviation::{Deviation, Noise, of_factors};
-use crate::error::Number;
+use crate::error::{Number, list};
 use crate::insight::dtype::Dtype;
 use crate::insight::numbers;
 
 /// How many lines of a kind are printed.
 const MOST_LINES: usize = 8;
 
-/// What a number of an iteration is.
+/// What a quantity of an iteration is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum BudgetQuantity {
@@ -35,7 +34,7 @@ pub enum BudgetQuantity {
 impl BudgetQuantity {
     /// The multiple of the noise up to which a quantity is rounding. Correct training stays below half of each limit,
     /// except for some gradients, updates and factors with four noise runs; if a limit is exceeded, more runs decide.
-    fn limit(self) -> f64 {
+    pub(super) fn limit(self) -> f64 {
         match self {
             Self::Output | Self::Buffer | Self::Gradient => 3.0,
             Self::Loss | Self::Update | Self::Factor => 10.0,
@@ -83,8 +82,8 @@ pub enum BudgetProblem {
     NothingInHalf,
     /// Operators returned another half-precision dtype than that of the region.
     OtherHalf(Dtype),
-    /// The run in f32 had numbers in half precision: the program casts by hand, instead of by
-    /// [`BudgetRun::dtype`](super::BudgetRun::dtype).
+    /// Operators returned half precision in the f32 run: the program casts by hand instead of to
+    /// [`BudgetRun::dtype`](super::BudgetRun::dtype), or it opens a region of tch.
     HalfInF32(Dtype),
     /// A parameter, gradient, buffer or tensor of an optimizer's state has another dtype than in f32.
     Dtype {
@@ -132,12 +131,24 @@ pub enum BudgetProblem {
     NotCleared,
     /// The runs drew different random numbers: dropout is off in one of them, for instance.
     RandomNumbers,
-    /// Numbers that are finite in f32 are not.
+    /// Quantities that are finite in f32 and not in half precision.
     NotFinite(Vec<String>),
     /// The scale is no power of two, so that scaling rounds.
     Scale(#[serde(with = "numbers")] f64),
     /// The step is skipped at every scale.
     Skipped,
+}
+
+impl BudgetProblem {
+    /// Whether it is about parameters, but none.
+    pub(super) fn is_empty(&self) -> bool {
+        match self {
+            Self::Gradients { missing: one, added: other }
+            | Self::ZeroGradients { half: one, f32: other }
+            | Self::Unchanged { half: one, f32: other } => one.is_empty() && other.is_empty(),
+            _ => false,
+        }
+    }
 }
 
 /// The first operator of the forward pass whose results are further from f32 than rounding explains.
@@ -302,15 +313,43 @@ impl Measured {
         })
     }
 
+    /// What tells that these are of another program: their norms in f32 are not the present ones.
+    pub(super) fn differs_from(&self, present: &Self) -> Option<String> {
+        let (kept, now) = (self.quantities.len(), present.quantities.len());
+        if kept != now {
+            return Some(format!("has {kept} quantities, and the program {now}"));
+        }
+        present.quantities.iter().find_map(|now| {
+            let MeasuredQuantity { quantity, name, norm, .. } = now;
+            let Some(kept) = self.find(now) else {
+                return Some(format!("does not have the {quantity} {name}"));
+            };
+            let is_off = (norm - kept.norm).abs() > 0.01 * kept.norm.abs();
+            (is_off && Noise::of(&kept.noise).error < ONLY_ROUNDING).then(|| {
+                let kept = kept.norm;
+                format!(
+                    "has the norm {kept:.6e} for the {quantity} {name}, and the program {norm:.6e}"
+                )
+            })
+        })
+    }
+
+    fn find(&self, wanted: &MeasuredQuantity) -> Option<&MeasuredQuantity> {
+        let is = |known: &&MeasuredQuantity| {
+            known.quantity == wanted.quantity && known.name == wanted.name
+        };
+        self.quantities.iter().find(is)
+    }
+
     /// The noise of these quantities, in their order.
     pub(super) fn in_order_of(&self, present: &Self) -> Self {
-        let same = |a: &MeasuredQuantity, b: &MeasuredQuantity| {
-            a.quantity == b.quantity && a.name == b.name
-        };
-        let find = |wanted| self.quantities.iter().find(|known| same(known, wanted)).cloned();
-        Self { quantities: present.quantities.iter().filter_map(find).collect() }
+        let known = present.quantities.iter().filter_map(|wanted| self.find(wanted).cloned());
+        Self { quantities: known.collect() }
     }
 }
+
+/// From this noise on, a norm is that of rounding alone, and another libtorch has another one.
+const ONLY_ROUNDING: f64 = 0.05;
 
 /// The names of the common factors.
 pub(super) const OUTPUTS: &str = "of all outputs";
@@ -350,6 +389,9 @@ pub(super) fn rows(
     for (quantity, name) in
         [(BudgetQuantity::Output, OUTPUTS), (BudgetQuantity::Gradient, GRADIENTS)]
     {
+        if pairs().all(|(known, _)| known.quantity != quantity) {
+            continue;
+        }
         let of = pairs().filter(|(known, _)| known.quantity == quantity);
         let (multiple, factor) = of_factors(
             least,
@@ -396,27 +438,32 @@ impl fmt::Display for BudgetProblem {
                  `tch::autocast`"
             ),
             Self::Dtype { name, f32, half } => write!(f, "{name} is {half} instead of {f32}"),
-            Self::Gradients { missing, added } => {
-                in_one_run(f, "no gradient in half precision, but in f32", missing)?;
-                in_one_run(f, "no gradient in f32, but in half precision", added)
-            }
-            Self::ZeroGradients { half, f32 } => {
-                in_one_run(f, "a gradient of zeros in half precision, but not in f32", half)?;
-                in_one_run(f, "a gradient of zeros in f32, but not in half precision", f32)
-            }
+            Self::Gradients { missing, added } => in_one_run(
+                f,
+                [
+                    ("no gradient in half precision, but in f32", missing),
+                    ("no gradient in f32, but in half precision", added),
+                ],
+            ),
+            Self::ZeroGradients { half, f32 } => in_one_run(
+                f,
+                [
+                    ("a gradient of zeros in half precision, but not in f32", half),
+                    ("a gradient of zeros in f32, but not in half precision", f32),
+                ],
+            ),
             Self::Untrained(names) => write!(
                 f,
                 "no gradient, or a zero one, in both runs: {} (`allow_unused` allows it)",
-                Names(names)
+                list(names)
             ),
-            Self::Unchanged { half, f32 } => {
-                in_one_run(
-                    f,
-                    "left unchanged by the step in half precision, but not in f32",
-                    half,
-                )?;
-                in_one_run(f, "left unchanged by the step in f32, but not in half precision", f32)
-            }
+            Self::Unchanged { half, f32 } => in_one_run(
+                f,
+                [
+                    ("left unchanged by the step in half precision, but not in f32", half),
+                    ("left unchanged by the step in f32, but not in half precision", f32),
+                ],
+            ),
             Self::Steps { name, f32, half } => {
                 write!(f, "{name} was stepped {half} times instead of {f32}")
             }
@@ -425,7 +472,7 @@ impl fmt::Display for BudgetProblem {
                 write!(f, "the runs drew different random numbers: is dropout off in one of them?")
             }
             Self::NotFinite(names) => {
-                write!(f, "not finite, though finite in f32: {}", Names(names))
+                write!(f, "not finite, though finite in f32: {}", list(names))
             }
             Self::Scale(scale) => {
                 write!(f, "the scale {} is not a power of two, so scaling rounds", Number(*scale))
@@ -438,23 +485,11 @@ impl fmt::Display for BudgetProblem {
     }
 }
 
-/// A sentence about parameters in which the runs differ, if there are any.
-fn in_one_run(f: &mut fmt::Formatter<'_>, what: &str, names: &[String]) -> fmt::Result {
-    if names.is_empty() { Ok(()) } else { write!(f, "{what}: {}", Names(names)) }
-}
-
-/// The first of many names.
-struct Names<'a>(&'a [String]);
-
-impl fmt::Display for Names<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shown = &self.0[..self.0.len().min(MOST_LINES)];
-        f.write_str(&shown.join(", "))?;
-        match self.0.len() - shown.len() {
-            0 => Ok(()),
-            more => write!(f, " and {more} more"),
-        }
-    }
+/// Writes in which parameters the runs differ, and how.
+fn in_one_run(f: &mut fmt::Formatter<'_>, sides: [(&str, &[String]); 2]) -> fmt::Result {
+    let said = sides.iter().filter(|(_, names)| !names.is_empty());
+    let said = said.map(|(what, names)| format!("{what}: {}", list(names)));
+    f.write_str(&said.collect::<Vec<_>>().join("; "))
 }
 
 impl fmt::Display for BudgetReport {
@@ -518,31 +553,4 @@ impl fmt::Display for BudgetOperator {
             }
         }
     }
-}
-
-/// From this noise on, a norm is that of rounding alone, and another libtorch has another one.
-const ONLY_ROUNDING: f64 = 0.05;
-
-/// What tells that a file is of another program: its norms in f32 are not those of the program.
-pub(super) fn other_program(
-    file: &Measured,
-    f32: &[(BudgetQuantity, String, f64)],
-) -> Option<String> {
-    let known: BTreeMap<_, _> =
-        file.quantities.iter().map(|kept| ((kept.quantity, kept.name.as_str()), kept)).collect();
-    if known.len() != f32.len() {
-        return Some(format!("has {} quantities, and the program {}", known.len(), f32.len()));
-    }
-    f32.iter().find_map(|(quantity, name, norm)| {
-        let Some(kept) = known.get(&(*quantity, name.as_str())) else {
-            return Some(format!("does not have the {quantity} {name}"));
-        };
-        let is_off = (norm - kept.norm).abs() > 0.01 * kept.norm.abs();
-        (is_off && Noise::of(&kept.noise).error < ONLY_ROUNDING).then(|| {
-            format!(
-                "has the norm {:.6e} for the {quantity} {name}, and the program {norm:.6e}",
-                kept.norm
-            )
-        })
-    })
 }
