@@ -1,13 +1,16 @@
 //! The loop of every recipe.
 
 use super::log::{self, Log};
-use super::measure::Number;
+use super::measure::{Measured, Number};
 use super::{Ended, Interrupt, Options, Progress, Ranks, Saves};
 use crate::interrupt::NothingToSave;
 use anyhow::Result;
 use std::time::Instant;
 use tch::nn::VarStore;
 use tch_amp::checkpoint::Checkpoint;
+use tch_amp::insight::{Budget, BudgetReport};
+use tch_amp::optim::Optimizer;
+use tch_amp::{Autocast, Error, GradScaler};
 
 /// A model with everything that trains it. All ranks call the methods together.
 pub trait Training {
@@ -48,6 +51,25 @@ pub trait Training {
 
     /// The weights, which must be the same on all ranks.
     fn weights(&self) -> &VarStore;
+}
+
+/// Tests that a step in half precision differs from one in f32 by rounding alone. `exchange` prepares the same step
+/// again, and exchanges the optimizer and the scaler of the trainer for others; it is called before the step and after.
+pub fn budget<T: Training<Measured = Measured>>(
+    trainer: &mut T,
+    vs: &VarStore,
+    region: Autocast,
+    optimizer: impl FnMut() -> tch_amp::Result<Optimizer>,
+    exchange: impl Fn(&mut T, &mut Optimizer, &mut GradScaler),
+) -> Result<BudgetReport> {
+    let report = Budget::new(vs, region).measure(optimizer, |run, optimizer| {
+        exchange(trainer, optimizer, run.scaler());
+        let measured = trainer.step();
+        exchange(trainer, optimizer, run.scaler());
+        let torch = |error: anyhow::Error| Error::Torch(error.to_string());
+        measured.map(|measured| measured.loss).map_err(|e| e.downcast().unwrap_or_else(torch))
+    });
+    Ok(report?)
 }
 
 /// A run that a trainer is to do.

@@ -7,7 +7,7 @@ use super::reader::Reader;
 use crate::measure::{self, Measured, Meter, Number};
 use crate::memory::check_fits;
 use crate::ranks::Gradients;
-use crate::{Ranks, Region, Training};
+use crate::{Ranks, Region, Training, training};
 use anyhow::{Result, ensure};
 use std::mem;
 use std::time::Instant;
@@ -16,10 +16,10 @@ use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::average::{AveragedWeights, Ema};
 use tch_amp::checkpoint::{Checkpoint, Stateful};
-use tch_amp::insight::{Budget, BudgetReport};
+use tch_amp::insight::BudgetReport;
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::schedule::{CosineAnnealingLr, LinearLr, Scheduler, SequentialLr};
-use tch_amp::{Autocast, Error, GradScaler};
+use tch_amp::{Autocast, GradScaler};
 
 /// The column of the rate.
 pub const TOKENS_PER_SECOND: &str = "tokens_per_second";
@@ -114,23 +114,23 @@ impl<'a> Trainer<'a> {
 
     /// Tests that a step in half precision differs from one in f32 by rounding alone.
     pub fn budget(&mut self) -> Result<BudgetReport> {
-        let vs = mem::replace(&mut self.vs, VarStore::new(self.device));
-        let (options, position) = (self.options, self.reader.position);
-        let budget = Budget::new(&vs, self.region.autocast());
-        let report = budget.measure(
+        let empty = VarStore::new(self.vs.device());
+        let vs = mem::replace(&mut self.vs, empty);
+        let (options, position, region) =
+            (self.options, self.reader.position, self.region.autocast());
+        let report = training::budget(
+            self,
+            &vs,
+            region,
             || optimizer(&vs, options),
-            |run, optimizer| {
-                self.reader.position = position;
-                mem::swap(&mut self.optimizer, optimizer);
-                mem::swap(&mut self.scaler, run.scaler());
-                let measured = self.step();
-                mem::swap(&mut self.optimizer, optimizer);
-                mem::swap(&mut self.scaler, run.scaler());
-                measured.map(|measured| measured.loss).map_err(|e| Error::Torch(e.to_string()))
+            |trainer, optimizer, scaler| {
+                trainer.reader.position = position;
+                mem::swap(&mut trainer.optimizer, optimizer);
+                mem::swap(&mut trainer.scaler, scaler);
             },
         );
         self.vs = vs;
-        Ok(report?)
+        report
     }
 
     /// Returns a text that the averaged weights write.

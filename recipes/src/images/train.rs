@@ -9,7 +9,7 @@ use super::reader::Reader;
 use crate::measure::{self, Measured, Meter, Number};
 use crate::memory::check_fits;
 use crate::ranks::Gradients;
-use crate::{Ranks, Region, Training};
+use crate::{Ranks, Region, Training, training};
 use anyhow::Result;
 use std::mem;
 use std::time::Instant;
@@ -17,12 +17,12 @@ use tch::nn::VarStore;
 use tch::{Device, Tensor};
 use tch_amp::average::{AveragedWeights, Swa};
 use tch_amp::checkpoint::{Checkpoint, Stateful};
-use tch_amp::insight::{Budget, BudgetReport};
+use tch_amp::insight::BudgetReport;
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::schedule::{
     ConstantLr, CosineAnnealingLr, LinearLr, Schedule, Scheduler, SequentialLr,
 };
-use tch_amp::{Autocast, Error, GradScaler};
+use tch_amp::{Autocast, GradScaler};
 
 /// The column of the rate.
 pub const IMAGES_PER_SECOND: &str = "images_per_second";
@@ -122,24 +122,23 @@ impl<'a> Trainer<'a> {
 
     /// Tests that a step in half precision differs from one in f32 by rounding alone.
     pub fn budget(&mut self) -> Result<BudgetReport> {
-        let device = self.vs.device();
-        let vs = mem::replace(&mut self.vs, VarStore::new(device));
-        let (options, position) = (self.options, self.reader.position);
-        let budget = Budget::new(&vs, self.network.region.autocast());
-        let report = budget.measure(
+        let empty = VarStore::new(self.vs.device());
+        let vs = mem::replace(&mut self.vs, empty);
+        let (options, position, region) =
+            (self.options, self.reader.position, self.network.region.autocast());
+        let report = training::budget(
+            self,
+            &vs,
+            region,
             || optimizer(&vs, options),
-            |run, optimizer| {
-                self.reader.position = position;
-                mem::swap(&mut self.optimizer, optimizer);
-                mem::swap(&mut self.scaler, run.scaler());
-                let measured = self.step();
-                mem::swap(&mut self.optimizer, optimizer);
-                mem::swap(&mut self.scaler, run.scaler());
-                measured.map(|measured| measured.loss).map_err(|e| Error::Torch(e.to_string()))
+            |trainer, optimizer, scaler| {
+                trainer.reader.position = position;
+                mem::swap(&mut trainer.optimizer, optimizer);
+                mem::swap(&mut trainer.scaler, scaler);
             },
         );
         self.vs = vs;
-        Ok(report?)
+        report
     }
 
     /// The averages of the weights.
