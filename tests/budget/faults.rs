@@ -1,6 +1,11 @@
 //! Faults that were found in published programs, planted in the runs in half precision.
 
+use std::collections::BTreeMap;
+
+use tch::{Kind, Tensor, no_grad};
+use tch_amp::Result;
 use tch_amp::insight::{BudgetProblem, BudgetReport};
+use tch_amp::optim::{AmpOptimizer, Parameters, Step};
 
 use crate::program::Program;
 use crate::{DTYPES, alone, seeds};
@@ -84,7 +89,7 @@ fn a_detached_parameter_is_named() {
 #[test]
 fn the_first_operator_over_budget_is_named() {
     let _alone = alone();
-    let (mut named, mut missed) = (0, Vec::new());
+    let mut missed = Vec::new();
     for (kind, fault, parts) in [
         ("mlp", "stale_copy_of_one_layer", ["layers.1", "after layers.1"]),
         ("lstm", "stale_copy_of_one_layer", ["hh", "after hh"]),
@@ -99,7 +104,7 @@ fn the_first_operator_over_budget_is_named() {
             for dtype in DTYPES {
                 let report = Program::new(kind, dtype, fault, seed).measure().unwrap();
                 match &report.first_operator {
-                    Some(first) if parts.contains(&first.part.as_str()) => named += 1,
+                    Some(first) if parts.contains(&first.part.as_str()) => {}
                     _ => {
                         missed.push(format!("{fault} in {kind}, {dtype:?}, seed {seed}: {report}"))
                     }
@@ -107,9 +112,85 @@ fn the_first_operator_over_budget_is_named() {
             }
         }
     }
-    let share = f64::from(named) / (f64::from(named) + missed.len() as f64);
-    println!("{named} named, {} missed", missed.len());
-    assert!(share >= 0.8, "{named} named, not:\n{}", missed.join("\n\n"));
+    assert!(missed.is_empty(), "{}", missed.join("\n\n"));
+}
+
+/// AdamW as PyTorch has it, on a few operators, that keeps its second moments in the dtype that it is given.
+struct OwnAdamW {
+    parameters: Vec<Tensor>,
+    first: Vec<Tensor>,
+    second: Vec<Tensor>,
+    dtype: Kind,
+}
+
+impl OwnAdamW {
+    fn new(parameters: Vec<Tensor>, dtype: Kind) -> Self {
+        let zeros = || parameters.iter().map(|p| p.detach().zeros_like());
+        let (first, second) = (zeros().collect(), zeros().map(|t| t.to_kind(dtype)).collect());
+        Self { parameters, first, second, dtype }
+    }
+}
+
+impl AmpOptimizer for OwnAdamW {
+    fn parameters(&self) -> Parameters<'_> {
+        self.parameters.as_slice().into()
+    }
+
+    fn update(&mut self, _step: &Step<'_>) -> Result<()> {
+        no_grad(|| {
+            for (i, p) in self.parameters.iter_mut().enumerate() {
+                let g = p.grad();
+                self.first[i] = &self.first[i] * 0.9 + &g * 0.1;
+                let second = self.second[i].to_kind(Kind::Float) * 0.999 + g.square() * 0.001;
+                let unbiased = (&second / 0.001).sqrt() + 1e-8;
+                let update = &self.first[i] / 0.1 / unbiased * 1e-3;
+                *p -= update;
+                self.second[i] = second.to_kind(self.dtype);
+            }
+        });
+        Ok(())
+    }
+
+    fn state_tensors(&mut self) -> Result<Vec<BTreeMap<String, Tensor>>> {
+        let moments = self.first.iter().zip(&self.second);
+        let entry = |name: &str, t: &Tensor| (name.to_owned(), t.shallow_clone());
+        let state =
+            moments.map(|(m, v)| BTreeMap::from([entry("exp_avg", m), entry("exp_avg_sq", v)]));
+        Ok(state.collect())
+    }
+}
+
+/// The 28th published fault. No optimizer of this crate has it beside parameters in f32.
+#[test]
+fn second_moments_in_half_precision_are_over_budget() {
+    let _alone = alone();
+    for kind in ["mlp", "gpt"] {
+        for seed in seeds(1, 5) {
+            for dtype in DTYPES {
+                for fault in [false, true] {
+                    let program = Program::new(kind, dtype, "none", seed);
+                    let make = || {
+                        Ok::<_, tch_amp::Error>(OwnAdamW::new(
+                            program.model.parameters(),
+                            Kind::Float,
+                        ))
+                    };
+                    let report = program.budget().measure(make, |run, optimizer| {
+                        if fault && run.is_half() {
+                            *optimizer = OwnAdamW::new(program.model.parameters(), dtype);
+                        }
+                        program.iterate_with(run, optimizer)
+                    });
+                    let report = report.unwrap();
+                    assert_eq!(
+                        report.is_within(),
+                        !fault,
+                        "{kind}, {dtype:?}, seed {seed}: {report}"
+                    );
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::gradients::clip_grad_norm;
 use tch_amp::insight::{Budget, BudgetReport, BudgetRun};
-use tch_amp::optim::{AdamW, Optimizer};
+use tch_amp::optim::{AdamW, AmpOptimizer, Optimizer};
 use tch_amp::{Autocast, Result};
 
 use crate::context::{Context, Store};
@@ -64,6 +64,22 @@ impl Program {
             let _output = run.output(name, output);
         }
         forward.losses
+    }
+
+    /// A plain iteration, with any optimizer.
+    pub(crate) fn iterate_with(
+        &self,
+        run: &mut BudgetRun,
+        optimizer: &mut dyn AmpOptimizer,
+    ) -> Result<Tensor> {
+        self.model.parameters().iter_mut().for_each(Tensor::zero_grad);
+        let losses = run.region(|| self.forward(run))?;
+        let loss =
+            losses.iter().map(|loss| loss.to_kind(Kind::Float)).reduce(|a, b| a + b).unwrap();
+        run.scaler().backward(&loss)?;
+        let _outcome = run.scaler().step(optimizer)?;
+        run.scaler().update()?;
+        Ok(loss)
     }
 
     pub(crate) fn iterate(&self, run: &mut BudgetRun, optimizer: &mut Optimizer) -> Result<Tensor> {
