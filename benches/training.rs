@@ -46,19 +46,21 @@ fn training(name: &str, weights: &Checkpoint, amp: bool) -> Training {
     Training::new(name, weights, Device::Cpu, region(amp), amp)
 }
 
-/// Checks that the losses of both sides agree. They differ only where libtorch sums in another order.
+/// Checks that the losses of both sides agree. They differ only where libtorch sums in another order, but for weights in
+/// bf16: at first they are their masters, so that updates of less than half of bf16's spacing show some steps later.
 fn check(name: &str, weights: &Checkpoint, python: &mut Python) {
     let trainings = [
-        (training(name, weights, false), "fp32", 1e-4),
-        (training(name, weights, true), "bf16", 1e-2),
-        (Training::with_masters(name, weights, region(true)), "bf16", 1e-2),
+        (training(name, weights, false), "fp32", [1e-4; 2]),
+        (training(name, weights, true), "bf16", [1e-2; 2]),
+        (Training::with_masters(name, weights, region(true)), "bf16", [1e-2, 1e-1]),
     ];
-    for (mut training, precision, tolerance) in trainings {
+    for (mut training, precision, [of_first, of_later]) in trainings {
         let ours: Vec<f64> = (0..CHECKED).map(|_| training.iterate().0.double_value(&[])).collect();
         let theirs = python.ask(&format!("losses {name} {precision} {CHECKED}"));
         let theirs: Vec<f64> = theirs.split(' ').map(|loss| loss.parse().unwrap()).collect();
-        for (ours, theirs) in ours.iter().zip(&theirs) {
-            let near = (ours - theirs).abs() <= tolerance * theirs.abs();
+        for (step, (mine, other)) in ours.iter().zip(&theirs).enumerate() {
+            let tolerance = if step == 0 { of_first } else { of_later };
+            let near = (mine - other).abs() <= tolerance * other.abs();
             assert!(near, "{name} in {precision}: losses {ours:?} here and {theirs:?} in Python");
         }
     }

@@ -115,10 +115,11 @@ impl Tuner {
 /// `loss` computes the unscaled loss in the region that it is given, as for [`audit`](super::audit()). `tune` records
 /// the operators of one iteration in f32, in `region` and, if there is attention, with attention
 /// [composed](crate::autocast::RunAs::Composed), forward and backward, with the casts that each needs. For each
-/// operator of autocast's lower-precision list it makes rules from the fastest of these at each size, tries those of
-/// the three operators that promise most on whole iterations in turns, and keeps the rules with which three of four
-/// iterations are faster than each of four without, and whose gradients are at most a tenth further from those in f32.
-/// Where the medians promise more than the noise lets it see, it compares once more, if 40 iterations allow that.
+/// operator of autocast's lower-precision list it makes rules from the fastest of these at each size, and tries those of
+/// the three operators that promise most on whole iterations in turns. It keeps the rules with which three of four
+/// iterations are faster than each of four without, or the median one is faster by a twentieth, and with which gradients
+/// are at most a tenth further from those in f32. Where the medians promise more than the noise lets it see, it compares
+/// once more, if 40 iterations allow that.
 /// Finally it compares the plan with f32 in the same way: where half precision does not win, the plan leaves everything
 /// in f32, as on processors that emulate bf16. Rules reach to twice the largest size that was measured. It puts into
 /// half precision what autocast keeps in f32 only if [asked](Tuner::allow_half). Attention is composed on the CPU
