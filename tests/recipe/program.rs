@@ -67,7 +67,10 @@ impl Recipe {
             .collect();
         let words: Vec<&str> =
             self.options.split_whitespace().chain(more.split_whitespace()).collect();
-        let child = Command::new(env::current_exe().unwrap())
+        // A test that a shell runs in the background ignores Ctrl-C, and so would the program.
+        let child = Command::new("env")
+            .arg("--default-signal=INT")
+            .arg(env::current_exe().unwrap())
             .args(["--exact", self.test, "--ignored", "--nocapture"])
             .env(ARGUMENTS, format!("{}\n{}", paths.join("\n"), words.join("\n")))
             .stdout(Stdio::piped())
