@@ -4,8 +4,15 @@
 
 namespace tamp::optim {
 
+std::vector<Pieces> Batch::pieces() const {
+  std::vector<int64_t> sizes;
+  for (const auto &t : parameters) sizes.push_back(t.numel());
+  return cut(sizes);
+}
+
 bool Batch::takes(const Entry &e) const {
-  return options == e.options && dtype == e.parameter.scalar_type() && first_step == e.first_step && rate == e.rate;
+  return options == e.options && dtype == e.parameter.scalar_type() && kept_as == e.kept_as &&
+         first_step == e.first_step && rate == e.rate;
 }
 
 void Batch::add(const Entry &e) {
@@ -24,7 +31,7 @@ std::vector<Batch> batches(const std::vector<Entry> &entries) {
     size_t i = 0;
     while (i < out.size() && !out[i].takes(e)) ++i;
     if (i == out.size()) {
-      out.push_back({e.options, e.parameter.scalar_type(), e.first_step, e.rate, {}, {}, {}, {}, {}});
+      out.push_back({e.options, e.parameter.scalar_type(), e.kept_as, e.first_step, e.rate, {}, {}, {}, {}, {}});
     }
     out[i].add(e);
   }

@@ -6,17 +6,21 @@
 #include <vector>
 
 #include "optim.h"
+#include "pieces.h"
 
 namespace tamp::optim {
 
-// Entries that are stepped together: those with the same options, dtype, first step and rate.
+// Entries that are stepped together: those with the same options, dtypes, first step and rate.
 struct Batch {
   const tamp_optim_options *options;
   at::ScalarType dtype;
+  uint8_t kept_as;
   bool first_step;
   double rate;
   std::vector<at::Tensor> parameters, gradients, steps, states[kStates], orthogonal;
 
+  // The parts of the parameters that fit into scratch memory together.
+  std::vector<Pieces> pieces() const;
   bool takes(const Entry &e) const;
   void add(const Entry &e);
 };

@@ -21,6 +21,7 @@ enum StatePlace {
   kExpAvg = 0,          // Adam, AdamW and Lion
   kExpAvgSq = 1,        // Adam and AdamW
   kMaxExpAvgSq = 2,     // Adam and AdamW, with AMSGrad
+  kExponents = 2,       // Adam and AdamW with moments in eight bits: for each 32 numbers one
   kMomentumBuffer = 0,  // SGD with momentum, and Muon
   kSum = 0,             // Adagrad
   kSquareAvg = 0,       // RMSprop
@@ -142,6 +143,53 @@ struct Slice {
   int64_t n;
   const c10::BFloat16 *orthogonal = nullptr;  // the orthogonalized momentum of Muon
 };
+
+// Moments of Adam and AdamW in fewer bits than an f32, as docs/low_bit_states.md defines them. With eight bits, 32
+// consecutive numbers of a tensor are a block, which has one exponent.
+constexpr int64_t kCodeBlock = 32;
+// The index of a number enters the dither modulo this.
+constexpr int64_t kDitherPeriod = 256;
+// The number of codes' exponents of a tensor.
+constexpr int64_t code_blocks(int64_t numbers) { return (numbers + kCodeBlock - 1) / kCodeBlock; }
+
+// The dither of step `step`, of which `bits` bits are used: the offsets that are added before a number is cut off. They
+// are those bits of `of_step + index * kDitherIndex` in 32-bit arithmetic.
+struct Dither {
+  static constexpr uint32_t kIndex = 0x9e3779b9, kExpAvg = 0xbb67ae85, kExpAvgSq = 0x6a09e667;
+};
+
+// The largest code of a first moment: that of twice the largest |exp_avg| / sqrt(exp_avg_sq) which exact moments can
+// have, rounded down. No stored moments then make an update of more than twice the largest one of exact moments.
+uint32_t largest_code(double beta1, double beta2);
+
+// What a step of Adam or AdamW with moments in few bits takes besides memory. Both decays, of weights and of moments, are
+// f32 as on other devices.
+struct LowBit {
+  // `width` is 8 or 16 bits for a moment. `step` is the number of this step, from 1 on.
+  LowBit(const Adam &options, uint64_t step, int width);
+
+  float lerp, beta2, one_minus_beta2, keep, minus_step_size, eps, weight_decay;
+  uint32_t largest;
+  bool maximize;
+  alignas(64) uint32_t exp_avg_dither[kDitherPeriod], exp_avg_sq_dither[kDitherPeriod];
+};
+
+// A range of the memory of a parameter, its gradient and its moments, which begins at a multiple of kDitherPeriod.
+struct EightBitSlice {
+  float *parameter;
+  const float *gradient;
+  int8_t *exp_avg;
+  uint8_t *exp_avg_sq, *exponents;
+  int64_t n;
+};
+struct BFloat16Slice {
+  float *parameter;
+  const float *gradient;
+  c10::BFloat16 *exp_avg, *exp_avg_sq;
+  int64_t n;
+};
+void update(const LowBit &options, const GradientScale &scale, const EightBitSlice &slice);
+void update(const LowBit &options, const GradientScale &scale, const BFloat16Slice &slice);
 
 // Convert half-precision numbers to f32, and back, rounded to nearest with ties to even.
 template <typename T>

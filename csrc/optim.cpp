@@ -17,6 +17,9 @@
 namespace {
 
 using at::Tensor;
+using tamp::kExpAvg;
+using tamp::kExpAvgSq;
+using tamp::kExponents;
 using tamp::kStates;
 using tamp::optim::Entry;
 
@@ -43,10 +46,12 @@ void check_memory(const Tensor &t, const char *what) {
 
 void check_step(const Entry &e) {
   if (!e.step.defined()) return;
-  TORCH_CHECK(e.step.scalar_type() == at::kFloat && e.step.numel() == 1 && e.step.device() == e.parameter.device() &&
+  const at::ScalarType dtype = e.is_low_bit() ? at::kLong : at::kFloat;
+  TORCH_CHECK(e.step.scalar_type() == dtype && e.step.numel() == 1 && e.step.device() == e.parameter.device() &&
                   e.step.layout() == at::kStrided && (!e.step.is_cpu() || tamp::is_plain_memory(e.step)),
-              "the number of steps must be one f32 on ", e.parameter.device(), ", but is ", e.step.scalar_type(),
-              " with ", e.step.numel(), " elements on ", e.step.device(), "; load a state to repair it");
+              "the number of steps must be one ", dtype, " on ", e.parameter.device(), ", but is ",
+              e.step.scalar_type(), " with ", e.step.numel(), " elements on ", e.step.device(),
+              "; load a state to repair it");
 }
 
 void check_master(const Entry &e) {
@@ -72,7 +77,27 @@ void check_layout(const Entry &e) {
                 " by now; build the optimizer after the model has its memory format");
   };
   check(e.master.tensor);
+  if (e.is_low_bit()) return;
   for (const auto &state : e.states) check(state);
+}
+
+// Checks moments of few bits, which are in the order of the parameter's elements.
+void check_moments(const Entry &e) {
+  TORCH_CHECK(e.dtype() == at::kFloat && e.master.kind != TAMP_MASTER_STOCHASTIC, "a parameter that is ",
+              e.parameter.scalar_type(),
+              " has no moments of few bits; build the optimizer after the model has its dtype");
+  const bool has_codes = e.kept_as == TAMP_STATES_EIGHT_BIT;
+  check_state(e.parameter, e.states[kExpAvg], has_codes ? at::kChar : at::kBFloat16);
+  check_state(e.parameter, e.states[kExpAvgSq], has_codes ? at::kByte : at::kBFloat16);
+  for (const auto &state : e.states) {
+    if (!state.defined()) continue;
+    check_memory(state, "the optimizer's state");
+    TORCH_CHECK(state.is_contiguous(), "moments of few bits are contiguous; load a state to repair them");
+  }
+  const Tensor &exponents = e.states[kExponents];
+  TORCH_CHECK(!has_codes || (exponents.scalar_type() == at::kByte && exponents.device() == e.parameter.device() &&
+                             exponents.numel() == tamp::kernels::code_blocks(e.parameter.numel())),
+              "moments in eight bits have a u8 for each 32 numbers; load a state to repair them");
 }
 
 Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options) {
@@ -90,12 +115,15 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
   TORCH_CHECK(tamp::with_floating(out.parameter.scalar_type(), [](auto *) {}), "a parameter that is ",
               out.parameter.scalar_type(), " cannot be stepped");
   if (given.step != nullptr) out.step = tamp::tensor(given.step);
+  out.kept_as = given.kept_as;
   for (int i = 0; i < kStates; ++i) {
     if (given.states[i] == nullptr) continue;
     out.states[i] = tamp::tensor(given.states[i]);
+    if (out.is_low_bit()) continue;
     check_memory(out.states[i], "the optimizer's state");
     check_state(out.parameter, out.states[i], out.dtype());
   }
+  if (out.is_low_bit()) check_moments(out);
   check_step(out);
   check_layout(out);
   return out;

@@ -20,9 +20,14 @@ struct Entry {
   Master master;
   at::Tensor orthogonal{};  // bf16, like the parameter: the orthogonalized momentum of Muon
   double rate = 0;          // Muon's learning rate for it
+  uint8_t kept_as = TAMP_STATES_PLAIN;
 
-  // The dtype of the update's arithmetic and of the state.
+  // The dtype of the update's arithmetic, and of the state unless that has fewer bits.
   at::ScalarType dtype() const { return master.kind == TAMP_MASTER_NONE ? parameter.scalar_type() : at::kFloat; }
+
+  // Whether its moments have fewer bits than an f32. They are contiguous then, in the order of the parameter's elements,
+  // whatever its memory format, and the steps are counted in an i64.
+  bool is_low_bit() const { return kept_as != TAMP_STATES_PLAIN; }
 };
 
 // Whether two tensors have the same shape and strides. If they are dense, one index then goes over the memory of both.

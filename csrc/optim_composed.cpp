@@ -17,12 +17,6 @@ using at::Tensor;
 // The rows of scratch memory. Those of the states follow, and that of Muon's orthogonalized momentum.
 enum Row { kParameter = 0, kGradient = 1, kBetween = 2, kFirstState = 3 };
 
-std::vector<Pieces> pieces_of(const Batch &batch) {
-  std::vector<int64_t> sizes;
-  for (const auto &t : batch.parameters) sizes.push_back(t.numel());
-  return cut(sizes);
-}
-
 // The operations of torch.optim.RMSprop, in its order.
 void rmsprop(const tamp_optim_options &o, const Tensor &parameter, const Tensor &gradient, const Tensor &between,
              const Tensor *states) {
@@ -85,7 +79,7 @@ ComposedStep::ComposedStep(const Batch &batch, Rows &rows)
   for (int i = 0; i < kStates; ++i) {
     if (!batch_.states[i].empty()) places_.push_back(i);
   }
-  for (const auto &pieces : pieces_of(batch_)) rows.reserve(dtype_, rows_needed(), pieces.numbers);
+  for (const auto &pieces : batch_.pieces()) rows.reserve(dtype_, rows_needed(), pieces.numbers);
 }
 
 size_t ComposedStep::rows_needed() const { return kFirstState + places_.size() + (batch_.orthogonal.empty() ? 0 : 1); }
@@ -98,7 +92,7 @@ std::vector<Tensor> ComposedStep::written() const {
 
 void ComposedStep::prepare(const Rows &rows) {
   rows_ = rows.of(dtype_);
-  for (const auto &pieces : pieces_of(batch_)) {
+  for (const auto &pieces : batch_.pieces()) {
     Chunk &chunk = chunks_.emplace_back();
     chunk.numbers = pieces.numbers;
     chunk.old.resize(1 + places_.size());

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <memory>
 #include <type_traits>
 #include <utility>
 #include <variant>
@@ -57,7 +58,19 @@ void copy_back(const Entry &to, const Entry &from) {
 }
 
 // The number of steps, including the one that is being taken.
-float next_step_of(const Entry &e) { return tamp::next_step(*e.step.const_data_ptr<float>(), e.master.kind); }
+double next_step_of(const Entry &e) {
+  if (e.is_low_bit()) return static_cast<double>(*e.step.const_data_ptr<int64_t>() + 1);
+  return tamp::next_step(*e.step.const_data_ptr<float>(), e.master.kind);
+}
+
+void count_step(const Entry &e) {
+  if (!e.step.defined()) return;
+  if (e.is_low_bit()) {
+    ++*e.step.mutable_data_ptr<int64_t>();
+  } else {
+    *e.step.mutable_data_ptr<float>() = static_cast<float>(next_step_of(e));
+  }
+}
 
 // Computes 1 - beta^step, and remembers the last one, since most parameters share it.
 class Correction {
@@ -71,13 +84,32 @@ class Correction {
   double beta_ = -1, step_ = -1, value_ = 0;
 };
 
+// What a step with moments of few bits takes. It has tables of the dither, which parameters share.
+using LowBit = std::shared_ptr<const tamp::kernels::LowBit>;
+
 struct Corrections {
   Correction beta1, beta2;
+  LowBit low_bit{};
+  // What `low_bit` was made of.
+  const tamp_optim_options *options = nullptr;
+  double step = 0;
+  uint8_t kept_as = TAMP_STATES_PLAIN;
 };
 
 // What an update takes besides memory: the options of its algorithm.
 using Update = std::variant<tamp::kernels::Adam, tamp::kernels::Sgd, tamp::kernels::Adagrad, tamp::kernels::RmsProp,
-                            tamp::kernels::Lion, tamp::kernels::Muon>;
+                            tamp::kernels::Lion, tamp::kernels::Muon, LowBit>;
+
+Update low_bit_of(const Entry &e, const tamp::kernels::Adam &adam, double step, Corrections &last) {
+  if (last.low_bit == nullptr || last.options != e.options || last.step != step || last.kept_as != e.kept_as) {
+    const int width = e.kept_as == TAMP_STATES_EIGHT_BIT ? 8 : 16;
+    last.low_bit = std::make_shared<tamp::kernels::LowBit>(adam, static_cast<uint64_t>(step), width);
+    last.options = e.options;
+    last.step = step;
+    last.kept_as = e.kept_as;
+  }
+  return last.low_bit;
+}
 
 Update update_of(const Entry &e, Corrections &corrections) {
   const tamp_optim_options &o = *e.options;
@@ -110,7 +142,7 @@ Update update_of(const Entry &e, Corrections &corrections) {
       adam.amsgrad = (o.flags & TAMP_OPTIM_AMSGRAD) != 0;
       adam.maximize = maximize;
       adam.decoupled = o.algorithm == TAMP_OPTIM_ADAMW;
-      return adam;
+      return e.is_low_bit() ? low_bit_of(e, adam, step, corrections) : adam;
     }
   }
 }
@@ -130,9 +162,31 @@ tamp::kernels::Slice<T> slice(const Entry &e, T *parameter, const T *gradient, i
   return out;
 }
 
+// Updates with moments of few bits.
+void step_low_bit(const Entry &e, const tamp::kernels::LowBit &options, const GradientScale &scale, float *parameter,
+                  const float *gradient, int64_t begin, int64_t n) {
+  if (e.kept_as == TAMP_STATES_BFLOAT16) {
+    auto *exp_avg = memory_from<c10::BFloat16>(e.states[kExpAvg], begin);
+    auto *exp_avg_sq = memory_from<c10::BFloat16>(e.states[kExpAvgSq], begin);
+    return tamp::kernels::update(options, scale, {parameter, gradient, exp_avg, exp_avg_sq, n});
+  }
+  auto *exp_avg = memory_from<int8_t>(e.states[kExpAvg], begin);
+  auto *exp_avg_sq = memory_from<uint8_t>(e.states[kExpAvgSq], begin);
+  auto *exponents = memory_from<uint8_t>(e.states[kExponents], begin / tamp::kernels::kCodeBlock);
+  tamp::kernels::update(options, scale, {parameter, gradient, exp_avg, exp_avg_sq, exponents, n});
+}
+
 template <typename T>
-void apply(const Update &update, const GradientScale &scale, const tamp::kernels::Slice<T> &x) {
-  std::visit([&](const auto &options) { tamp::kernels::update(options, scale, x); }, update);
+void apply(const Entry &e, const Update &update, const GradientScale &scale, T *parameter, const T *gradient,
+           int64_t begin, int64_t n) {
+  const auto step = [&](const auto &options) {
+    if constexpr (!std::is_same_v<std::decay_t<decltype(options)>, LowBit>) {
+      tamp::kernels::update(options, scale, slice<T>(e, parameter, gradient, begin, n));
+    } else if constexpr (std::is_same_v<T, float>) {
+      step_low_bit(e, *options, scale, parameter, gradient, begin, n);
+    }
+  };
+  std::visit(step, update);
 }
 
 // Updates a half-precision parameter in f32, in blocks that stay in the first-level cache.
@@ -160,7 +214,7 @@ void run_in_blocks(const Entry &e, const Update &update, const GradientScale &sc
     } else {
       kernels::widen(e.gradient.const_data_ptr<Half>() + begin, gradients, n);
     }
-    apply(update, scale, slice<float>(e, number, gradient, begin, n));
+    apply<float>(e, update, scale, number, gradient, begin, n);
     if (e.master.kind == TAMP_MASTER_FLOAT) {
       kernels::narrow(number, parameter, n);
     } else if constexpr (std::is_same_v<Half, c10::BFloat16>) {
@@ -180,7 +234,7 @@ void run(const Entry &e, const Update &update, const GradientScale &scale, const
     using T = std::remove_pointer_t<decltype(type)>;
     const auto *gradient = static_cast<const T *>(e.gradient.const_data_ptr()) + chunk.begin;
     const int64_t n = chunk.end - chunk.begin;
-    apply(update, scale, slice<T>(e, memory_from<T>(e.parameter, chunk.begin), gradient, chunk.begin, n));
+    apply<T>(e, update, scale, memory_from<T>(e.parameter, chunk.begin), gradient, chunk.begin, n);
   });
 }
 
@@ -244,7 +298,7 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
   });
   for (const auto &[i, original] : originals) copy_back(original, work[i]);
   for (const auto &e : work) {
-    if (e.step.defined()) *e.step.mutable_data_ptr<float>() = next_step_of(e);
+    count_step(e);
     tamp::bump_version(e.parameter);
     tamp::bump_version(e.master.tensor);
     for (const auto &state : e.states) tamp::bump_version(state);

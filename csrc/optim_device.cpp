@@ -11,6 +11,7 @@
 #include "guarded.h"
 #include "optim.h"
 #include "optim_composed.h"
+#include "optim_low_bit.h"
 #include "stand_ins.h"
 #include "storage.h"
 
@@ -80,12 +81,14 @@ void separate_gradients(std::vector<Entry> &entries) {
 struct StepCounts {
   std::vector<Tensor> plain;          // go on by one
   std::vector<Tensor> many;           // go on by `next_step` under random rounding
+  std::vector<Tensor> exact;          // go on by one, in i64
   std::vector<Tensor> before, after;  // the numbers of the latter
-  Tensor taken;                       // one, or zero if the step is skipped; undefined if it is taken anyway
+  Tensor taken, taken_exact;          // one, or zero if the step is skipped; undefined if it is taken anyway
 
   // Allocates all that `advance` needs.
   void prepare(const std::optional<Tensor> &found_inf) {
     if (found_inf) taken = at::rsub(found_inf->reshape({}), 1);
+    if (found_inf && !exact.empty()) taken_exact = found_inf->reshape({}).eq(0).to(at::kLong);
     if (many.empty()) return;
     const Tensor now = at::stack(many), most = at::full({}, kMostSteps, now.options());
     Tensor next = at::maximum(now + 1, at::nextafter(now, most));
@@ -106,8 +109,13 @@ struct StepCounts {
 
  private:
   void add(int sign) const {
-    if (plain.empty()) return;
-    taken.defined() ? at::_foreach_add_(plain, taken, sign) : at::_foreach_add_(plain, sign);
+    add(plain, taken, sign);
+    add(exact, taken_exact, sign);
+  }
+
+  static void add(const std::vector<Tensor> &steps, const Tensor &taken, int sign) {
+    if (steps.empty()) return;
+    taken.defined() ? at::_foreach_add_(steps, taken, sign) : at::_foreach_add_(steps, sign);
   }
 };
 
@@ -115,7 +123,27 @@ struct StepCounts {
 struct Launch {
   Batch batch;
   std::optional<ComposedStep> composed;
+  std::optional<LowBitStep> low_bit;
 };
+
+// Contiguous copies of parameters with moments of few bits, which are in the order of their elements.
+struct Contiguous {
+  tamp::Copies in, out;
+
+  void take(Entry &e) {
+    if (!e.is_low_bit()) return;
+    for (Tensor *t : {&e.parameter, &e.master.tensor}) {
+      if (!t->defined() || t->is_contiguous()) continue;
+      const Tensor copy = at::empty(t->sizes(), t->options());
+      in.add(copy, *t);
+      out.add(*t, copy);
+      *t = copy;
+    }
+  }
+};
+
+// Whether a step is made of libtorch's operations.
+bool is_composed(const Entry &e) { return tamp::optim::is_composed(e.options->algorithm) || e.is_low_bit(); }
 
 }  // namespace
 
@@ -130,7 +158,8 @@ class OneDevice {
     std::vector<Entry> direct, indirect;
     for (auto &e : entries) {
       const bool goes_on = e.master.kind == TAMP_MASTER_STOCHASTIC && e.many_steps;
-      if (e.step.defined()) (goes_on ? counts_.many : counts_.plain).push_back(e.step);
+      if (e.step.defined()) (e.is_low_bit() ? counts_.exact : goes_on ? counts_.many : counts_.plain).push_back(e.step);
+      contiguous_.take(e);
       // The kernels go over the memory of both with one index.
       if (!are_alike(e.gradient, e.parameter)) {
         e.gradient = at::empty_like(e.parameter, e.gradient.scalar_type()).copy_(e.gradient);
@@ -148,12 +177,14 @@ class OneDevice {
     if (planted("memory")) (void)at::empty({1 << 26}, at::TensorOptions(device).dtype(at::kFloat));
     for (size_t i = 0; i < stand_ins_->chunks(); ++i) chunks_.push_back(launches(stand_ins_->entries(i)));
     rows_.allocate(device);
+    low_bit_rows_.allocate(device);
     for (auto &launch : direct_) prepare(launch);
     for (auto &chunk : chunks_) {
       for (auto &launch : chunk) prepare(launch);
     }
     tamp::end_lazy_copies(counts_.plain);
     tamp::end_lazy_copies(counts_.many);
+    tamp::end_lazy_copies(counts_.exact);
     counts_.prepare(found_inf_);
   }
 
@@ -173,11 +204,10 @@ class OneDevice {
 
  private:
   void read(const tamp_optim_scale &scale, at::Device device, const std::vector<Entry> &entries) {
-    const auto composed = [](const Entry &e) { return is_composed(e.options->algorithm); };
     grad_scale_ = on_device(scale.grad_scale, device);
     found_inf_ = on_device(scale.found_inf, device);
     clip_ = on_device(scale.clip, device);
-    const auto multiplied = [&](const Entry &e) { return composed(e) || is_clipped_before(e); };
+    const auto multiplied = [&](const Entry &e) { return is_composed(e) || is_clipped_before(e); };
     if (std::any_of(entries.begin(), entries.end(), multiplied)) {
       if (grad_scale_) prepared_.unscaling.inverse = inverse_of(*grad_scale_).reshape({});
       if (clip_) prepared_.unscaling.clip = clip_->reshape({});
@@ -191,7 +221,7 @@ class OneDevice {
   // Whether a gradient is unscaled and clipped before a kernel of libtorch reads it: that would divide by an f32 number,
   // which can be infinite where the norm is that of f64 gradients.
   bool is_clipped_before(const Entry &e) const {
-    return clip_ && e.gradient.scalar_type() == at::kDouble && !is_composed(e.options->algorithm);
+    return clip_ && e.gradient.scalar_type() == at::kDouble && !is_composed(e);
   }
 
   Tensor clipped(const Tensor &gradient) const {
@@ -203,6 +233,7 @@ class OneDevice {
     std::vector<Launch> out;
     for (auto &batch : batches(entries)) {
       Launch &launch = out.emplace_back();
+      if (batch.kept_as != TAMP_STATES_PLAIN) launch.low_bit.emplace(batch, low_bit_rows_);
       if (is_composed(batch.options->algorithm)) launch.composed.emplace(batch, rows_);
       launch.batch = std::move(batch);
     }
@@ -214,15 +245,18 @@ class OneDevice {
     if (grad_scale_) tamp::end_lazy_copies(launch.batch.gradients);
     for (const auto &states : launch.batch.states) tamp::end_lazy_copies(states);
     if (launch.composed) launch.composed->prepare(rows_);
+    if (launch.low_bit) launch.low_bit->prepare(low_bit_rows_);
   }
 
   void run(const Launch &step) const {
     if (step.composed) return step.composed->run(prepared_);
+    if (step.low_bit) return step.low_bit->run(prepared_);
     const bool is_clipped = clip_ && step.batch.gradients.front().scalar_type() == at::kDouble;
     launch(step.batch, is_clipped ? std::nullopt : grad_scale_, found_inf_);
   }
 
   void update() const {
+    contiguous_.in.run();
     for (const auto &step : direct_) run(step);
     TORCH_CHECK(!planted("half_way"), "a planted failure half way");
     for (size_t i = 0; i < chunks_.size(); ++i) {
@@ -231,12 +265,15 @@ class OneDevice {
       stand_ins_->write_back(i);
     }
     rounded_.run();
+    contiguous_.out.run();
   }
 
   std::optional<Tensor> grad_scale_, clip_, found_inf_;
   StepCounts counts_;
   Prepared prepared_;
   Rows rows_;
+  LowBitRows low_bit_rows_;
+  Contiguous contiguous_;
   std::vector<Launch> direct_;  // what the kernels update directly
   std::optional<tamp::optim::StandIns> stand_ins_;
   std::vector<std::vector<Launch>> chunks_;  // the stand-ins of the others, by chunk

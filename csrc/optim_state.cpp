@@ -15,6 +15,7 @@
 
 #include "copies.h"
 #include "guarded.h"
+#include "kernels.h"
 
 namespace {
 
@@ -34,9 +35,17 @@ void advise(const Tensor &buffer) {
 void advise(const Tensor &) {}
 #endif
 
-// Makes tensors like the parameters, all of one dtype and device, one after the other in one buffer. Fills the buffer
-// with `value`, if there is one.
-std::vector<Tensor> in_one_buffer(const std::vector<Tensor> &parameters, at::ScalarType dtype,
+// A tensor of the shape and strides of a state.
+Tensor shaped(const Tensor &parameter, uint8_t shape) {
+  const auto meta = parameter.options().device(at::kMeta);
+  if (shape == TAMP_STATE_OF_BLOCKS) return at::empty({tamp::kernels::code_blocks(parameter.numel())}, meta);
+  const bool is_like = shape == TAMP_STATE_LIKE && parameter.is_non_overlapping_and_dense();
+  return is_like ? parameter : at::empty(parameter.sizes(), meta);
+}
+
+// Makes states of the parameters, all of one dtype and device, one after the other in one buffer. Fills the buffer with
+// `value`, if there is one.
+std::vector<Tensor> in_one_buffer(const std::vector<Tensor> &parameters, at::ScalarType dtype, uint8_t shape,
                                   std::optional<double> value) {
   // Each tensor is padded by an odd number of cache lines. Otherwise the loops would go through several tensors at
   // addresses that fall into the same sets of the cache.
@@ -45,17 +54,16 @@ std::vector<Tensor> in_one_buffer(const std::vector<Tensor> &parameters, at::Sca
     return (t.numel() + line - 1) / line * line + 5 * line;
   };
   int64_t total = 0;
-  for (const auto &p : parameters) total += room(p);
+  std::vector<Tensor> shapes;
+  for (const auto &p : parameters) total += room(shapes.emplace_back(shaped(p, shape)));
   Tensor buffer = at::empty({total}, parameters.front().options().dtype(dtype).requires_grad(false));
   if (buffer.is_cpu()) advise(buffer);
   if (value) buffer.fill_(*value);
   std::vector<Tensor> out;
   int64_t offset = 0;
-  for (const auto &p : parameters) {
-    const bool dense = p.is_non_overlapping_and_dense();
-    const Tensor shaped = dense ? p : at::empty(p.sizes(), p.options().device(at::kMeta));
-    out.push_back(at::as_strided(buffer, p.sizes(), shaped.strides(), offset));
-    offset += room(p);
+  for (const auto &like : shapes) {
+    out.push_back(at::as_strided(buffer, like.sizes(), like.strides(), offset));
+    offset += room(like);
   }
   return out;
 }
@@ -89,11 +97,11 @@ std::vector<List> lists(tamp_tensor *const *parameters, size_t count) {
   return out;
 }
 
-std::vector<Tensor> states_like(tamp_tensor *const *parameters, size_t count, std::optional<at::ScalarType> dtype,
-                                std::optional<double> value) {
+std::vector<Tensor> states_of(tamp_tensor *const *parameters, size_t count, std::optional<at::ScalarType> dtype,
+                              uint8_t shape, std::optional<double> value) {
   std::vector<Tensor> out(count);
   for (const auto &list : lists(parameters, count)) {
-    auto made = in_one_buffer(list.parameters, dtype.value_or(list.parameters.front().scalar_type()), value);
+    auto made = in_one_buffer(list.parameters, dtype.value_or(list.parameters.front().scalar_type()), shape, value);
     for (size_t i = 0; i < made.size(); ++i) out[list.places[i]] = std::move(made[i]);
   }
   return out;
@@ -110,19 +118,19 @@ void give_all(std::vector<Tensor> made, tamp_tensor **out) {
 
 extern "C" {
 
-void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, int8_t dtype, double value,
+void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, int8_t dtype, uint8_t shape, double value,
                            tamp_tensor **states, char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     const auto wanted = dtype < 0 ? std::nullopt : std::make_optional(static_cast<at::ScalarType>(dtype));
-    give_all(states_like(parameters, count, wanted, value), states);
+    give_all(states_of(parameters, count, wanted, shape, value), states);
   });
 }
 
 void tamp_masters_new(tamp_tensor *const *parameters, size_t count, tamp_tensor **masters, char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    auto made = states_like(parameters, count, at::kFloat, std::nullopt);
+    auto made = states_of(parameters, count, at::kFloat, TAMP_STATE_LIKE, std::nullopt);
     tamp::Copies copies;
     for (size_t i = 0; i < count; ++i) copies.add(made[i], tamp::tensor(parameters[i]).detach());
     copies.run();

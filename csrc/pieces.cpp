@@ -12,6 +12,11 @@ at::Tensor Piece::of(const at::Tensor &tensor) const {
   return is_whole ? tensor : at::as_strided(tensor, {count}, {1}, tensor.storage_offset() + begin);
 }
 
+at::Tensor Piece::of_blocks(const at::Tensor &tensor, int64_t size) const {
+  const int64_t blocks = (count + size - 1) / size;
+  return is_whole ? tensor : at::as_strided(tensor, {blocks}, {1}, tensor.storage_offset() + begin / size);
+}
+
 at::Tensor Piece::in(const at::Tensor &scratch, const at::Tensor &like) const {
   return is_whole ? at::as_strided(scratch, like.sizes(), like.strides(), place) : scratch.narrow(0, place, count);
 }

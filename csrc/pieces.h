@@ -13,7 +13,7 @@ namespace tamp {
 constexpr int64_t kChunk = int64_t{1} << 20;
 
 // A piece begins at a multiple of this many elements, both in scratch memory and in its tensor.
-constexpr int64_t kRow = 64;
+constexpr int64_t kRow = 256;
 
 // A part of the memory of a dense tensor, and its place in scratch memory.
 struct Piece {
@@ -23,6 +23,9 @@ struct Piece {
 
   // Returns this part of the tensor, or of another one with the same memory layout.
   at::Tensor of(const at::Tensor &tensor) const;
+
+  // Returns what belongs to this part in a tensor that has one element for each `size` of these.
+  at::Tensor of_blocks(const at::Tensor &tensor, int64_t size) const;
 
   // Returns the place in scratch memory, in the shape that this part of `like` has.
   at::Tensor in(const at::Tensor &scratch, const at::Tensor &like) const;

@@ -454,15 +454,24 @@ enum {
   TAMP_MASTER_STOCHASTIC = 3,  // from the bf16 parameter; the result is rounded stochastically
 };
 
+// How the states of a parameter are kept. Those of Adam and AdamW may have few bits where their arithmetic is f32: they
+// are contiguous, and steps are counted in an i64.
+enum {
+  TAMP_STATES_PLAIN = 0,      // in the dtype of the arithmetic
+  TAMP_STATES_BFLOAT16 = 1,   // rounded by a dither
+  TAMP_STATES_EIGHT_BIT = 2,  // exp_avg as i8, exp_avg_sq as u8, and for each 32 of them an exponent, a u8
+};
+
 // A parameter and its state. The states have its shape, dtype and device; with master weights they are f32, and the
 // gradient has the parameter's dtype or is f32.
 typedef struct tamp_optim_parameter {
   tamp_tensor *parameter;
-  // The number of steps, an f32 of one element; null for SGD, Lion and Muon without stochastic rounding.
+  // The number of steps, one element, which is an f32 but for states of few bits; null for SGD, Lion and Muon without
+  // stochastic rounding.
   tamp_tensor *step;
   // For Adam and AdamW exp_avg, exp_avg_sq and, with AMSGrad, max_exp_avg_sq; for SGD with momentum and for Muon the
   // momentum_buffer; for Adagrad the sum; for RMSprop square_avg, with momentum the momentum_buffer and, if it is
-  // centered, grad_avg; for Lion exp_avg. The others are null.
+  // centered, grad_avg; for Lion exp_avg. The others are null. The third of TAMP_STATES_EIGHT_BIT are the exponents.
   tamp_tensor *states[TAMP_OPTIM_STATES];
   tamp_tensor *master;  // the f32 copy, or the remainder as i16; null for the other kinds
   tamp_stamp *stamp;    // of the parameter when it last agreed with `master`; not used without one
@@ -472,6 +481,7 @@ typedef struct tamp_optim_parameter {
   uint8_t first_step;   // initializes the momentum buffer with the gradient
   uint8_t complete;     // whether all of the state exists that the options require
   uint8_t many_steps;   // whether there may be 2^24 steps or more, of which f32 does not have every number
+  uint8_t kept_as;      // TAMP_STATES_…
 } tamp_optim_parameter;
 
 // How the gradients are unscaled before the update, and whether there is one. Each tensor may be null.
@@ -522,14 +532,29 @@ void tamp_masters_renew(tamp_tensor *const *parameters, tamp_tensor *const *mast
 // ----------------------------------------------------------------------------------------------------- optim_state.cpp
 // These functions make the state of the fused optimizers.
 
-// Makes a tensor like each of `count` parameters, filled with `value` and outside of autograd. Its dtype is `dtype`, or
-// the parameter's if that is -1. The tensors of one dtype are parts of one buffer on the CPU, and of a few on other
-// devices. On failure it makes none.
-void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, int8_t dtype, double value,
+// The shape of a state: that of its parameter and its strides, the same contiguous, or one element for each 32.
+enum { TAMP_STATE_LIKE = 0, TAMP_STATE_CONTIGUOUS = 1, TAMP_STATE_OF_BLOCKS = 2 };
+
+// Makes a tensor for each of `count` parameters, filled with `value` and outside of autograd. Its dtype is `dtype`, or
+// the parameter's if that is -1, and `shape` is TAMP_STATE_…. The tensors of one dtype are parts of one buffer on the
+// CPU, and of a few on other devices. On failure it makes none.
+void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, int8_t dtype, uint8_t shape, double value,
                            tamp_tensor **states, char **err) TAMP_NOEXCEPT;
 
 // Makes an f32 copy of each of `count` parameters. The copies are parts of buffers as well. On failure it makes none.
 void tamp_masters_new(tamp_tensor *const *parameters, size_t count, tamp_tensor **masters, char **err) TAMP_NOEXCEPT;
+
+// ------------------------------------------------------------------------------------------------------------ codes.cpp
+// These functions convert moments between f32 and TAMP_STATES_EIGHT_BIT, whose three tensors they call codes.
+
+// Returns the f32 numbers of moments in eight bits: exp_avg and exp_avg_sq, in the shape of the first.
+void tamp_codes_decode(const tamp_tensor *exp_avg, const tamp_tensor *exp_avg_sq, const tamp_tensor *exponents,
+                       tamp_tensor **numbers, char **err) TAMP_NOEXCEPT;
+
+// Overwrites three codes by those of f32 moments, rounded to the nearest. First moments that are beyond what a step with
+// these betas stores are cut off.
+void tamp_codes_encode(const tamp_tensor *exp_avg, const tamp_tensor *exp_avg_sq, double beta1, double beta2,
+                       tamp_tensor *const *codes, char **err) TAMP_NOEXCEPT;
 
 // -------------------------------------------------------------------------------------------------------- function.cpp
 // These functions put custom functions, whose backward pass is a callback, into the graph of autograd.

@@ -79,8 +79,11 @@ Entry StandIns::entry(const Entry &whole, const Piece &piece, Copies &widened) c
     const Tensor half = std::exchange(out.gradient, piece.in(words_.view(at::kFloat), whole.parameter));
     widened.add(out.gradient, half);
   }
-  for (auto &state : out.states) {
-    if (state.defined()) state = piece.of(state);
+  for (int i = 0; i < kStates; ++i) {
+    Tensor &state = out.states[i];
+    if (!state.defined()) continue;
+    const bool is_of_blocks = i == kExponents && whole.kept_as == TAMP_STATES_EIGHT_BIT;
+    state = is_of_blocks ? piece.of_blocks(state, kernels::kCodeBlock) : piece.of(state);
   }
   if (out.orthogonal.defined()) out.orthogonal = piece.of(out.orthogonal);
   return out;

@@ -43,6 +43,12 @@ pub mod training {}
 pub mod losses {}
 
 #[doc = include_str!("guide/links.md")]
+/// Optimizer moments in bf16 or eight bits: what they save, what they cost, and the code.
+#[doc = ""]
+#[doc = include_str!("../docs/low_bit_states.md")]
+pub mod low_bit_states {}
+
+#[doc = include_str!("guide/links.md")]
 /// Fused optimizers: parameter groups, clipping in the step, and learning-rate schedules.
 #[doc = ""]
 #[doc = include_str!("../docs/optimizers.md")]

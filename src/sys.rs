@@ -175,6 +175,10 @@ pub(crate) struct OptimOptions {
     pub(crate) ns_steps: u8,
 }
 
+pub(crate) const STATES_PLAIN: u8 = 0;
+pub(crate) const STATES_BFLOAT16: u8 = 1;
+pub(crate) const STATES_EIGHT_BIT: u8 = 2;
+
 #[repr(C)]
 pub(crate) struct OptimParameter {
     pub(crate) parameter: *mut Tensor,
@@ -188,6 +192,7 @@ pub(crate) struct OptimParameter {
     pub(crate) first_step: u8,
     pub(crate) complete: u8,
     pub(crate) many_steps: u8,
+    pub(crate) kept_as: u8,
 }
 
 #[repr(C)]
@@ -202,6 +207,10 @@ pub(crate) const STEP_LEFT_OUT: u8 = 1;
 pub(crate) const STEP_REFUSED: u8 = 2;
 pub(crate) const STEP_STALE: u8 = 3;
 pub(crate) const STEP_INCOMPLETE: u8 = 4;
+
+pub(crate) const STATE_LIKE: u8 = 0;
+pub(crate) const STATE_CONTIGUOUS: u8 = 1;
+pub(crate) const STATE_OF_BLOCKS: u8 = 2;
 
 /// The node of a custom function in autograd's graph.
 #[repr(C)]
@@ -580,6 +589,7 @@ unsafe extern "C" {
         parameters: *const *mut Tensor,
         count: usize,
         dtype: i8,
+        shape: u8,
         value: f64,
         states: *mut *mut Tensor,
         err: *mut *mut c_char,
@@ -588,6 +598,22 @@ unsafe extern "C" {
         parameters: *const *mut Tensor,
         count: usize,
         masters: *mut *mut Tensor,
+        err: *mut *mut c_char,
+    );
+
+    pub(crate) fn tamp_codes_decode(
+        exp_avg: *const Tensor,
+        exp_avg_sq: *const Tensor,
+        exponents: *const Tensor,
+        numbers: *mut *mut Tensor,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_codes_encode(
+        exp_avg: *const Tensor,
+        exp_avg_sq: *const Tensor,
+        beta1: f64,
+        beta2: f64,
+        codes: *const *mut Tensor,
         err: *mut *mut c_char,
     );
 

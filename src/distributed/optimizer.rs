@@ -85,7 +85,8 @@ struct Entry {
 }
 
 /// The dtypes of an optimizer's state.
-const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
+const KINDS: [Kind; 7] =
+    [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16, Kind::Uint8, Kind::Int8, Kind::Int64];
 
 impl Entry {
     fn of(parameter: &str, key: &str, tensor: &Tensor) -> Result<Self> {

@@ -123,6 +123,12 @@ pub enum ParameterProblem {
     #[error("is in a group whose number is more than 65535")]
     GroupTooLarge,
 
+    /// The parameter's dtype has no moments of few bits.
+    #[error(
+        "cannot have moments of few bits: they are for f32 parameters, and for bf16 and fp16 ones with MasterWeights::Float or MasterWeights::Remainder; build the optimizer with such master weights, or with States::F32"
+    )]
+    NoLowBitStates,
+
     /// The parameter was cast after its master weight was made.
     #[error(
         "has another dtype than when its master weight was made; build the optimizer after the model has its dtype and load the old `state_dict`, or cast the model back"

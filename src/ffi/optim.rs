@@ -105,14 +105,34 @@ impl Master {
     }
 }
 
+/// How the states of a parameter are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum KeptAs {
+    /// In the dtype of the arithmetic.
+    Plain,
+    BFloat16,
+    EightBit,
+}
+
+impl KeptAs {
+    fn code(self) -> u8 {
+        match self {
+            Self::Plain => sys::STATES_PLAIN,
+            Self::BFloat16 => sys::STATES_BFLOAT16,
+            Self::EightBit => sys::STATES_EIGHT_BIT,
+        }
+    }
+}
+
 /// A parameter and its state.
 #[derive(Debug)]
 pub(crate) struct OptimParameter<'a> {
     pub(crate) parameter: &'a Tensor,
     pub(crate) step: Option<&'a Tensor>,
-    /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq; for SGD and Muon momentum_buffer; for Adagrad sum;
-    /// for RMSprop square_avg, momentum_buffer and grad_avg; for Lion exp_avg.
+    /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq, or with eight bits the exponents; for SGD and Muon
+    /// momentum_buffer; for Adagrad sum; for RMSprop square_avg, momentum_buffer and grad_avg; for Lion exp_avg.
     pub(crate) states: [Option<&'a Tensor>; sys::OPTIM_STATES],
+    pub(crate) kept_as: KeptAs,
     pub(crate) kept: Option<&'a Tensor>,
     pub(crate) master: Master,
     /// The index of the parameter's options.
@@ -185,6 +205,7 @@ pub(crate) fn optim_step(
         first_step: given.first_step.into(),
         complete: given.complete.into(),
         many_steps: given.many_steps.into(),
+        kept_as: given.kept_as.code(),
     });
     let raw: Vec<_> = raw.collect();
     let options: Vec<_> = options.iter().map(OptimOptions::raw).collect();

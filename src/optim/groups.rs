@@ -164,6 +164,7 @@ impl Optimizer {
                 set_momentum(options, momentum)?;
             }
             options.algorithm.check(lr)?;
+            self.states.check(&options.algorithm)?;
         }
         self.groups = groups;
         Ok(())
@@ -191,6 +192,7 @@ impl Optimizer {
                         given,
                     }));
                 }
+                self.states.check(&options.algorithm)?;
             }
         }
         self.moving(|optimizer| optimizer.groups = groups);

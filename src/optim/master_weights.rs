@@ -25,13 +25,15 @@ use crate::optim::Optimizer;
 /// | `StochasticRounding`, gradients in f32 | 2 | – | 8 | 4 | 14 |
 /// | `Float` with amsgrad | 2 | 4 | 12 | 2 | 20 |
 /// | `Float`, SGD with momentum | 2 | 4 | 4 | 2 | 12 |
+/// | `Remainder`, [`States::BFloat16`](crate::optim::States) | 2 | 2 | 4 | 2 | 10 |
+/// | `Remainder`, [`States::EightBit`](crate::optim::States) | 2 | 2 | 2.03 | 2 | 8.03 |
 ///
 /// Gradients are f32 after [`accumulate_in_f32`](Optimizer::accumulate_in_f32), and from the first time that a scaler
 /// unscales them before the step, which it does for `unscale_`, for a transaction, and to compute a norm. On a CPU a
 /// step needs no further memory; the conversion to f32 holds two copies of one gradient at a time.
 ///
 /// On a GPU the step works on many small parameters, or a part of a large one, at a time: at most 2^20 elements, where
-/// the size of each parameter is rounded up to a multiple of 64. This needs scratch memory on each GPU while the step
+/// the size of each parameter is rounded up to a multiple of 256. This needs scratch memory on each GPU while the step
 /// runs, and a larger model needs no more. All of it is allocated before anything changes, so a step that runs out of
 /// memory changes nothing. The number of kernel launches depends on the number of parameters only because one of
 /// libtorch's kernels takes no more than 30 to 110 tensors: on an H100 a step of Adam in f32 takes 2 launches for 4
@@ -48,6 +50,9 @@ use crate::optim::Optimizer;
 /// further 2^20 elements, and in all modes up to 24 MiB more scratch memory, or 48 MiB for f64 parameters. Muon takes
 /// as many for the matrices whose learning rates are adjusted alike, and in addition 26 launches for each matrix (35 on
 /// an H100), 2 bytes for each number of all matrices, and up to 24 for each number of the largest one.
+///
+/// With [`States`](crate::optim::States) of few bits, a step takes up to 132 launches, up to 117 for each further 2^20
+/// elements, and up to 51 MiB of scratch memory. Parameters that are not contiguous are copied in addition.
 ///
 /// A gradient whose memory layout differs from its parameter's is copied in addition. While gradients on GPUs are
 /// converted to f32, all of them exist twice.

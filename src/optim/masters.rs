@@ -200,15 +200,19 @@ impl Optimizer {
 
     /// Makes the tensors that the slots at these ascending indices lack, masters included.
     pub(crate) fn complete(&mut self, wanted: &[usize]) -> Result<()> {
+        for &index in wanted {
+            self.check_states(index)?;
+        }
         let bare = |index: &usize| self.slots[*index].state.master.is_none();
         let bare: Vec<_> = wanted.iter().copied().filter(bare).collect();
         let mut wanted = wanted.iter().peekable();
-        let (groups, masters) = (&self.groups, self.masters);
+        let (groups, masters, states) = (&self.groups, self.masters, self.states);
         let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
         let slots = slots.filter(|(index, _)| wanted.next_if_eq(&index).is_some());
         complete(slots.map(|(index, (slot, parameter))| {
             let algorithm = groups[slot.group].algorithm.of(slot.is_matrix);
-            Wanted::by_step(&mut slot.state, &algorithm, parameter, masters.of(parameter, index))
+            let (kept_as, master) = (states.of(parameter), masters.of(parameter, index));
+            Wanted::by_step(&mut slot.state, &algorithm, parameter, kept_as, master)
         }))?;
         for index in bare {
             let state = &mut self.slots[index].state;

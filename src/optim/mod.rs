@@ -41,6 +41,7 @@ mod sharded;
 mod shards;
 mod state;
 mod state_dict;
+mod states;
 mod update;
 
 pub use algorithm::{Algorithm, ParamGroup};
@@ -57,7 +58,9 @@ pub(crate) use saved::Saved;
 pub use saved::{OptimizerState, ParamGroupState};
 #[cfg(feature = "distributed")]
 pub(crate) use shards::Ranks;
+pub(crate) use state::{EXPONENTS, STEP};
 pub(crate) use state_dict::CheckedState;
+pub use states::{StateReport, States};
 
 pub use crate::error::{OptimizerError, ParameterProblem};
 pub use crate::gradients::parameters::Parameters;

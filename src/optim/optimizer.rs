@@ -14,7 +14,7 @@ use crate::optim::shards::Shards;
 use crate::optim::state::ParameterState;
 use crate::optim::{
     Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, IntoParameters, Lion, MasterWeights, Muon,
-    ParamGroup, Parameters, RmsProp, Sgd, Step, drop_gradients, take_step,
+    ParamGroup, Parameters, RmsProp, Sgd, States, Step, drop_gradients, take_step,
 };
 use crate::patterns::matches_any;
 use crate::variables::Names;
@@ -56,6 +56,7 @@ pub struct Optimizer {
     /// The identities of the parameters.
     known: HashSet<usize>,
     pub(super) masters: MasterWeights,
+    pub(super) states: States,
     /// The versions of the parameters when their masters last matched them.
     pub(super) stamps: ffi::Stamps,
     /// Whether the gradients of half-precision parameters are f32.
@@ -108,8 +109,10 @@ impl Optimizer {
         parameters: impl IntoParameters,
         lr: f64,
         masters: MasterWeights,
+        states: States,
     ) -> Result<Self> {
         algorithm.check(lr)?;
+        states.check(&algorithm)?;
         let mut optimizer = Self {
             groups: vec![ParamGroup { lr, algorithm }],
             rules: Vec::new(),
@@ -118,6 +121,7 @@ impl Optimizer {
             slots: Vec::new(),
             known: HashSet::new(),
             masters,
+            states,
             stamps: ffi::Stamps::default(),
             f32_gradients: false,
             shards: None,
@@ -202,7 +206,7 @@ impl Optimizer {
             } else if !names.insert(name.clone()) {
                 Some(ParameterProblem::NameTaken)
             } else {
-                None
+                self.states.problem(&named.tensor, self.masters)
             };
             if let Some(problem) = problem {
                 return Err(Error::Optimizer(OptimizerError::Parameter {
@@ -247,6 +251,17 @@ impl Optimizer {
                 parameter: names[one].clone(),
                 other: names[other].clone(),
             })),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses a parameter that cannot have moments in the mode of this optimizer, by its dtype now.
+    pub(crate) fn check_states(&self, index: usize) -> Result<()> {
+        let parameter = self.slots[index].name.clone();
+        match self.states.problem(&self.parameters[index], self.masters) {
+            Some(problem) => {
+                Err(Error::Optimizer(OptimizerError::Parameter { parameter, problem }))
+            }
             None => Ok(()),
         }
     }
@@ -390,12 +405,14 @@ impl AmpOptimizer for Optimizer {
     }
 }
 
-/// Builds an optimizer with options beyond those of its [`Algorithm`]: the mode of its master weights.
+/// Builds an optimizer with options beyond those of its [`Algorithm`]: the mode of its master weights, and that of its
+/// moments.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[must_use = "an optimizer is made by `build`"]
 pub struct OptimizerBuilder {
     algorithm: Algorithm,
     masters: MasterWeights,
+    states: States,
 }
 
 impl OptimizerBuilder {
@@ -404,13 +421,18 @@ impl OptimizerBuilder {
         Self { masters, ..self }
     }
 
+    /// Makes Adam or AdamW keep their moments in the given mode, for example in eight bits.
+    pub fn states(self, states: States) -> Self {
+        Self { states, ..self }
+    }
+
     /// Makes the optimizer, like [`AdamW::build`].
     ///
     /// # Errors
     ///
-    /// The same as [`AdamW::build`].
+    /// The same as [`AdamW::build`], and [`Error::InvalidArgument`] for states that the algorithm does not have.
     pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
-        Optimizer::new(self.algorithm, parameters, lr, self.masters)
+        Optimizer::new(self.algorithm, parameters, lr, self.masters, self.states)
     }
 }
 
@@ -426,7 +448,7 @@ impl Algorithm {
 
     /// Makes the optimizer update half-precision parameters in f32, in the given mode.
     pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
-        OptimizerBuilder { algorithm: self, masters }
+        OptimizerBuilder { algorithm: self, masters, states: States::F32 }
     }
 }
 
@@ -461,3 +483,17 @@ macro_rules! build {
 }
 
 build!(AdamW Adam Sgd Adagrad RmsProp Lion Muon);
+
+macro_rules! states {
+    ($($config:ident)*) => {$(
+        impl $config {
+            /// Sets how the optimizer keeps its moments, for example in eight bits. Set the options of the algorithm
+            /// before: the builder that is returned does not have them.
+            pub fn states(self, states: States) -> OptimizerBuilder {
+                Algorithm::from(self).master_weights(MasterWeights::None).states(states)
+            }
+        }
+    )*};
+}
+
+states!(AdamW Adam);

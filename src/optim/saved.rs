@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::error::Result;
 use crate::ffi::{self, OutsideRegions};
@@ -21,7 +21,9 @@ pub struct OptimizerState {
     /// The tensors of each parameter that has been stepped (with Adagrad, of all parameters), under PyTorch's keys:
     /// `step` (f32, 0-dim) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq` of Adam,
     /// `momentum_buffer` of SGD and Muon, `sum` of Adagrad, `square_avg`, `momentum_buffer` and `grad_avg` of RMSprop,
-    /// or `exp_avg` of Lion; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32.
+    /// or `exp_avg` of Lion; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32. Moments of
+    /// few [`States`](crate::optim::States) are bf16, or i8 and u8 with `exponents` (u8, one for each 32 elements in
+    /// row-major order), and their `step` is an i64.
     pub state: BTreeMap<String, BTreeMap<String, Tensor>>,
     /// The groups, in order.
     pub param_groups: Vec<ParamGroupState>,
@@ -75,6 +77,8 @@ impl<'de> Deserialize<'de> for ParamGroupState {
 pub(crate) trait Saved: Sized {
     fn shape(&self) -> Vec<i64>;
 
+    fn kind(&self) -> Kind;
+
     fn is_complex(&self) -> bool;
 
     /// Returns the only element.
@@ -88,6 +92,10 @@ impl Saved for Tensor {
     fn shape(&self) -> Vec<i64> {
         // A tensor without a shape gets one that no parameter has.
         ffi::sizes(self).unwrap_or_else(|_| vec![-1])
+    }
+
+    fn kind(&self) -> Kind {
+        Tensor::kind(self)
     }
 
     fn is_complex(&self) -> bool {

@@ -10,7 +10,7 @@ use tch::{Device, Kind};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::error::{Error, Result};
-use crate::ffi;
+use crate::ffi::{self, KeptAs};
 use crate::optim::shards::{Ranks, Shards};
 use crate::optim::state::{ParameterState, used};
 use crate::optim::{MasterWeights, Optimizer, Step};
@@ -39,7 +39,8 @@ impl Optimizer {
     /// A hash of all that the ranks have to agree on for a step.
     fn hash(&self) -> u64 {
         let mut hasher = Xxh3Default::new();
-        hasher.update(format!("{:?} {:?}", self.masters, self.groups).as_bytes());
+        let modes = (self.masters, self.states, &self.groups);
+        hasher.update(format!("{modes:?}").as_bytes());
         for (index, (slot, parameter)) in self.slots.iter().zip(&self.parameters).enumerate() {
             hasher.update(slot.name.as_bytes());
             let numbers = [slot.group, self.owner(index), parameter.kind() as usize];
@@ -66,7 +67,7 @@ impl Optimizer {
                 self.owner(index)
             )
         });
-        let masters = format!("master weights {:?}\n", self.masters);
+        let masters = format!("master weights {:?}, states {:?}\n", self.masters, self.states);
         std::iter::once(masters).chain(groups).chain(parameters).collect()
     }
 
@@ -93,10 +94,14 @@ impl Optimizer {
         let master = self.masters.of(parameter, index);
         let bytes = |kind: Kind| kind.elt_size_in_bytes() as u64;
         let moment = bytes(master.state_kind().unwrap_or_else(|| parameter.kind()));
-        let used = used(&self.algorithm(index));
+        let (count, kept_as) = (ffi::numel(parameter) as u64, self.states.of(parameter));
+        let masters = count.saturating_mul(master.kind().map_or(0, bytes));
+        if kept_as != KeptAs::Plain {
+            return kept_as.moment_bytes(count).saturating_add(masters);
+        }
+        let used = used(&self.algorithm(index), kept_as);
         let moments = used.into_iter().filter(|used| *used).count() as u64;
-        let each = moments * moment + master.kind().map_or(0, bytes);
-        (ffi::numel(parameter) as u64).saturating_mul(each.max(1))
+        count.saturating_mul(moments * moment).saturating_add(masters).max(count)
     }
 
     /// Steps the parameters of this rank and exchanges them. Nothing changes unless the step can be taken on all ranks.

@@ -6,7 +6,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
-use crate::ffi::{self, Master};
+use crate::ffi::{self, KeptAs, Master, StateShape};
 use crate::optim::first_step::FirstStep;
 use crate::optim::{Adagrad, Adam, AdamW, Algorithm, RmsProp};
 
@@ -64,9 +64,16 @@ pub(crate) const MANY_STEPS: u64 = 1 << f32::MANTISSA_DIGITS;
 /// The largest number of tensors that are kept for a parameter, without its step.
 pub(crate) const KEPT: usize = 3;
 
-/// PyTorch's keys for the tensors that an algorithm may keep for each parameter, without `step`.
-pub(crate) fn keys(algorithm: &Algorithm) -> &'static [&'static str] {
+/// The key of the exponents of moments in eight bits. It stands for the codes: others would have another key.
+pub(crate) const EXPONENTS: &str = "exponents";
+
+/// PyTorch's keys for the tensors that an algorithm may keep for each parameter, without `step`. Moments in eight bits
+/// have exponents in addition.
+pub(crate) fn keys(algorithm: &Algorithm, kept_as: KeptAs) -> &'static [&'static str] {
     match algorithm {
+        Algorithm::AdamW(_) | Algorithm::Adam(_) if kept_as == KeptAs::EightBit => {
+            &["exp_avg", "exp_avg_sq", EXPONENTS]
+        }
         Algorithm::AdamW(_) | Algorithm::Adam(_) => &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
         Algorithm::Sgd(_) | Algorithm::Muon(_) => &["momentum_buffer"],
         Algorithm::Adagrad(_) => &["sum"],
@@ -87,10 +94,10 @@ pub(crate) fn required(algorithm: &Algorithm) -> [bool; KEPT] {
 }
 
 /// Which of the [`keys`] the algorithm uses with its options.
-pub(crate) fn used(algorithm: &Algorithm) -> [bool; KEPT] {
+pub(crate) fn used(algorithm: &Algorithm, kept_as: KeptAs) -> [bool; KEPT] {
     match algorithm {
         Algorithm::AdamW(AdamW { amsgrad, .. }) | Algorithm::Adam(Adam { amsgrad, .. }) => {
-            [true, true, *amsgrad]
+            [true, true, *amsgrad || kept_as == KeptAs::EightBit]
         }
         Algorithm::Sgd(config) => [config.momentum != 0.0, false, false],
         Algorithm::RmsProp(RmsProp { momentum, centered, .. }) => {
@@ -111,8 +118,13 @@ pub(crate) fn counts_steps(algorithm: &Algorithm, master: Master) -> bool {
 }
 
 /// Whether the state has everything that a step of the parameter needs.
-pub(crate) fn is_complete(state: &ParameterState, algorithm: &Algorithm, master: Master) -> bool {
-    let mut tensors = state.tensors.iter().zip(used(algorithm));
+pub(crate) fn is_complete(
+    state: &ParameterState,
+    algorithm: &Algorithm,
+    kept_as: KeptAs,
+    master: Master,
+) -> bool {
+    let mut tensors = state.tensors.iter().zip(used(algorithm, kept_as));
     tensors.all(|(tensor, used)| tensor.is_some() || !used)
         && (state.step.is_some() || !counts_steps(algorithm, master))
         && match master.kind() {
@@ -125,7 +137,8 @@ pub(crate) fn is_complete(state: &ParameterState, algorithm: &Algorithm, master:
 pub(crate) struct Wanted<'a> {
     pub(crate) state: &'a mut ParameterState,
     pub(crate) parameter: &'a Tensor,
-    /// The dtype of the tensors; `None` for the parameter's.
+    pub(crate) kept_as: KeptAs,
+    /// The dtype of the tensors that are kept plain; `None` for the parameter's.
     pub(crate) kind: Option<Kind>,
     pub(crate) step: bool,
     pub(crate) tensors: [bool; KEPT],
@@ -140,25 +153,28 @@ impl<'a> Wanted<'a> {
         state: &'a mut ParameterState,
         algorithm: &Algorithm,
         parameter: &'a Tensor,
+        kept_as: KeptAs,
         master: Master,
     ) -> Self {
         Self {
             state,
             parameter,
+            kept_as,
             kind: master.state_kind(),
             step: counts_steps(algorithm, master),
-            tensors: used(algorithm),
+            tensors: used(algorithm, kept_as),
             value: initial(algorithm),
             master,
         }
     }
 }
 
-/// A tensor to be made in the shape of a parameter.
+/// A tensor to be made for a parameter.
 struct MissingTensor<'a> {
     place: &'a mut Option<Tensor>,
     /// `None` for the parameter's dtype.
     kind: Option<Kind>,
+    shape: StateShape,
     value: f64,
     parameter: &'a Tensor,
 }
@@ -170,13 +186,14 @@ type Made<'a> = (&'a mut Option<Tensor>, Tensor);
 /// are made together, so that they share one buffer.
 pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Result<()> {
     let (mut steps, mut missing, mut copies) = (Vec::new(), Vec::new(), Vec::new());
-    for Wanted { state, parameter, kind, step, tensors, value, master } in wanted {
+    for Wanted { state, parameter, kept_as, kind, step, tensors, value, master } in wanted {
         if step && state.step.is_none() {
-            steps.push((&mut state.step, parameter.device()));
+            steps.push((&mut state.step, (kept_as.step_kind(), parameter.device())));
         }
-        for (place, wanted) in state.tensors.iter_mut().zip(tensors) {
+        for (index, (place, wanted)) in state.tensors.iter_mut().zip(tensors).enumerate() {
             if wanted && place.is_none() {
-                missing.push(MissingTensor { place, kind, value, parameter });
+                let (kind, shape) = kept_as.layout(index, kind);
+                missing.push(MissingTensor { place, kind, shape, value, parameter });
             }
         }
         if let (None, Some(kind)) = (&state.master, master.kind()) {
@@ -185,7 +202,14 @@ pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Resu
                 copies.push((place, parameter));
             } else {
                 // With a remainder of zeros, the master equals the parameter.
-                missing.push(MissingTensor { place, kind: Some(kind), value: 0.0, parameter });
+                let shape = StateShape::Like;
+                missing.push(MissingTensor {
+                    place,
+                    kind: Some(kind),
+                    shape,
+                    value: 0.0,
+                    parameter,
+                });
             }
         }
     }
@@ -200,13 +224,13 @@ pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Resu
     Ok(())
 }
 
-/// Makes step counts of zero, in one buffer for each device.
-fn zeros(mut places: Vec<(&mut Option<Tensor>, Device)>) -> Result<Vec<Made<'_>>> {
+/// Makes step counts of zero, in one buffer for each dtype and device.
+fn zeros(mut places: Vec<(&mut Option<Tensor>, (Kind, Device))>) -> Result<Vec<Made<'_>>> {
     let mut made = Vec::with_capacity(places.len());
-    while let Some(&(_, device)) = places.first() {
+    while let Some(&(_, options)) = places.first() {
         let (here, others): (Vec<_>, Vec<_>) =
-            places.into_iter().partition(|(_, other)| *other == device);
-        let buffer = Tensor::f_zeros([here.len() as i64], (Kind::Float, device))?;
+            places.into_iter().partition(|(_, other)| *other == options);
+        let buffer = Tensor::f_zeros([here.len() as i64], options)?;
         for (index, (place, _)) in here.into_iter().enumerate() {
             made.push((place, buffer.f_get(index as i64)?));
         }
@@ -218,11 +242,13 @@ fn zeros(mut places: Vec<(&mut Option<Tensor>, Device)>) -> Result<Vec<Made<'_>>
 /// Makes tensors that are filled with a value, with one call for each kind.
 fn filled(mut missing: Vec<MissingTensor<'_>>) -> Result<Vec<Made<'_>>> {
     let mut made = Vec::with_capacity(missing.len());
-    while let Some(&MissingTensor { kind, value, .. }) = missing.first() {
-        let (alike, others): (Vec<_>, Vec<_>) =
-            missing.into_iter().partition(|other| other.kind == kind && other.value == value);
+    while let Some(&MissingTensor { kind, shape, value, .. }) = missing.first() {
+        let is_alike = |other: &MissingTensor<'_>| {
+            other.kind == kind && other.shape == shape && other.value == value
+        };
+        let (alike, others): (Vec<_>, Vec<_>) = missing.into_iter().partition(is_alike);
         let parameters: Vec<_> = alike.iter().map(|missing| missing.parameter).collect();
-        let tensors = ffi::optim_states_new(&parameters, kind, value)?;
+        let tensors = ffi::optim_states_new(&parameters, kind, shape, value)?;
         made.extend(alike.into_iter().map(|missing| missing.place).zip(tensors));
         missing = others;
     }

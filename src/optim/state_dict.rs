@@ -3,19 +3,19 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Deref;
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Number, OptimizerError, Result, shown};
-use crate::ffi::Master;
+use crate::ffi::{self, KeptAs, Master, OutsideRegions};
 use crate::optim::first_step::FirstStep;
 use crate::optim::saved::Saved;
 use crate::optim::shards::Shards;
 use crate::optim::state::{
-    KEPT, MASTER, ParameterState, STEP, Wanted, complete, counts_steps, keys, required, uses_steps,
+    EXPONENTS, KEPT, MASTER, ParameterState, STEP, Wanted, complete, counts_steps, keys, required,
+    uses_steps,
 };
-use crate::optim::{
-    Algorithm, MasterWeights, Optimizer, OptimizerState, ParamGroup, ParamGroupState,
-};
+use crate::optim::states::exponents_shape;
+use crate::optim::{Algorithm, Optimizer, OptimizerState, ParamGroup, ParamGroupState};
 
 /// A checked state that is ready to be loaded into an optimizer.
 #[derive(Debug)]
@@ -107,7 +107,7 @@ impl Optimizer {
                 matches!(algorithm, Algorithm::Sgd(_)) && slot.state.first_step.is_ahead()?;
             let parameter = &self.parameters[index];
             let master = self.masters.of(parameter, index);
-            let mut entries = entries(&slot.state, &algorithm, unused);
+            let mut entries = entries(&slot.state, &algorithm, self.states.of(parameter), unused);
             if let Some(numbers) = slot.state.master_numbers(master, parameter)? {
                 entries.insert(MASTER.to_owned(), numbers);
             }
@@ -129,6 +129,10 @@ impl Optimizer {
     /// lost. The master weight of a parameter that is f32 or f64 by now becomes the parameter itself, under the same
     /// condition, in this call and once more in the next step. The patterns of [`assign_group`](Self::assign_group) are
     /// not part of a state; those for groups that the state does not have are discarded.
+    ///
+    /// Moments that were saved in another of the [`States`](crate::optim::States) are converted: to fewer bits by
+    /// rounding to the nearest. In eight bits, an `exp_avg_sq` of zero becomes at most 2^-31 of the largest one of its
+    /// block, and an `exp_avg` beyond what a step can store is cut off.
     ///
     /// # Errors
     ///
@@ -181,6 +185,7 @@ impl Optimizer {
                 return Err(Error::Optimizer(OptimizerError::OtherAlgorithm { algorithm, given }));
             }
             options.algorithm.check(options.lr)?;
+            self.states.check(&options.algorithm)?;
         }
         let members = members(param_groups, listed)?;
         let state: BTreeMap<_, _> =
@@ -200,13 +205,17 @@ impl Optimizer {
             let entries = entries
                 .map(|entries| check(entries, &algorithm, parameter, master, &refuse))
                 .transpose()?;
+            if entries.is_some() && !slot.elsewhere {
+                self.check_states(index)?;
+            }
             places.push(group);
             slots.push(match entries {
                 Some(entries) if slot.elsewhere => entries.elsewhere(master != Master::None),
                 entries => entries,
             });
         }
-        let states = copies(&slots, &self.parameters, self.masters)?;
+        let algorithms: Vec<_> = places.iter().map(|&group| groups[group].algorithm).collect();
+        let states = self.copies(&slots, &algorithms)?;
         Ok(CheckedState { groups, slots: places.into_iter().zip(states).collect() })
     }
 
@@ -253,10 +262,11 @@ impl Optimizer {
 fn entries(
     state: &ParameterState,
     algorithm: &Algorithm,
+    kept_as: KeptAs,
     unused: bool,
 ) -> BTreeMap<String, Tensor> {
     let step = state.step.iter().map(|step| (STEP, step));
-    let tensors = keys(algorithm).iter().copied().zip(&state.tensors);
+    let tensors = keys(algorithm, kept_as).iter().copied().zip(&state.tensors);
     let tensors = tensors.filter_map(|(key, tensor)| Some((key, tensor.as_ref()?)));
     let tensors = step.chain(tensors.filter(|_| !unused));
     tensors.map(|(key, tensor)| (key.to_owned(), tensor.shallow_clone())).collect()
@@ -293,19 +303,33 @@ fn members(
 struct CheckedTensors<'a, T> {
     step: Option<&'a T>,
     most_steps: u64,
-    /// In the order of [`keys`].
+    /// In the order of PyTorch's [`keys`].
     tensors: [Option<&'a T>; KEPT],
+    /// Of moments in eight bits.
+    exponents: Option<&'a T>,
     /// The f32 master weight, in every mode. If absent, training resumes from the parameter itself.
     master: Option<&'a T>,
 }
 
 impl<T> CheckedTensors<'_, T> {
+    /// Which tensors a state has that is loaded from these.
+    fn kept(&self, kept_as: KeptAs) -> [bool; KEPT] {
+        let [first, second, third] = self.tensors.map(|tensor| tensor.is_some());
+        // A maximum that is no longer used has no place beside codes.
+        [first, second, if kept_as == KeptAs::EightBit { first && second } else { third }]
+    }
+
     /// What a rank loads whose parameter another one steps: the master that becomes the parameter on all ranks.
     fn elsewhere(self, is_half: bool) -> Option<Self> {
         let Self { master, .. } = self;
-        let most_steps = 0;
-        let tensors = [None; KEPT];
-        (master.is_some() && !is_half).then_some(Self { step: None, most_steps, tensors, master })
+        let (step, tensors, exponents) = (None, [None; KEPT], None);
+        (master.is_some() && !is_half).then_some(Self {
+            step,
+            most_steps: 0,
+            tensors,
+            exponents,
+            master,
+        })
     }
 }
 
@@ -323,8 +347,9 @@ fn check<'a, T: Deref<Target: Saved>>(
     master: Master,
     refuse: &dyn Fn(String) -> Error,
 ) -> Result<CheckedTensors<'a, T::Target>> {
-    let keys = keys(algorithm);
-    let known = |key: &str| keys.contains(&key) || [STEP, MASTER].contains(&key);
+    let (coded, keys) = (keys(algorithm, KeptAs::EightBit), keys(algorithm, KeptAs::Plain));
+    let known =
+        |key: &str| keys.contains(&key) || coded.contains(&key) || [STEP, MASTER].contains(&key);
     if let Some(key) = entries.keys().find(|key| !known(key)) {
         let name = algorithm.name();
         return Err(refuse(format!("has {}, which {name} does not keep", shown(key))));
@@ -347,6 +372,10 @@ fn check<'a, T: Deref<Target: Saved>>(
         }
         Ok(Some(tensor))
     };
+    let exponents = entries.get(EXPONENTS).map(Deref::deref);
+    if let Some(exponents) = exponents {
+        check_codes(entries, exponents, refuse)?;
+    }
     let mut tensors = [None; KEPT];
     for (place, key) in tensors.iter_mut().zip(keys) {
         *place = of_shape(key)?;
@@ -355,7 +384,28 @@ fn check<'a, T: Deref<Target: Saved>>(
     let steps = step.map(|step| count(step, refuse)).transpose()?;
     let step = step.filter(|_| counts_steps(algorithm, master));
     let most_steps = steps.map_or(0, |steps| steps.ceil() as u64);
-    Ok(CheckedTensors { step, most_steps, tensors, master: of_shape(MASTER)? })
+    Ok(CheckedTensors { step, most_steps, tensors, exponents, master: of_shape(MASTER)? })
+}
+
+/// Checks moments in eight bits, whose exponents are there.
+fn check_codes<T: Deref<Target: Saved>>(
+    entries: &BTreeMap<String, T>,
+    exponents: &T::Target,
+    refuse: &dyn Fn(String) -> Error,
+) -> Result<()> {
+    let codes = [("exp_avg", Kind::Int8), ("exp_avg_sq", Kind::Uint8), (EXPONENTS, Kind::Uint8)];
+    for (key, kind) in codes {
+        if entries.get(key).map(|tensor| tensor.kind()) != Some(kind) {
+            return Err(refuse(format!("has {EXPONENTS}, but {key} is not in {kind:?}")));
+        }
+    }
+    let count = entries.get("exp_avg").map_or(0, |tensor| ffi::elements(&tensor.shape()));
+    let (found, needed) = (exponents.shape(), exponents_shape(count));
+    if found != needed {
+        let problem = format!("{EXPONENTS} has the shape {found:?}, but must have {needed:?}");
+        return Err(refuse(problem));
+    }
+    Ok(())
 }
 
 /// Refuses a state that was begun and lacks what the algorithm always keeps. One that has only a master was not.
@@ -364,7 +414,7 @@ fn check_missing<T>(
     algorithm: &Algorithm,
     refuse: &dyn Fn(String) -> Error,
 ) -> Result<()> {
-    let keys = keys(algorithm).iter().zip(required(algorithm));
+    let keys = keys(algorithm, KeptAs::Plain).iter().zip(required(algorithm));
     let needed = keys.filter(|(_, required)| *required).map(|(key, _)| *key);
     let needed = needed.chain(uses_steps(algorithm).then_some(STEP));
     let is_begun =
@@ -391,49 +441,95 @@ fn count<T: Saved>(step: &T, refuse: &dyn Fn(String) -> Error) -> Result<f64> {
     Ok(value)
 }
 
-/// Copies the tensors, in the dtypes and to the devices of the parameters.
-fn copies<T: Saved>(
-    slots: &[Option<CheckedTensors<'_, T>>],
-    parameters: &[Tensor],
-    masters: MasterWeights,
-) -> Result<Vec<ParameterState>> {
-    let mut states: Vec<_> = slots.iter().map(|_| ParameterState::default()).collect();
-    let loaded = states.iter_mut().zip(slots).zip(parameters).enumerate();
-    complete(loaded.filter_map(|(index, ((state, entries), parameter))| {
-        let entries = entries.as_ref()?;
-        let master = masters.of(parameter, index);
-        Some(Wanted {
-            state,
-            parameter,
-            kind: master.state_kind(),
-            step: entries.step.is_some(),
-            tensors: entries.tensors.map(|tensor| tensor.is_some()),
-            value: 0.0,
-            // If absent, the next step makes it from the parameter.
-            master: if entries.master.is_some() { master } else { Master::None },
-        })
-    }))?;
-    for (index, (state, entries)) in states.iter_mut().zip(slots).enumerate() {
-        if let Some(entries) = entries {
-            let parameter = &parameters[index];
-            copy(state, entries, parameter, masters.of(parameter, index))?;
+impl Optimizer {
+    /// Copies the tensors, in the dtypes and to the devices of the parameters.
+    fn copies<T: Saved>(
+        &self,
+        slots: &[Option<CheckedTensors<'_, T>>],
+        algorithms: &[Algorithm],
+    ) -> Result<Vec<ParameterState>> {
+        let mut states: Vec<_> = slots.iter().map(|_| ParameterState::default()).collect();
+        let loaded = states.iter_mut().zip(slots).zip(&self.parameters).enumerate();
+        complete(loaded.filter_map(|(index, ((state, entries), parameter))| {
+            let entries = entries.as_ref()?;
+            let (kept_as, master) = (self.states.of(parameter), self.masters.of(parameter, index));
+            Some(Wanted {
+                state,
+                parameter,
+                kept_as,
+                kind: master.state_kind(),
+                step: entries.step.is_some(),
+                tensors: entries.kept(kept_as),
+                value: 0.0,
+                // If absent, the next step makes it from the parameter.
+                master: if entries.master.is_some() { master } else { Master::None },
+            })
+        }))?;
+        for (index, (state, entries)) in states.iter_mut().zip(slots).enumerate() {
+            if let Some(entries) = entries {
+                let parameter = &self.parameters[index];
+                let kept_as = self.states.of(parameter);
+                if entries.exponents.is_some() || kept_as == KeptAs::EightBit {
+                    convert(state, entries, betas(&algorithms[index]), parameter.device())?;
+                } else {
+                    copy(&mut state.tensors, entries.tensors)?;
+                }
+                finish(state, entries, parameter, self.masters.of(parameter, index))?;
+            }
         }
+        Ok(states)
     }
-    Ok(states)
 }
 
-/// Copies the tensors of one parameter into a state that has places for them.
-fn copy<T: Saved>(
+/// Loads moments that are in eight bits in the saved state or here, by way of f32.
+fn convert<T: Saved>(
+    state: &mut ParameterState,
+    entries: &CheckedTensors<'_, T>,
+    betas: (f64, f64),
+    device: Device,
+) -> Result<()> {
+    let [Some(exp_avg), Some(exp_avg_sq), _] = entries.tensors else { return Ok(()) };
+    let _own = OutsideRegions::enter();
+    let read = |saved: &T, kind| {
+        let mut tensor = Tensor::f_empty(saved.shape(), (kind, device))?;
+        saved.copy_to(&mut tensor)?;
+        Ok::<_, Error>(tensor)
+    };
+    let numbers = match entries.exponents {
+        Some(exponents) => {
+            let [exp_avg, exp_avg_sq] =
+                [read(exp_avg, Kind::Int8)?, read(exp_avg_sq, Kind::Uint8)?];
+            ffi::codes_decode([&exp_avg, &exp_avg_sq, &read(exponents, Kind::Uint8)?])?
+        }
+        None => [read(exp_avg, Kind::Float)?, read(exp_avg_sq, Kind::Float)?],
+    };
+    match &mut state.tensors {
+        [Some(exp_avg), Some(exp_avg_sq), Some(exponents)] if exp_avg.kind() == Kind::Int8 => {
+            ffi::codes_encode(numbers.each_ref(), betas, [exp_avg, exp_avg_sq, exponents])
+        }
+        kept => copy(kept, [Some(&numbers[0]), Some(&numbers[1]), None]),
+    }
+}
+
+/// Copies tensors into the places that there are for them.
+fn copy<T: Saved>(kept: &mut [Option<Tensor>], loaded: [Option<&T>; KEPT]) -> Result<()> {
+    for (kept, loaded) in kept.iter_mut().zip(loaded) {
+        if let (Some(kept), Some(loaded)) = (kept, loaded) {
+            loaded.copy_to(kept)?;
+        }
+    }
+    Ok(())
+}
+
+/// Loads what a parameter's state has beside its moments.
+fn finish<T: Saved>(
     state: &mut ParameterState,
     entries: &CheckedTensors<'_, T>,
     parameter: &Tensor,
     master: Master,
 ) -> Result<()> {
-    let places = state.tensors.iter_mut().chain([&mut state.step]);
-    for (kept, loaded) in places.zip(entries.tensors.into_iter().chain([entries.step])) {
-        if let (Some(kept), Some(loaded)) = (kept, loaded) {
-            loaded.copy_to(kept)?;
-        }
+    if let (Some(kept), Some(loaded)) = (&mut state.step, entries.step) {
+        loaded.copy_to(kept)?;
     }
     if let Some(loaded) = entries.master {
         load_master(state, loaded, parameter, master)?;
@@ -462,5 +558,14 @@ fn load_master<T: Saved>(
             state.loaded = Some(numbers);
             Ok(())
         }
+    }
+}
+
+/// The betas of Adam and AdamW, and zeros for others.
+fn betas(algorithm: &Algorithm) -> (f64, f64) {
+    match algorithm {
+        Algorithm::AdamW(config) => config.betas,
+        Algorithm::Adam(config) => config.betas,
+        _ => (0.0, 0.0),
     }
 }

@@ -116,22 +116,24 @@ impl Optimizer {
             let Slot { group, state, elsewhere, is_matrix, .. } = slot;
             let whole = &self.groups[*group].algorithm;
             let algorithm = &whole.of(*is_matrix);
+            let parameter = &self.parameters[index];
+            let kept_as = self.states.of(parameter);
             // Tensors that are no longer used, since an option was switched off, are left out.
             let mut states = state.tensors.each_ref().map(Option::as_ref);
-            for (tensor, used) in states.iter_mut().zip(used(algorithm)) {
+            for (tensor, used) in states.iter_mut().zip(used(algorithm, kept_as)) {
                 *tensor = tensor.filter(|_| used);
             }
-            let parameter = &self.parameters[index];
             let master = self.masters.of(parameter, index);
             OptimParameter {
                 parameter,
                 step: state.step.as_ref(),
                 states,
+                kept_as,
                 kept: state.master.as_ref(),
                 master,
                 options: 2 * group + usize::from(whole.leaves_to_adamw(*is_matrix)),
                 first_step,
-                complete: is_complete(state, algorithm, master),
+                complete: is_complete(state, algorithm, kept_as, master),
                 many_steps: state.most_steps >= MANY_STEPS,
                 elsewhere: *elsewhere,
             }

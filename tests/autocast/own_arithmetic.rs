@@ -11,7 +11,9 @@ use tch_amp::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
 use tch_amp::loss_scale::{
     DynamicLossScale, LossScale as _, StaticLossScale, all_finite, select_tree,
 };
-use tch_amp::optim::{Adagrad, Adam, AdamW, Lion, MasterWeights, Muon, Optimizer, RmsProp, Sgd};
+use tch_amp::optim::{
+    Adagrad, Adam, AdamW, Lion, MasterWeights, Muon, Optimizer, RmsProp, Sgd, States,
+};
 use tch_amp::policy::{KeepF32, cast_to_full, cast_to_half};
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, SpikeConfig};
 use tch_amp::{GradScaler, Policy, function, half, jit};
@@ -504,6 +506,42 @@ const JOBS: &[Job] = &[
                 drop(Sgd::default().build(vec![half.shallow_clone()], 1e-3).unwrap());
             });
             results.tensors(&[wide, half]);
+        },
+    },
+    Job {
+        name: "moments of few bits",
+        entries: &["tamp_optim_step", "tamp_codes_decode", "tamp_codes_encode"],
+        run: |device, within, results| {
+            for states in [States::EightBit, States::BFloat16] {
+                let start: Tensor = Tensor::arange(5000, (F32, device)) * 1e-3;
+                let weights = start.sin().set_requires_grad(true);
+                let build = |states| {
+                    AdamW::default().states(states).build(&[weights.shallow_clone()], 1e-2)
+                };
+                let mut opt = build(states).unwrap();
+                let mut scaler = scaler(device, 512.0);
+                for _ in 0..3 {
+                    opt.zero_grad().unwrap();
+                    scaler.backward(&weights.square().sum(F32)).unwrap();
+                    within(&mut || {
+                        scaler.step_clip_norm(&mut opt, 0.7).map(drop).unwrap();
+                        scaler.update().unwrap();
+                    });
+                }
+                let mut saved = None;
+                within(&mut || {
+                    let mut plain = build(States::F32).unwrap();
+                    plain.load_state_dict(&opt.state_dict().unwrap()).unwrap();
+                    opt.load_state_dict(&plain.state_dict().unwrap()).unwrap();
+                    saved = Some(opt.state_dict().unwrap());
+                    results.value(opt.state_report().unwrap());
+                });
+                results.tensors(&[weights.shallow_clone()]);
+                for (key, tensor) in &saved.unwrap().state["0"] {
+                    results.value(key);
+                    results.tensor(tensor);
+                }
+            }
         },
     },
     Job {

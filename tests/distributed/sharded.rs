@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{DistributedError, ProcessGroup};
 use tch_amp::optim::{
     Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, OptimizerState, RmsProp,
-    Sgd,
+    Sgd, States,
 };
 use tch_amp::{Error, GradScaler};
 
@@ -304,5 +304,62 @@ fn ranks_whose_parameters_have_come_to_differ_take_no_step() {
             assert!(error.contains(expected) || error.contains("which fails there"), "{error}");
             assert_eq!(model.bits(), before);
         });
+    }
+}
+
+/// Parameters that are large enough for moments of few bits, one with a last block of 5 elements.
+#[test]
+fn moments_of_few_bits_are_divided_and_gathered() {
+    let train = |opt: &mut Optimizer, weights: &[Tensor], steps: std::ops::Range<i64>| {
+        for step in steps {
+            opt.zero_grad().unwrap();
+            for (index, weight) in weights.iter().enumerate() {
+                let places = Tensor::arange(weight.numel() as i64, (Kind::Float, Device::Cpu));
+                let factors: Tensor = (places * 0.7 + (step * 5 + index as i64) as f64).sin();
+                (weight * factors).sum(Kind::Float).backward();
+            }
+            opt.step().unwrap();
+        }
+    };
+    let made = || {
+        [4101i64, 5000, 20, 6400]
+            .map(|count| Tensor::ones([count], (Kind::Float, Device::Cpu)).set_requires_grad(true))
+    };
+    for states in [States::EightBit, States::BFloat16] {
+        let build =
+            |weights: &[Tensor]| AdamW::default().states(states).build(weights, 0.05).unwrap();
+        let alone = made();
+        let mut opt = build(&alone);
+        train(&mut opt, &alone, 0..3);
+        let mut saved = opt.state_dict().unwrap();
+        // Later steps change the optimizer's own tensors.
+        for tensor in saved.state.values_mut().flat_map(|tensors| tensors.values_mut()) {
+            *tensor = tensor.copy();
+        }
+        let half = (alone.each_ref().map(bits), state_bits(&saved));
+        let saved = Mutex::new((alone.each_ref().map(|weight| weight.detach().copy()), saved));
+        train(&mut opt, &alone, 3..5);
+        let whole = (alone.each_ref().map(bits), state_bits(&opt.state_dict().unwrap()));
+        for (size, steps, expected) in [(3, 0..3, &half), (2, 3..5, &whole)] {
+            let results = ranks(size, |group| {
+                let weights = made();
+                let mut opt = build(&weights);
+                opt.shard_over(&group).unwrap();
+                if steps.start > 0 {
+                    let saved = saved.lock().unwrap();
+                    for (weight, saved) in weights.iter().zip(&saved.0) {
+                        tch::no_grad(|| weight.shallow_clone().copy_(saved));
+                    }
+                    opt.load_state_dict(&saved.1).unwrap();
+                }
+                train(&mut opt, &weights, steps.clone());
+                (weights.each_ref().map(bits), state_bits(&opt.state_dict().unwrap()))
+            });
+            assert!(
+                results.iter().all(|(weights, _)| *weights == expected.0),
+                "{states:?} on {size}"
+            );
+            assert!(results[0].1 == expected.1, "{states:?} on {size}");
+        }
     }
 }

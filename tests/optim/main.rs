@@ -11,6 +11,7 @@ mod f32_gradients;
 mod groups;
 mod labml;
 mod lost_updates;
+mod low_bit;
 mod masters;
 mod muon;
 mod norms;

@@ -20,6 +20,7 @@ mod iteration;
 mod kernels;
 mod launches;
 mod looks;
+mod low_bit;
 mod memory;
 mod muon;
 mod operators;

@@ -1,0 +1,77 @@
+// The step of Adam and AdamW with moments of few bits, on devices other than the CPU.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "batches.h"
+#include "codes.h"
+#include "copies.h"
+#include "optim_composed.h"
+#include "pieces.h"
+
+namespace tamp::optim {
+
+// Scratch memory, which the steps of one device use in turn: 37 bytes for each number of a chunk with eight bits, and 41
+// with bf16.
+struct LowBitRows {
+  int64_t numbers = 0;
+  bool has_codes = false, has_bf16 = false;
+  codes::Rows words;
+  at::Tensor parameter, gradient, wide;               // f32, f32 and f64
+  at::Tensor old_codes[kStates], new_codes[kStates];  // i8, u8 and, for each block, a u8
+  at::Tensor old_bf16[2], new_bf16[2], mask;          // of each number
+  at::Tensor index;                                   // i32: 0 to 255, times the dither's index
+  at::Tensor places, range, of_tiles;                 // i32, for each tile of 256 numbers
+
+  // Makes room for a chunk.
+  void reserve(int64_t chunk, bool is_coded);
+  void allocate(at::Device device);
+};
+
+// The step of a batch: its tensors are copied to scratch memory a chunk at a time, where it computes what the loops of
+// kernels/low_bit.cpp compute on the CPU, bit by bit. A fused multiply-add is a product and a sum in f64: that rounds
+// twice, which shows only where the first rounding ends half way between two f32, once in 2^29.
+class LowBitStep {
+ public:
+  // Reserves scratch memory. `prepare` follows when it has been allocated.
+  LowBitStep(const Batch &batch, LowBitRows &rows);
+  void prepare(const LowBitRows &rows);
+
+  void run(const Prepared &scale) const;
+
+ private:
+  struct Chunk {
+    int64_t numbers = 0;
+    int64_t first_tensor = 0, first_piece = 0, pieces = 0;
+    bool has_tail = false;  // whether a block has fewer than 32 numbers
+    Copies in, out;
+  };
+
+  // The rows of a chunk.
+  struct Views {
+    codes::Rows words;
+    at::Tensor parameter, gradient, wide, moments, squares;
+    std::vector<at::Tensor> before, after;  // the states
+    at::Tensor mask, index, tiles;
+  };
+
+  void add(const Pieces &pieces, const LowBitRows &rows);
+  void upload(const std::vector<Pieces> &cuts);
+  at::Tensor step_numbers() const;
+  Views views(const Chunk &chunk) const;
+  void unscale(const Views &x, const Prepared &scale) const;
+  void update(const Views &x, const at::Tensor &to) const;
+  void decode(const Views &x) const;
+  void encode(const Views &x) const;
+
+  Batch batch_;
+  bool is_coded_;
+  std::vector<Chunk> chunks_;
+  LowBitRows rows_;
+  at::Tensor ends_;     // i32: for each piece, the tile after its last one
+  at::Tensor numbers_;  // i32: for each tensor, the bits of the step's size and of eps, and the dithers' first words
+};
+
+}  // namespace tamp::optim

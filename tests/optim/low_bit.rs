@@ -1,0 +1,559 @@
+//! Moments of few bits. The reference is [`emulation`]: the definition in plain loops.
+
+mod emulation;
+mod histories;
+
+use std::collections::BTreeMap;
+use std::process::Command;
+
+use emulation::{Moments, Options, decoded, largest_code};
+use tch::{Device, Kind, Tensor, nn};
+use tch_amp::GradScaler;
+use tch_amp::optim::{
+    Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, ParamGroup, Sgd, States,
+};
+
+use crate::common::bits::{bits, canonical};
+use crate::common::rng::Rng;
+
+const MODES: [States; 2] = [States::EightBit, States::BFloat16];
+
+/// A number of the normal distribution (Box and Muller, 1958).
+fn normal(rng: &mut Rng) -> f64 {
+    let mut uniform = || ((rng.next() >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+    (-2.0 * uniform().ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()
+}
+
+/// Sizes of gradients of each element: log-normal, with zeros, subnormal squares and outliers among them.
+fn sizes(count: usize, rng: &mut Rng) -> Vec<f32> {
+    let mut sizes: Vec<f32> = (0..count).map(|_| 1e-4 * (2.0 * normal(rng)).exp() as f32).collect();
+    let mut multiply = |range: std::ops::Range<usize>, by: f32| {
+        for size in sizes.iter_mut().take(range.end.min(count)).skip(range.start) {
+            *size *= by;
+        }
+    };
+    multiply(0..32, 0.0);
+    multiply(64..128, 1e-25);
+    multiply(200..201, 0.0);
+    multiply(320..352, 1e-12);
+    multiply(700..701, 1e9);
+    multiply(4000..4032, 1e15);
+    sizes
+}
+
+/// The gradients of a step: random ones of these sizes, at times zeros or spikes.
+fn gradients(sizes: &[f32], step: u64, rng: &mut Rng) -> Vec<f32> {
+    let random = sizes.iter().map(|size| size * normal(rng) as f32);
+    let mut gradients: Vec<f32> = random.collect();
+    let end = gradients.len();
+    if step % 50 == 7 {
+        gradients[100..end.min(4000)].fill(0.0);
+    }
+    if step % 97 == 3 {
+        gradients[end / 2..].iter_mut().for_each(|gradient| *gradient *= 1e3);
+    }
+    gradients
+}
+
+/// The bits of a parameter's moments, in the order in which the emulation has them.
+fn kept(optimizer: &mut Optimizer, name: &str) -> Vec<Vec<u8>> {
+    let state = optimizer.state_dict().unwrap().state;
+    let keys = ["exp_avg", "exp_avg_sq", "exponents"];
+    without_nan_codes(keys.iter().filter_map(|key| state[name].get(*key)).map(bits).collect())
+}
+
+/// A block with a number that is not finite is NaN, whatever its codes are. They depend on the sign of the NaN, which
+/// differs between the instructions of a processor.
+fn without_nan_codes(mut moments: Vec<Vec<u8>>) -> Vec<Vec<u8>> {
+    if let [exp_avg, exp_avg_sq, exponents] = &mut moments[..] {
+        for codes in [exp_avg, exp_avg_sq] {
+            let blocks = codes.chunks_mut(32).zip(exponents.iter());
+            blocks.filter(|(_, exponent)| **exponent == 223).for_each(|(block, _)| block.fill(0));
+        }
+    }
+    moments
+}
+
+fn bytes(moments: &Moments) -> Vec<Vec<u8>> {
+    let signed = |codes: &[i8]| codes.iter().map(|code| *code as u8).collect::<Vec<_>>();
+    // As `bits` has them.
+    let halves = |words: &[u16]| {
+        let bytes = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        canonical(Kind::BFloat16, bytes)
+    };
+    match moments {
+        Moments::EightBit { exp_avg, exp_avg_sq, exponents } => {
+            without_nan_codes(vec![signed(exp_avg), exp_avg_sq.clone(), exponents.clone()])
+        }
+        Moments::BFloat16 { exp_avg, exp_avg_sq } => vec![halves(exp_avg), halves(exp_avg_sq)],
+    }
+}
+
+/// Replaces the gradient of `parameter`, without a backward pass after the first one.
+fn set_gradient(parameter: &Tensor, gradients: &[f32]) {
+    let new = Tensor::from_slice(gradients).to_kind(parameter.kind()).view_as(parameter);
+    let mut old = parameter.grad();
+    if old.defined() {
+        tch::no_grad(|| old.copy_(&new));
+    } else {
+        (parameter * new).sum(parameter.kind()).backward();
+    }
+}
+
+fn floats(tensor: &Tensor) -> Vec<f32> {
+    Vec::try_from(tensor.detach().to_kind(Kind::Float).contiguous().view(-1)).unwrap()
+}
+
+fn build(algorithm: Algorithm, states: States, parameter: &Tensor, lr: f64) -> Optimizer {
+    let builder = algorithm.master_weights(MasterWeights::None).states(states);
+    builder.build(&[parameter.shallow_clone()], lr).unwrap()
+}
+
+/// Steps an optimizer and the emulation side by side, and compares all bits after each step.
+fn compare(algorithm: Algorithm, options: &Options, states: States, count: usize, steps: u64) {
+    let mut rng = Rng::new(count as u64);
+    let start: Vec<f32> = (0..count).map(|_| normal(&mut rng) as f32).collect();
+    // Memory that is aligned to a number only.
+    let memory = Tensor::from_slice(&[&[0.0], &start[..]].concat());
+    let parameter = memory.narrow(0, 1, count as i64).set_requires_grad(true);
+    let mut optimizer = build(algorithm, states, &parameter, options.lr);
+    let (mut moments, mut numbers) = (Moments::new(states, count), start);
+    let sizes = sizes(count, &mut rng);
+    for step in 1..=steps {
+        let mut gradients = gradients(&sizes, step, &mut rng);
+        if step == steps - 2 {
+            gradients[40] = f32::NAN;
+            gradients[99] = f32::INFINITY;
+            gradients[130] = -f32::NAN;
+            gradients[170] = 3e19;
+        }
+        set_gradient(&parameter, &gradients);
+        optimizer.step().unwrap();
+        moments.step(options, step, &mut numbers, &gradients);
+        let context = format!("{states:?}, {count} elements, step {step}");
+        assert!(
+            bits(&parameter) == bits(&Tensor::from_slice(&numbers)),
+            "the parameter: {context}"
+        );
+        assert!(kept(&mut optimizer, "0") == bytes(&moments), "the moments: {context}");
+    }
+    let lost = numbers.iter().enumerate().filter(|(_, number)| !number.is_finite());
+    let lost: Vec<_> = lost.map(|(index, _)| index).collect();
+    let blocks: Vec<_> = [32..64, 96..128, 128..160].into_iter().flatten().collect();
+    // With eight bits a number that is not finite makes its block NaN.
+    let expected = if states == States::EightBit { blocks } else { vec![40, 99, 130] };
+    assert!(expected.iter().all(|index| lost.contains(index)), "{states:?}: {lost:?}");
+    let only = |index: &usize| {
+        expected.contains(index) || states == States::EightBit && (160..192).contains(index)
+    };
+    assert!(lost.iter().all(only), "{states:?}: {lost:?}");
+}
+
+/// The name of this test is known to another one.
+#[test]
+fn a_step_has_the_bits_of_the_definition() {
+    let adamw = AdamW { weight_decay: 0.1, ..AdamW::default() };
+    let options = Options { adamw, lr: 1e-3, l2: 0.0 };
+    let betas = (0.8, 0.95);
+    let adam = Adam { weight_decay: 0.1, betas, maximize: true, ..Adam::default() };
+    let of_adam = AdamW { weight_decay: 0.0, betas, maximize: true, ..AdamW::default() };
+    let of_adam = Options { adamw: of_adam, lr: 1e-2, l2: 0.1 };
+    for states in MODES {
+        // Several chunks of a parallel loop, and a last block of 5 elements.
+        compare(adamw.into(), &options, states, 2 * 65536 + 37, 80);
+        compare(adam.into(), &of_adam, states, 4097, 60);
+    }
+}
+
+/// Runs a test of this program in a process of its own. Returns whether it has passed.
+fn passes(test: &str, variable: (&str, &str)) -> bool {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]);
+    command.env(variable.0, variable.1);
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("running 1 test"), "there is no test {test}");
+    // What is printed if the test that asked fails.
+    println!("{said}{}", String::from_utf8_lossy(&output.stderr));
+    output.status.success()
+}
+
+#[test]
+fn every_set_of_instructions_has_the_same_bits() {
+    for capability in ["default", "avx2"] {
+        let test = "low_bit::a_step_has_the_bits_of_the_definition";
+        assert!(passes(test, ("ATEN_CPU_CAPABILITY", capability)), "{capability}");
+    }
+}
+
+/// The largest number of `update / lr` that two steps from any stored moments can have, over what exact ones can.
+fn bounds((beta1, beta2): (f64, f64)) -> (f64, f64) {
+    let of_gradient = (1.0 - beta1) * (1.0 - beta1) / (1.0 - beta2);
+    let exact = (of_gradient / (1.0 - beta1 * beta1 / beta2)).sqrt();
+    let stored =
+        f64::from(f32::from_bits((largest_code((beta1, beta2)) << 19) + 0x3d80_0000)) - 0.0625;
+    (2.0 * exact, (stored * stored * beta1 * beta1 / beta2 + of_gradient).sqrt())
+}
+
+/// The name of this test is known to another one.
+#[test]
+fn no_update_is_larger_than_twice_the_exact_bound() {
+    let mut rng = Rng::new(7);
+    let count = 32 * 256;
+    let mut nearest = 0.0f64;
+    for betas in [(0.9, 0.999), (0.9, 0.95), (0.9, 0.99), (0.95, 0.99), (0.8, 0.999), (0.9, 0.9999)]
+    {
+        let (proven, sharp) = bounds(betas);
+        let most = largest_code(betas) as usize;
+        let mut largest = 0.0f64;
+        for _ in 0..30 {
+            let parameter =
+                Tensor::zeros([count], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+            let adamw = AdamW { betas, eps: 0.0, weight_decay: 0.0, ..AdamW::default() };
+            let mut optimizer = build(adamw.into(), States::EightBit, &parameter, 1.0);
+            set_gradient(&parameter, &vec![0.0; count as usize]);
+            optimizer.step().unwrap();
+            // Any bytes: half of the first moments are the largest ones.
+            let mut state = optimizer.state_dict().unwrap();
+            let code = |rng: &mut Rng| {
+                let code = if rng.one_in(2) { most } else { rng.below(most + 1) } as i8;
+                if rng.one_in(2) { -code } else { code }
+            };
+            let exp_avg: Vec<i8> = (0..count).map(|_| code(&mut rng)).collect();
+            let exp_avg_sq: Vec<u8> = (0..count).map(|_| rng.below(256) as u8).collect();
+            let exponents: Vec<u8> = (0..count / 32).map(|_| rng.below(160) as u8).collect();
+            let tensors = state.state.get_mut("0").unwrap();
+            tensors.insert("exp_avg".to_owned(), Tensor::from_slice(&exp_avg));
+            tensors.insert("exp_avg_sq".to_owned(), Tensor::from_slice(&exp_avg_sq));
+            tensors.insert("exponents".to_owned(), Tensor::from_slice(&exponents));
+            tensors.insert("step".to_owned(), Tensor::from(99_999i64));
+            optimizer.load_state_dict(&state).unwrap();
+            for step in 100_000..100_003u64 {
+                let codes = kept(&mut optimizer, "0");
+                let gradient = |index: usize| {
+                    let [first, second, exponent] =
+                        [codes[0][index], codes[1][index], codes[2][index / 32]];
+                    let (exp_avg, exp_avg_sq) = decoded(first as i8, second, exponent);
+                    let [exp_avg, exp_avg_sq] = [exp_avg, exp_avg_sq].map(f64::from);
+                    // The one that makes the largest update, or a random multiple of it.
+                    let worst = (1.0 - betas.0) * betas.1 * exp_avg_sq
+                        / ((1.0 - betas.1) * betas.0 * if exp_avg == 0.0 { 1.0 } else { exp_avg });
+                    (worst
+                        * if index.is_multiple_of(3) { 10f64.powf(normal(&mut rng)) } else { 1.0 })
+                        as f32
+                };
+                let gradients: Vec<f32> = (0..count as usize).map(gradient).collect();
+                set_gradient(&parameter, &gradients);
+                let _zeros = tch::no_grad(|| parameter.shallow_clone().zero_());
+                optimizer.step().unwrap();
+                let [first, second] = [betas.0, betas.1].map(|beta| 1.0 - beta.powf(step as f64));
+                let update = parameter.abs().max().double_value(&[]) * first / second.sqrt();
+                largest = largest.max(update);
+                let codes = kept(&mut optimizer, "0").remove(0);
+                assert!(
+                    codes.iter().all(|code| (*code as i8).unsigned_abs() as usize <= most),
+                    "{betas:?}"
+                );
+            }
+        }
+        assert!(
+            largest <= proven * (1.0 + 1e-5) && largest <= sharp * (1.0 + 1e-5),
+            "{betas:?}: {largest}"
+        );
+        nearest = nearest.max(largest / sharp);
+        println!("{betas:?}: {:.4} of twice the exact bound", largest / proven);
+    }
+    assert!(nearest > 0.999, "no gradient was the worst one: {nearest}");
+}
+
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "faults are planted in debug builds")]
+fn a_code_more_than_the_bound_allows_is_noticed() {
+    let test = "low_bit::no_update_is_larger_than_twice_the_exact_bound";
+    assert!(passes(test, ("TCH_AMP_PLANTED_FAULT", "none")));
+    assert!(!passes(test, ("TCH_AMP_PLANTED_FAULT", "code_bound")));
+}
+
+/// Half-precision parameters with masters step like f32 ones, of which they are the rounded ones.
+#[test]
+fn masters_are_stepped_like_f32_parameters() {
+    for states in MODES {
+        for (kind, masters) in [
+            (Kind::BFloat16, MasterWeights::Float),
+            (Kind::BFloat16, MasterWeights::Remainder),
+            (Kind::Half, MasterWeights::Float),
+        ] {
+            let start = Tensor::randn([65, 1039], (Kind::Float, Device::Cpu)).to_kind(kind);
+            let half = start.copy().set_requires_grad(true);
+            let twin = start.to_kind(Kind::Float).set_requires_grad(true);
+            let builder = AdamW::default().master_weights(masters).states(states);
+            let mut optimizer = builder.build(&[half.shallow_clone()], 1e-3).unwrap();
+            let mut plain = build(AdamW::default().into(), states, &twin, 1e-3);
+            for step in 0..8 {
+                let gradient = Tensor::randn([65, 1039], (Kind::Float, Device::Cpu)).to_kind(kind);
+                for (parameter, optimizer) in [(&half, &mut optimizer), (&twin, &mut plain)] {
+                    optimizer.zero_grad().unwrap();
+                    (parameter * gradient.to_kind(parameter.kind()))
+                        .sum(parameter.kind())
+                        .backward();
+                    optimizer.step().unwrap();
+                }
+                let context = format!("{states:?} {kind:?} {masters:?} step {step}");
+                let master = optimizer.master_weight(0).unwrap().unwrap();
+                assert_eq!(bits(&master), bits(&twin), "{context}");
+                assert_eq!(kept(&mut optimizer, "0"), kept(&mut plain, "0"), "{context}");
+            }
+        }
+    }
+}
+
+/// A scaler unscales, clips and skips; a step that is skipped changes nothing, also not the number of steps.
+#[test]
+fn a_scaler_steps_and_skips() {
+    for states in MODES {
+        let start = Tensor::randn([4500], (Kind::Float, Device::Cpu));
+        let scaled = start.copy().set_requires_grad(true);
+        let twin = start.copy().set_requires_grad(true);
+        let mut optimizer = build(AdamW::default().into(), states, &scaled, 1e-3);
+        let mut plain = build(AdamW::default().into(), states, &twin, 1e-3);
+        let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+        for step in 0..12 {
+            let gradient = Tensor::randn([4500], (Kind::Float, Device::Cpu)) * 1e-3;
+            optimizer.zero_grad().unwrap();
+            plain.zero_grad().unwrap();
+            let bad = step % 4 == 2;
+            let loss =
+                (&scaled * &gradient * if bad { f64::INFINITY } else { 1.0 }).sum(Kind::Float);
+            scaler.backward(&loss).unwrap();
+            let before = bad.then(|| (bits(&scaled), kept(&mut optimizer, "0")));
+            let _outcome = scaler.step(&mut optimizer).unwrap();
+            scaler.update().unwrap();
+            if let Some(before) = before {
+                assert_eq!(before, (bits(&scaled), kept(&mut optimizer, "0")), "{states:?}");
+                continue;
+            }
+            (&twin * &gradient).sum(Kind::Float).backward();
+            plain.step().unwrap();
+            assert_eq!(bits(&scaled), bits(&twin), "{states:?} step {step}");
+            assert_eq!(kept(&mut optimizer, "0"), kept(&mut plain, "0"), "{states:?} step {step}");
+        }
+        assert_eq!(optimizer.state_dict().unwrap().state["0"]["step"].int64_value(&[]), 9);
+    }
+}
+
+/// The codes are in the order of the elements, so that a state fits a model in another memory format.
+#[test]
+fn the_memory_format_makes_no_difference() {
+    for states in MODES {
+        let start = Tensor::randn([24, 13, 4, 5], (Kind::Float, Device::Cpu));
+        let plain = start.copy().set_requires_grad(true);
+        let other =
+            start.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2]).set_requires_grad(true);
+        assert!(!other.is_contiguous());
+        let mut first = build(AdamW::default().into(), states, &plain, 1e-3);
+        let mut second = build(AdamW::default().into(), states, &other, 1e-3);
+        for _ in 0..4 {
+            let gradient = Tensor::randn([24, 13, 4, 5], (Kind::Float, Device::Cpu));
+            for (parameter, optimizer) in [(&plain, &mut first), (&other, &mut second)] {
+                optimizer.zero_grad().unwrap();
+                (parameter * &gradient).sum(Kind::Float).backward();
+                optimizer.step().unwrap();
+            }
+            assert_eq!(bits(&plain), bits(&other), "{states:?}");
+            assert_eq!(kept(&mut first, "0"), kept(&mut second, "0"), "{states:?}");
+        }
+        second.load_state_dict(&first.state_dict().unwrap()).unwrap();
+        assert_eq!(kept(&mut first, "0"), kept(&mut second, "0"), "{states:?}");
+    }
+}
+
+/// An optimizer that has taken some steps, and its parameter.
+fn trained(states: States, count: usize) -> (Tensor, Optimizer) {
+    let parameter =
+        Tensor::randn([count as i64], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let mut optimizer = build(AdamW::default().into(), states, &parameter, 1e-3);
+    for _ in 0..20 {
+        let gradient = Tensor::randn([count as i64], (Kind::Float, Device::Cpu)) * 1e-3;
+        set_gradient(&parameter, &floats(&gradient));
+        optimizer.step().unwrap();
+    }
+    (parameter, optimizer)
+}
+
+#[test]
+fn a_state_is_loaded_bit_by_bit_and_converted_to_other_modes() {
+    let all = [States::F32, States::BFloat16, States::EightBit];
+    for from in all {
+        let (parameter, mut optimizer) = trained(from, 4999);
+        let saved = optimizer.state_dict().unwrap();
+        let numbers = moments(&mut optimizer);
+        for to in all {
+            let mut other = build(AdamW::default().into(), to, &parameter, 1e-3);
+            other.load_state_dict(&saved).unwrap();
+            assert_eq!(other.state_dict().unwrap().state["0"]["step"].double_value(&[]), 20.0);
+            if from == to {
+                assert_eq!(kept(&mut optimizer, "0"), kept(&mut other, "0"), "{from:?}");
+            }
+            let expected = match to {
+                States::F32 => [0.0, 0.0],
+                States::BFloat16 => [1.0 / 256.0; 2],
+                // 16 and 8 steps in a power of two, the first ones above 1/16 of the root of the second.
+                _ => [1.0 / 16.0, 1.0 / 16.0],
+            };
+            for ((here, there), most) in numbers.iter().zip(moments(&mut other)).zip(expected) {
+                let unit = if to == States::EightBit {
+                    here.abs() + numbers[1].sqrt() * (most < 0.1) as i64 as f64
+                } else {
+                    here.abs()
+                };
+                let far = (here - there).abs().gt_tensor(&(unit * most + 1e-30)).sum(Kind::Int64);
+                assert_eq!(far.int64_value(&[]), 0, "{from:?} to {to:?}");
+            }
+            // Back without a step in between, nothing changes.
+            let mut back = build(AdamW::default().into(), from, &parameter, 1e-3);
+            if to == States::F32 {
+                back.load_state_dict(&other.state_dict().unwrap()).unwrap();
+                assert_eq!(kept(&mut optimizer, "0"), kept(&mut back, "0"), "{from:?} by f32");
+            }
+        }
+    }
+}
+
+/// The f32 numbers of the moments, exp_avg and exp_avg_sq.
+fn moments(optimizer: &mut Optimizer) -> [Tensor; 2] {
+    let state = optimizer.state_dict().unwrap().state.remove("0").unwrap();
+    let [first, second] = ["exp_avg", "exp_avg_sq"].map(|key| state[key].shallow_clone());
+    let Some(exponents) = state.get("exponents") else {
+        return [first, second].map(|tensor| tensor.to_kind(Kind::Float));
+    };
+    let codes = [bits(&first), bits(&second), bits(exponents)];
+    let numbers =
+        (0..codes[0].len()).map(|i| decoded(codes[0][i] as i8, codes[1][i], codes[2][i / 32]));
+    let (first, second): (Vec<_>, Vec<_>) = numbers.unzip();
+    [Tensor::from_slice(&first), Tensor::from_slice(&second)]
+}
+
+#[test]
+fn more_steps_than_an_f32_counts_are_counted() {
+    for states in MODES {
+        let (parameter, mut optimizer) = trained(states, 4096);
+        let mut state = optimizer.state_dict().unwrap();
+        let many = (1i64 << 24) + 1;
+        state.state.get_mut("0").unwrap().insert("step".to_owned(), Tensor::from(many));
+        optimizer.load_state_dict(&state).unwrap();
+        for step in 1..4 {
+            set_gradient(&parameter, &vec![1e-3; 4096]);
+            optimizer.step().unwrap();
+            let found = optimizer.state_dict().unwrap().state["0"]["step"].int64_value(&[]);
+            assert_eq!(found, many + step, "{states:?}");
+        }
+    }
+}
+
+#[test]
+fn a_moment_takes_the_bytes_that_the_page_says() {
+    for (states, expected) in [(States::EightBit, 2 * 5003 + 157), (States::BFloat16, 4 * 5003)] {
+        let (_parameter, mut optimizer) = trained(states, 5003);
+        let state = optimizer.state_dict().unwrap().state.remove("0").unwrap();
+        let bytes = |(key, tensor): (&String, &Tensor)| {
+            if key == "step" { 0 } else { tensor.numel() * tensor.kind().elt_size_in_bytes() }
+        };
+        assert_eq!(state.iter().map(bytes).sum::<usize>(), expected, "{states:?}");
+    }
+    // Small tensors keep f32.
+    let (_parameter, mut optimizer) = trained(States::EightBit, 4095);
+    assert_eq!(optimizer.state_dict().unwrap().state["0"]["exp_avg"].kind(), Kind::Float);
+}
+
+#[test]
+fn what_has_no_such_moments_is_refused_in_words() {
+    let f32s = Tensor::ones([5000], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let says = |result: tch_amp::Result<Optimizer>, words: &str| {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains(words) && error.contains("States::F32"), "{error}");
+    };
+    let algorithms: [Algorithm; 3] = [
+        Lion::default().into(),
+        Muon::default().into(),
+        Sgd { momentum: 0.9, ..Sgd::default() }.into(),
+    ];
+    for states in MODES {
+        for algorithm in algorithms {
+            let builder = algorithm.master_weights(MasterWeights::None).states(states);
+            says(builder.build(&[f32s.shallow_clone()], 0.1), "for Adam and AdamW only");
+        }
+        let amsgrad = AdamW { amsgrad: true, ..AdamW::default() };
+        says(amsgrad.states(states).build(&[f32s.shallow_clone()], 0.1), "amsgrad");
+        for (kind, masters) in [
+            (Kind::Double, MasterWeights::None),
+            (Kind::BFloat16, MasterWeights::None),
+            (Kind::Half, MasterWeights::None),
+            (Kind::BFloat16, MasterWeights::StochasticRounding { seed: 1 }),
+        ] {
+            let parameter = f32s.detach().to_kind(kind).set_requires_grad(true);
+            let builder = AdamW::default().states(states).master_weights(masters);
+            says(builder.build(&[parameter], 0.1), "MasterWeights::Remainder");
+        }
+        // Later, by options, by a state and by a cast.
+        let mut optimizer = build(AdamW::default().into(), states, &f32s, 0.1);
+        let refused = optimizer.set_param_group(0, ParamGroup::new(0.1, amsgrad)).unwrap_err();
+        assert!(refused.to_string().contains("amsgrad"), "{refused}");
+        let mut with_maximum = build(amsgrad.into(), States::F32, &f32s, 0.1);
+        set_gradient(&f32s, &[1.0; 5000]);
+        with_maximum.step().unwrap();
+        let refused = optimizer.load_state_dict(&with_maximum.state_dict().unwrap()).unwrap_err();
+        assert!(refused.to_string().contains("amsgrad"), "{refused}");
+        optimizer.step().unwrap();
+    }
+    let vs = nn::VarStore::new(Device::Cpu);
+    let w = vs.root().zeros("w", &[5000]);
+    let mut optimizer = AdamW::default().states(States::EightBit).build(&vs, 0.1).unwrap();
+    let mut vs = vs;
+    vs.bfloat16();
+    w.sum(Kind::BFloat16).backward();
+    let refused = optimizer.step().unwrap_err().to_string();
+    assert!(
+        refused.contains("parameter w") && refused.contains("MasterWeights::Remainder"),
+        "{refused}"
+    );
+}
+
+#[test]
+fn damaged_codes_are_refused() {
+    let (_parameter, mut optimizer) = trained(States::EightBit, 4100);
+    let refuses =
+        |change: &dyn Fn(&mut BTreeMap<String, Tensor>), words: &str, optimizer: &mut Optimizer| {
+            let before = kept(optimizer, "0");
+            let mut state = optimizer.state_dict().unwrap();
+            change(state.state.get_mut("0").unwrap());
+            let error = optimizer.load_state_dict(&state).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+            assert_eq!(before, kept(optimizer, "0"));
+        };
+    let insert = |key: &'static str, tensor: Tensor| {
+        move |state: &mut BTreeMap<String, Tensor>| {
+            drop(state.insert(key.to_owned(), tensor.shallow_clone()))
+        }
+    };
+    let zeros = |count: i64, kind| Tensor::zeros([count], (kind, Device::Cpu));
+    refuses(&insert("exponents", zeros(128, Kind::Uint8)), "[129]", &mut optimizer);
+    refuses(
+        &insert("exponents", zeros(129, Kind::Float)),
+        "exponents is not in Uint8",
+        &mut optimizer,
+    );
+    refuses(&insert("exp_avg", zeros(4100, Kind::Uint8)), "exp_avg is not in Int8", &mut optimizer);
+    refuses(
+        &insert("exp_avg_sq", zeros(4100, Kind::Float)),
+        "exp_avg_sq is not in Uint8",
+        &mut optimizer,
+    );
+    refuses(&|state| drop(state.remove("exp_avg_sq")), "exp_avg_sq", &mut optimizer);
+    // Any exponents can be loaded; a block of one that is too large is not finite.
+    let mut state = optimizer.state_dict().unwrap();
+    insert("exponents", Tensor::full([129], 255, (Kind::Uint8, Device::Cpu)))(
+        state.state.get_mut("0").unwrap(),
+    );
+    optimizer.load_state_dict(&state).unwrap();
+    optimizer.step().unwrap();
+}

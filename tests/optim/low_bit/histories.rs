@@ -1,0 +1,316 @@
+//! Moments in eight bits follow the exact ones on hostile histories of gradients, which published codes do not.
+//!
+//! The reference is the optimizer itself with f32 moments, which `optim_programs/` compares with PyTorch. The histories
+//! run in a process of their own, so that its random numbers are the same in each run.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{AdamW, Optimizer, States};
+
+use super::{build, moments, passes};
+
+/// The numbers of a history: 32 blocks, of which the rules below address every lane.
+const NUMBERS: i64 = 1024;
+
+const STEPS: i64 = 10_000;
+
+/// The spread of the sizes of gradients, as the deviation of their logarithm, and their median.
+const HISTORIES: [(&str, f64, f64); 18] = [
+    ("steady, spread 0.5", 0.5, 1e-4),
+    ("steady, spread 1", 1.0, 1e-4),
+    ("steady, spread 2", 2.0, 1e-4),
+    ("steady, spread 3", 3.0, 1e-4),
+    ("all fall 1000-fold", 1.0, 1e-4),
+    ("half of each block falls 100-fold", 0.5, 1e-4),
+    ("an outlier of 1e4 in each block", 0.5, 1e-4),
+    ("sparse rows", 1.0, 1e-4),
+    ("sparse numbers", 1.0, 1e-4),
+    ("square waves", 1.0, 1e-4),
+    ("spikes of 1000", 0.5, 1e-4),
+    ("late and tiny", 0.5, 1e-12),
+    ("half of each block dies and revives", 1.0, 1e-4),
+    ("walks", 0.5, 1e-4),
+    ("an outlier dies", 0.5, 1e-4),
+    ("tiny, 1e-9", 1.0, 1e-9),
+    ("giant spikes", 0.5, 1e-4),
+    ("tiny, 1e-13", 1.0, 1e-13),
+];
+
+/// Beyond the window of eight bits, by the spread of a block: their updates are too small at times.
+const BEYOND: [&str; 2] = ["steady, spread 3", "giant spikes"];
+/// Those whose extreme numbers are, too.
+const EXTREME: [&str; 2] = ["an outlier of 1e4 in each block", "walks"];
+
+fn row(name: &str) -> i64 {
+    HISTORIES.iter().position(|(other, _, _)| *other == name).unwrap() as i64
+}
+
+fn randn(size: &[i64]) -> Tensor {
+    Tensor::randn(size, (Kind::Float, Device::Cpu))
+}
+
+fn rand(size: i64) -> Tensor {
+    Tensor::rand([size], (Kind::Float, Device::Cpu))
+}
+
+/// Makes the gradients of each step.
+struct Gradients {
+    sizes: Tensor,
+    /// Every second number, and one number of each block.
+    half: Tensor,
+    lane: Tensor,
+    phase: Tensor,
+    walk: Tensor,
+}
+
+impl Gradients {
+    fn new() -> Self {
+        let sizes =
+            HISTORIES.map(|(_, spread, median)| (randn(&[NUMBERS]) * spread).exp() * median);
+        let places = Tensor::arange(NUMBERS, (Kind::Int64, Device::Cpu));
+        let half = places.remainder(2).eq(0);
+        let lane = places.remainder(32);
+        let mut all = Self {
+            sizes: Tensor::stack(&sizes, 0),
+            half,
+            lane,
+            phase: rand(NUMBERS) * 400.0,
+            walk: Tensor::zeros([NUMBERS], (Kind::Float, Device::Cpu)),
+        };
+        all.outlier("an outlier of 1e4 in each block", 1e4);
+        all.outlier("an outlier dies", 1e3);
+        all
+    }
+
+    fn outlier(&mut self, name: &str, by: f64) {
+        let of_lane = self.lane.eq(5).to_kind(Kind::Float) * (by - 1.0) + 1.0;
+        let _sizes = self.sizes.select(0, row(name)).multiply_(&of_lane);
+    }
+
+    fn of_step(&mut self, step: i64) -> Tensor {
+        let noise = randn(&[HISTORIES.len() as i64, NUMBERS]);
+        let all = &noise * &self.sizes;
+        let multiply = |name: &str, by: &Tensor| drop(all.select(0, row(name)).multiply_(by));
+        let one = |by: f64| Tensor::from(by as f32);
+        let where_half = |by: f64| self.half.to_kind(Kind::Float) * (by - 1.0) + 1.0;
+        if step >= STEPS / 2 {
+            multiply("all fall 1000-fold", &one(1e-3));
+        }
+        if step >= STEPS / 4 {
+            multiply("half of each block falls 100-fold", &where_half(1e-2));
+            multiply("an outlier dies", &self.lane.ne(5).to_kind(Kind::Float));
+        }
+        let alive = rand(NUMBERS / 32).lt(0.02).repeat_interleave_self_int(32, None, None);
+        multiply("sparse rows", &alive.to_kind(Kind::Float));
+        let alive = rand(NUMBERS).lt(0.02).logical_or(&self.half.logical_not());
+        multiply("sparse numbers", &alive.to_kind(Kind::Float));
+        let sign = ((&self.phase + step as f64) / 200.0).floor().remainder(2).eq(0);
+        let sign = sign.to_kind(Kind::Float) * 2.0 - 1.0;
+        let waves = row("square waves");
+        let wave = self.sizes.select(0, waves) * sign * (noise.select(0, waves) * 0.1 + 1.0);
+        all.select(0, waves).copy_(&wave);
+        multiply("spikes of 1000", &(rand(NUMBERS).lt(1e-3).to_kind(Kind::Float) * 999.0 + 1.0));
+        if step < STEPS / 5 {
+            multiply("late and tiny", &one(0.0));
+        } else if step > STEPS / 2 {
+            multiply("late and tiny", &one(1e8));
+        }
+        let dies = "half of each block dies and revives";
+        if step >= 3 * STEPS / 4 {
+            multiply(dies, &where_half(1e-3));
+        } else if step >= STEPS / 4 {
+            multiply(dies, &where_half(0.0));
+        }
+        if step % 700 == 350 {
+            let spike = self.lane.eq((step / 700) % 32).to_kind(Kind::Float) * (1e7 - 1.0) + 1.0;
+            multiply("giant spikes", &spike);
+        }
+        self.walk = &self.walk * 0.9999 + randn(&[NUMBERS]) * 0.05;
+        multiply("walks", &self.walk.exp());
+        all.view(-1)
+    }
+}
+
+/// An optimizer whose update is what it makes of a parameter of zeros.
+struct Updates {
+    parameter: Tensor,
+    optimizer: Optimizer,
+}
+
+impl Updates {
+    fn new(states: States, count: i64) -> Self {
+        let parameter = Tensor::zeros([count], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        // A term that hides nothing.
+        let adamw = AdamW { eps: 1e-16, weight_decay: 0.0, ..AdamW::default() };
+        let optimizer = build(adamw.into(), states, &parameter, 1.0);
+        parameter.sum(Kind::Float).backward();
+        Self { parameter, optimizer }
+    }
+
+    fn of(&mut self, gradient: &Tensor) -> Tensor {
+        tch::no_grad(|| {
+            self.parameter.grad().copy_(gradient);
+            let _zeros = self.parameter.shallow_clone().zero_();
+        });
+        self.optimizer.step().unwrap();
+        self.parameter.detach().copy()
+    }
+}
+
+fn quantile(values: &Tensor, at: f64) -> f64 {
+    let (sorted, _) = values.sort(0, false);
+    sorted.double_value(&[((values.numel() - 1) as f64 * at).round() as i64])
+}
+
+/// Sums over the steps, of each number.
+struct Sums {
+    largest: Tensor,
+    squares: Tensor,
+    products: Tensor,
+}
+
+impl Sums {
+    fn new(count: i64) -> Self {
+        let zeros = || Tensor::zeros([count], (Kind::Double, Device::Cpu));
+        Self { largest: zeros(), squares: zeros(), products: zeros() }
+    }
+
+    fn add(&mut self, update: &Tensor, exact: &Tensor, step: i64) {
+        self.largest = self.largest.maximum(&update.abs());
+        if step > STEPS / 20 {
+            self.squares += update.square();
+            self.products += update * exact;
+        }
+    }
+
+    /// The part of a history.
+    fn of(&self, history: usize) -> Self {
+        let of = |all: &Tensor| all.narrow(0, history as i64 * NUMBERS, NUMBERS);
+        let Self { largest, squares, products } = self;
+        Self { largest: of(largest), squares: of(squares), products: of(products) }
+    }
+}
+
+/// What the updates of a mode may be, on histories within its window.
+struct Limits {
+    largest: f64,
+    median: [f64; 2],
+    slope: [f64; 2],
+    noise: f64,
+}
+
+const OF_EIGHT_BITS: Limits =
+    Limits { largest: 1.5, median: [0.97, 1.05], slope: [0.85, 1.2], noise: 0.12 };
+const OF_BFLOAT16: Limits =
+    Limits { largest: 1.1, median: [0.99, 1.01], slope: [0.96, 1.04], noise: 0.03 };
+
+fn check(
+    name: &str,
+    limits: &Limits,
+    coded: &Sums,
+    exact: &Sums,
+    is_beyond: bool,
+    is_extreme: bool,
+) {
+    let [largest, largest_exact] = [coded, exact].map(|sums| sums.largest.max().double_value(&[]));
+    let square = exact.squares.clamp_min(1e-30);
+    let slope = &coded.products / &square;
+    let difference = &coded.squares - &coded.products * 2.0 + &exact.squares;
+    let noise = quantile(&(difference.clamp_min(0.0) / &square).sqrt(), 0.5);
+    let [low, median, high] = [0.01, 0.5, 0.99].map(|at| quantile(&slope, at));
+    println!(
+        "{name:<36} largest {largest:>8.2} of {largest_exact:>8.2}, slope {low:.3} {median:.3} \
+         {high:.3}, noise {noise:.3}"
+    );
+    let is_within = |value: f64, [least, most]: [f64; 2]| (least..=most).contains(&value);
+    assert!(largest <= limits.largest * largest_exact, "{name}: {largest} of {largest_exact}");
+    if is_beyond {
+        return;
+    }
+    assert!(is_within(median, limits.median) && noise <= limits.noise, "{name}: {median} {noise}");
+    if !is_extreme {
+        let fits = is_within(low, limits.slope) && is_within(high, limits.slope);
+        assert!(fits, "{name}: {low} to {high}");
+    }
+}
+
+#[test]
+#[ignore = "a program that other tests start"]
+fn program() {
+    tch::manual_seed(1);
+    tch::set_num_threads(1);
+    let mut gradients = Gradients::new();
+    let count = HISTORIES.len() as i64 * NUMBERS;
+    let mut modes = [States::F32, States::EightBit, States::BFloat16]
+        .map(|states| (Updates::new(states, count), Sums::new(count)));
+    for step in 1..=STEPS {
+        let gradient = gradients.of_step(step);
+        let updates =
+            modes.each_mut().map(|(updates, _)| updates.of(&gradient).to_kind(Kind::Double));
+        for ((_, sums), update) in modes.iter_mut().zip(&updates) {
+            sums.add(update, &updates[0], step);
+        }
+    }
+    let [exact, eight_bits, bfloat16] = modes.map(|(_, sums)| sums);
+    for (index, (name, _, _)) in HISTORIES.into_iter().enumerate() {
+        let exact = exact.of(index);
+        let (is_beyond, is_extreme) = (BEYOND.contains(&name), EXTREME.contains(&name));
+        check(name, &OF_EIGHT_BITS, &eight_bits.of(index), &exact, is_beyond, is_extreme);
+        check(name, &OF_BFLOAT16, &bfloat16.of(index), &exact, false, false);
+    }
+}
+
+/// Second moments beside steady neighbours follow a fall, and dead first moments become zeros.
+#[test]
+#[ignore = "a program that other tests start"]
+fn liveness_program() {
+    tch::manual_seed(3);
+    tch::set_num_threads(1);
+    let count = 4096;
+    let mut exact = Updates::new(States::F32, count);
+    let mut coded = Updates::new(States::EightBit, count);
+    let half = Tensor::arange(count, (Kind::Int64, Device::Cpu)).remainder(2).eq(0);
+    let fall = 3000;
+    let [ends, dead] = [fall + 5000, fall + 5000 + 200];
+    for step in 1..=dead {
+        let by = if step <= fall {
+            1.0
+        } else if step <= ends {
+            1e-2
+        } else {
+            0.0
+        };
+        let sizes = half.to_kind(Kind::Float) * (by - 1.0) + 1.0;
+        let gradient = randn(&[count]) * 1e-4 * sizes;
+        let _updates = (exact.of(&gradient), coded.of(&gradient));
+        if step == ends {
+            let [here, there] = [&mut coded, &mut exact].map(|it| moments(&mut it.optimizer));
+            let ratio = (&here[1] / &there[1]).sqrt().masked_select(&half);
+            let median = quantile(&ratio, 0.5);
+            println!("root of the second moments over the exact one after a fall: {median:.3}");
+            assert!((0.75..=1.3).contains(&median), "{median}");
+        }
+    }
+    let left = moments(&mut coded.optimizer)[0].masked_select(&half).count_nonzero(None);
+    assert_eq!(left.int64_value(&[]), 0, "first moments of numbers without gradients");
+}
+
+const PROGRAMS: [&str; 2] = ["program", "liveness_program"];
+
+#[test]
+fn updates_follow_those_of_exact_moments() {
+    for program in PROGRAMS {
+        assert!(passes(
+            &format!("low_bit::histories::{program}"),
+            ("TCH_AMP_PLANTED_FAULT", "none")
+        ));
+    }
+}
+
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "faults are planted in debug builds")]
+fn rounding_to_nearest_is_noticed() {
+    for program in PROGRAMS {
+        let test = format!("low_bit::histories::{program}");
+        assert!(!passes(&test, ("TCH_AMP_PLANTED_FAULT", "nearest")), "{program}");
+    }
+}

@@ -1,0 +1,128 @@
+//! Moments of few bits on GPUs: the bits of the CPU, launches, scratch memory, and no synchronization.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{AdamW, AmpOptimizer, MasterWeights, Optimizer, States, Step};
+
+use crate::common::bits::bits;
+use crate::common::simulation::Simulation;
+use crate::training::GPUS;
+
+const STATES: [States; 2] = [States::EightBit, States::BFloat16];
+
+const WEIGHTS: [(Kind, MasterWeights); 4] = [
+    (Kind::Float, MasterWeights::None),
+    (Kind::BFloat16, MasterWeights::Float),
+    (Kind::BFloat16, MasterWeights::Remainder),
+    (Kind::Half, MasterWeights::Float),
+];
+
+/// The most launches of a step with everything that a scaler may pass, and of each further chunk of 2^20 numbers, as the
+/// guide's page states them.
+const LAUNCHES: i64 = 150;
+const FOR_EACH_CHUNK: i64 = 120;
+
+struct Training {
+    parameters: Vec<Tensor>,
+    opt: Optimizer,
+}
+
+impl Training {
+    fn new(
+        states: States,
+        weights: (Kind, MasterWeights),
+        devices: &[Device],
+        sizes: &[Vec<i64>],
+    ) -> Self {
+        let (kind, masters) = weights;
+        let parameter = |(index, size): (usize, &Vec<i64>)| {
+            let device = devices[index % devices.len()];
+            numbers(size, index as f64).to_kind(kind).to_device(device).set_requires_grad(true)
+        };
+        let parameters: Vec<_> = sizes.iter().enumerate().map(parameter).collect();
+        let builder = AdamW::default().states(states).master_weights(masters);
+        let opt = builder.build(&parameters, 0.01).unwrap();
+        Self { parameters, opt }
+    }
+
+    fn backward(&mut self, step: usize) {
+        self.opt.zero_grad().unwrap();
+        for (index, parameter) in self.parameters.iter().enumerate() {
+            let gradient = numbers(&parameter.size(), (7 * step + index) as f64 + 0.5) * 20.0;
+            let gradient = gradient.to_kind(parameter.kind()).to_device(parameter.device());
+            (parameter * gradient).sum(parameter.kind()).backward();
+        }
+    }
+
+    /// Takes a step of scaled gradients that are clipped, or one that is skipped.
+    fn step(&mut self, skipped: bool) {
+        let device = self.parameters[0].device();
+        let number = |value: f64| Tensor::from(value as f32).to_device(device);
+        let (scale, clip, found_inf) = (number(3.0), number(0.5), number(f64::from(skipped)));
+        let step = Step::default().with_grad_scale(&scale).with_clip_factor(&clip);
+        self.opt.update(&step.with_found_inf(&found_inf)).unwrap();
+    }
+
+    /// All parameters and their states.
+    fn bits(&mut self) -> Vec<Vec<u8>> {
+        let state = self.opt.state_dict().unwrap().state;
+        let tensors = state.values().flat_map(|tensors| tensors.values());
+        let all = self.parameters.iter().chain(tensors);
+        all.map(|tensor| bits(&tensor.to_device(Device::Cpu))).collect()
+    }
+}
+
+/// Numbers from -1 to 1 that no generator draws, most of them small.
+fn numbers(size: &[i64], seed: f64) -> Tensor {
+    let places = Tensor::arange(size.iter().product::<i64>(), (Kind::Double, Device::Cpu));
+    let wild: Tensor = ((places + seed) * 12.9898).sin() * 43_758.545;
+    wild.sin().pow_tensor_scalar(5).reshape(size).to_kind(Kind::Float)
+}
+
+#[test]
+fn gpus_have_the_bits_of_the_cpu() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let sizes = [vec![4101], vec![70, 65], vec![90, 77], vec![5000]];
+    for states in STATES {
+        for weights in WEIGHTS {
+            let [mut here, mut there] = [&[Device::Cpu][..], &GPUS].map(|devices| {
+                let mut training = Training::new(states, weights, devices, &sizes);
+                for step in 0..5 {
+                    training.backward(step);
+                    training.step(step == 2);
+                }
+                training
+            });
+            assert!(here.bits() == there.bits(), "{states:?} {weights:?}");
+        }
+    }
+}
+
+#[test]
+fn a_step_launches_as_documented_and_does_not_synchronize() {
+    let Some(simulation) = Simulation::find() else { return };
+    for states in STATES {
+        for weights in WEIGHTS {
+            let count = |sizes: &[Vec<i64>]| {
+                let mut training = Training::new(states, weights, &GPUS[..1], sizes);
+                training.backward(0);
+                training.step(false);
+                training.backward(1);
+                let ((), plain) = simulation.count(|| training.opt.step().unwrap());
+                assert_eq!(plain.host_syncs, 0, "{states:?} {weights:?}");
+                training.backward(2);
+                let ((), scaled) = simulation.count(|| training.step(false));
+                // For the three numbers created here, which a scaler already has on the device.
+                assert_eq!(scaled.host_syncs, 3, "{states:?} {weights:?}");
+                (plain.launches.max(scaled.launches), plain.peak_bytes.max(scaled.peak_bytes))
+            };
+            let [few, many] = [2, 60].map(|tensors| count(&vec![vec![5, 1000]; tensors]).0);
+            let [one, three] = [1, 3].map(|chunks| count(&vec![vec![1 << 20]; chunks]));
+            let each = (three.0 - one.0) / 2;
+            let mib = three.1 as f64 / f64::from(1 << 20);
+            println!("{states:?} {weights:?}: {few}, {each} for each chunk, {mib:.1} MiB");
+            assert_eq!(few, many, "{states:?} {weights:?}");
+            assert!(few <= LAUNCHES && each <= FOR_EACH_CHUNK, "{few} {each}");
+            assert!(mib <= 64.0, "{states:?} {weights:?}: {mib}");
+        }
+    }
+}
