@@ -114,6 +114,10 @@ impl Saved for Entry {
         self.size.clone()
     }
 
+    fn kind(&self) -> Kind {
+        self.kind
+    }
+
     fn is_complex(&self) -> bool {
         matches!(self.kind, Kind::ComplexHalf | Kind::ComplexFloat | Kind::ComplexDouble)
     }

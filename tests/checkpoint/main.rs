@@ -9,6 +9,7 @@ mod files;
 mod folder;
 mod golden;
 mod kinds;
+mod low_bit;
 mod memory;
 mod messages;
 mod muon;

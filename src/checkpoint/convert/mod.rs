@@ -10,7 +10,7 @@ mod read;
 mod write;
 
 pub(crate) use read::Reader;
-pub(crate) use write::Layout;
+pub(crate) use write::{Layout, Stored};
 
 /// The key, next to those of the parts, of what PyTorch's layout does not hold: the kind of each part, and the names of
 /// parameters.

@@ -1,23 +1,64 @@
 //! Converts the parts of a checkpoint to PyTorch's layout.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
-use tch::Device;
+use tch::{Device, Kind, Tensor};
 
 use super::KEY;
 use super::optimizer::{ADAMW, MUON, group_options, split};
-use crate::checkpoint::entry::Entry;
+use crate::checkpoint::entry::{Entry, Failure};
 use crate::checkpoint::part::{MODULE, OptimizerPart, Part, StatePart, WRITER};
 use crate::checkpoint::value::{TensorRef, Value};
 use crate::error::{Result, unsaveable};
-use crate::optim::{Algorithm, ParamGroupState, Saved as _};
+use crate::ffi::{self, OutsideRegions};
+use crate::optim::{Algorithm, EXPONENTS, ParamGroupState, STEP, Saved as _};
+
+/// A tensor of the file.
+pub(crate) enum Stored<'a> {
+    Kept(&'a Entry),
+    /// f32 numbers that are made when they are written, so that only one tensor of them is in memory at a time.
+    Made(Vec<i64>, Box<dyn Fn() -> Result<Tensor> + 'a>),
+}
+
+impl Stored<'_> {
+    /// The size in bytes.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Kept(entry) => entry.len(),
+            Self::Made(size, _) => {
+                ffi::elements(size).saturating_mul(Kind::Float.elt_size_in_bytes())
+            }
+        }
+    }
+
+    /// Calls `take` with the bytes of the elements in row-major order, in chunks.
+    pub(crate) fn read(
+        &self,
+        take: &mut dyn FnMut(&[u8]) -> std::result::Result<(), Failure>,
+    ) -> std::result::Result<(), Failure> {
+        match self {
+            Self::Kept(entry) => entry.read(take),
+            Self::Made(_, make) => Entry::in_memory(&make()?)?.read(take),
+        }
+    }
+}
+
+impl fmt::Debug for Stored<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Kept(entry) => entry.fmt(f),
+            Self::Made(size, _) => write!(f, "Made({size:?})"),
+        }
+    }
+}
 
 /// The parts in PyTorch's layout.
 #[derive(Debug)]
 pub(crate) struct Layout<'a> {
     pub(crate) root: Value,
     /// The tensor of each storage, in the order of their keys.
-    pub(crate) storages: Vec<&'a Entry>,
+    pub(crate) storages: Vec<Stored<'a>>,
 }
 
 impl<'a> Layout<'a> {
@@ -143,10 +184,7 @@ impl<'a> Layout<'a> {
             let mut numbers = Vec::with_capacity(group.params.len());
             for name in &group.params {
                 if let Some(entries) = part.state.get(name) {
-                    let entries = entries
-                        .iter()
-                        .map(|(key, entry)| (key.as_str().into(), self.tensor(entry)));
-                    state.push((Value::Int(number), Value::Dict(entries.collect())));
+                    state.push((Value::Int(number), Value::Dict(self.states(entries))));
                 }
                 numbers.push(Value::Int(number));
                 number += 1;
@@ -161,16 +199,52 @@ impl<'a> Layout<'a> {
         ])
     }
 
+    /// Converts the state of a parameter. Moments of few bits become f32, which PyTorch knows.
+    fn states(&mut self, entries: &'a BTreeMap<String, Box<Entry>>) -> Vec<(Value, Value)> {
+        let counted_exactly = entries.get(STEP).is_some_and(|step| Kind::Int64 == step.kind);
+        let codes =
+            ["exp_avg", "exp_avg_sq", EXPONENTS].map(|key| entries.get(key).map(|it| &**it));
+        let mut items = Vec::new();
+        for (key, entry) in entries {
+            let value = match (codes, key.as_str()) {
+                ([Some(_), Some(_), Some(_)], EXPONENTS) => continue,
+                ([Some(first), Some(second), Some(exponents)], "exp_avg" | "exp_avg_sq") => {
+                    let place = usize::from(key == "exp_avg_sq");
+                    self.made(&entry.size, move || {
+                        let [first, second, exponents] =
+                            [first.to_tensor()?, second.to_tensor()?, exponents.to_tensor()?];
+                        let numbers = ffi::codes_decode([&first, &second, &exponents])?;
+                        Ok(numbers[place].shallow_clone())
+                    })
+                }
+                _ if counted_exactly && [Kind::BFloat16, Kind::Int64].contains(&entry.kind) => self
+                    .made(&entry.size, || {
+                        let _own = OutsideRegions::enter();
+                        Ok(entry.to_tensor()?.f_to_kind(Kind::Float)?)
+                    }),
+                _ => self.tensor(entry),
+            };
+            items.push((key.as_str().into(), value));
+        }
+        items
+    }
+
     /// Converts a tensor. Each gets a storage of its own.
     fn tensor(&mut self, entry: &'a Entry) -> Value {
+        self.stored(entry.kind, entry.size.clone(), Stored::Kept(entry))
+    }
+
+    fn made(&mut self, size: &[i64], make: impl Fn() -> Result<Tensor> + 'a) -> Value {
+        self.stored(Kind::Float, size.to_vec(), Stored::Made(size.to_vec(), Box::new(make)))
+    }
+
+    fn stored(&mut self, kind: Kind, size: Vec<i64>, stored: Stored<'a>) -> Value {
         let storage = self.storages.len().to_string().into();
-        self.storages.push(entry);
-        let mut stride = vec![1; entry.size.len()];
+        self.storages.push(stored);
+        let mut stride = vec![1; size.len()];
         for dim in (1..stride.len()).rev() {
-            stride[dim - 1] = stride[dim] * entry.size[dim].max(1);
+            stride[dim - 1] = stride[dim] * size[dim].max(1);
         }
-        let size = entry.size.clone();
-        let kind = entry.kind;
         TensorRef { storage, kind, offset: 0, size, stride, requires_grad: false }.into()
     }
 }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use crate::atomic::Target;
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::archive::{Archive, Check, Region};
-use crate::checkpoint::convert::{Layout, Reader};
+use crate::checkpoint::convert::{Layout, Reader, Stored};
 use crate::checkpoint::entry::{Entry, Failure};
 use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
@@ -43,7 +43,7 @@ const MANY_TENSORS: usize = 10_000;
 pub(crate) struct Pickled<'a> {
     pickle: Vec<u8>,
     /// The tensor of each storage, in the order of their keys.
-    storages: Vec<&'a Entry>,
+    storages: Vec<Stored<'a>>,
 }
 
 /// Lays out the parts. Returns an error for a part that cannot be represented in Python or could not be loaded again.
@@ -76,8 +76,8 @@ fn planned(layout: Layout<'_>) -> Result<Pickled<'_>> {
 }
 
 /// Returns the key and the size in bytes of each storage.
-fn lengths(storages: &[&Entry]) -> Vec<(String, u64)> {
-    let key = |(index, entry): (usize, &&Entry)| (index.to_string(), entry.len() as u64);
+fn lengths(storages: &[Stored<'_>]) -> Vec<(String, u64)> {
+    let key = |(index, stored): (usize, &Stored<'_>)| (index.to_string(), stored.len() as u64);
     storages.iter().enumerate().map(key).collect()
 }
 
