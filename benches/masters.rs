@@ -2,7 +2,8 @@
 //! over lists.
 //!
 //! Both sides check the gradients, unscale them, update the master weights by AdamW, write the parameters and update
-//! the scale. Each step has new gradients. First, the benchmark prints the memory that each mode holds.
+//! the scale. Each step has new gradients. First, the benchmark prints the memory that each mode holds. In the end it
+//! times the step alone with moments of few bits.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
@@ -10,6 +11,8 @@ mod common;
 mod held;
 #[path = "common/memory.rs"]
 mod memory;
+#[path = "common/states.rs"]
+mod states;
 
 use common::{Python, Rounds, median, nanoseconds, print_ratio, print_table, rounds, values};
 use tch::nn::VarStore;
@@ -36,6 +39,7 @@ fn main() {
     );
     measure(&mut python, 16, rounds(150), 10, "master_weights_step_160x16");
     measure(&mut python, 65536, rounds(40), 5, "master_weights_step_160x65536");
+    states::compare(&mut python, 1, "");
 }
 
 /// Prints the bytes per number, or nothing if the system does not report the memory.

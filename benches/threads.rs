@@ -4,6 +4,8 @@
 #[path = "common/amp_step.rs"]
 mod amp_step;
 mod common;
+#[path = "common/states.rs"]
+mod states;
 
 use amp_step::{Training, Way, check, fused};
 use common::{Python, Rounds, print_ratio, print_table, rounds};
@@ -15,6 +17,11 @@ fn main() {
     check(&mut python);
     for (numbers, steps) in [(16, 10), (1024, 10), (16384, 5), (65536, 5)] {
         threads(&mut python, numbers, steps);
+    }
+    drop(python);
+    if let Some(mut python) = Python::start("masters.py") {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        states::compare(&mut python, cores as i32, &format!("_{cores}_threads"));
     }
 }
 

@@ -3,7 +3,7 @@
 #![allow(clippy::expect_used, reason = "a benchmark and a test fail by panicking")]
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
+use tch_amp::optim::{AdamW, Algorithm, MasterWeights, Optimizer, Sgd, States};
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::memory::{anonymous, peak};
@@ -20,6 +20,7 @@ pub struct Setup {
     kind: Kind,
     masters: MasterWeights,
     algorithm: Algorithm,
+    states: States,
     /// Whether gradients are accumulated in f32.
     wide: bool,
     /// The bytes per number that the documentation of `MasterWeights` states.
@@ -47,13 +48,13 @@ pub fn setups() -> Vec<Setup> {
     let adamw = Algorithm::from(AdamW::default());
     let amsgrad = AdamW { amsgrad: true, ..Default::default() }.into();
     let sgd = Sgd { momentum: 0.9, ..Default::default() }.into();
-    let setup = |name, kind, masters, algorithm, wide, stated| Setup {
-        name,
-        kind,
-        masters,
-        algorithm,
-        wide,
-        stated,
+    let setup = |name, kind, masters, algorithm, wide, stated| {
+        let states = States::F32;
+        Setup { name, kind, masters, algorithm, states, wide, stated }
+    };
+    let of_few_bits = |name, kind, masters, states, stated| Setup {
+        states,
+        ..setup(name, kind, masters, adamw, false, stated)
     };
     let (bf16, fp16) = (Kind::BFloat16, Kind::Half);
     vec![
@@ -68,6 +69,10 @@ pub fn setups() -> Vec<Setup> {
         setup("fp16, Remainder (f32 copies)", fp16, remainder, adamw, false, 16.0),
         setup("bf16, Float, amsgrad", bf16, float, amsgrad, false, 20.0),
         setup("bf16, Float, SGD with momentum", bf16, float, sgd, false, 12.0),
+        of_few_bits("f32, bf16 moments", Kind::Float, none, States::BFloat16, 12.0),
+        of_few_bits("f32, moments in eight bits", Kind::Float, none, States::EightBit, 10.03),
+        of_few_bits("bf16, Remainder, bf16 moments", bf16, remainder, States::BFloat16, 10.0),
+        of_few_bits("bf16, Remainder, eight bits", bf16, remainder, States::EightBit, 8.03),
     ]
 }
 
@@ -80,7 +85,9 @@ impl Setup {
 
 fn build(setup: &Setup, weights: &[Tensor]) -> Optimizer {
     let mut opt = match setup.algorithm {
-        Algorithm::AdamW(config) => config.master_weights(setup.masters).build(weights, 1e-3),
+        Algorithm::AdamW(config) => {
+            config.master_weights(setup.masters).states(setup.states).build(weights, 1e-3)
+        }
         Algorithm::Sgd(config) => config.master_weights(setup.masters).build(weights, 1e-3),
         other => panic!("no measurement covers {other:?}"),
     }

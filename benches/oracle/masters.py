@@ -85,13 +85,53 @@ def check(count):
     return "".join(struct.pack(">h", half).hex() for half in halves)
 
 
+class Fused:
+    """f32 parameters under PyTorch's fused AdamW."""
+
+    def __init__(self, parameters, numbers):
+        self.params = [values(i, numbers, 3).requires_grad_() for i in range(parameters)]
+        self.fresh = values(1, numbers, 5)
+        for param in self.params:
+            param.grad = torch.empty_like(param)
+        self.optimizer = torch.optim.AdamW(
+            self.params, lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, fused=True
+        )
+
+    def round(self, steps):
+        times = []
+        for _ in range(steps):
+            for param in reversed(self.params):
+                param.grad.copy_(self.fresh)
+            start = perf_counter_ns()
+            self.optimizer.step()
+            times.append(perf_counter_ns() - start)
+        return median(times)
+
+
 TRAININGS = {}
+
+
+def fused(parameters, numbers):
+    key = "fused", parameters, numbers
+    if key not in TRAININGS:
+        TRAININGS.clear()
+        TRAININGS[key] = Fused(parameters, numbers)
+    return TRAININGS[key]
 
 
 def answer(name, *args):
     args = [int(arg) for arg in args]
     if name == "check":
         return check(*args)
+    if name == "threads":
+        torch.set_num_threads(*args)
+        return "done"
+    if name == "fused":
+        return fused(*args[:2]).round(args[2])
+    if name == "fused_sum":
+        training = Fused(*args[:2])
+        training.round(args[2])
+        return training.params[0].detach().view(torch.int32).sum().item()
     parameters, numbers, steps = args
     if (parameters, numbers) not in TRAININGS:
         TRAININGS.clear()
