@@ -16,6 +16,11 @@ mod cuda;
 mod operators;
 mod speed;
 
+/// What `tests/master_memory.rs` measures.
+const BYTES: &str = "bytes per parameter under AdamW, its gradient included:
+  f32 16, with optim::States::BFloat16 12, with States::EightBit 10.03
+  bf16 with MasterWeights::Remainder 14, with States::BFloat16 10, with States::EightBit 8.03";
+
 /// Problems that prevent `demo` and `test` from working.
 type Problems = Vec<Error>;
 
@@ -37,6 +42,7 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     let gpus = cuda::examine(libtorch.as_ref());
     let cpu = cpu();
     println!("\n{}", advice(&cpu, &gpus));
+    println!("\n{BYTES}");
     let python = libtorch.as_ref().and_then(|libtorch| libtorch.python.as_ref());
     if let Some(measured) = python.and_then(|python| speed::advice(python)) {
         println!("\nMeasured on the CPU, by matrix products:\n{measured}");
