@@ -79,6 +79,7 @@ fn reports_are_data() {
 
 #[test]
 fn a_scale_that_rounds_is_refused() {
+    let _alone = alone();
     let program = Program::new("mlp", Kind::BFloat16, "none", 0);
     for scale in [0.0, -2.0, 3.0, f64::NAN, f64::INFINITY] {
         let budget = tch_amp::insight::Budget::new(&program.model.vs, Autocast::new(Device::Cpu))

@@ -2,6 +2,7 @@
 
 mod emulation;
 mod histories;
+mod losses;
 
 use std::collections::BTreeMap;
 use std::process::Command;
