@@ -1,4 +1,4 @@
-//! A small GPT and a CNN reach the losses of f32 moments with moments of few bits.
+//! A small GPT and a CNN reach the losses of f32 moments with low-bit moments.
 //!
 //! Each seed trains three times from the same weights on the same batches. With `TCH_AMP_LONG=1` five seeds train for
 //! minutes, and the mean of their differences is compared with the spread of the f32 losses. Otherwise one seed takes
@@ -115,12 +115,11 @@ impl Training {
         run
     }
 
-    /// Compares the losses of moments of few bits with those of f32 ones.
+    /// Compares the losses of low-bit moments with those of f32 ones.
     fn compare<M: Model>(&self, new: impl Fn(&nn::VarStore) -> M) {
         let seeds = long_or_short(5, 1);
-        let runs = |states| -> Vec<Run> {
-            (0..seeds).map(|seed| self.run(&new, seed, states)).collect()
-        };
+        let runs =
+            |states| -> Vec<Run> { (0..seeds).map(|seed| self.run(&new, seed, states)).collect() };
         let exact = runs(States::F32);
         let spread = deviation(&losses(&exact));
         let largest = largest_of(&exact);
@@ -367,9 +366,8 @@ struct Textures {
 impl Textures {
     /// The class is which two of eight waves an image has, among noise and of any phase and contrast.
     fn new(count: i64) -> Self {
-        let waves: [f32; 16] = [
-            0.5, 0.1, 0.1, 0.5, 0.45, 0.45, 0.45, -0.45, 1.0, 0.2, 0.2, 1.0, 0.8, 0.7, 0.8, -0.7,
-        ];
+        let waves: [f32; 16] =
+            [0.5, 0.1, 0.1, 0.5, 0.45, 0.45, 0.45, -0.45, 1.0, 0.2, 0.2, 1.0, 0.8, 0.7, 0.8, -0.7];
         let waves = Tensor::from_slice(&waves).view([8, 2]);
         let classes = Tensor::randint(28, [count], I64);
         let pairs = Tensor::arange(8, I64).combinations(2, false).index_select(0, &classes);
@@ -406,7 +404,9 @@ impl<'a> Cnn<'a> {
             net = net
                 .add(nn::conv2d(&path / "conv" / index, inputs, outputs, 3, config))
                 .add(nn::batch_norm2d(&path / "norm" / index, outputs, ones))
-                .add_fn(move |xs| if index < 2 { xs.relu().max_pool2d_default(2) } else { xs.relu() });
+                .add_fn(
+                    move |xs| if index < 2 { xs.relu().max_pool2d_default(2) } else { xs.relu() },
+                );
         }
         net = net.add_fn(|xs| xs.flat_view()).add(linear(&path / "hidden", 1024, 64, true));
         Self { data, net: net.add_fn(Tensor::relu).add(linear(&path / "head", 64, 28, true)) }
