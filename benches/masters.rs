@@ -3,7 +3,7 @@
 //!
 //! Both sides check the gradients, unscale them, update the master weights by AdamW, write the parameters and update
 //! the scale. Each step has new gradients. First, the benchmark prints the memory that each mode holds. In the end it
-//! times the step alone with moments of few bits.
+//! times the step alone with low-bit moments.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;

@@ -1,4 +1,4 @@
-// Moments in eight bits as tensors.
+// 8-bit moments as tensors.
 
 #include "codes.h"
 
@@ -44,7 +44,7 @@ Rows Rows::of(int64_t numbers) const {
 
 void decode(const Moments &from, const Rows &rows) {
   Tensor mask = rows.mask, unit = rows.between, sign = rows.spare;
-  at::eq_out(mask, from.exponents, kNonFinite);
+  at::ge_out(mask, from.exponents, kNonFinite);
   rows.tops.copy_(from.exponents).add_(1).bitwise_left_shift_(23);
   rows.squares.copy_(from.exp_avg_sq).bitwise_left_shift_(20);
   in_blocks(rows.squares).add_(rows.tops.unsqueeze(1)).masked_fill_(mask.unsqueeze(1), kNaN);
@@ -80,7 +80,8 @@ void encode(const Rows &rows, const Offsets &offsets, uint32_t largest, const Mo
 
 namespace {
 
-// Half of the last bit that stays: numbers that no step has made are rounded to the nearest code.
+// Half of the last bit that is kept: moments that are loaded, and not computed by a step, are rounded to the nearest
+// code.
 struct Halves : Offsets {
   void add_to_exp_avg_sq(const Tensor &bits, const Tensor & /*spare*/) const override { bits.add_(1 << 19); }
   void add_to_exp_avg(const Tensor &bits, const Tensor & /*spare*/) const override { bits.add_(1 << 18); }
@@ -88,15 +89,40 @@ struct Halves : Offsets {
 
 int64_t whole_blocks(int64_t numbers) { return kernels::code_blocks(numbers) * kCodeBlock; }
 
-// Copies of moments that fill their last block with zeros.
-Moments padded(const Moments &given) {
-  const int64_t n = given.exp_avg.numel(), room = whole_blocks(n);
+// The moments in rows, a part of 2^20 at a time, so that the memory for a conversion is that of one part.
+class Parts {
+ public:
+  Parts(int64_t numbers, at::Device device)
+      : numbers_(numbers), rows_(Rows::make(std::min(whole_blocks(numbers), kPart), device)) {}
+
+  // Calls `f` with the first number of each part, their count, and rows for whole blocks.
+  template <typename F>
+  void each(const F &f) const {
+    for (int64_t begin = 0; begin < numbers_; begin += kPart) {
+      const int64_t count = std::min(kPart, numbers_ - begin);
+      f(begin, count, rows_.of(whole_blocks(count)));
+    }
+  }
+
+ private:
+  static constexpr int64_t kPart = int64_t{1} << 20;
+  int64_t numbers_;
+  Rows rows_;
+};
+
+// Copies of a part of the codes that fill their last block with zeros.
+Moments padded(const Moments &flat, int64_t begin, int64_t count) {
   const auto pad = [&](const Tensor &t) {
-    Tensor out = at::zeros({room}, t.options());
-    out.narrow(0, 0, n).copy_(t.reshape({n}));
+    Tensor out = at::zeros({whole_blocks(count)}, t.options());
+    out.narrow(0, 0, count).copy_(t.narrow(0, begin, count));
     return out;
   };
-  return {pad(given.exp_avg), pad(given.exp_avg_sq), given.exponents};
+  const Tensor exponents = flat.exponents.narrow(0, begin / kCodeBlock, kernels::code_blocks(count));
+  return {pad(flat.exp_avg), pad(flat.exp_avg_sq), exponents};
+}
+
+Moments flat(const Moments &given) {
+  return {given.exp_avg.reshape({-1}), given.exp_avg_sq.reshape({-1}), given.exponents.reshape({-1})};
 }
 
 void check(const Moments &given) {
@@ -104,7 +130,7 @@ void check(const Moments &given) {
   TORCH_CHECK(given.exp_avg.scalar_type() == at::kChar && given.exp_avg_sq.scalar_type() == at::kByte &&
                   given.exponents.scalar_type() == at::kByte && given.exp_avg.sizes() == given.exp_avg_sq.sizes() &&
                   given.exponents.numel() == blocks,
-              "moments in eight bits are i8, u8 and a u8 for each 32 numbers");
+              "8-bit moments are i8, u8 and a u8 for each 32 numbers");
 }
 
 }  // namespace
@@ -117,16 +143,22 @@ void tamp_codes_decode(const tamp_tensor *exp_avg, const tamp_tensor *exp_avg_sq
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     using namespace tamp::codes;
-    const Moments given = {tamp::tensor(exp_avg), tamp::tensor(exp_avg_sq), tamp::tensor(exponents).reshape({-1})};
+    const Moments given = {tamp::tensor(exp_avg), tamp::tensor(exp_avg_sq), tamp::tensor(exponents)};
     check(given);
-    const int64_t n = given.exp_avg.numel();
-    const Rows rows = Rows::make(whole_blocks(n), given.exp_avg.device());
-    decode(padded(given), rows);
-    const auto shaped = [&](const at::Tensor &bits) {
-      const at::Tensor part = bits.view(at::kFloat).narrow(0, 0, n);
-      return std::make_unique<at::Tensor>(part.reshape(given.exp_avg.sizes()).clone());
+    const auto made = [&] {
+      return std::make_unique<at::Tensor>(
+          at::empty(given.exp_avg.sizes(), at::TensorOptions(given.exp_avg.device()).dtype(at::kFloat)));
     };
-    auto moments = shaped(rows.moments), squares = shaped(rows.squares);
+    auto moments = made(), squares = made();
+    const Moments codes = flat(given);
+    Parts(given.exp_avg.numel(), given.exp_avg.device()).each([&](int64_t begin, int64_t count, const Rows &rows) {
+      decode(padded(codes, begin, count), rows);
+      const auto copy = [&](const at::Tensor &to, const at::Tensor &bits) {
+        to.view({-1}).narrow(0, begin, count).copy_(bits.view(at::kFloat).narrow(0, 0, count));
+      };
+      copy(*moments, rows.moments);
+      copy(*squares, rows.squares);
+    });
     numbers[0] = tamp::give(std::move(moments));
     numbers[1] = tamp::give(std::move(squares));
   });
@@ -139,18 +171,22 @@ void tamp_codes_encode(const tamp_tensor *exp_avg, const tamp_tensor *exp_avg_sq
     using namespace tamp::codes;
     const Moments out = {tamp::tensor(codes[0]), tamp::tensor(codes[1]), tamp::tensor(codes[2])};
     check(out);
-    const int64_t n = out.exp_avg.numel();
-    const Moments made = padded(out);
-    const Rows rows = Rows::make(whole_blocks(n), out.exp_avg.device());
-    const auto fill = [&](const at::Tensor &row, const at::Tensor &numbers) {
-      row.zero_();
-      row.view(at::kFloat).narrow(0, 0, n).copy_(numbers.reshape({n}));
-    };
-    fill(rows.moments, tamp::tensor(exp_avg));
-    fill(rows.squares, tamp::tensor(exp_avg_sq));
-    encode(rows, Halves(), tamp::kernels::largest_code(beta1, beta2), made);
-    out.exp_avg.copy_(made.exp_avg.narrow(0, 0, n).view(out.exp_avg.sizes()));
-    out.exp_avg_sq.copy_(made.exp_avg_sq.narrow(0, 0, n).view(out.exp_avg.sizes()));
+    TORCH_CHECK(out.exp_avg.is_contiguous() && out.exp_avg_sq.is_contiguous() && out.exponents.is_contiguous(),
+                "8-bit moments are contiguous");
+    const at::Tensor moments = tamp::tensor(exp_avg).reshape({-1}), squares = tamp::tensor(exp_avg_sq).reshape({-1});
+    const Moments codes = flat(out);
+    Parts(out.exp_avg.numel(), out.exp_avg.device()).each([&](int64_t begin, int64_t count, const Rows &rows) {
+      const auto fill = [&](const at::Tensor &row, const at::Tensor &numbers) {
+        row.zero_();
+        row.view(at::kFloat).narrow(0, 0, count).copy_(numbers.narrow(0, begin, count));
+      };
+      fill(rows.moments, moments);
+      fill(rows.squares, squares);
+      const Moments made = padded(codes, begin, count);
+      encode(rows, Halves(), tamp::kernels::largest_code(beta1, beta2), made);
+      codes.exp_avg.narrow(0, begin, count).copy_(made.exp_avg.narrow(0, 0, count));
+      codes.exp_avg_sq.narrow(0, begin, count).copy_(made.exp_avg_sq.narrow(0, 0, count));
+    });
   });
 }
 

@@ -1,4 +1,4 @@
-// Moments in eight bits as tensors, by libtorch's operations: what kernels/low_bit.cpp does in its loops, bit by bit.
+// 8-bit moments as tensors, by libtorch's operations: what kernels/low_bit.cpp does in its loops, bit by bit.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@ struct Moments {
 
 // Scratch memory for a number of whole blocks: 16 bytes for each number.
 struct Rows {
-  // i32: in turn the bits of exp_avg_sq, what is between, the bits of exp_avg, and what is between.
+  // i32: the bits of exp_avg_sq, intermediate results, the bits of exp_avg, and intermediate results.
   at::Tensor squares, between, moments, spare;
   // One i32 and one bool for each block.
   at::Tensor tops, mask;

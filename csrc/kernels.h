@@ -21,7 +21,7 @@ enum StatePlace {
   kExpAvg = 0,          // Adam, AdamW and Lion
   kExpAvgSq = 1,        // Adam and AdamW
   kMaxExpAvgSq = 2,     // Adam and AdamW, with AMSGrad
-  kExponents = 2,       // Adam and AdamW with moments in eight bits: for each 32 numbers one
+  kExponents = 2,       // Adam and AdamW with 8-bit moments: one for each 32 elements
   kMomentumBuffer = 0,  // SGD with momentum, and Muon
   kSum = 0,             // Adagrad
   kSquareAvg = 0,       // RMSprop
@@ -144,16 +144,17 @@ struct Slice {
   const c10::BFloat16 *orthogonal = nullptr;  // the orthogonalized momentum of Muon
 };
 
-// Moments of Adam and AdamW in fewer bits than an f32, as docs/low_bit_states.md defines them. With eight bits, 32
-// consecutive numbers of a tensor are a block, which has one exponent.
+// Low-bit moments of Adam and AdamW, as docs/low_bit_states.md defines them. With 8 bits, 32 consecutive elements of a
+// tensor are a block, which has one exponent.
 constexpr int64_t kCodeBlock = 32;
-// The index of a number enters the dither modulo this.
+// The index of an element enters the dither modulo this.
 constexpr int64_t kDitherPeriod = 256;
-// The number of codes' exponents of a tensor.
+// The number of blocks of a tensor, each with one exponent.
 constexpr int64_t code_blocks(int64_t numbers) { return (numbers + kCodeBlock - 1) / kCodeBlock; }
 
-// The dither of step `step`, of which `bits` bits are used: the offsets that are added before a number is cut off. They
-// are those bits of `of_step + index * kDitherIndex` in 32-bit arithmetic.
+// The multipliers of the dither. In step t, the word of element i is t * kExpAvg or t * kExpAvgSq, plus
+// (i mod kDitherPeriod) * kIndex, in 32-bit arithmetic; its upper bits are added to a number before its lower bits are
+// dropped.
 struct Dither {
   static constexpr uint32_t kIndex = 0x9e3779b9, kExpAvg = 0xbb67ae85, kExpAvgSq = 0x6a09e667;
 };
@@ -162,8 +163,8 @@ struct Dither {
 // have, rounded down. No stored moments then make an update of more than twice the largest one of exact moments.
 uint32_t largest_code(double beta1, double beta2);
 
-// What a step of Adam or AdamW with moments in few bits takes besides memory. Both decays, of weights and of moments, are
-// f32 as on other devices.
+// The scalars and dither tables of a step with low-bit moments. `keep` and the betas are rounded to f32, as on other
+// devices.
 struct LowBit {
   // `width` is 8 or 16 bits for a moment. `step` is the number of this step, from 1 on.
   LowBit(const Adam &options, uint64_t step, int width);

@@ -81,23 +81,22 @@ void check_layout(const Entry &e) {
   for (const auto &state : e.states) check(state);
 }
 
-// Checks moments of few bits, which are in the order of the parameter's elements.
+// Checks low-bit moments, which are in the order of the parameter's elements.
 void check_moments(const Entry &e) {
   TORCH_CHECK(e.dtype() == at::kFloat && e.master.kind != TAMP_MASTER_STOCHASTIC, "a parameter that is ",
-              e.parameter.scalar_type(),
-              " has no moments of few bits; build the optimizer after the model has its dtype");
+              e.parameter.scalar_type(), " has no low-bit moments; build the optimizer after the model has its dtype");
   const bool has_codes = e.kept_as == TAMP_STATES_EIGHT_BIT;
   check_state(e.parameter, e.states[kExpAvg], has_codes ? at::kChar : at::kBFloat16);
   check_state(e.parameter, e.states[kExpAvgSq], has_codes ? at::kByte : at::kBFloat16);
   for (const auto &state : e.states) {
     if (!state.defined()) continue;
     check_memory(state, "the optimizer's state");
-    TORCH_CHECK(state.is_contiguous(), "moments of few bits are contiguous; load a state to repair them");
+    TORCH_CHECK(state.is_contiguous(), "low-bit moments are contiguous; load a state to repair them");
   }
   const Tensor &exponents = e.states[kExponents];
   TORCH_CHECK(!has_codes || (exponents.scalar_type() == at::kByte && exponents.device() == e.parameter.device() &&
                              exponents.numel() == tamp::kernels::code_blocks(e.parameter.numel())),
-              "moments in eight bits have a u8 for each 32 numbers; load a state to repair them");
+              "8-bit moments have a u8 for each 32 numbers; load a state to repair them");
 }
 
 Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options) {

@@ -57,16 +57,19 @@ void copy_back(const Entry &to, const Entry &from) {
   for (int i = 0; i < kStates; ++i) copy(to.states[i], from.states[i]);
 }
 
+// The number of a step with low-bit moments, of which its dither needs the lower 32 bits.
+uint64_t exact_step_of(const Entry &e) { return static_cast<uint64_t>(*e.step.const_data_ptr<int64_t>()) + 1; }
+
 // The number of steps, including the one that is being taken.
 double next_step_of(const Entry &e) {
-  if (e.is_low_bit()) return static_cast<double>(*e.step.const_data_ptr<int64_t>() + 1);
+  if (e.is_low_bit()) return static_cast<double>(static_cast<int64_t>(exact_step_of(e)));
   return tamp::next_step(*e.step.const_data_ptr<float>(), e.master.kind);
 }
 
 void count_step(const Entry &e) {
   if (!e.step.defined()) return;
   if (e.is_low_bit()) {
-    ++*e.step.mutable_data_ptr<int64_t>();
+    *e.step.mutable_data_ptr<int64_t>() = static_cast<int64_t>(exact_step_of(e));
   } else {
     *e.step.mutable_data_ptr<float>() = static_cast<float>(next_step_of(e));
   }
@@ -84,7 +87,7 @@ class Correction {
   double beta_ = -1, step_ = -1, value_ = 0;
 };
 
-// What a step with moments of few bits takes. It has tables of the dither, which parameters share.
+// What a step with low-bit moments takes. It has tables of the dither, which parameters share.
 using LowBit = std::shared_ptr<const tamp::kernels::LowBit>;
 
 struct Corrections {
@@ -92,7 +95,7 @@ struct Corrections {
   LowBit low_bit{};
   // What `low_bit` was made of.
   const tamp_optim_options *options = nullptr;
-  double step = 0;
+  uint64_t step = 0;
   uint8_t kept_as = TAMP_STATES_PLAIN;
 };
 
@@ -100,10 +103,11 @@ struct Corrections {
 using Update = std::variant<tamp::kernels::Adam, tamp::kernels::Sgd, tamp::kernels::Adagrad, tamp::kernels::RmsProp,
                             tamp::kernels::Lion, tamp::kernels::Muon, LowBit>;
 
-Update low_bit_of(const Entry &e, const tamp::kernels::Adam &adam, double step, Corrections &last) {
+Update low_bit_of(const Entry &e, const tamp::kernels::Adam &adam, Corrections &last) {
+  const uint64_t step = exact_step_of(e);
   if (last.low_bit == nullptr || last.options != e.options || last.step != step || last.kept_as != e.kept_as) {
     const int width = e.kept_as == TAMP_STATES_EIGHT_BIT ? 8 : 16;
-    last.low_bit = std::make_shared<tamp::kernels::LowBit>(adam, static_cast<uint64_t>(step), width);
+    last.low_bit = std::make_shared<tamp::kernels::LowBit>(adam, step, width);
     last.options = e.options;
     last.step = step;
     last.kept_as = e.kept_as;
@@ -142,7 +146,7 @@ Update update_of(const Entry &e, Corrections &corrections) {
       adam.amsgrad = (o.flags & TAMP_OPTIM_AMSGRAD) != 0;
       adam.maximize = maximize;
       adam.decoupled = o.algorithm == TAMP_OPTIM_ADAMW;
-      return e.is_low_bit() ? low_bit_of(e, adam, step, corrections) : adam;
+      return e.is_low_bit() ? low_bit_of(e, adam, corrections) : adam;
     }
   }
 }
@@ -162,7 +166,7 @@ tamp::kernels::Slice<T> slice(const Entry &e, T *parameter, const T *gradient, i
   return out;
 }
 
-// Updates with moments of few bits.
+// Updates with low-bit moments.
 void step_low_bit(const Entry &e, const tamp::kernels::LowBit &options, const GradientScale &scale, float *parameter,
                   const float *gradient, int64_t begin, int64_t n) {
   if (e.kept_as == TAMP_STATES_BFLOAT16) {

@@ -126,7 +126,7 @@ struct Launch {
   std::optional<LowBitStep> low_bit;
 };
 
-// Contiguous copies of parameters with moments of few bits, which are in the order of their elements.
+// Contiguous copies of parameters with low-bit moments, which are in the order of their elements.
 struct Contiguous {
   tamp::Copies in, out;
 

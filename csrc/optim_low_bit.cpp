@@ -1,4 +1,4 @@
-// The step of Adam and AdamW with moments of few bits, on devices other than the CPU.
+// The step of Adam and AdamW with low-bit moments, on devices other than the CPU.
 
 #include "optim_low_bit.h"
 
@@ -25,12 +25,12 @@ constexpr int64_t kNaN = 0x7fc00000;
 
 int64_t tiles_of(int64_t numbers) { return (numbers + kDitherPeriod - 1) / kDitherPeriod; }
 
-// A number as the loops have it, an f32, in the f64 that operations take.
+// Rounds a scalar to f32, as the CPU's loops use it; libtorch's operations take it as an f64.
 double rounded(double x) { return static_cast<double>(static_cast<float>(x)); }
 
 Tensor numbers(const Tensor &bits) { return bits.view(at::kFloat); }
 
-// Computes to = x * factor + added, rounded once.
+// Computes to = x * factor + added in f64, and rounds the result to f32.
 void multiply_add(const Tensor &to, const Tensor &x, double factor, const Tensor &added, const Tensor &wide) {
   wide.copy_(x);
   wide.mul_(factor).add_(added);
@@ -107,7 +107,6 @@ void LowBitStep::prepare(const LowBitRows &rows) {
   if (cuts.empty()) return;
   for (const auto &pieces : cuts) add(pieces, rows);
   upload(cuts);
-  numbers_ = step_numbers();
 }
 
 // Lists what is copied to and from a chunk.
@@ -115,7 +114,6 @@ void LowBitStep::add(const Pieces &pieces, const LowBitRows &rows) {
   const int64_t first_piece = chunks_.empty() ? 0 : chunks_.back().first_piece + chunks_.back().pieces;
   Chunk &chunk = chunks_.emplace_back();
   chunk.numbers = tiles_of(pieces.numbers) * kDitherPeriod;
-  chunk.first_tensor = static_cast<int64_t>(pieces.list.front().tensor);
   chunk.first_piece = first_piece;
   chunk.pieces = static_cast<int64_t>(pieces.list.size());
   for (const auto &piece : pieces.list) {
@@ -143,19 +141,24 @@ void LowBitStep::add(const Pieces &pieces, const LowBitRows &rows) {
   }
 }
 
-// Brings the ends of the pieces to the device in one copy, without synchronizing.
+// Brings the ends of the pieces and their tensors to the device in one copy, without synchronizing.
 void LowBitStep::upload(const std::vector<Pieces> &cuts) {
   const at::Device device = batch_.parameters.front().device();
-  std::vector<int32_t> ends;
+  std::vector<int32_t> ends, tensors;
   for (const auto &pieces : cuts) {
     for (const auto &piece : pieces.list) {
       ends.push_back(static_cast<int32_t>(piece.place / kDitherPeriod + tiles_of(piece.count)));
+      tensors.push_back(static_cast<int32_t>(piece.tensor));
     }
   }
+  const auto count = static_cast<int64_t>(ends.size());
   const auto options = at::TensorOptions(at::kInt).pinned_memory(device.is_cuda());
-  const Tensor host = at::empty({static_cast<int64_t>(ends.size())}, options);
-  std::copy(ends.begin(), ends.end(), static_cast<int32_t *>(host.mutable_data_ptr()));
-  ends_ = tamp::on_device(host, device);
+  const Tensor host = at::empty({2 * count}, options);
+  auto *room = static_cast<int32_t *>(host.mutable_data_ptr());
+  std::copy(tensors.begin(), tensors.end(), std::copy(ends.begin(), ends.end(), room));
+  const Tensor there = tamp::on_device(host, device);
+  ends_ = there.narrow(0, 0, count);
+  numbers_ = step_numbers().index_select(0, there.narrow(0, count, count));
 }
 
 // Computes in f64 on the device, because only the device knows the steps, what the loops take from the host.
@@ -259,8 +262,9 @@ void LowBitStep::run(const Prepared &scale) const {
     Tensor range = rows_.range.narrow(0, 0, x.tiles.size(0)), tiles = x.tiles;
     at::bucketize_out(range, rows_.places.narrow(0, 0, x.tiles.size(0)),
                       ends_.narrow(0, chunk.first_piece, chunk.pieces), /*out_int32=*/true, /*right=*/true);
-    at::index_select_out(tiles, numbers_.narrow(0, chunk.first_tensor, chunk.pieces), 0, range);
-    // The numbers that a last block lacks are zeros, which are never its largest: also those that weight decay adds.
+    at::index_select_out(tiles, numbers_.narrow(0, chunk.first_piece, chunk.pieces), 0, range);
+    // The missing elements of a last block are zeros, so that none is its largest. So are their parameters, because
+    // Adam's weight decay adds them to gradients.
     if (chunk.has_tail) {
       x.parameter.zero_();
       x.gradient.zero_();

@@ -1,4 +1,4 @@
-// The step of Adam and AdamW with moments of few bits, on devices other than the CPU.
+// The step of Adam and AdamW with low-bit moments, on devices other than the CPU.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,8 +13,8 @@
 
 namespace tamp::optim {
 
-// Scratch memory, which the steps of one device use in turn: 37 bytes for each number of a chunk with eight bits, and 41
-// with bf16.
+// Scratch memory, which the steps of one device use in turn: about 36 bytes for each element of a chunk with 8-bit
+// moments, and 41 with bf16 ones.
 struct LowBitRows {
   int64_t numbers = 0;
   bool has_codes = false, has_bf16 = false;
@@ -22,7 +22,7 @@ struct LowBitRows {
   at::Tensor parameter, gradient, wide;               // f32, f32 and f64
   at::Tensor old_codes[kStates], new_codes[kStates];  // i8, u8 and, for each block, a u8
   at::Tensor old_bf16[2], new_bf16[2], mask;          // of each number
-  at::Tensor index;                                   // i32: 0 to 255, times the dither's index
+  at::Tensor index;                                   // i32: 0 to 255, each times Dither::kIndex
   at::Tensor places, range, of_tiles;                 // i32, for each tile of 256 numbers
 
   // Makes room for a chunk.
@@ -31,8 +31,8 @@ struct LowBitRows {
 };
 
 // The step of a batch: its tensors are copied to scratch memory a chunk at a time, where it computes what the loops of
-// kernels/low_bit.cpp compute on the CPU, bit by bit. A fused multiply-add is a product and a sum in f64: that rounds
-// twice, which shows only where the first rounding ends half way between two f32, once in 2^29.
+// kernels/low_bit.cpp compute on the CPU, bit by bit but for one case: a fused multiply-add is a product and a sum in
+// f64, which rounds twice and differs about once in 2^29.
 class LowBitStep {
  public:
   // Reserves scratch memory. `prepare` follows when it has been allocated.
@@ -44,7 +44,7 @@ class LowBitStep {
  private:
   struct Chunk {
     int64_t numbers = 0;
-    int64_t first_tensor = 0, first_piece = 0, pieces = 0;
+    int64_t first_piece = 0, pieces = 0;
     bool has_tail = false;  // whether a block has fewer than 32 numbers
     Copies in, out;
   };
@@ -71,7 +71,7 @@ class LowBitStep {
   std::vector<Chunk> chunks_;
   LowBitRows rows_;
   at::Tensor ends_;     // i32: for each piece, the tile after its last one
-  at::Tensor numbers_;  // i32: for each tensor, the bits of the step's size and of eps, and the dithers' first words
+  at::Tensor numbers_;  // i32: for each piece, the bits of the step's size and of eps, and the dithers' first words
 };
 
 }  // namespace tamp::optim

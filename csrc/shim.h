@@ -454,8 +454,8 @@ enum {
   TAMP_MASTER_STOCHASTIC = 3,  // from the bf16 parameter; the result is rounded stochastically
 };
 
-// How the states of a parameter are kept. Those of Adam and AdamW may have few bits where their arithmetic is f32: they
-// are contiguous, and steps are counted in an i64.
+// How the states of a parameter are kept. Adam and AdamW can keep low-bit moments if their arithmetic is f32. Such
+// moments are contiguous, and `step` is an i64.
 enum {
   TAMP_STATES_PLAIN = 0,      // in the dtype of the arithmetic
   TAMP_STATES_BFLOAT16 = 1,   // rounded by a dither
@@ -466,7 +466,7 @@ enum {
 // gradient has the parameter's dtype or is f32.
 typedef struct tamp_optim_parameter {
   tamp_tensor *parameter;
-  // The number of steps, one element, which is an f32 but for states of few bits; null for SGD, Lion and Muon without
+  // The number of steps, one element: an f32, or an i64 with low-bit moments; null for SGD, Lion and Muon without
   // stochastic rounding.
   tamp_tensor *step;
   // For Adam and AdamW exp_avg, exp_avg_sq and, with AMSGrad, max_exp_avg_sq; for SGD with momentum and for Muon the
@@ -545,14 +545,14 @@ void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, int8_t 
 void tamp_masters_new(tamp_tensor *const *parameters, size_t count, tamp_tensor **masters, char **err) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------------ codes.cpp
-// These functions convert moments between f32 and TAMP_STATES_EIGHT_BIT, whose three tensors they call codes.
+// These functions convert moments between f32 and TAMP_STATES_EIGHT_BIT, whose three tensors are `codes`.
 
-// Returns the f32 numbers of moments in eight bits: exp_avg and exp_avg_sq, in the shape of the first.
+// Returns the f32 numbers of 8-bit moments: exp_avg and exp_avg_sq, in the shape of the first.
 void tamp_codes_decode(const tamp_tensor *exp_avg, const tamp_tensor *exp_avg_sq, const tamp_tensor *exponents,
                        tamp_tensor **numbers, char **err) TAMP_NOEXCEPT;
 
-// Overwrites three codes by those of f32 moments, rounded to the nearest. First moments that are beyond what a step with
-// these betas stores are cut off.
+// Overwrites the three tensors `codes` with the encoding of f32 moments, rounded to nearest. First moments larger than a
+// step with these betas can store are cut off.
 void tamp_codes_encode(const tamp_tensor *exp_avg, const tamp_tensor *exp_avg_sq, double beta1, double beta2,
                        tamp_tensor *const *codes, char **err) TAMP_NOEXCEPT;
 

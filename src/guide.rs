@@ -43,7 +43,7 @@ pub mod training {}
 pub mod losses {}
 
 #[doc = include_str!("guide/links.md")]
-/// Optimizer moments in bf16 or eight bits: what they save, what they cost, and the code.
+/// Optimizer moments in bf16 or 8 bits: what they save, what they cost, and how they are encoded.
 #[doc = ""]
 #[doc = include_str!("../docs/low_bit_states.md")]
 pub mod low_bit_states {}

@@ -52,7 +52,7 @@ pub fn setups() -> Vec<Setup> {
         let states = States::F32;
         Setup { name, kind, masters, algorithm, states, wide, stated }
     };
-    let of_few_bits = |name, kind, masters, states, stated| Setup {
+    let low_bit = |name, kind, masters, states, stated| Setup {
         states,
         ..setup(name, kind, masters, adamw, false, stated)
     };
@@ -69,10 +69,10 @@ pub fn setups() -> Vec<Setup> {
         setup("fp16, Remainder (f32 copies)", fp16, remainder, adamw, false, 16.0),
         setup("bf16, Float, amsgrad", bf16, float, amsgrad, false, 20.0),
         setup("bf16, Float, SGD with momentum", bf16, float, sgd, false, 12.0),
-        of_few_bits("f32, bf16 moments", Kind::Float, none, States::BFloat16, 12.0),
-        of_few_bits("f32, moments in eight bits", Kind::Float, none, States::EightBit, 10.03),
-        of_few_bits("bf16, Remainder, bf16 moments", bf16, remainder, States::BFloat16, 10.0),
-        of_few_bits("bf16, Remainder, eight bits", bf16, remainder, States::EightBit, 8.03),
+        low_bit("f32, bf16 moments", Kind::Float, none, States::BFloat16, 12.0),
+        low_bit("f32, 8-bit moments", Kind::Float, none, States::EightBit, 10.03),
+        low_bit("bf16, Remainder, bf16 moments", bf16, remainder, States::BFloat16, 10.0),
+        low_bit("bf16, Remainder, 8-bit moments", bf16, remainder, States::EightBit, 8.03),
     ]
 }
 

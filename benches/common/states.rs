@@ -1,4 +1,4 @@
-//! The steps of AdamW with moments of few bits, beside those with f32 moments and PyTorch's fused one.
+//! Times AdamW's step with low-bit moments, beside f32 moments and PyTorch's fused step.
 #![allow(dead_code, reason = "each benchmark uses its own part")]
 
 use tch::nn::VarStore;
@@ -33,7 +33,8 @@ impl Training {
         Self { grads, fresh, optimizer }
     }
 
-    /// The median time of some steps, each with new gradients, from the last parameter on, as after backward.
+    /// The median time of [`STEPS`] steps. Before each, new gradients are written from the last parameter to the first,
+    /// the order of a backward pass.
     fn round(&mut self) -> f64 {
         let times = (0..STEPS).map(|_| {
             no_grad(|| self.grads.iter_mut().rev().for_each(|grad| grad.copy_(&self.fresh)));
@@ -77,10 +78,10 @@ pub fn compare(python: &mut Python, threads: i32, suffix: &str) {
     let names = [
         "f32, f32 moments",
         "f32, bf16 moments",
-        "f32, moments in eight bits",
+        "f32, 8-bit moments",
         "bf16 with remainders, f32 moments",
         "bf16 with remainders, bf16 moments",
-        "bf16 with remainders, moments in eight bits",
+        "bf16 with remainders, 8-bit moments",
     ];
     let times = Rounds::run(
         rounds(40),
@@ -90,9 +91,9 @@ pub fn compare(python: &mut Python, threads: i32, suffix: &str) {
     let rows: Vec<_> = names.iter().enumerate().map(|(i, name)| times.row(name, i)).collect();
     let title = format!("{PARAMETERS} x {NUMBERS} numbers, AdamW's step, {threads} threads");
     print_table(&title, &rows);
-    let over = |name: &'static str, slow: usize, fast: usize| {
+    let over = |name: &'static str, reference: usize, measured: usize| {
         let of = |index: usize| times.ours.iter().map(|times| times[index]).collect();
-        Row::new(name, of(fast), of(slow))
+        Row::new(name, of(measured), of(reference))
     };
     print_ratio(&format!("states_8bit{suffix}"), rows[2]);
     print_ratio(&format!("states_bf16{suffix}"), rows[1]);

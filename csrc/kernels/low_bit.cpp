@@ -1,4 +1,4 @@
-// The steps of Adam and AdamW with moments of few bits. Every instruction set computes the same bits.
+// The steps of Adam and AdamW with low-bit moments. Every instruction set computes the same bits.
 
 #include <cstring>
 
@@ -15,13 +15,14 @@ namespace {
 constexpr uint32_t kSignBit = 0x80000000, kExponentBits = 0xff800000;
 // The bits of 1/16, from which the codes of first moments are counted.
 constexpr uint32_t kOneSixteenth = 0x3d800000;
-// Half of an exponent's bias, which halving an exponent loses.
+// Added after the bits of a number are halved: half of the exponent's bias.
 constexpr uint32_t kHalfOfBias = 127U << 22;
-// The bits of 1/S less those that half of the bits of a second moment take away: 1/S has the bits (254 << 23) - S.
+// 1/S has the bits (254 << 23) - S. They are the exponent of this constant less half of the bits of the second moment;
+// 0x7fffff makes masking the exponent round up.
 constexpr uint32_t kInverseUnit = (254U << 23) - kHalfOfBias + 0x7fffff;
-// The lowest exponent of a block's largest number, which is stored as 0: no number below the block's window is subnormal.
+// The range of a block's exponent. The lowest is stored as 0, and keeps the bottom of the window a normal number.
 constexpr uint32_t kLowestTop = 32, kHighestTop = 255;
-// The exponent of a block with a number that is not finite, and the code that is NaN there.
+// The exponent of a block with a number that is not finite, and the code that is NaN there. No step stores a larger one.
 constexpr uint8_t kNonFinite = kHighestTop - kLowestTop, kNaNCode = 252;
 
 uint32_t bits(float x) {
@@ -37,7 +38,7 @@ float number(uint32_t x) {
 }
 
 // What the code of a second moment is added to, after its three bits of a fraction: the lowest number of the block.
-TAMP_INLINE uint32_t base_of(uint8_t exponent) { return (exponent + 1U) << 23; }
+TAMP_INLINE uint32_t base_of(uint8_t exponent) { return ((exponent < kNonFinite ? exponent : kNonFinite) + 1U) << 23; }
 
 // The exponent of a block from its largest number, cut off after three bits of a fraction.
 TAMP_INLINE uint32_t top_of(uint32_t largest) {
@@ -48,9 +49,9 @@ TAMP_INLINE uint32_t top_of(uint32_t largest) {
 // The lowest number of a block, cut off in the same way.
 TAMP_INLINE uint32_t lowest_of(uint32_t top) { return (top - kLowestTop + 1) << 3; }
 
-// Makes all numbers of a block NaN of which one was not finite.
+// If one number of a block was not finite, makes all of them NaN.
 TAMP_INLINE void read_non_finite(uint8_t exponent, uint8_t *exp_avg_sq, int64_t n = kCodeBlock) {
-  if (exponent == kNonFinite) std::memset(exp_avg_sq, kNaNCode, static_cast<size_t>(n));
+  if (exponent >= kNonFinite) std::memset(exp_avg_sq, kNaNCode, static_cast<size_t>(n));
 }
 
 // A block's new moments before they have codes.

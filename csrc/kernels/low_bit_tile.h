@@ -1,4 +1,4 @@
-// The step of whole blocks of moments in eight bits, in vectors. low_bit.cpp includes this in a namespace for each
+// The step of whole blocks of 8-bit moments, in vectors. low_bit.cpp includes this in a namespace for each
 // instruction set, which has `V`, the vectors' operations, and TAMP_TARGET. It has no include guard for that reason.
 //
 // It computes what `step_block` does. Blocks go through two loops in tiles, so that none waits for the largest number of

@@ -114,8 +114,8 @@ impl Saved for Entry {
         self.size.clone()
     }
 
-    fn kind(&self) -> Kind {
-        self.kind
+    fn kind(&self) -> Option<Kind> {
+        Some(self.kind)
     }
 
     fn is_complex(&self) -> bool {

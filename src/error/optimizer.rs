@@ -123,9 +123,9 @@ pub enum ParameterProblem {
     #[error("is in a group whose number is more than 65535")]
     GroupTooLarge,
 
-    /// The parameter's dtype has no moments of few bits.
+    /// The parameter's dtype does not allow low-bit moments with these master weights, or its device does not.
     #[error(
-        "cannot have moments of few bits: they are for f32 parameters, and for bf16 and fp16 ones with MasterWeights::Float or MasterWeights::Remainder; build the optimizer with such master weights, or with States::F32"
+        "cannot have low-bit moments: they are for f32 parameters, and for bf16 and fp16 ones with MasterWeights::Float or MasterWeights::Remainder, and not for MPS; choose such master weights, make the parameter f32, or use States::F32"
     )]
     NoLowBitStates,
 

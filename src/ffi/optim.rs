@@ -129,7 +129,7 @@ impl KeptAs {
 pub(crate) struct OptimParameter<'a> {
     pub(crate) parameter: &'a Tensor,
     pub(crate) step: Option<&'a Tensor>,
-    /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq, or with eight bits the exponents; for SGD and Muon
+    /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq, or with 8 bits the exponents; for SGD and Muon
     /// momentum_buffer; for Adagrad sum; for RMSprop square_avg, momentum_buffer and grad_avg; for Lion exp_avg.
     pub(crate) states: [Option<&'a Tensor>; sys::OPTIM_STATES],
     pub(crate) kept_as: KeptAs,

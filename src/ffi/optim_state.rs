@@ -66,7 +66,7 @@ pub(crate) fn masters_new(parameters: &[&Tensor]) -> Result<Vec<Tensor>> {
     masters.into_iter().map(given).collect()
 }
 
-/// Returns the f32 moments, exp_avg and exp_avg_sq, of codes in eight bits: exp_avg, exp_avg_sq and exponents.
+/// Returns the f32 moments, exp_avg and exp_avg_sq, of codes in 8 bits: exp_avg, exp_avg_sq and exponents.
 pub(crate) fn codes_decode([exp_avg, exp_avg_sq, exponents]: [&Tensor; 3]) -> Result<[Tensor; 2]> {
     let [exp_avg, exp_avg_sq, exponents] = [exp_avg, exp_avg_sq, exponents].map(pointer);
     let mut numbers = [ptr::null_mut(); 2];

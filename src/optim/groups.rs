@@ -27,8 +27,8 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::NoSuchGroup`]; [`Error::InvalidArgument`] for a value outside its range;
-    /// [`OptimizerError::OtherAlgorithm`]. The old options are kept then.
+    /// [`OptimizerError::NoSuchGroup`]; [`Error::InvalidArgument`] for a value outside its range, or for `amsgrad` with
+    /// low-bit moments; [`OptimizerError::OtherAlgorithm`]. The old options are kept then.
     pub fn set_param_group(&mut self, group: usize, options: ParamGroup) -> Result<()> {
         self.change(Some(group), |old| {
             *old = options;

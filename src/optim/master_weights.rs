@@ -7,7 +7,7 @@ use crate::ffi::Master;
 use crate::optim::Optimizer;
 
 /// The mode in which an optimizer updates bf16 and fp16 parameters. In every mode but `None` it computes in f32, keeps
-/// its state in f32, and converts gradients to f32 before they are unscaled in place, so that unscaling loses no
+/// its state in f32 (unless [`States`](crate::optim::States) says otherwise), and converts gradients to f32 before they are unscaled in place, so that unscaling loses no
 /// precision. f32 and f64 parameters are not affected.
 ///
 /// Bytes per bf16 parameter under AdamW, with its gradient in bf16, measured on a CPU (a test compares the memory that
@@ -51,8 +51,8 @@ use crate::optim::Optimizer;
 /// as many for the matrices whose learning rates are adjusted alike, and in addition 26 launches for each matrix (35 on
 /// an H100), 2 bytes for each number of all matrices, and up to 24 for each number of the largest one.
 ///
-/// With [`States`](crate::optim::States) of few bits, a step takes up to 132 launches, up to 117 for each further 2^20
-/// elements, and up to 51 MiB of scratch memory. Parameters that are not contiguous are copied in addition.
+/// With low-bit moments ([`States`](crate::optim::States)) a step takes up to 133 launches, up to 117 more for each
+/// further 2^20 elements, and up to 51 MiB of scratch memory. Parameters that are not contiguous are copied in addition.
 ///
 /// A gradient whose memory layout differs from its parameter's is copied in addition. While gradients on GPUs are
 /// converted to f32, all of them exist twice.

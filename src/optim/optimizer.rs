@@ -25,8 +25,8 @@ use crate::variables::Names;
 /// `torch.optim.Optimizer` with `fused=True`, with the methods of [`tch::nn::Optimizer`].
 ///
 /// Parameters may be f32, f64, bf16 or fp16, on any device. The state of a parameter has the parameter's dtype, except
-/// for `step`, which is f32, and unless [`MasterWeights`] keep the state in f32. Methods that synchronize say so. In
-/// addition, the step of an SGD with momentum and dampening that a scaler steps on a GPU synchronizes until the first
+/// for `step`, which is f32 (i64 with low-bit moments), and unless [`MasterWeights`] keep the state in f32 or [`States`]
+/// in fewer bits. Methods that synchronize say so. In addition, the step of an SGD with momentum and dampening that a scaler steps on a GPU synchronizes until the first
 /// of its steps is known to have been taken.
 ///
 /// # Examples
@@ -405,7 +405,7 @@ impl AmpOptimizer for Optimizer {
     }
 }
 
-/// Builds an optimizer with options beyond those of its [`Algorithm`]: the mode of its master weights, and that of its
+/// Builds an optimizer with options beyond those of its [`Algorithm`]: the modes of its master weights and of its
 /// moments.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[must_use = "an optimizer is made by `build`"]
@@ -421,7 +421,7 @@ impl OptimizerBuilder {
         Self { masters, ..self }
     }
 
-    /// Makes Adam or AdamW keep their moments in the given mode, for example in eight bits.
+    /// Sets how Adam or AdamW stores its moments, for example in 8 bits.
     pub fn states(self, states: States) -> Self {
         Self { states, ..self }
     }
@@ -430,7 +430,9 @@ impl OptimizerBuilder {
     ///
     /// # Errors
     ///
-    /// The same as [`AdamW::build`], and [`Error::InvalidArgument`] for states that the algorithm does not have.
+    /// The same as [`AdamW::build`], and [`Error::InvalidArgument`] for [`States`] that the algorithm does not support;
+    /// [`OptimizerError::Parameter`] with [`ParameterProblem::NoLowBitStates`] for a parameter whose dtype or device
+    /// does not allow them.
     pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
         Optimizer::new(self.algorithm, parameters, lr, self.masters, self.states)
     }
@@ -487,8 +489,8 @@ build!(AdamW Adam Sgd Adagrad RmsProp Lion Muon);
 macro_rules! states {
     ($($config:ident)*) => {$(
         impl $config {
-            /// Sets how the optimizer keeps its moments, for example in eight bits. Set the options of the algorithm
-            /// before: the builder that is returned does not have them.
+            /// Sets how the optimizer stores its moments, for example in 8 bits. Set the algorithm's own options first:
+            /// the builder that is returned has no methods for them.
             pub fn states(self, states: States) -> OptimizerBuilder {
                 Algorithm::from(self).master_weights(MasterWeights::None).states(states)
             }

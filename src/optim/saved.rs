@@ -21,9 +21,9 @@ pub struct OptimizerState {
     /// The tensors of each parameter that has been stepped (with Adagrad, of all parameters), under PyTorch's keys:
     /// `step` (f32, 0-dim) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq` of Adam,
     /// `momentum_buffer` of SGD and Muon, `sum` of Adagrad, `square_avg`, `momentum_buffer` and `grad_avg` of RMSprop,
-    /// or `exp_avg` of Lion; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32. Moments of
-    /// few [`States`](crate::optim::States) are bf16, or i8 and u8 with `exponents` (u8, one for each 32 elements in
-    /// row-major order), and their `step` is an i64.
+    /// or `exp_avg` of Lion; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32. With
+    /// [`States::BFloat16`](crate::optim::States) the moments are bf16; with `EightBit` `exp_avg` is i8 and `exp_avg_sq`
+    /// u8, with `exponents` (u8, one for each 32 elements in row-major order). `step` is an i64 in both.
     pub state: BTreeMap<String, BTreeMap<String, Tensor>>,
     /// The groups, in order.
     pub param_groups: Vec<ParamGroupState>,
@@ -77,7 +77,8 @@ impl<'de> Deserialize<'de> for ParamGroupState {
 pub(crate) trait Saved: Sized {
     fn shape(&self) -> Vec<i64>;
 
-    fn kind(&self) -> Kind;
+    /// `None` if there is no tensor, or one that tch does not know.
+    fn kind(&self) -> Option<Kind>;
 
     fn is_complex(&self) -> bool;
 
@@ -94,8 +95,8 @@ impl Saved for Tensor {
         ffi::sizes(self).unwrap_or_else(|_| vec![-1])
     }
 
-    fn kind(&self) -> Kind {
-        Tensor::kind(self)
+    fn kind(&self) -> Option<Kind> {
+        self.f_kind().ok()
     }
 
     fn is_complex(&self) -> bool {

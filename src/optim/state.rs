@@ -64,10 +64,10 @@ pub(crate) const MANY_STEPS: u64 = 1 << f32::MANTISSA_DIGITS;
 /// The largest number of tensors that are kept for a parameter, without its step.
 pub(crate) const KEPT: usize = 3;
 
-/// The key of the exponents of moments in eight bits. It stands for the codes: others would have another key.
+/// The key of the exponents of 8-bit moments. It stands for the codes: others would have another key.
 pub(crate) const EXPONENTS: &str = "exponents";
 
-/// PyTorch's keys for the tensors that an algorithm may keep for each parameter, without `step`. Moments in eight bits
+/// PyTorch's keys for the tensors that an algorithm may keep for each parameter, without `step`. 8-bit moments
 /// have exponents in addition.
 pub(crate) fn keys(algorithm: &Algorithm, kept_as: KeptAs) -> &'static [&'static str] {
     match algorithm {

@@ -130,15 +130,15 @@ impl Optimizer {
     /// condition, in this call and once more in the next step. The patterns of [`assign_group`](Self::assign_group) are
     /// not part of a state; those for groups that the state does not have are discarded.
     ///
-    /// Moments that were saved in another of the [`States`](crate::optim::States) are converted: to fewer bits by
-    /// rounding to the nearest. In eight bits, an `exp_avg_sq` of zero becomes at most 2^-31 of the largest one of its
-    /// block, and an `exp_avg` beyond what a step can store is cut off.
+    /// Moments that were saved in another mode of [`States`](crate::optim::States) are converted, f32 to fewer bits by
+    /// rounding to nearest. In 8 bits, an `exp_avg_sq` of zero becomes the lowest value of its block's window (at most
+    /// 2^-31 of the block's largest), and an `exp_avg` larger than any that a step can store is cut off.
     ///
     /// # Errors
     ///
     /// [`OptimizerError::State`] for parameters or tensors that are missing, unexpected or of another shape;
-    /// [`OptimizerError::OtherAlgorithm`]; [`Error::InvalidArgument`] for an option outside its range. Nothing is
-    /// changed then.
+    /// [`OptimizerError::OtherAlgorithm`]; [`Error::InvalidArgument`] for an option outside its range, or for
+    /// `amsgrad` with low-bit moments. Nothing is changed then.
     ///
     /// # Examples
     ///
@@ -205,9 +205,6 @@ impl Optimizer {
             let entries = entries
                 .map(|entries| check(entries, &algorithm, parameter, master, &refuse))
                 .transpose()?;
-            if entries.is_some() && !slot.elsewhere {
-                self.check_states(index)?;
-            }
             places.push(group);
             slots.push(match entries {
                 Some(entries) if slot.elsewhere => entries.elsewhere(master != Master::None),
@@ -305,7 +302,7 @@ struct CheckedTensors<'a, T> {
     most_steps: u64,
     /// In the order of PyTorch's [`keys`].
     tensors: [Option<&'a T>; KEPT],
-    /// Of moments in eight bits.
+    /// Of 8-bit moments.
     exponents: Option<&'a T>,
     /// The f32 master weight, in every mode. If absent, training resumes from the parameter itself.
     master: Option<&'a T>,
@@ -373,8 +370,14 @@ fn check<'a, T: Deref<Target: Saved>>(
         Ok(Some(tensor))
     };
     let exponents = entries.get(EXPONENTS).map(Deref::deref);
-    if let Some(exponents) = exponents {
-        check_codes(entries, exponents, refuse)?;
+    match exponents {
+        Some(exponents) => check_codes(entries, exponents, refuse)?,
+        None => {
+            let kind = |key: &str| entries.get(key).and_then(|tensor| tensor.kind());
+            if (kind("exp_avg"), kind("exp_avg_sq")) == (Some(Kind::Int8), Some(Kind::Uint8)) {
+                return Err(refuse(format!("has 8-bit moments without {EXPONENTS}")));
+            }
+        }
     }
     let mut tensors = [None; KEPT];
     for (place, key) in tensors.iter_mut().zip(keys) {
@@ -387,7 +390,7 @@ fn check<'a, T: Deref<Target: Saved>>(
     Ok(CheckedTensors { step, most_steps, tensors, exponents, master: of_shape(MASTER)? })
 }
 
-/// Checks moments in eight bits, whose exponents are there.
+/// Checks 8-bit moments, whose exponents are there.
 fn check_codes<T: Deref<Target: Saved>>(
     entries: &BTreeMap<String, T>,
     exponents: &T::Target,
@@ -395,7 +398,7 @@ fn check_codes<T: Deref<Target: Saved>>(
 ) -> Result<()> {
     let codes = [("exp_avg", Kind::Int8), ("exp_avg_sq", Kind::Uint8), (EXPONENTS, Kind::Uint8)];
     for (key, kind) in codes {
-        if entries.get(key).map(|tensor| tensor.kind()) != Some(kind) {
+        if entries.get(key).and_then(|tensor| tensor.kind()) != Some(kind) {
             return Err(refuse(format!("has {EXPONENTS}, but {key} is not in {kind:?}")));
         }
     }
@@ -481,15 +484,20 @@ impl Optimizer {
     }
 }
 
-/// Loads moments that are in eight bits in the saved state or here, by way of f32.
+/// Loads moments that are in 8 bits in the saved state or here: as they are if in both, and else by way of f32.
 fn convert<T: Saved>(
     state: &mut ParameterState,
     entries: &CheckedTensors<'_, T>,
     betas: (f64, f64),
     device: Device,
 ) -> Result<()> {
-    let [Some(exp_avg), Some(exp_avg_sq), _] = entries.tensors else { return Ok(()) };
+    let [Some(exp_avg), Some(exp_avg_sq), maximum] = entries.tensors else { return Ok(()) };
     let _own = OutsideRegions::enter();
+    let is_coded = matches!(&state.tensors[0], Some(kept) if kept.kind() == Kind::Int8);
+    if is_coded && let Some(exponents) = entries.exponents {
+        // As they are, also those that were made with other betas.
+        return copy(&mut state.tensors, [Some(exp_avg), Some(exp_avg_sq), Some(exponents)]);
+    }
     let read = |saved: &T, kind| {
         let mut tensor = Tensor::f_empty(saved.shape(), (kind, device))?;
         saved.copy_to(&mut tensor)?;
@@ -504,10 +512,13 @@ fn convert<T: Saved>(
         None => [read(exp_avg, Kind::Float)?, read(exp_avg_sq, Kind::Float)?],
     };
     match &mut state.tensors {
-        [Some(exp_avg), Some(exp_avg_sq), Some(exponents)] if exp_avg.kind() == Kind::Int8 => {
+        [Some(exp_avg), Some(exp_avg_sq), Some(exponents)] if is_coded => {
             ffi::codes_encode(numbers.each_ref(), betas, [exp_avg, exp_avg_sq, exponents])
         }
-        kept => copy(kept, [Some(&numbers[0]), Some(&numbers[1]), None]),
+        kept => {
+            copy(&mut kept[2..], [maximum, None, None])?;
+            copy(kept, [Some(&numbers[0]), Some(&numbers[1]), None])
+        }
     }
 }
 

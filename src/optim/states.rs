@@ -2,25 +2,26 @@
 
 use std::fmt;
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, ParameterProblem, Result};
 use crate::ffi::{self, KeptAs, Master, OutsideRegions, StateShape};
 use crate::optim::{Algorithm, MasterWeights, Optimizer};
 
-/// The mode in which [`Adam`](crate::optim::Adam) and [`AdamW`](crate::optim::AdamW) keep their two moments between
-/// steps, which compute in f32 in every mode. The moments are the largest thing in memory after the activations.
+/// How [`Adam`](crate::optim::Adam) and [`AdamW`](crate::optim::AdamW) store their two moments between steps: in f32, or
+/// in fewer bits to save memory. With fewer bits the arithmetic of a step is f32.
 ///
-/// | | bytes per parameter | largest update, of exact AdamW's on the same gradients | noise of an update |
+/// | | bytes per parameter | largest update ÷ exact AdamW's | rms error of an update |
 /// |---|---|---|---|
 /// | `F32` | 8 | 1 | – |
 /// | `BFloat16` | 4 | 1.02 measured | 1 % |
-/// | `EightBit` | 2.03 | 1.25 measured, 2 × its own worst case proven | 9 % |
+/// | `EightBit` | 2.03 | 1.2 measured; at most twice AdamW's worst case, proven | 9 % |
 ///
-/// The parameters must be f32, or bf16 and fp16 with [`MasterWeights::Float`] or [`MasterWeights::Remainder`]. Tensors
-/// of fewer than 4096 elements, such as biases and norms, keep f32 moments: there is nothing to save. `amsgrad` and other
-/// algorithms than Adam and AdamW are refused. PyTorch has no counterpart. The guide has a
-/// [page](crate::guide::low_bit_states) with the definition of the codes, figures, and when not to use them.
+/// Low-bit moments need parameters that are f32, or bf16 and fp16 with [`MasterWeights::Float`] or
+/// [`MasterWeights::Remainder`], on the CPU or on CUDA devices. Tensors of fewer than 4096 elements, such as biases and
+/// norms, keep f32 moments: there is nothing to save. `amsgrad` and algorithms other than Adam and AdamW are refused.
+/// PyTorch has no counterpart. The guide has a [page](crate::guide::low_bit_states) with the encoding, figures, and when
+/// not to use it.
 ///
 /// # Examples
 ///
@@ -42,15 +43,16 @@ use crate::optim::{Algorithm, MasterWeights, Optimizer};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum States {
-    /// In f32; in the dtype of the parameter if that is half precision without master weights, or f64.
+    /// f32, or the parameter's own dtype if it is f64, or half precision without master weights. The default.
     #[default]
     F32,
-    /// In bf16, rounded up or down by a dither that depends on the step and the index of an element, so that a moment
-    /// that changes by less than half of bf16's spacing still follows. The cautious mode.
+    /// bf16, rounded up or down by a dither that depends on the step and the index of an element, so that a moment that
+    /// changes by less than half of bf16's spacing still follows. The cautious mode.
     BFloat16,
-    /// `exp_avg_sq` as a float of 5 and 3 bits on the exponent of its block of 32 elements, and `exp_avg` as a sign and 7
-    /// bits of its logarithm relative to the element's own `sqrt(exp_avg_sq)`, rounded by the same dither. No update is
-    /// larger than twice the largest one that exact AdamW can make with these betas, whatever the gradients are.
+    /// Both moments in 8 bits. `exp_avg_sq` is a float with 5 exponent and 3 fraction bits, relative to the exponent of
+    /// its block of 32 elements; `exp_avg` is a sign and a 7-bit logarithm relative to the element's own
+    /// `sqrt(exp_avg_sq)`. Both are rounded by the same dither. No update is larger than twice the largest one that exact
+    /// AdamW can make with these betas, whatever the gradients are.
     EightBit,
 }
 
@@ -70,14 +72,18 @@ impl States {
             Algorithm::AdamW(config) if !config.amsgrad => return Ok(()),
             Algorithm::Adam(config) if !config.amsgrad => return Ok(()),
             Algorithm::AdamW(_) | Algorithm::Adam(_) => {
-                "has few bits, but the maximum of `amsgrad` could only grow by their rounding"
+                "must be `States::F32` with `amsgrad`: the maximum of dithered \
+                                                         second moments could only grow"
                     .to_owned()
             }
             other => {
-                format!("has few bits for Adam and AdamW only, but {} was asked for", other.name())
+                let name = other.name();
+                format!(
+                    "must be `States::F32` for {name}: only Adam and AdamW have low-bit moments"
+                )
             }
         };
-        Err(Error::InvalidArgument { name: "states", problem: problem + ": use `States::F32`" })
+        Err(Error::InvalidArgument { name: "states", problem })
     }
 
     /// How the moments of a parameter are kept.
@@ -101,7 +107,10 @@ impl States {
             Master::None => parameter.kind() == Kind::Float,
             Master::Stochastic { .. } => false,
         };
-        (self != Self::F32 && !fits()).then_some(ParameterProblem::NoLowBitStates)
+        // A frozen parameter has none; a step that finds it trained asks again.
+        let is_used = self.of(parameter) != KeptAs::Plain && parameter.requires_grad();
+        let is_refused = is_used && (parameter.device() == Device::Mps || !fits());
+        is_refused.then_some(ParameterProblem::NoLowBitStates)
     }
 }
 
@@ -138,8 +147,7 @@ pub(crate) fn exponents_shape(count: usize) -> Vec<i64> {
     vec![count.div_ceil(BLOCK) as i64]
 }
 
-/// What an optimizer keeps for the parameters that it has stepped: a report for people, by
-/// [`Optimizer::state_report`].
+/// The memory of an optimizer's state, by [`Optimizer::state_report`]; `Display` prints it as one line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StateReport {
@@ -149,10 +157,11 @@ pub struct StateReport {
     pub moment_bytes: u64,
     /// The bytes of the master weights or their remainders.
     pub master_bytes: u64,
-    /// The elements whose moments are in eight bits.
+    /// The elements whose moments are in 8 bits.
     pub in_eight_bits: u64,
-    /// Those of them whose second moment is at the bottom of the window of their block, 2^-31 of its largest one, or
-    /// below: their updates may be too small.
+    /// Those of them whose second moment is stored as the lowest value of their block's window, about 2^-31 of the
+    /// block's largest. If the exact one is smaller, the updates are too small. Elements that never had a gradient, such
+    /// as unused rows of an embedding, are counted, too, and lose nothing.
     pub below_window: u64,
 }
 
@@ -162,23 +171,27 @@ impl fmt::Display for StateReport {
         let each = |bytes: u64| bytes as f64 / elements.max(1) as f64;
         write!(
             f,
-            "moments of {elements} parameters: {moment_bytes} bytes, {:.2} for each; master weights: {master_bytes} \
-             bytes, {:.2} for each",
+            "{elements} elements: moments {moment_bytes} bytes, {:.2} each; master weights {master_bytes} bytes, {:.2} \
+             each",
             each(moment_bytes),
             each(master_bytes)
         )?;
         if in_eight_bits > 0 {
             let share = 100.0 * below_window as f64 / in_eight_bits as f64;
-            write!(f, "; {share:.3} % of the second moments in eight bits are below their window")?;
+            write!(
+                f,
+                "; {share:.3} % of the 8-bit second moments are at the bottom of their window"
+            )?;
         }
         Ok(())
     }
 }
 
 impl Optimizer {
-    /// Returns how many bytes the state takes, and how many second moments in eight bits are too small for their code.
-    /// With the state divided among ranks, it is that of this rank. Synchronizes with the devices of moments in eight
-    /// bits. PyTorch has no counterpart.
+    /// Reports how many bytes the optimizer's state takes, and how many 8-bit second moments are at the bottom of their
+    /// block's window. Parameters that were not stepped yet are not counted, nor are step counts. If the state is divided
+    /// among ranks, the report is of this rank. Synchronizes once for each parameter with 8-bit moments. PyTorch has no
+    /// counterpart.
     ///
     /// # Errors
     ///
@@ -227,8 +240,6 @@ impl Optimizer {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-    use tch::Device;
-
     use super::*;
     use crate::optim::{Adam, AdamW, AmpOptimizer as _, Step};
 
@@ -247,19 +258,26 @@ mod tests {
         states: States,
         other: bool,
     ) -> Vec<Tensor> {
-        // More than fit into the scratch memory at once, in f32.
-        let rows = if kind == Kind::Float { 353 } else { 5 };
+        // More than fit into the scratch memory at once.
+        let rows =
+            if masters != MasterWeights::Float && states == States::EightBit { 353 } else { 5 };
         let start = [random(&[4101], 1.0), random(&[70, 65], 2.0), random(&[90, 33, rows], 3.0)];
         let [first, second, third] = start.map(|tensor| tensor.to_kind(kind));
         let leaves =
             [first, second.tr().contiguous().tr(), third].map(|t| t.set_requires_grad(true));
         let builder = algorithm.master_weights(masters).states(states);
         let mut opt = builder.build(&leaves, 0.01).unwrap();
+        assert_eq!(opt.assign_group(1, &["1"]).unwrap(), 1);
+        opt.set_lr_group(1, 0.003).unwrap();
+        opt.set_momentum_group(1, 0.7).unwrap();
         ffi::testing_as_other_device(other);
         let number = |value: f64| Tensor::from(value as f32);
         for step in 0..6 {
             opt.zero_grad().unwrap();
-            for (index, leaf) in leaves.iter().enumerate() {
+            // A parameter without a gradient in some steps has another count of them.
+            for (index, leaf) in
+                leaves.iter().enumerate().filter(|(index, _)| *index != 2 || step > 1)
+            {
                 let gradient: Tensor =
                     random(&leaf.size(), f64::from(10 * step) + index as f64) * 300.0;
                 (leaf * gradient.to_kind(kind)).sum(kind).backward();

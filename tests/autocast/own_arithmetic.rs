@@ -509,7 +509,7 @@ const JOBS: &[Job] = &[
         },
     },
     Job {
-        name: "moments of few bits",
+        name: "low-bit moments",
         entries: &["tamp_optim_step", "tamp_codes_decode", "tamp_codes_encode"],
         run: |device, within, results| {
             for states in [States::EightBit, States::BFloat16] {

@@ -1,4 +1,4 @@
-//! Moments of few bits in files: the bytes for this crate, f32 for Python.
+//! Low-bit moments in files: the bytes for this crate, f32 for Python.
 
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -77,22 +77,22 @@ fn a_resumed_run_has_the_bits_of_one_that_was_not_interrupted() {
     let path = folder.file("run.safetensors");
     for states in MODES {
         for kind in [Kind::Float, Kind::BFloat16] {
-            let mut calm = Run::new(states, kind);
-            calm.train(0..20);
+            let mut uninterrupted = Run::new(states, kind);
+            uninterrupted.train(0..20);
             let mut first = Run::new(states, kind);
             first.train(0..11);
             first.save(&path);
             let mut resumed = Run::new(states, kind);
             resumed.load(&path);
             resumed.train(11..20);
-            assert!(resumed.bits() == calm.bits(), "{states:?} {kind:?}");
+            assert!(resumed.bits() == uninterrupted.bits(), "{states:?} {kind:?}");
         }
     }
 }
 
 /// Python's 60 steps, 5 here and another one in Python.
 #[test]
-fn python_gives_and_takes_f32_moments() {
+fn python_and_this_crate_exchange_f32_moments() {
     let Some(python) = Oracle::find("low_bit.py") else { return };
     let folder = Folder::new();
     let [from, to, back] = ["from.pt", "to.pt", "back.pt"].map(|name| folder.file(name));

@@ -307,7 +307,7 @@ fn ranks_whose_parameters_have_come_to_differ_take_no_step() {
     }
 }
 
-/// Parameters that are large enough for moments of few bits, one with a last block of 5 elements.
+/// Parameters that are large enough for low-bit moments, one with a last block of 5 elements.
 #[test]
 fn moments_of_few_bits_are_divided_and_gathered() {
     let train = |opt: &mut Optimizer, weights: &[Tensor], steps: std::ops::Range<i64>| {

@@ -1,7 +1,7 @@
 """Exchanges states of AdamW with tests/checkpoint/low_bit.rs.
 
 save FILE: takes 60 steps and writes the model and the state.
-resume FILE OUT: loads what this crate has written from moments in eight bits, checks that it is what torch.optim saves,
+resume FILE OUT: loads what this crate has written from 8-bit moments, checks that it is what torch.optim saves,
 takes a step, and writes its state to OUT.
 """
 

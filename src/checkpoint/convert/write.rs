@@ -199,7 +199,7 @@ impl<'a> Layout<'a> {
         ])
     }
 
-    /// Converts the state of a parameter. Moments of few bits become f32, which PyTorch knows.
+    /// Converts the state of a parameter. Low-bit moments become f32, which PyTorch knows.
     fn states(&mut self, entries: &'a BTreeMap<String, Box<Entry>>) -> Vec<(Value, Value)> {
         let counted_exactly = entries.get(STEP).is_some_and(|step| Kind::Int64 == step.kind);
         let codes =

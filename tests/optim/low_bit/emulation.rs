@@ -1,4 +1,4 @@
-//! Moments of few bits in plain loops: the definition of the guide's page, written a second time.
+//! Low-bit moments in plain loops: the definition of the guide's page, written a second time.
 
 use tch_amp::optim::{AdamW, States};
 
@@ -43,7 +43,7 @@ pub fn largest_code((beta1, beta2): (f64, f64)) -> u32 {
 
 /// The numbers that codes stand for, exp_avg and exp_avg_sq.
 pub fn decoded(exp_avg: i8, exp_avg_sq: u8, exponent: u8) -> (f32, f32) {
-    let bits = if exponent == 223 {
+    let bits = if exponent >= 223 {
         f32::NAN.to_bits()
     } else {
         (u32::from(exp_avg_sq) << 20) + ((u32::from(exponent) + 1) << 23)

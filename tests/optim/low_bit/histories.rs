@@ -1,4 +1,4 @@
-//! Moments in eight bits follow the exact ones on hostile histories of gradients, which published codes do not.
+//! 8-bit moments follow the exact ones on hostile histories of gradients, which published codes do not.
 //!
 //! The reference is the optimizer itself with f32 moments, which `optim_programs/` compares with PyTorch. The histories
 //! run in a process of their own, so that its random numbers are the same in each run.
@@ -35,9 +35,9 @@ const HISTORIES: [(&str, f64, f64); 18] = [
     ("tiny, 1e-13", 1.0, 1e-13),
 ];
 
-/// Beyond the window of eight bits, by the spread of a block: their updates are too small at times.
+/// Beyond the window of 8 bits, by the spread of a block: their updates are too small at times.
 const BEYOND: [&str; 2] = ["steady, spread 3", "giant spikes"];
-/// Those whose extreme numbers are, too.
+/// Histories of which only the extreme elements leave the window.
 const EXTREME: [&str; 2] = ["an outlier of 1e4 in each block", "walks"];
 
 fn row(name: &str) -> i64 {
@@ -130,7 +130,7 @@ impl Gradients {
     }
 }
 
-/// An optimizer whose update is what it makes of a parameter of zeros.
+/// Measures updates: zeroes the parameter, takes a step, and reads the parameter.
 struct Updates {
     parameter: Tensor,
     optimizer: Optimizer,
@@ -139,7 +139,7 @@ struct Updates {
 impl Updates {
     fn new(states: States, count: i64) -> Self {
         let parameter = Tensor::zeros([count], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-        // A term that hides nothing.
+        // `eps` is too small to hide an error.
         let adamw = AdamW { eps: 1e-16, weight_decay: 0.0, ..AdamW::default() };
         let optimizer = build(adamw.into(), states, &parameter, 1.0);
         parameter.sum(Kind::Float).backward();
@@ -308,7 +308,7 @@ fn updates_follow_those_of_exact_moments() {
 
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "faults are planted in debug builds")]
-fn rounding_to_nearest_is_noticed() {
+fn rounding_to_nearest_fails_the_histories() {
     for program in PROGRAMS {
         let test = format!("low_bit::histories::{program}");
         assert!(!passes(&test, ("TCH_AMP_PLANTED_FAULT", "nearest")), "{program}");
