@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::args::Args;
 use crate::libtorch::Libtorch;
 use crate::workspace::{self, Workspace};
-use crate::{process, simulation};
+use crate::{compiled, process};
 
 const RUN: &str = include_str!("run.py");
 
@@ -80,7 +80,7 @@ fn pack(bundle: &Path) -> Result<()> {
 /// Compiles `tests/real_cuda` with the headers of CUDA that the wheels of PyTorch bring.
 fn compile_preloads(libtorch: &Libtorch, folder: &Path) -> Result<()> {
     fs::create_dir_all(folder)?;
-    let site = libtorch.root.parent().unwrap_or(&libtorch.root);
+    let site = libtorch.site();
     let cuda = site.join("nvidia/cu13");
     // The wheel of CUDA's runtime has no crt/, but Triton's has.
     let headers = [
@@ -89,7 +89,7 @@ fn compile_preloads(libtorch: &Libtorch, folder: &Path) -> Result<()> {
         site.join("triton/backends/nvidia/include"),
     ];
     for name in PRELOADS {
-        let mut compiler = simulation::cxx();
+        let mut compiler = compiled::cxx();
         compiler.args(["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-shared"]);
         for headers in &headers {
             compiler.arg("-isystem").arg(headers);

@@ -1,7 +1,7 @@
 //! Finds libtorch: the one that the user has set, or the one in the environment in the cache folder.
 
 use std::env;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Result, anyhow, bail, ensure};
@@ -95,6 +95,11 @@ impl Libtorch {
     pub(crate) fn lib(&self) -> PathBuf {
         let moved = env::var_os("LIBTORCH_LIB").filter(|_| self.rule == Rule::Libtorch);
         moved.map_or_else(|| self.root.clone(), PathBuf::from).join("lib")
+    }
+
+    /// The folder of Python's packages, if this libtorch is that of one.
+    pub(crate) fn site(&self) -> &Path {
+        self.root.parent().unwrap_or(&self.root)
     }
 
     /// Whether this libtorch was built with CUDA.

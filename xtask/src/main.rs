@@ -12,6 +12,7 @@ mod bench;
 mod build_time;
 mod bundle;
 mod cache;
+mod compiled;
 mod cpu;
 mod demo;
 mod doctor;
