@@ -24,6 +24,15 @@ impl Args {
         found.map(|at| self.0.remove(at)).is_some()
     }
 
+    /// Removes `name` if it comes first, and returns whether it did: later words belong to another program.
+    pub(crate) fn leading_flag(&mut self, name: &str) -> bool {
+        let leads = self.0.first().is_some_and(|word| word == name);
+        if leads {
+            self.0.remove(0);
+        }
+        leads
+    }
+
     /// Parses `--tch V` or `--tch=V`.
     pub(crate) fn tch(&mut self) -> Result<Option<Pair>> {
         let Some(at) = self.own().iter().position(|word| word.starts_with("--tch")) else {
@@ -106,6 +115,12 @@ mod tests {
         let mut theirs = args("program --tch 0.24");
         assert_eq!(theirs.leading_tch().unwrap(), None);
         assert_eq!(theirs.rest(), ["program", "--tch", "0.24"]);
+    }
+
+    #[test]
+    fn a_flag_that_follows_the_program_is_the_programs() {
+        assert!(args("--values program").leading_flag("--values"));
+        assert!(!args("program --values").leading_flag("--values"));
     }
 
     #[test]

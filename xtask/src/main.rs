@@ -23,6 +23,7 @@ mod libtorch;
 mod links;
 mod minimal;
 mod msrv;
+mod null_cuda;
 mod on_simulation;
 mod oracle;
 mod package;
@@ -51,6 +52,8 @@ usage: cargo xtask <command>
   test [--tch V | --all-versions]    format, lints, documentation, package, minimum Rust version, then every
                                      test on the CPU and on simulated GPUs
   simulate [--tch V] command…        runs any program on two simulated GPUs and prints what it cost them
+  null-cuda [--values] command…      runs any program on the real libtorch_cuda without a GPU and prints what its
+                                     host code did; with the numbers of the CPU's kernels, or none
   sanitize [args…]                   runs tests with the C++ under address and undefined-behaviour
                                      sanitizers, after planted faults were found; args are those of cargo test
   bench [--tch V] [filter...]        times this crate beside Python and plain tch, on one core; all benchmarks or
@@ -99,6 +102,7 @@ fn dispatch() -> Result<ExitCode> {
         "test" => test::run(args)?,
         "sanitize" => sanitize::run(args)?,
         "simulate" => return simulate::run(args),
+        "null-cuda" => return null_cuda::run(args),
         "bench" => bench::run(args)?,
         "build-time" => build_time::run(args)?,
         "doctor" => return doctor::run(args),

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use crate::args::Args;
 use crate::process;
 use crate::venv::Venv;
-use crate::{links, pictures, simulation, workspace};
+use crate::{links, null_cuda, pictures, simulation, workspace};
 
 /// The format depends on the release of clang-format, so one release is fixed.
 const CLANG_FORMAT: &str = "20.1.8";
@@ -53,7 +53,7 @@ fn rustfmt(arguments: &[&str]) -> Result<()> {
 }
 
 fn clang_format(arguments: &[&str]) -> Result<()> {
-    let files = cxx_files(&["csrc", simulation::SOURCES, "tests/real_cuda"])?;
+    let files = cxx_files(&["csrc", simulation::SOURCES, null_cuda::SOURCES, "tests/real_cuda"])?;
     if files.is_empty() {
         return Ok(());
     }

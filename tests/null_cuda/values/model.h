@@ -1,0 +1,27 @@
+// What operators cost, beside what the simulated GPUs say that they cost.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <cstdint>
+#include <string>
+
+namespace null_cuda {
+
+struct Costs {
+  int64_t launches, waits;
+};
+
+// Compares one call: what the simulation expects of it before, and what the thread has done after.
+class Comparison {
+ public:
+  Comparison(const c10::OperatorHandle &op, torch::jit::Stack &stack, const std::string &name);
+  void end() const;
+
+ private:
+  const std::string &name_;
+  Costs expected_, before_;
+};
+
+}  // namespace null_cuda
