@@ -8,7 +8,7 @@ use tch_amp::precision::{MatmulPrecision, MatmulSpeeds, ReducedPrecisionReductio
 use tch_amp::precision::{advice_for_model, bf16_is_native};
 use tch_amp::{Error, autocast};
 
-use common::simulation::Simulation;
+use common::simulation::is_model;
 use common::{for_each_device, gpus};
 
 #[test]
@@ -54,7 +54,7 @@ fn layers_that_tensor_cores_compute_less_efficiently_are_named() {
 #[test]
 fn a_device_says_whether_it_computes_in_bf16() {
     for device in gpus() {
-        if Simulation::find().is_some() {
+        if is_model() {
             assert_eq!(bf16_is_native(device).unwrap(), device == Device::Cuda(0));
         }
         bf16_is_native(device).unwrap();

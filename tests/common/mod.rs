@@ -60,14 +60,12 @@ pub fn gpus() -> Vec<Device> {
     vec![Device::Cuda(0), Device::Cuda(1)]
 }
 
-/// The simulated CUDA devices. On a real GPU, whose kernels round differently, the list is empty and the reason is
-/// printed.
-///
-/// The simulation computes with the kernels of the CPU, so its results can be compared bit by bit with what Python
-/// computes on the CPU.
+/// The CUDA devices whose results are those of the CPU's kernels: simulated ones, and those of null CUDA. They can be
+/// compared bit by bit with what Python computes on the CPU. On a real GPU, whose kernels round differently, the list
+/// is empty and the reason is printed.
 pub fn gpus_that_round_as_the_cpu() -> Vec<Device> {
     let gpus = gpus();
-    if gpus.is_empty() || simulation::is_simulated() {
+    if gpus.is_empty() || simulation::rounds_as_the_cpu() {
         return gpus;
     }
     skipped("the bits of a GPU's kernels are not those of the CPU's");

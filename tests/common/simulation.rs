@@ -1,4 +1,5 @@
-//! The counters of the simulated GPUs of `tests/simulated_cuda/`, and the failures that can be planted in them.
+//! What `Device::Cuda` is in this process, its counters, and the failures that can be planted: on the simulated GPUs of
+//! `tests/simulated_cuda/`, on `tests/null_cuda/`, and in part on real GPUs.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -38,15 +39,53 @@ unsafe extern "C" {
     fn dlsym(handle: *mut c_void, symbol: *const c_char) -> *mut c_void;
 }
 
-/// The address of a function of the simulation; null if the real libtorch_cuda, or none, is loaded.
+/// The address of a function of `simulated_cuda.h`; null if nothing is counted.
 fn symbol(name: &CStr) -> *mut c_void {
     // SAFETY: the name ends with a NUL, and a null handle, RTLD_DEFAULT, searches all loaded libraries.
     unsafe { dlsym(std::ptr::null_mut(), name.as_ptr()) }
 }
 
-/// Whether `Device::Cuda` is simulated in this process.
-pub fn is_simulated() -> bool {
-    cfg!(target_os = "linux") && !symbol(c"simulated_cuda_counter").is_null()
+/// What `Device::Cuda` is in this process, as `simulated_cuda.h` numbers it; `None` if its devices are not counted.
+fn kind() -> Option<i32> {
+    if !cfg!(target_os = "linux") {
+        return None;
+    }
+    let kind = symbol(c"simulated_cuda_kind");
+    if kind.is_null() {
+        return None;
+    }
+    // SAFETY: the symbol is that of tests/simulated_cuda/simulated_cuda.h, which declares it with this type.
+    let kind = unsafe { std::mem::transmute::<*mut c_void, extern "C" fn() -> i32>(kind) };
+    Some(kind())
+}
+
+const MODEL: i32 = 0;
+const REAL_HOST_CODE: i32 = 1;
+
+/// Whether launches, synchronizations and memory are counted: on simulated GPUs, on null CUDA, and on a real GPU with
+/// `tests/real_cuda/`.
+pub fn is_counted() -> bool {
+    kind().is_some()
+}
+
+/// Whether the results on a GPU are the bits of the CPU's kernels: on simulated GPUs and on null CUDA.
+pub fn rounds_as_the_cpu() -> bool {
+    matches!(kind(), Some(MODEL | REAL_HOST_CODE))
+}
+
+/// Whether work goes on after its launch has returned: on real GPUs.
+pub fn takes_time() -> bool {
+    !rounds_as_the_cpu()
+}
+
+/// Whether a model takes the place of libtorch_cuda's host code, as on simulated GPUs.
+pub fn is_model() -> bool {
+    kind() == Some(MODEL)
+}
+
+/// Whether the host code is libtorch's own, and its libraries, such as cuDNN, are stand-ins or missing: on null CUDA.
+pub fn lacks_libraries() -> bool {
+    kind() == Some(REAL_HOST_CODE)
 }
 
 /// Synchronizes with the device if copies arrive only then. To be called before a loop that polls for an answer.
@@ -61,7 +100,7 @@ impl Simulation {
     /// The simulated GPUs, for the calling test alone. If there are none, returns `None` and prints the reason.
     pub fn find() -> Option<Self> {
         static ALONE: Mutex<()> = Mutex::new(());
-        if !is_simulated() {
+        if !is_counted() {
             let required = super::is_set("TCH_AMP_REQUIRE_SIMULATION");
             assert!(
                 !required,

@@ -10,7 +10,7 @@ use tch_amp::scaler::{GradScalerConfig, StepCounter};
 
 use super::processes::{free_port, spawn};
 use super::ranks;
-use crate::common::simulation::is_simulated;
+use crate::common::simulation::is_model;
 use crate::common::{gpus, to_f64};
 
 const TASK: &str = "nccl";
@@ -62,7 +62,7 @@ fn rank(number: &str, port: &str) -> Child {
 
 #[test]
 fn two_ranks_skip_and_step_over_nccl_as_over_gloo() {
-    if gpus().is_empty() || is_simulated() {
+    if gpus().is_empty() || is_model() {
         return;
     }
     let port = free_port();

@@ -6,7 +6,7 @@ use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon,
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
-use crate::common::simulation::is_simulated;
+use crate::common::simulation::{is_model, rounds_as_the_cpu};
 use crate::common::tensors::leaf;
 use crate::{algorithms, build, set_grad, to_f64};
 
@@ -327,7 +327,7 @@ fn a_step_is_a_change_in_place_that_autograd_detects(
 ) {
     for_each_device(|device| {
         // The copy of a list on the simulated GPUs does not increment versions, and rounds masters to the parameters.
-        if device != Device::Cpu && masters != MasterWeights::None && is_simulated() {
+        if device != Device::Cpu && masters != MasterWeights::None && is_model() {
             return;
         }
         for algorithm in algorithms() {
@@ -376,7 +376,7 @@ fn a_gradient_whose_square_is_infinite_changes_no_parameter(
                 let is_adam = matches!(algorithm, Algorithm::Adam(_) | Algorithm::AdamW(_));
                 // CUDA's kernels interpolate between the sum and the square, as those of PyTorch's optimizers do. The sum
                 // becomes NaN, and so does the parameter; with `amsgrad`, the largest sum stays zero.
-                if is_adam && device.is_cuda() && !is_simulated() {
+                if is_adam && device.is_cuda() && !rounds_as_the_cpu() {
                     assert!(
                         to_f64(&w).iter().all(|w| w.is_nan() || w.abs() > 1e8),
                         "{algorithm:?}"

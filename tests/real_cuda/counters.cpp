@@ -88,6 +88,8 @@ void each_device(F f) {
 
 }  // namespace
 
+extern "C" int32_t simulated_cuda_kind() { return SIMULATED_CUDA_REAL_GPU; }
+
 extern "C" int64_t simulated_cuda_counter(int32_t, int32_t counter) {
   if (counter == SIMULATED_CUDA_LAUNCHES) return launches;
   if (counter == SIMULATED_CUDA_HOST_SYNCS) return host_syncs;

@@ -89,6 +89,8 @@ void reset_usage_peak(c10::DeviceIndex device) { of(device).usage_peak = usage(d
 
 extern "C" {
 
+int32_t simulated_cuda_kind(void) { return SIMULATED_CUDA_MODEL; }
+
 int64_t simulated_cuda_counter(int32_t device, int32_t counter) {
   using namespace simulated;
   if (device >= 0) return of(static_cast<c10::DeviceIndex>(device)).numbers.at(static_cast<size_t>(counter));

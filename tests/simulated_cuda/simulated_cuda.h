@@ -1,4 +1,4 @@
-// What a test asks of the simulated devices. Found with dlsym: a program that runs on real ones has none of it.
+// What a test asks of devices that are counted. Found with dlsym: a program that runs on plain real ones has none of it.
 #pragma once
 
 #include <stdint.h>
@@ -14,6 +14,14 @@ enum {
   SIMULATED_CUDA_BYTES = 3,        // held now
   SIMULATED_CUDA_PEAK_BYTES = 4,   // held at once
 };
+
+// What the devices are, and with them what their counters and their results mean.
+enum {
+  SIMULATED_CUDA_MODEL = 0,           // the library in this folder, which models what PyTorch's host code costs
+  SIMULATED_CUDA_REAL_HOST_CODE = 1,  // null_cuda: PyTorch's own host code. Numbers are the CPU's in both
+  SIMULATED_CUDA_REAL_GPU = 2,        // real_cuda
+};
+int32_t simulated_cuda_kind(void);
 
 // One of these numbers since the start or the last reset, of one device; -1 adds up all of them.
 int64_t simulated_cuda_counter(int32_t device, int32_t counter);

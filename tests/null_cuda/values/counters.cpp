@@ -29,6 +29,10 @@ int64_t of_device(c10::DeviceIndex device, int32_t counter) {
 
 }  // namespace
 
+extern "C" __attribute__((visibility("default"))) int32_t simulated_cuda_kind(void) {
+  return SIMULATED_CUDA_REAL_HOST_CODE;
+}
+
 extern "C" __attribute__((visibility("default"))) int64_t simulated_cuda_counter(int32_t device, int32_t counter) {
   if (!null_cuda::has_allocator()) return 0;
   if (device >= 0) return of_device(static_cast<c10::DeviceIndex>(device), counter);

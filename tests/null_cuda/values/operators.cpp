@@ -10,6 +10,8 @@
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/jit/codegen/fuser/interface.h>
+#include <torch/csrc/jit/passes/tensorexpr_fuser.h>
 #include <torch/library.h>
 
 #include <memory>
@@ -171,6 +173,24 @@ void replace_sparse_kernels() {
   }
 }
 
+// The real cuDNN cannot be initialized. Convolutions and recurrent layers then take libtorch's own kernels. tch has
+// cuDNN order the weights of recurrent layers, for which these kernels do not ask: there is nothing to do.
+Tensor keep_weights(at::TensorList, int64_t, c10::SymInt, int64_t, c10::SymInt, c10::SymInt, int64_t, bool, bool) {
+  return Tensor();
+}
+
+void leave_cudnn_out() {
+  at::globalContext().setUserEnabledCuDNN(false);
+  auto *library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__, __LINE__);
+  library->impl("_cudnn_rnn_flatten_weight", &keep_weights);
+}
+
+// TorchScript would compile kernels of several operators, which have no twin on the CPU.
+void leave_fusion_out() {
+  torch::jit::overrideCanFuseOnGPU(false);
+  torch::jit::setTensorExprFuserEnabled(false);
+}
+
 // This library is linked with libtorch_cuda, which has registered its kernels by now.
 const bool is_registered = [] {
   Quiet quiet;
@@ -178,8 +198,8 @@ const bool is_registered = [] {
   replace_dense_kernels();
   replace_sparse_kernels();
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_composition);
-  // The real cuDNN cannot be initialized. Convolutions then take libtorch's own kernels.
-  at::globalContext().setUserEnabledCuDNN(false);
+  leave_cudnn_out();
+  leave_fusion_out();
   return true;
 }();
 
@@ -217,7 +237,8 @@ bool makes_no_numbers(const std::string &name) {
                                      "_to_dense",
                                      "_cudnn_init_dropout_state",
                                      "_use_cudnn_ctc_loss",
-                                     "_use_cudnn_rnn_flatten_weight"});
+                                     "_use_cudnn_rnn_flatten_weight",
+                                     "_cudnn_rnn_flatten_weight"});
 }
 
 bool depends_on_values(const std::string &name) {
