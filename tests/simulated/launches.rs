@@ -1,4 +1,4 @@
-//! How many kernels the scaler launches: as many for a large model as for a small one.
+//! How many kernels the scaler launches: as many for 40 parameters as for 4, and few more for 400.
 
 use tch::{Kind, Tensor};
 use tch_amp::GradScaler;
@@ -80,16 +80,23 @@ fn launches(simulation: &Simulation, count: usize, kinds: &[Kind], two: bool, pa
     simulation.count(|| part.2(&mut training)).1.launches
 }
 
+/// The most launches that 400 parameters of one dtype on one device take beyond those for 4. The arguments of a kernel
+/// have room for 128 of the norms that are put together, of all dtypes, and for 252 parameters with AdamW's four lists.
+const MORE_FOR_400: i64 = 5;
+
 #[test]
-fn launches_do_not_grow_with_the_number_of_parameters() {
+fn launches_grow_with_the_number_of_parameters_only_by_full_lists() {
     let Some(simulation) = Simulation::find() else { return };
     let mut grown = Vec::new();
     for kinds in [&[Kind::Float][..], &[Kind::BFloat16], &[Kind::Float, Kind::BFloat16]] {
         for two in [false, true] {
+            let lists = kinds.len() as i64 * if two { 2 } else { 1 };
             for part in &PARTS {
-                let counts = [4, 40, 400].map(|n| launches(&simulation, n, kinds, two, part));
-                if counts[0] == 0 || counts != [counts[0]; 3] {
-                    grown.push(format!("{kinds:?} two {two} {}: {counts:?}", part.0));
+                let [few, some, many] =
+                    [4, 40, 400].map(|n| launches(&simulation, n, kinds, two, part));
+                let is_bounded = few == some && (few..=few + lists * MORE_FOR_400).contains(&many);
+                if few == 0 || !is_bounded {
+                    grown.push(format!("{kinds:?} two {two} {}: {few}, {some}, {many}", part.0));
                 }
             }
         }

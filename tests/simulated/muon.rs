@@ -6,8 +6,9 @@ use tch_amp::optim::{AdjustLr, AmpOptimizer, MasterWeights, Muon, Step};
 use crate::common::simulation::Simulation;
 use crate::training::{GPUS, MODES, Training};
 
-/// The most launches for each matrix on simulated GPUs, as the documentation of `MasterWeights` states them.
-const FOR_EACH_MATRIX: i64 = 26;
+/// The launches for each matrix, as the documentation of `MasterWeights` states them for an H100. Parameters in bf16
+/// without master weights take one more.
+const FOR_EACH_MATRIX: i64 = 35;
 
 fn matrices(mode: (Kind, MasterWeights), count: usize) -> Training {
     let mut training =
@@ -37,7 +38,8 @@ fn a_step_launches_as_documented_for_each_matrix_and_does_not_synchronize() {
         let each = launches[1] - launches[0];
         println!("{mode:?}: {each} for each matrix, {} for all", launches[0] - each);
         assert_eq!(launches[2] - launches[0], 10 * each, "{mode:?}: {launches:?}");
-        assert!(each <= FOR_EACH_MATRIX, "{mode:?}: {launches:?}");
+        let most = FOR_EACH_MATRIX + i64::from(mode == (Kind::BFloat16, MasterWeights::None));
+        assert!(each <= most, "{mode:?}: {launches:?}");
     }
 }
 

@@ -40,6 +40,8 @@ fn scaled_step(training: &mut Training) {
     training.opt.update(&step).unwrap();
 }
 
+/// A kernel that takes five lists has room for 210 parameters in its arguments, and others for more: each operator on
+/// 400 launches at most two.
 #[test]
 fn a_step_launches_as_often_for_many_small_parameters_as_for_few() {
     let Some(simulation) = Simulation::find() else { return };
@@ -56,9 +58,11 @@ fn a_step_launches_as_often_for_many_small_parameters_as_for_few() {
                 (plain.launches, scaled.launches)
             });
             let context = format!("{algorithm:?} {mode:?}: {launches:?}");
-            assert!(launches.iter().all(|&count| count == launches[0]), "{context}");
+            let [few, some, many] = launches;
+            assert_eq!(few, some, "{context}");
+            assert!(many.0 <= 2 * few.0 && many.1 <= 2 * few.1, "{context}");
             let documented = documented_launches(algorithm, mode).0;
-            assert!(launches[0].0.max(launches[0].1) <= documented, "{context}");
+            assert!(few.0.max(few.1) <= documented, "{context}");
         }
     }
 }

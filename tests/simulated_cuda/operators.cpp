@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "arrivals.h"
+#include "costs.h"
 #include "counters.h"
 #include "devices.h"
 #include "mirror.h"
@@ -201,6 +202,7 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet, torch::jit::Stack *
     arrive_all();
   }
   end_lazy_copies(call);
+  change_versions(call);
   Mirror mirror;
   arguments_to_host(call, mirror, device);
   {

@@ -1,7 +1,6 @@
 #include "semantics.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/native/ForeachUtils.h>
 #include <ATen/ops/linalg_vector_norm.h>
 
 #include <algorithm>
@@ -9,56 +8,16 @@
 #include <utility>
 
 #include "cells.h"
+#include "costs.h"
 
 namespace simulated {
 namespace {
 
 using at::Tensor;
-using Lists = std::vector<std::vector<Tensor>>;
 
 bool starts_with(const std::string &name, const char *prefix) { return name.compare(0, strlen(prefix), prefix) == 0; }
 
 bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
-
-// The arguments that are lists of tensors and not empty.
-Lists lists_of(const Call &call, const char *without = "") {
-  Lists out;
-  for (size_t i = call.first; i < call.stack.size(); ++i) {
-    if (!call.stack[i].isTensorList() || call.schema.arguments()[i - call.first].name() == without) continue;
-    std::vector<Tensor> list = call.stack[i].toTensorVector();
-    if (!list.empty()) out.push_back(std::move(list));
-  }
-  return out;
-}
-
-bool are_alike(const Lists &lists, bool skip_dtypes_across = false) {
-  const std::vector<at::TensorList> views(lists.begin(), lists.end());
-  return at::native::_check_tensors_share_device_and_dtype(views, skip_dtypes_across) &&
-         at::native::_check_tensors_share_sizes_and_strides(views);
-}
-
-// libtorch's rules for one launch over a list (can_use_fast_route, and what its callers add).
-bool share_a_launch(const Call &call, const Lists &lists) {
-  for (const auto &list : lists) {
-    if (list.size() != lists.front().size()) return false;
-  }
-  if (is_one_of(call.name, {"_foreach_copy_"})) return are_alike(lists, /*skip_dtypes_across=*/true);
-  for (size_t i = call.first; i < call.stack.size(); ++i) {
-    if (!call.stack[i].isTensor() || !call.stack[i].toTensor().defined()) continue;
-    const Tensor &number = call.stack[i].toTensor();
-    if (number.is_cuda() && number.scalar_type() != lists.front().front().scalar_type()) return false;
-  }
-  return are_alike(lists);
-}
-
-// The AMP kernel takes the tensors that are like the first in one launch and the others one by one.
-int64_t unscale_launches(const std::vector<Tensor> &gradients) {
-  const auto is_plain = [&](const Tensor &t) {
-    return t.scalar_type() == gradients.front().scalar_type() && t.is_non_overlapping_and_dense();
-  };
-  const auto plain = std::count_if(gradients.begin(), gradients.end(), is_plain);
-  return static_cast<int64_t>(gradients.size()) - plain + (plain > 0 ? 1 : 0);
-}
 
 // The squares are added up in f32 as on CUDA, where they overflow in f32; the CPU's own norm adds one after the other
 // and is coarse for many numbers.
@@ -120,52 +79,15 @@ bool is_one_of(const std::string &name, std::initializer_list<const char *> oper
   });
 }
 
-bool waits(const Call &call) {
-  // These read their value on the host.
-  if (is_one_of(call.name, {"masked_fill_.Tensor", "index_fill_.int_Tensor"})) {
-    return call.stack.back().toTensor().is_cuda();
+void change_versions(const Call &call) {
+  const bool is_in_place = starts_with(call.name, "_foreach_") && call.schema.returns().empty();
+  if (!is_in_place) return;
+  // PyTorch 2.13 forgets these where it has one launch for all of their tensors.
+  const bool forgets = is_one_of(call.name, {"_foreach_zero_"}) || call.name == "_foreach_lerp_.Scalar";
+  if (forgets && share_a_launch(call)) return;
+  for (const Tensor &t : call.stack[call.first].toTensorVector()) {
+    if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
   }
-  return is_one_of(call.name, {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique",
-                               "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",
-                               "histc", "repeat_interleave", "_coalesce"});
-}
-
-int64_t launches(const Call &call) {
-  // Views and sizes: nothing runs on the device. A number that is read is a copy, which `waits` stands for.
-  if (is_one_of(call.name, {"view",
-                            "as_strided",
-                            "_reshape_alias",
-                            "unfold",
-                            "view_as_real",
-                            "view_as_complex",
-                            "resize_",
-                            "set_",
-                            "_indices",
-                            "_values",
-                            "indices",
-                            "values",
-                            "sparse_dim",
-                            "dense_dim",
-                            "is_coalesced",
-                            "_nnz",
-                            "_dimI",
-                            "_dimV",
-                            "alias",
-                            "crow_indices",
-                            "col_indices",
-                            "_fused_sdp_choice",
-                            "_local_scalar_dense"})) {
-    return 0;
-  }
-  if (is_one_of(call.name, {"_amp_foreach_non_finite_check_and_unscale_"})) {
-    return unscale_launches(call.stack[call.first].toTensorVector());
-  }
-  if (starts_with(call.name, "_foreach_")) {
-    const Lists lists = lists_of(call);
-    if (lists.empty() || share_a_launch(call, lists)) return 1;
-    return static_cast<int64_t>(lists.front().size());
-  }
-  return 1;
 }
 
 void check(const Call &call) {

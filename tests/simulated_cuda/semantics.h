@@ -1,4 +1,4 @@
-// Where CUDA's kernels do something else than those of the CPU: what they take, how they compute, what they cost.
+// Where CUDA's kernels do something else than those of the CPU: what they take, and how they compute.
 #pragma once
 
 #include <ATen/core/function_schema.h>
@@ -20,12 +20,8 @@ struct Call {
 // Whether `name`, which may have an overload, is one of the operators.
 bool is_one_of(const std::string &name, std::initializer_list<const char *> operators);
 
-// Whether PyTorch's kernel reads a number back to go on, for which the host waits.
-bool waits(const Call &call);
-
-// The kernels that PyTorch launches for a call on device tensors: none for views, one in general, and one for each
-// tensor of a list where the tensors are not alike enough to share one.
-int64_t launches(const Call &call);
+// Changes the versions of the tensors that an operator on lists writes to, as its host code does.
+void change_versions(const Call &call);
 
 // Refuses dtypes and layouts that PyTorch's kernel refuses.
 void check(const Call &call);

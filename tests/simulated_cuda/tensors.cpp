@@ -51,7 +51,7 @@ std::string describe(const Tensor &from, const Tensor &to) {
 }
 
 Tensor &copy_(Tensor &self, const Tensor &from, bool non_blocking) {
-  if (self.is_same(from)) return self;
+  if (self.is_same(from) || self.numel() == 0) return self;
   Mirror mirror;
   const Tensor target = self.is_cuda() ? mirror.host(self) : self;
   const Tensor source = from.is_cuda() ? mirror.host(from) : from;

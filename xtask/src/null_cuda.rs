@@ -98,7 +98,7 @@ const LIBRARIES: [Library; 6] = [
 
 /// The library of values takes the place of libtorch_cuda, which it loads under this name.
 const REAL: &str = "libtorch_cuda_real.so";
-const VALUES: [&str; 9] = [
+const VALUES: [&str; 10] = [
     "values/allocations.cpp",
     "values/computation.cpp",
     "values/counters.cpp",
@@ -107,6 +107,7 @@ const VALUES: [&str; 9] = [
     "values/operators.cpp",
     "values/views.cpp",
     "../simulated_cuda/cells.cpp",
+    "../simulated_cuda/costs.cpp",
     "../simulated_cuda/semantics.cpp",
 ];
 
@@ -136,7 +137,10 @@ pub(crate) struct NullCuda {
 
 /// `cargo xtask null-cuda`.
 pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
-    let numbers = if args.leading_flag("--values") { Numbers::Cpu } else { Numbers::None };
+    let mut with_values = args.leading_flag("--values");
+    let pair = args.leading_tch()?;
+    with_values |= args.leading_flag("--values");
+    let numbers = if with_values { Numbers::Cpu } else { Numbers::None };
     let mut words = args.rest().into_iter();
     let Some(program) = words.next() else {
         bail!(
@@ -144,7 +148,7 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
              `cargo xtask null-cuda --values cargo run --example train`"
         );
     };
-    let workspace = Workspace::new(None)?;
+    let workspace = Workspace::new(pair)?;
     let null_cuda = NullCuda::provide(&workspace)?;
     let mut command = workspace.command(&program);
     command.args(words);

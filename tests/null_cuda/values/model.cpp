@@ -1,13 +1,16 @@
 #include "model.h"
 
+#include <ATen/record_function.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <tuple>
 
 #include "../null_cuda.h"
-#include "semantics.h"
+#include "costs.h"
 
 namespace null_cuda {
 namespace {
@@ -18,15 +21,34 @@ Costs now() {
   return out;
 }
 
+// Dtypes and sizes of the tensors among the arguments.
+std::string describe(const torch::jit::Stack &stack, size_t first) {
+  std::ostringstream out;
+  const auto add = [&](const at::Tensor &t) {
+    if (t.defined()) out << t.scalar_type() << t.sizes() << (t.is_contiguous() ? " " : "* ");
+  };
+  for (size_t i = first; i < stack.size() && out.tellp() < 200; ++i) {
+    if (stack[i].isTensor()) add(stack[i].toTensor());
+    if (stack[i].isTensorList() && stack[i].toTensorVector().size() < 8) {
+      for (const at::Tensor &t : stack[i].toTensorVector()) add(t);
+    } else if (stack[i].isTensorList()) {
+      out << "list of " << stack[i].toTensorVector().size() << " ";
+    }
+  }
+  return out.str();
+}
+
 // How often an operator had real launches and waits beside expected ones. NULL_CUDA_MODEL names a file, to which the
-// counts are added when the program ends: name, times, launches, waits, launches and waits of the simulation.
+// counts are added when the program ends: name, times, launches, waits, launches and waits of the simulation, and the
+// arguments of one of the calls.
 class Table {
  public:
   bool is_kept() const { return path_ != nullptr; }
 
-  void add(const std::string &name, const Costs &real, const Costs &expected) {
+  void add(const std::string &name, const Costs &real, const Costs &expected, const std::string &example) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    ++rows_[{name, real.launches, real.waits, expected.launches, expected.waits}];
+    auto &[times, known] = rows_[{name, real.launches, real.waits, expected.launches, expected.waits}];
+    if (++times == 1) known = example;
   }
 
   ~Table() {
@@ -36,11 +58,12 @@ class Table {
       perror("null CUDA: NULL_CUDA_MODEL");
       return;
     }
-    for (const auto &[row, times] : rows_) {
+    for (const auto &[row, value] : rows_) {
+      const auto &[times, example] = value;
       const auto &[name, launches, waits, expected_launches, expected_waits] = row;
-      fprintf(file, "%s\t%lld\t%lld\t%lld\t%lld\t%lld\n", name.c_str(), static_cast<long long>(times),
+      fprintf(file, "%s\t%lld\t%lld\t%lld\t%lld\t%lld\t%s\n", name.c_str(), static_cast<long long>(times),
               static_cast<long long>(launches), static_cast<long long>(waits),
-              static_cast<long long>(expected_launches), static_cast<long long>(expected_waits));
+              static_cast<long long>(expected_launches), static_cast<long long>(expected_waits), example.c_str());
     }
     fclose(file);
   }
@@ -48,7 +71,7 @@ class Table {
  private:
   const char *const path_ = std::getenv("NULL_CUDA_MODEL");
   std::mutex mutex_;
-  std::map<std::tuple<std::string, int64_t, int64_t, int64_t, int64_t>, int64_t> rows_;
+  std::map<std::tuple<std::string, int64_t, int64_t, int64_t, int64_t>, std::pair<int64_t, std::string>> rows_;
 };
 
 Table table;
@@ -57,16 +80,20 @@ Table table;
 
 Comparison::Comparison(const c10::OperatorHandle &op, torch::jit::Stack &stack, const std::string &name)
     : name_(name), expected_{}, before_{} {
-  if (!table.is_kept()) return;
-  const simulated::Call call{op.schema(), name, stack, stack.size() - op.schema().arguments().size()};
+  // Tools that watch operators run operators of their own inside of them.
+  if (!table.is_kept() || at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION)) return;
+  const size_t first = stack.size() - op.schema().arguments().size();
+  const simulated::Call call{op.schema(), name, stack, first};
+  example_ = describe(stack, first);
   expected_ = {simulated::launches(call), simulated::waits(call) ? 1 : 0};
   before_ = now();
+  is_compared_ = true;
 }
 
 void Comparison::end() const {
-  if (!table.is_kept()) return;
+  if (!is_compared_) return;
   const Costs after = now();
-  table.add(name_, {after.launches - before_.launches, after.waits - before_.waits}, expected_);
+  table.add(name_, {after.launches - before_.launches, after.waits - before_.waits}, expected_, example_);
 }
 
 }  // namespace null_cuda

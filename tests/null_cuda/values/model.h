@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 namespace null_cuda {
 
@@ -21,7 +22,9 @@ class Comparison {
 
  private:
   const std::string &name_;
+  bool is_compared_ = false;
   Costs expected_, before_;
+  std::string example_;
 };
 
 }  // namespace null_cuda
