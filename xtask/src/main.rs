@@ -24,6 +24,7 @@ mod links;
 mod minimal;
 mod msrv;
 mod null_cuda;
+mod on_null_cuda;
 mod on_simulation;
 mod oracle;
 mod package;

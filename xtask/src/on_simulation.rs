@@ -98,12 +98,21 @@ fn cargo_test<'a>(
     simulation: &Simulation,
     names: impl IntoIterator<Item = &'a str>,
 ) -> Command {
+    let mut tests = on_counted_devices(workspace, names);
+    simulation.apply(&mut tests);
+    tests
+}
+
+/// `cargo test` for these integration tests, which fail without CUDA devices that are counted.
+pub(crate) fn on_counted_devices<'a>(
+    workspace: &Workspace,
+    names: impl IntoIterator<Item = &'a str>,
+) -> Command {
     let mut tests = workspace.cargo_test();
     tests.args(["--package", "tch-amp"]);
     for name in names {
         tests.args(["--test", name]);
     }
-    simulation.apply(&mut tests);
     fewer_programs(&mut tests);
     tests.env("TCH_AMP_REQUIRE_CUDA", "1").env("TCH_AMP_REQUIRE_SIMULATION", "1");
     tests
@@ -115,7 +124,7 @@ pub(crate) fn fewer_programs(tests: &mut Command) {
 }
 
 /// The names of cargo's integration tests: the files and the folders with a `main.rs`.
-fn integration_tests(folder: &Path) -> Result<Vec<String>> {
+pub(crate) fn integration_tests(folder: &Path) -> Result<Vec<String>> {
     let entries =
         fs::read_dir(folder).with_context(|| format!("{} cannot be read", folder.display()))?;
     let mut names = Vec::new();

@@ -10,7 +10,10 @@ use crate::process::run as show;
 use crate::steps::{Beside, Steps};
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::{self, Workspace};
-use crate::{fuzz, layers, links, msrv, on_simulation, package, recipes, sanitize, surface, tools};
+use crate::{
+    fuzz, layers, links, msrv, on_null_cuda, on_simulation, package, recipes, sanitize, surface,
+    tools,
+};
 
 const FUZZ_SECONDS: u32 = 10;
 
@@ -55,6 +58,7 @@ fn test_other(steps: &mut Steps, pair: Pair) -> Result<(String, Command)> {
     let simulated = steps.run(&format!("tests {with} on simulated GPUs"), || {
         on_simulation::test(&workspace, Extent::OfKernels)
     })?;
+    on_null_cuda::is_possible(&workspace);
     // Regions are tested without a GPU as well: there they are refused on one.
     let remains =
         |name: &str| !simulated || !on_simulation::is_of_kernels(name) || name == "autocast";
@@ -108,5 +112,6 @@ fn test(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
     let finished = beside.finish();
     simulated?;
     finished?;
+    steps.run("tests on the real host code of CUDA", || on_null_cuda::test(workspace))?;
     steps.run("examples in the documentation", || show(workspace.cargo_test().arg("--doc")))
 }

@@ -1,0 +1,179 @@
+//! Runs tests on the real host code of libtorch_cuda, and compares what operators cost there with what the simulated
+//! GPUs say.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::null_cuda::{self, NullCuda, Numbers};
+use crate::on_simulation;
+use crate::process::run as show;
+use crate::workspace::{self, Workspace};
+
+/// The tests that see what the host code of CUDA does.
+const SUITES: [&str; 9] = [
+    "accumulation",
+    "autocast",
+    "autocast_ops",
+    "average",
+    "function",
+    "optim",
+    "scaler",
+    "schedule",
+    "simulated",
+];
+
+/// Two ranks on two devices, over the real ProcessGroupNCCL.
+const OF_NCCL: [&str; 4] = ["--test", "distributed", "--", "nccl::"];
+
+/// Tests that are left out, and why.
+const LEFT_OUT: [(&str, &str); 2] = [
+    ("steps::chunks_compute_the_same_as_the_cpu", NUMBERS),
+    ("muon::matrices_in_chunks_compute_the_same_as_the_cpu", NUMBERS),
+];
+const NUMBERS: &str = "a minute for numbers, which are the CPU's on both";
+
+/// Operators whose launches differ from those of the simulation, and why.
+const DIFFERENT: [(&str, &str); 12] = [
+    ("convolution", "without cuDNN libtorch's own kernels take one image after the other"),
+    ("convolution_backward", "the same"),
+    ("index", "host code reads how many there are, and null CUDA's has no kernel that counts"),
+    ("_index_put_impl_", "the same"),
+    ("bincount", "the same"),
+    ("masked_select", "the same"),
+    ("nonzero", "the same"),
+    ("unique_dim", "the same, and it waits several times"),
+    ("multinomial", "it sorts"),
+    ("sort", "the kernels depend on the size, and the crate sorts for reports alone"),
+    ("topk", "the same"),
+    ("equal", "a third launch for many numbers"),
+];
+
+/// Operators of these that may wait several times, which the simulation counts once.
+const WAITING: [&str; 2] = ["bincount", "unique_dim"];
+
+/// Reductions of many numbers to few: blocks of threads share them, and their counters are cleared first.
+const REDUCTIONS: [&str; 8] =
+    ["all", "any", "linalg_vector_norm", "max", "mean", "min", "norm", "sum"];
+
+/// Whether the real host code can be run with this libtorch. If not, prints what is left out, and why.
+pub(crate) fn is_possible(workspace: &Workspace) -> bool {
+    let possible = null_cuda::check_possible(&workspace.libtorch);
+    if let Err(reason) = &possible {
+        eprintln!(
+            "WARNING: the tests on the real host code of CUDA are LEFT OUT, and with them the comparison of launches \
+             and synchronizations with those of the simulated GPUs: {reason:#}"
+        );
+    }
+    possible.is_ok()
+}
+
+/// Runs the tests on null CUDA, if that is possible.
+pub(crate) fn test(workspace: &Workspace) -> Result<()> {
+    if !is_possible(workspace) {
+        return Ok(());
+    }
+    let null_cuda = NullCuda::provide(workspace)?;
+    let costs = workspace::target().join("null_cuda/costs.tsv");
+    if costs.exists() {
+        fs::remove_file(&costs)?;
+    }
+    let mut tests = on_simulation::on_counted_devices(workspace, SUITES);
+    null_cuda.apply(Numbers::Cpu, &mut tests);
+    tests.env("NULL_CUDA_MODEL", &costs).arg("--");
+    for (name, reason) in LEFT_OUT {
+        println!("left out: {name}: {reason}");
+        tests.args(["--skip", name]);
+    }
+    show(&mut tests)?;
+    let mut tests = on_simulation::on_counted_devices(workspace, []);
+    null_cuda.apply(Numbers::Cpu, &mut tests);
+    show(tests.args(OF_NCCL))?;
+    compare(&costs)
+}
+
+/// Fails if an operator had other costs than the simulation says, and says which.
+fn compare(costs: &Path) -> Result<()> {
+    let table = fs::read_to_string(costs)
+        .with_context(|| format!("{} was not written", costs.display()))?;
+    let Compared { operators, calls, differences } = compared(&table)?;
+    ensure!(
+        differences.is_empty(),
+        "the simulated GPUs say other costs than the real host code has (tests/simulated_cuda/costs.cpp; operator, \
+         launches and waits here, launches and waits there, arguments):\n{}",
+        differences.into_iter().collect::<Vec<_>>().join("\n")
+    );
+    println!(
+        "{calls} calls of {operators} operators cost on the simulated GPUs what they cost the real host code"
+    );
+    for (operator, reason) in DIFFERENT {
+        println!("not compared: {operator}: {reason}");
+    }
+    Ok(())
+}
+
+/// The result of a comparison.
+#[derive(Debug, PartialEq, Eq)]
+struct Compared {
+    operators: usize,
+    calls: u64,
+    differences: BTreeSet<String>,
+}
+
+/// Compares the rows of `tests/null_cuda/values/model.cpp`.
+fn compared(table: &str) -> Result<Compared> {
+    let mut calls: BTreeMap<&str, u64> = BTreeMap::new();
+    let mut differences = BTreeSet::new();
+    for line in table.lines() {
+        let fields: Vec<&str> = line.split('\t').collect();
+        let [operator, times, launches, waits, said_launches, said_waits, arguments] = fields[..]
+        else {
+            anyhow::bail!("a line has not seven fields: {line}");
+        };
+        let is_same = (launches, waits) == (said_launches, said_waits);
+        let name = operator.split('.').next().unwrap_or(operator);
+        let is_known = DIFFERENT.iter().any(|(known, _)| *known == name)
+            || REDUCTIONS.contains(&name) && (launches, said_launches) == ("2", "1");
+        if is_same {
+            *calls.entry(operator).or_default() += times.parse::<u64>()?;
+        } else if !is_known || (waits != said_waits && !WAITING.contains(&name)) {
+            differences.insert(format!(
+                "{operator}: {launches} and {waits}, {said_launches} and {said_waits}, {arguments}"
+            ));
+        }
+    }
+    Ok(Compared { operators: calls.len(), calls: calls.values().sum(), differences })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_named_suite_exists() {
+        let names = on_simulation::integration_tests(&workspace::root().join("tests")).unwrap();
+        for name in SUITES.iter().chain(&OF_NCCL[1..2]) {
+            assert!(names.iter().any(|there| there == name), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_different_count_is_told_unless_its_reason_is_known() {
+        let row = |name: &str, costs: [i32; 4]| {
+            let [launches, waits, said_launches, said_waits] = costs;
+            format!("{name}\t3\t{launches}\t{waits}\t{said_launches}\t{said_waits}\tFloat[2]\n")
+        };
+        let same = row("add.Tensor", [1, 0, 1, 0]) + &row("convolution", [5, 0, 1, 0]);
+        let same = same + &row("sum", [2, 0, 1, 0]) + &row("add.Tensor", [0, 0, 0, 0]);
+        let none = compared(&same).unwrap();
+        assert_eq!((none.operators, none.calls, none.differences.len()), (1, 6, 0));
+        for costs in [[2, 0, 1, 0], [1, 1, 1, 0], [0, 0, 1, 0]] {
+            assert_eq!(compared(&row("mul.Tensor", costs)).unwrap().differences.len(), 1);
+        }
+        assert_eq!(compared(&row("convolution", [5, 1, 1, 0])).unwrap().differences.len(), 1);
+        assert_eq!(compared(&row("sum", [3, 0, 1, 0])).unwrap().differences.len(), 1);
+        assert!(compared("add\t1\n").is_err());
+    }
+}
