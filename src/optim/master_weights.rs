@@ -51,7 +51,7 @@ use crate::optim::Optimizer;
 /// as many for the matrices whose learning rates are adjusted alike, and in addition 26 launches for each matrix (35 on
 /// an H100), 2 bytes for each number of all matrices, and up to 24 for each number of the largest one.
 ///
-/// With low-bit moments ([`States`](crate::optim::States)) a step takes up to 133 launches, up to 117 more for each
+/// With low-bit moments ([`States`](crate::optim::States)) a step takes up to 135 launches, up to 120 more for each
 /// further 2^20 elements, and up to 51 MiB of scratch memory. Parameters that are not contiguous are copied in addition.
 ///
 /// A gradient whose memory layout differs from its parameter's is copied in addition. While gradients on GPUs are

@@ -41,6 +41,7 @@ mod sharded;
 mod shards;
 mod state;
 mod state_dict;
+mod state_report;
 mod states;
 mod update;
 
@@ -60,7 +61,8 @@ pub use saved::{OptimizerState, ParamGroupState};
 pub(crate) use shards::Ranks;
 pub(crate) use state::{EXPONENTS, STEP};
 pub(crate) use state_dict::CheckedState;
-pub use states::{StateReport, States};
+pub use state_report::StateReport;
+pub use states::States;
 
 pub use crate::error::{OptimizerError, ParameterProblem};
 pub use crate::gradients::parameters::Parameters;
