@@ -152,13 +152,11 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     let null_cuda = NullCuda::provide(&workspace)?;
     let mut command = workspace.command(&program);
     command.args(words);
-    null_cuda.apply(numbers, &mut command);
-    if Path::new(&program)
-        .file_name()
-        .is_some_and(|name| name.to_string_lossy().starts_with("python"))
-    {
-        // Python's torch loads libtorch from its own folder.
-        command.env("PYTHONPATH", null_cuda.packages(numbers));
+    let name = Path::new(&program).file_name().unwrap_or_default().to_string_lossy();
+    if name.starts_with("python") {
+        null_cuda.apply_to_python(numbers, &mut command);
+    } else {
+        null_cuda.apply(numbers, &mut command);
     }
     if std::env::var_os("SIMULATED_CUDA_REPORT").is_none() {
         command.env("SIMULATED_CUDA_REPORT", "1");
@@ -183,6 +181,12 @@ impl NullCuda {
     /// Makes `command` and the processes that it starts use the real libtorch_cuda on the stand-ins.
     pub(crate) fn apply(&self, numbers: Numbers, command: &mut Command) {
         compiled::search_first(&self.packages(numbers).join("torch/lib"), command);
+    }
+
+    /// Like [`apply`](Self::apply) for a Python, whose torch loads libtorch from its own folder.
+    pub(crate) fn apply_to_python(&self, numbers: Numbers, python: &mut Command) {
+        self.apply(numbers, python);
+        python.env("PYTHONPATH", self.packages(numbers));
     }
 
     /// A folder of Python's packages, with links to torch and to NVIDIA's libraries.
@@ -386,4 +390,52 @@ fn shared_libraries(folder: &Path) -> Result<Vec<PathBuf>> {
     }
     libraries.sort();
     Ok(libraries)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::env;
+
+    use super::*;
+    use crate::libtorch::Rule;
+
+    fn libtorch(name: &str, version: &str, has_cuda: bool) -> Libtorch {
+        let root = env::temp_dir().join(format!("xtask-{name}-{}", std::process::id()));
+        fs::create_dir_all(root.join("lib")).unwrap();
+        if has_cuda {
+            fs::write(root.join("lib/libtorch_cuda.so"), "").unwrap();
+        }
+        Libtorch { root, version: version.into(), rule: Rule::Cache, python: None }
+    }
+
+    #[test]
+    fn a_libtorch_that_it_is_not_made_for_is_refused_with_the_reason() {
+        for (name, version, has_cuda, reason) in [
+            ("cpu", "2.13.0+cpu", false, "without CUDA"),
+            ("older", "2.11.0+cu130", true, "and this is 2.11.0+cu130"),
+            ("newer", "2.14.0", true, "and this is 2.14.0"),
+            ("alone", "2.13.0+cu126", true, "for CUDA 13"),
+        ] {
+            let libtorch = libtorch(name, version, has_cuda);
+            let error = check_possible(&libtorch).unwrap_err().to_string();
+            fs::remove_dir_all(&libtorch.root).unwrap();
+            assert!(error.contains(reason), "{error}");
+        }
+    }
+
+    #[test]
+    fn every_source_belongs_to_one_library() {
+        let named = LIBRARIES.iter().flat_map(|library| library.sources).chain(&VALUES);
+        let mut named: Vec<_> =
+            named.filter(|name| !name.starts_with("..")).map(|name| (*name).to_owned()).collect();
+        let mut there = Vec::new();
+        for folder in ["libraries", "runtime", "values"] {
+            for file in files(&format!("{SOURCES}/{folder}"), ".cpp").unwrap() {
+                there.push(format!("{folder}/{}", file.file_name().unwrap().display()));
+            }
+        }
+        named.sort();
+        there.sort();
+        assert_eq!(named, there);
+    }
 }

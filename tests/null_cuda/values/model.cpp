@@ -1,6 +1,8 @@
 #include "model.h"
 
 #include <ATen/record_function.h>
+#include <fcntl.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -51,24 +53,29 @@ class Table {
     if (++times == 1) known = example;
   }
 
+  // Several processes may end at once: each writes all of its lines in one call, which the file appends as a whole.
   ~Table() {
     if (!is_kept() || rows_.empty()) return;
-    FILE *file = fopen(path_, "a");
-    if (file == nullptr) {
+    const std::string lines = text();
+    const int file = open(path_, O_WRONLY | O_APPEND | O_CREAT, 0666);
+    if (file < 0 || write(file, lines.data(), lines.size()) != static_cast<ssize_t>(lines.size())) {
       perror("null CUDA: NULL_CUDA_MODEL");
-      return;
     }
-    for (const auto &[row, value] : rows_) {
-      const auto &[times, example] = value;
-      const auto &[name, launches, waits, expected_launches, expected_waits] = row;
-      fprintf(file, "%s\t%lld\t%lld\t%lld\t%lld\t%lld\t%s\n", name.c_str(), static_cast<long long>(times),
-              static_cast<long long>(launches), static_cast<long long>(waits),
-              static_cast<long long>(expected_launches), static_cast<long long>(expected_waits), example.c_str());
-    }
-    fclose(file);
+    if (file >= 0) close(file);
   }
 
  private:
+  std::string text() const {
+    std::ostringstream out;
+    for (const auto &[row, value] : rows_) {
+      const auto &[times, example] = value;
+      const auto &[name, launches, waits, expected_launches, expected_waits] = row;
+      out << name << '\t' << times << '\t' << launches << '\t' << waits << '\t' << expected_launches << '\t'
+          << expected_waits << '\t' << example << '\n';
+    }
+    return out.str();
+  }
+
   const char *const path_ = std::getenv("NULL_CUDA_MODEL");
   std::mutex mutex_;
   std::map<std::tuple<std::string, int64_t, int64_t, int64_t, int64_t>, std::pair<int64_t, std::string>> rows_;
