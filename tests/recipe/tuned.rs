@@ -1,5 +1,7 @@
 //! Runs whose region has a plan: it is measured once, saved with the run, and the same on all ranks.
 
+use std::sync::PoisonError;
+
 use recipes::gpt::train::Trainer;
 use recipes::gpt::{self, options::Options};
 use recipes::{Ranks, Training};
@@ -10,12 +12,13 @@ use tch_amp::checkpoint::Checkpoint;
 
 use crate::common::files::Folder;
 use crate::resumed::GPT;
+use crate::same::RANDOM;
 
 #[test]
 fn a_plan_is_measured_once_and_saved_with_the_run() {
+    let _random = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
     let (options, text) = gpt::small(Amp::Bf16, 2).unwrap();
     let common = recipes::Options { wants_plan: true, ..options.common };
-    // Without dropout: other tests draw from the same generator.
     let options = Options { common, dropout: 0.0, ..options };
     let ranks = Ranks::alone();
     let mut trainer = Trainer::new(&options, &text, Device::Cpu, &ranks).unwrap();
