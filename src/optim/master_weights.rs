@@ -36,7 +36,7 @@ use crate::optim::Optimizer;
 /// the size of each parameter is rounded up to a multiple of 256. This needs scratch memory on each GPU while the step
 /// runs, and a larger model needs no more. All of it is allocated before anything changes, so a step that runs out of
 /// memory changes nothing. The number of kernel launches depends on the number of parameters only because one of
-/// libtorch's kernels takes no more than 30 to 110 tensors: on an H100 a step of Adam in f32 takes 2 launches for 4
+/// libtorch's kernels takes no more than 30 to 110 tensors with CUDA 12: on an H100 a step of Adam in f32 takes 2 launches for 4
 /// parameters, 3 for 40 and 16 for 400. The counts are for one parameter group of few parameters on simulated GPUs:
 ///
 /// | | scratch memory | launches | for each further 2^20 elements |
@@ -48,8 +48,8 @@ use crate::optim::Optimizer;
 ///
 /// RMSprop and Lion, for which libtorch has no fused kernels, take up to 25 launches more, up to 23 more for each
 /// further 2^20 elements, and in all modes up to 24 MiB more scratch memory, or 48 MiB for f64 parameters. Muon takes
-/// as many for the matrices whose learning rates are adjusted alike, and in addition 26 launches for each matrix (35 on
-/// an H100), 2 bytes for each number of all matrices, and up to 24 for each number of the largest one.
+/// as many for the matrices whose learning rates are adjusted alike, and in addition 35 launches for each matrix (36 in
+/// bf16 without master weights), 2 bytes for each number of all matrices, and up to 24 for each number of the largest.
 ///
 /// With low-bit moments ([`States`](crate::optim::States)) a step takes up to 135 launches, up to 120 more for each
 /// further 2^20 elements, and up to 51 MiB of scratch memory. Parameters that are not contiguous are copied in addition.
