@@ -84,7 +84,8 @@ fn compiler(include: &str, cuda: bool) -> cc::Build {
 /// Compiles the sources of each folder of `csrc/` as one unit, because libtorch's headers take longer than any source.
 /// A unit is compiled again only if its sources, a header of this crate, libtorch's version or an option changed.
 fn compile(mut compiler: cc::Build, version: &str, out: &Path) -> Result<()> {
-    let features = ["insight", "distributed", "jit"].into_iter().filter(|name| enabled(name));
+    let features =
+        ["insight", "distributed", "graph", "jit"].into_iter().filter(|name| enabled(name));
     let folders = ["", "kernels"].into_iter().chain(features);
     let headers = folders.clone().map(|folder| files(folder, "h")).collect::<Result<Vec<_>>>()?;
     let options = format!("{version} {:?}", compiler.try_get_compiler()?.to_command());

@@ -9,6 +9,7 @@
 #include <torch/headeronly/version.h>
 
 #include "guarded.h"
+#include "storage.h"
 
 struct tamp_arrival {
   at::Tensor copy;
@@ -102,6 +103,10 @@ uint8_t tamp_arrival_poll(const tamp_arrival *arrival, double *number, char **er
   });
 }
 
-void tamp_arrival_free(tamp_arrival *arrival) noexcept { delete arrival; }
+void tamp_arrival_free(tamp_arrival *arrival) noexcept {
+  // libtorch's allocator would note that a capture uses the memory, and ask for that ever after.
+  if (arrival != nullptr) tamp::keep_if_captured(arrival->copy);
+  delete arrival;
+}
 
 }  // extern "C"

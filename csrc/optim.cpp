@@ -103,6 +103,9 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
   const at::Tensor &parameter = tamp::tensor(given.parameter);
   Entry out = {options + given.options, given.first_step != 0, given.many_steps != 0, parameter, {}, {}, {}, {}};
   check_memory(out.parameter, "a parameter");
+  const bool has_rates = tamp::optim::has_device_rates(*out.options);
+  TORCH_CHECK(!has_rates || tamp::tensor(out.options->rates).device() == out.parameter.device(),
+              "a parameter has been moved to ", out.parameter.device(), " since the optimizer was captured");
   TORCH_CHECK(tamp::gradient(out.parameter).defined(), "a parameter without a gradient cannot be stepped");
   out.gradient = tamp::with_own_numbers(tamp::gradient(out.parameter));
   out.master = {given.masters, given.master == nullptr ? Tensor() : tamp::tensor(given.master), given.seed};
@@ -183,6 +186,14 @@ bool is_skipped(const tamp_optim_scale &scale) {
 }
 
 }  // namespace
+
+bool tamp::optim::has_device_rates(const tamp_optim_options &o) {
+  return o.rates != nullptr && !tamp::planted("host_rate");
+}
+
+Tensor tamp::optim::device_rate(const tamp_optim_options &o) { return tamp::tensor(o.rates).select(0, 0); }
+
+Tensor tamp::optim::device_keep(const tamp_optim_options &o) { return tamp::tensor(o.rates).select(0, 1); }
 
 bool tamp::optim::are_alike(const Tensor &one, const Tensor &other) {
   if (one.sizes() != other.sizes()) return false;

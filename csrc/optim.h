@@ -19,7 +19,7 @@ struct Entry {
   at::Tensor states[kStates];  // by StatePlace; undefined where an algorithm has none
   Master master;
   at::Tensor orthogonal{};  // bf16, like the parameter: the orthogonalized momentum of Muon
-  double rate = 0;          // Muon's learning rate for it
+  double rate = 0;          // Muon's learning rate for it, or with rates on the device the factor of theirs
   uint8_t kept_as = TAMP_STATES_PLAIN;
 
   // The dtype of the update's arithmetic, and of the state unless that has fewer bits.
@@ -29,6 +29,12 @@ struct Entry {
   // whatever its memory format, and the steps are counted in an i64.
   bool is_low_bit() const { return kept_as != TAMP_STATES_PLAIN; }
 };
+
+// The learning rate on the device, and 1 - lr * weight_decay. A step with a rate on the device takes the same operations
+// in a captured iteration and outside of one, so that both give the same numbers.
+bool has_device_rates(const tamp_optim_options &o);
+at::Tensor device_rate(const tamp_optim_options &o);
+at::Tensor device_keep(const tamp_optim_options &o);
 
 // Whether two tensors have the same shape and strides. If they are dense, one index then goes over the memory of both.
 bool are_alike(const at::Tensor &one, const at::Tensor &other);

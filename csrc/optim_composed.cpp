@@ -17,6 +17,23 @@ using at::Tensor;
 // The rows of scratch memory. Those of the states follow, and that of Muon's orthogonalized momentum.
 enum Row { kParameter = 0, kGradient = 1, kBetween = 2, kFirstState = 3 };
 
+// Subtracts `direction` times `factor` times the learning rate.
+void move(const tamp_optim_options &o, const Tensor &parameter, const Tensor &direction, double factor = 1) {
+  if (has_device_rates(o)) {
+    parameter.addcmul_(direction, device_rate(o), -factor);
+  } else {
+    parameter.add_(direction, -o.lr * factor);
+  }
+}
+
+void decay(const tamp_optim_options &o, const Tensor &parameter) {
+  if (has_device_rates(o)) {
+    parameter.mul_(device_keep(o));
+  } else {
+    parameter.mul_(1 - o.lr * o.weight_decay);
+  }
+}
+
 // The operations of torch.optim.RMSprop, in its order.
 void rmsprop(const tamp_optim_options &o, const Tensor &parameter, const Tensor &gradient, const Tensor &between,
              const Tensor *states) {
@@ -33,7 +50,9 @@ void rmsprop(const tamp_optim_options &o, const Tensor &parameter, const Tensor 
   root.add_(o.eps);
   if (o.momentum > 0) {
     buffer.mul_(o.momentum).addcdiv_(gradient, root);
-    parameter.add_(buffer, -o.lr);
+    move(o, parameter, buffer);
+  } else if (has_device_rates(o)) {
+    move(o, parameter, gradient.div_(root));
   } else {
     parameter.addcdiv_(gradient, root, -o.lr);
   }
@@ -43,13 +62,16 @@ void lion(const tamp_optim_options &o, const Tensor &parameter, const Tensor &gr
           const Tensor &exp_avg) {
   between.copy_(exp_avg).mul_(o.beta1).add_(gradient, 1 - o.beta1).sign_();
   exp_avg.mul_(o.beta2).add_(gradient, 1 - o.beta2);
-  parameter.mul_(1 - o.lr * o.weight_decay).add_(between, -o.lr);
+  decay(o, parameter);
+  move(o, parameter, between);
 }
 
-void muon(const tamp_optim_options &o, double rate, const Tensor &parameter, const Tensor &gradient,
+void muon(const tamp_optim_options &o, double factor, const Tensor &parameter, const Tensor &gradient,
           const Tensor &buffer, const Tensor &orthogonal) {
   buffer.lerp_(gradient, 1 - o.momentum);
-  parameter.mul_(1 - o.lr * o.weight_decay).add_(orthogonal, -rate);
+  decay(o, parameter);
+  if (has_device_rates(o)) return move(o, parameter, orthogonal, factor);
+  parameter.add_(orthogonal, -factor);
 }
 
 }  // namespace

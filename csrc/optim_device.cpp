@@ -25,28 +25,37 @@ std::optional<Tensor> on_device(const tamp_tensor *t, at::Device device) {
   return tamp::on_device(tamp::tensor(t), device);
 }
 
-void launch(const Batch &b, const std::optional<Tensor> &grad_scale, const std::optional<Tensor> &found_inf) {
+// Launches libtorch's kernel. The learning rate is a number, or an f32 on the device.
+template <typename Rate>
+void launch_with(const Rate &lr, const Batch &b, const std::optional<Tensor> &grad_scale,
+                 const std::optional<Tensor> &found_inf) {
   const tamp_optim_options &o = *b.options;
   const bool maximize = (o.flags & TAMP_OPTIM_MAXIMIZE) != 0;
   const bool amsgrad = (o.flags & TAMP_OPTIM_AMSGRAD) != 0;
   switch (o.algorithm) {
     case TAMP_OPTIM_SGD:
-      at::_fused_sgd_(b.parameters, b.gradients, b.states[kMomentumBuffer], o.weight_decay, o.momentum, o.lr,
-                      o.dampening, (o.flags & TAMP_OPTIM_NESTEROV) != 0, maximize, b.first_step, grad_scale, found_inf);
+      at::_fused_sgd_(b.parameters, b.gradients, b.states[kMomentumBuffer], o.weight_decay, o.momentum, lr, o.dampening,
+                      (o.flags & TAMP_OPTIM_NESTEROV) != 0, maximize, b.first_step, grad_scale, found_inf);
       break;
     case TAMP_OPTIM_ADAGRAD:
-      at::_fused_adagrad_(b.parameters, b.gradients, b.states[kSum], b.steps, o.lr, o.lr_decay, o.weight_decay, o.eps,
+      at::_fused_adagrad_(b.parameters, b.gradients, b.states[kSum], b.steps, lr, o.lr_decay, o.weight_decay, o.eps,
                           maximize, grad_scale, found_inf);
       break;
     case TAMP_OPTIM_ADAM:
       at::_fused_adam_(b.parameters, b.gradients, b.states[kExpAvg], b.states[kExpAvgSq], b.states[kMaxExpAvgSq],
-                       b.steps, o.lr, o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale,
-                       found_inf);
+                       b.steps, lr, o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale, found_inf);
       break;
     default:
       at::_fused_adamw_(b.parameters, b.gradients, b.states[kExpAvg], b.states[kExpAvgSq], b.states[kMaxExpAvgSq],
-                        b.steps, o.lr, o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale,
-                        found_inf);
+                        b.steps, lr, o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale, found_inf);
+  }
+}
+
+void launch(const Batch &b, const std::optional<Tensor> &grad_scale, const std::optional<Tensor> &found_inf) {
+  if (has_device_rates(*b.options)) {
+    launch_with(device_rate(*b.options), b, grad_scale, found_inf);
+  } else {
+    launch_with(b.options->lr, b, grad_scale, found_inf);
   }
   const auto bump_versions = [](const std::vector<Tensor> &written) {
     for (const auto &t : written) tamp::bump_version(t);

@@ -31,7 +31,8 @@ double rounded(double x) { return static_cast<double>(static_cast<float>(x)); }
 Tensor numbers(const Tensor &bits) { return bits.view(at::kFloat); }
 
 // Computes to = x * factor + added in f64, and rounds the result to f32.
-void multiply_add(const Tensor &to, const Tensor &x, double factor, const Tensor &added, const Tensor &wide) {
+template <typename Factor>
+void multiply_add(const Tensor &to, const Tensor &x, const Factor &factor, const Tensor &added, const Tensor &wide) {
   wide.copy_(x);
   wide.mul_(factor).add_(added);
   to.copy_(wide);
@@ -156,6 +157,7 @@ void LowBitStep::upload(const std::vector<Pieces> &cuts) {
   const Tensor host = at::empty({2 * count}, options);
   auto *room = static_cast<int32_t *>(host.mutable_data_ptr());
   std::copy(tensors.begin(), tensors.end(), std::copy(ends.begin(), ends.end(), room));
+  tamp::keep_if_captured(host);
   const Tensor there = tamp::on_device(host, device);
   ends_ = there.narrow(0, 0, count);
   numbers_ = step_numbers().index_select(0, there.narrow(0, count, count));
@@ -167,7 +169,8 @@ Tensor LowBitStep::step_numbers() const {
   const Tensor step = at::stack(batch_.steps).view({-1}).add_(1), exponent = step.to(at::kDouble);
   const Tensor correction1 = at::pow(o.beta1, exponent).neg_().add_(1);
   const Tensor root2 = at::pow(o.beta2, exponent).neg_().add_(1).sqrt_();
-  const Tensor step_size = root2.mul(-o.lr).div_(correction1).to(at::kFloat);
+  const Tensor along = has_device_rates(o) ? root2.mul(device_rate(o)).neg_() : root2.mul(-o.lr);
+  const Tensor step_size = along.div_(correction1).to(at::kFloat);
   const Tensor eps = root2.mul(o.eps).to(at::kFloat);
   const auto words = [&](uint32_t of_step) { return step.mul(int64_t{of_step}).to(at::kInt); };
   return at::stack({step_size.view(at::kInt), eps.view(at::kInt), words(kernels::Dither::kExpAvg),
@@ -252,8 +255,9 @@ void LowBitStep::update(const Views &x, const Tensor &to) const {
   Tensor update = in_tiles(between);
   at::mul_out(update, in_tiles(x.moments), of_tiles(kStepSize));
   between.div_(spare);
-  const double keep = o.algorithm == TAMP_OPTIM_ADAMW ? rounded(1 - o.lr * o.weight_decay) : 1;
-  multiply_add(to, x.parameter, keep, between, x.wide);
+  const bool decays = o.algorithm == TAMP_OPTIM_ADAMW;
+  if (decays && has_device_rates(o)) return multiply_add(to, x.parameter, device_keep(o), between, x.wide);
+  multiply_add(to, x.parameter, decays ? rounded(1 - o.lr * o.weight_decay) : 1.0, between, x.wide);
 }
 
 void LowBitStep::run(const Prepared &scale) const {

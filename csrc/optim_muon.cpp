@@ -39,18 +39,19 @@ Tensor newton_schulz(const Tensor &matrix, const tamp_optim_options &o) {
   return is_tall ? x.t() : x;
 }
 
-// The learning rate, adjusted to the shape of a matrix.
-double rate_of(const tamp_optim_options &o, const Tensor &matrix) {
+// The factor of the learning rate for the shape of a matrix.
+double factor_of(const tamp_optim_options &o, const Tensor &matrix) {
   const auto rows = static_cast<double>(matrix.size(0)), columns = static_cast<double>(matrix.size(1));
-  if ((o.flags & TAMP_OPTIM_MATCH_RMS_ADAMW) != 0) return o.lr * (0.2 * std::sqrt(std::max(rows, columns)));
-  return o.lr * std::sqrt(std::max(1.0, rows / std::max(1.0, columns)));
+  if ((o.flags & TAMP_OPTIM_MATCH_RMS_ADAMW) != 0) return 0.2 * std::sqrt(std::max(rows, columns));
+  return std::sqrt(std::max(1.0, rows / std::max(1.0, columns)));
 }
 
 }  // namespace
 
 void orthogonalize(Entry &e, const Unscaling &unscaling, bool is_skipped) {
   if (e.options->algorithm != TAMP_OPTIM_MUON) return;
-  e.rate = rate_of(*e.options, e.parameter);
+  const double factor = factor_of(*e.options, e.parameter);
+  e.rate = has_device_rates(*e.options) ? factor : e.options->lr * factor;
   e.orthogonal = at::empty_like(e.parameter, e.parameter.options().dtype(at::kBFloat16));
   if (is_skipped || e.parameter.numel() == 0) return;
   e.orthogonal.copy_(newton_schulz(momentum_of(e, unscaling), *e.options));

@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "masters.h"
 #include "pieces.h"
+#include "storage.h"
 
 namespace tamp::rounding {
 namespace {
@@ -113,6 +114,7 @@ void Randoms::upload(const std::vector<std::vector<Range>> &chunks) {
       *end++ = static_cast<uint32_t>(range.place / kRow + rows_of(range.count));
     }
   }
+  tamp::keep_if_captured(host);
   const Tensor there = tamp::on_device(host, memory_.device());
   table_ = there.narrow(0, 0, ranges_ * kColumns).view({ranges_, kColumns});
   ends_ = there.narrow(0, ranges_ * kColumns, ranges_);

@@ -260,6 +260,10 @@ void tamp_stamps_compare(tamp_tensor *const *parameters, size_t count, const tam
 // Sets the stamps of `count` parameters to their present contents. Each stamp takes a weak reference to its memory.
 void tamp_stamps_take(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamps, char **err) TAMP_NOEXCEPT;
 
+// Returns 1 if one of `count` parameters has other memory than when its stamp was taken, whatever was written to it.
+uint8_t tamp_stamps_have_moved(tamp_tensor *const *parameters, size_t count, const tamp_stamp *stamps,
+                               char **err) TAMP_NOEXCEPT;
+
 // Releases the `memory` of a stamp that is no longer used. Does nothing if it is zero.
 void tamp_memory_release(uintptr_t memory) TAMP_NOEXCEPT;
 
@@ -444,6 +448,8 @@ typedef struct tamp_optim_options {
   uint8_t algorithm;  // TAMP_OPTIM_ADAM to TAMP_OPTIM_MUON
   uint8_t flags;      // a sum of TAMP_OPTIM_AMSGRAD to TAMP_OPTIM_MATCH_RMS_ADAMW
   uint8_t ns_steps;
+  // Two f32 on the device of the parameters, or null: `lr` and 1 - lr * weight_decay, which steps there read instead.
+  tamp_tensor *rates;
 } tamp_optim_options;
 
 // What a parameter is updated from. Every kind of master weights computes the update in f32.
@@ -783,6 +789,35 @@ uint8_t tamp_jit_set_autocast_mode(uint8_t enabled, char **err) TAMP_NOEXCEPT;
 // Freezes the module in a TorchScript file of `count` bytes. Returns the bytes of the file of the frozen module, as a
 // uint8 tensor.
 tamp_tensor *tamp_jit_freeze(const uint8_t *file, size_t count, char **err) TAMP_NOEXCEPT;
+
+// ----------------------------------------------------------------------------------------------------- graph/graph.cpp
+// These functions capture what a thread does on a CUDA device, and replay it. They exist with the feature `graph` only.
+
+// A graph of CUDA with the stream on which it is captured.
+typedef struct tamp_graph tamp_graph;
+
+// Makes an empty graph for a CUDA device. Fails if there are no graphs.
+tamp_graph *tamp_graph_new(int8_t index, char **err) TAMP_NOEXCEPT;
+
+void tamp_graph_free(tamp_graph *graph) TAMP_NOEXCEPT;
+
+// Makes the graph's stream the thread's current one of the device, after what the thread has given to the stream before.
+void tamp_graph_enter(tamp_graph *graph, char **err) TAMP_NOEXCEPT;
+
+// Makes the stream before `enter` the current one again, after what was given to the graph's. Does nothing without one.
+void tamp_graph_leave(tamp_graph *graph, char **err) TAMP_NOEXCEPT;
+
+// Begins a capture on the graph's stream, which is the current one. Synchronizes with the device.
+void tamp_graph_begin(tamp_graph *graph, char **err) TAMP_NOEXCEPT;
+
+// Ends a capture, also one that has failed.
+void tamp_graph_end(tamp_graph *graph, char **err) TAMP_NOEXCEPT;
+
+// Launches the captured graph on the current stream. Does not synchronize.
+void tamp_graph_replay(tamp_graph *graph, char **err) TAMP_NOEXCEPT;
+
+// Copies `count` numbers to an f32 tensor of as many elements, for the launches that follow. Does not synchronize.
+void tamp_graph_write(tamp_tensor *to, const float *numbers, size_t count, char **err) TAMP_NOEXCEPT;
 
 // --------------------------------------------------------------------------------------------------------- testing.cpp
 // These functions serve the crate's own tests, and exist in debug builds only.

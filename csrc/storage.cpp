@@ -189,8 +189,11 @@ void release(uintptr_t memory) {
 }
 
 bool is_as_stamped(const Tensor &t, const tamp_stamp &stamp) {
-  return stamp.memory != 0 && stamp.memory == memory_of(t) && stamp.version == version_of(t) &&
-         stamp.view == view_of(t);
+  return is_where_stamped(t, stamp) && stamp.version == version_of(t);
+}
+
+bool is_where_stamped(const Tensor &t, const tamp_stamp &stamp) {
+  return stamp.memory != 0 && stamp.memory == memory_of(t) && stamp.view == view_of(t);
 }
 
 void take_stamp(const Tensor &t, tamp_stamp &stamp) {
@@ -198,6 +201,16 @@ void take_stamp(const Tensor &t, tamp_stamp &stamp) {
   stamp.view = view_of(t);
   stamp.version = version_of(t);
 }
+
+namespace {
+thread_local std::vector<Tensor> *replay_memory = nullptr;
+}
+
+void keep_if_captured(const Tensor &source) {
+  if (replay_memory != nullptr) replay_memory->push_back(source);
+}
+
+void keep_for_replays(std::vector<Tensor> *kept) { replay_memory = kept; }
 
 }  // namespace tamp
 
@@ -235,6 +248,16 @@ void tamp_stamps_compare(tamp_tensor *const *parameters, size_t count, const tam
 void tamp_stamps_take(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamps, char **err) noexcept {
   tamp::guarded(err, [&] {
     for (size_t i = 0; i < count; ++i) tamp::take_stamp(tamp::tensor(parameters[i]), stamps[i]);
+  });
+}
+
+uint8_t tamp_stamps_have_moved(tamp_tensor *const *parameters, size_t count, const tamp_stamp *stamps,
+                               char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    for (size_t i = 0; i < count; ++i) {
+      if (!tamp::is_where_stamped(tamp::tensor(parameters[i]), stamps[i])) return 1;
+    }
+    return 0;
   });
 }
 

@@ -82,7 +82,17 @@ void release(uintptr_t memory);
 // Whether a parameter still fits its stamp.
 bool is_as_stamped(const at::Tensor &t, const tamp_stamp &stamp);
 
+// Whether a parameter has the memory that its stamp names, whatever was written to it since.
+bool is_where_stamped(const at::Tensor &t, const tamp_stamp &stamp);
+
 // Sets a stamp to the present contents of a parameter.
 void take_stamp(const at::Tensor &t, tamp_stamp &stamp);
+
+// While the calling thread captures a graph, keeps pinned memory that the graph copies from, or that must not be freed
+// meanwhile, as long as the graph.
+void keep_if_captured(const at::Tensor &source);
+
+// Where `keep_if_captured` puts such memory from now on, on the calling thread; null for nowhere.
+void keep_for_replays(std::vector<at::Tensor> *kept);
 
 }  // namespace tamp

@@ -15,6 +15,8 @@ pub(crate) mod emulation;
 pub(crate) mod exponents;
 mod function;
 mod gradients;
+#[cfg(feature = "graph")]
+mod graph;
 mod heap;
 #[cfg(feature = "insight")]
 pub(crate) mod insight;
@@ -56,6 +58,8 @@ pub(crate) use function::{
     FunctionCall, FunctionInput, backward_accumulates, function_begin, function_record,
 };
 pub(crate) use gradients::*;
+#[cfg(feature = "graph")]
+pub(crate) use graph::{Graph, graph_write};
 pub(crate) use heap::*;
 #[cfg(feature = "jit")]
 pub(crate) use jit::*;

@@ -43,6 +43,12 @@ pub mod training {}
 pub mod losses {}
 
 #[doc = include_str!("guide/links.md")]
+/// Iterations that are captured as a CUDA graph and replayed: what they may do, and what is noticed.
+#[doc = ""]
+#[doc = include_str!("../docs/graphs.md")]
+pub mod graphs {}
+
+#[doc = include_str!("guide/links.md")]
 /// Optimizer moments in bf16 or 8 bits: what they save, what they cost, and how they are encoded.
 #[doc = ""]
 #[doc = include_str!("../docs/low_bit_states.md")]

@@ -23,6 +23,7 @@ mod atomic;
 pub mod autocast;
 pub mod average;
 pub mod buffers;
+mod capture;
 pub mod checkpoint;
 mod device;
 #[cfg(feature = "distributed")]
@@ -33,6 +34,8 @@ mod ffi;
 pub mod function;
 pub mod gradcheck;
 pub mod gradients;
+#[cfg(feature = "graph")]
+pub mod graph;
 pub mod guide;
 pub mod half;
 #[cfg(feature = "insight")]

@@ -23,6 +23,13 @@ pub(crate) struct Arrival {
     _opaque: [u8; 0],
 }
 
+/// A graph of CUDA.
+#[cfg(feature = "graph")]
+#[repr(C)]
+pub(crate) struct Graph {
+    _opaque: [u8; 0],
+}
+
 pub(crate) const REDUCTION_FP16: u8 = 1;
 pub(crate) const REDUCTION_BF16: u8 = 2;
 
@@ -173,6 +180,7 @@ pub(crate) struct OptimOptions {
     pub(crate) algorithm: u8,
     pub(crate) flags: u8,
     pub(crate) ns_steps: u8,
+    pub(crate) rates: *mut Tensor,
 }
 
 pub(crate) const STATES_PLAIN: u8 = 0;
@@ -452,6 +460,12 @@ unsafe extern "C" {
         stamps: *mut Stamp,
         err: *mut *mut c_char,
     );
+    pub(crate) fn tamp_stamps_have_moved(
+        parameters: *const *mut Tensor,
+        count: usize,
+        stamps: *const Stamp,
+        err: *mut *mut c_char,
+    ) -> u8;
     pub(crate) fn tamp_memory_release(memory: usize);
 
     pub(crate) fn tamp_gradients_unscale(
@@ -731,6 +745,28 @@ unsafe extern "C" {
         count: usize,
         err: *mut *mut c_char,
     ) -> *mut Tensor;
+
+    #[cfg(feature = "graph")]
+    pub(crate) fn tamp_graph_new(index: i8, err: *mut *mut c_char) -> *mut Graph;
+    #[cfg(feature = "graph")]
+    pub(crate) fn tamp_graph_free(graph: *mut Graph);
+    #[cfg(feature = "graph")]
+    pub(crate) fn tamp_graph_enter(graph: *mut Graph, err: *mut *mut c_char);
+    #[cfg(feature = "graph")]
+    pub(crate) fn tamp_graph_leave(graph: *mut Graph, err: *mut *mut c_char);
+    #[cfg(feature = "graph")]
+    pub(crate) fn tamp_graph_begin(graph: *mut Graph, err: *mut *mut c_char);
+    #[cfg(feature = "graph")]
+    pub(crate) fn tamp_graph_end(graph: *mut Graph, err: *mut *mut c_char);
+    #[cfg(feature = "graph")]
+    pub(crate) fn tamp_graph_replay(graph: *mut Graph, err: *mut *mut c_char);
+    #[cfg(feature = "graph")]
+    pub(crate) fn tamp_graph_write(
+        to: *mut Tensor,
+        numbers: *const f32,
+        count: usize,
+        err: *mut *mut c_char,
+    );
 
     #[cfg(all(test, tamp_testing))]
     pub(crate) fn tamp_testing_fail_at(call: i64, kind: u8) -> i64;

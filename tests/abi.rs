@@ -4,6 +4,8 @@
 
 mod common;
 
+use std::ffi::CStr;
+
 fn read(name: &str) -> String {
     std::fs::read_to_string(common::python::root().join(name)).expect("the source is readable")
 }
@@ -62,6 +64,7 @@ fn rust_type(c: &str) -> String {
         ("uintptr_t", "usize"),
         ("size_t", "usize"),
         ("double", "f64"),
+        ("float", "f32"),
         ("tamp_tensor", "Tensor"),
         ("tamp_gradient", "Gradient"),
         ("tamp_scale_rule", "ScaleRule"),
@@ -98,6 +101,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_emulated", "Emulated"),
         ("tamp_store", "Store"),
         ("tamp_gathering", "Gathering"),
+        ("tamp_graph", "Graph"),
         ("tamp_group", "Group"),
         ("tamp_group_options", "GroupOptions"),
         ("tamp_reducer", "Reducer"),
@@ -274,9 +278,31 @@ fn constants_have_the_same_values() {
     assert_eq!(c, rust);
 }
 
+/// What csrc/graph/graph.cpp declares of libtorch_cuda's class of graphs, whose header a program need not have.
+const OF_GRAPHS: [&CStr; 5] = [
+    c"_ZN2at4cuda9CUDAGraphC1Eb",
+    c"_ZN2at4cuda9CUDAGraphD1Ev",
+    c"_ZN2at4cuda9CUDAGraph13capture_beginESt4pairIyyE21cudaStreamCaptureMode",
+    c"_ZN2at4cuda9CUDAGraph11capture_endEv",
+    c"_ZN2at4cuda9CUDAGraph6replayEv",
+];
+
+#[test]
+fn libtorch_cuda_has_the_class_of_graphs() {
+    // Every libtorch_cuda has this function.
+    if !common::simulation::is_defined(c"_ZN2at4cuda9warp_sizeEv") {
+        common::skipped("the class of graphs is one of a CUDA libtorch");
+        return;
+    }
+    for name in OF_GRAPHS {
+        assert!(common::simulation::is_defined(name), "{}", name.to_string_lossy());
+    }
+    assert!(!common::simulation::is_defined(c"_ZN2at4cuda9CUDAGraph5otherEv"));
+}
+
 /// The definitions of the shim: the sources, one after the other, without comments.
 fn definitions() -> String {
-    let folders = ["csrc", "csrc/insight", "csrc/distributed", "csrc/jit"];
+    let folders = ["csrc", "csrc/insight", "csrc/distributed", "csrc/graph", "csrc/jit"];
     let mut out = String::new();
     for folder in folders.map(|folder| common::python::root().join(folder)) {
         for entry in std::fs::read_dir(folder).expect("the folder is readable") {
@@ -318,7 +344,7 @@ const INSIDE_REGIONS: [&str; 5] = [
 ];
 
 /// The functions that cannot fail, because they call no operation on tensors.
-const WITHOUT_OPERATIONS: [&str; 35] = [
+const WITHOUT_OPERATIONS: [&str; 36] = [
     "tamp_allocations_end",
     "tamp_arrival_free",
     "tamp_autocast_after_backward",
@@ -329,6 +355,7 @@ const WITHOUT_OPERATIONS: [&str; 35] = [
     "tamp_emulation_returned",
     "tamp_gathering_free",
     "tamp_gradients_release",
+    "tamp_graph_free",
     "tamp_group_close",
     "tamp_group_free",
     "tamp_heap_keep",
@@ -389,6 +416,13 @@ const COMPUTES_NOTHING: &[&str] = &[
     "tamp_emulation_mark",
     "tamp_gathering_begin",
     "tamp_gathering_finish",
+    "tamp_graph_begin",
+    "tamp_graph_end",
+    "tamp_graph_enter",
+    "tamp_graph_leave",
+    "tamp_graph_new",
+    "tamp_graph_replay",
+    "tamp_graph_write",
     "tamp_group_all_gather",
     "tamp_group_all_reduce",
     "tamp_group_broadcast",
@@ -409,6 +443,7 @@ const COMPUTES_NOTHING: &[&str] = &[
     "tamp_reduced_precision_reduction",
     "tamp_reference_new",
     "tamp_signals_catch",
+    "tamp_stamps_have_moved",
     "tamp_statistics_begin",
     "tamp_store_count",
     "tamp_store_get",

@@ -4,6 +4,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::GradScaler;
 use crate::accumulation::dropping::Kept;
+use crate::capture;
 #[cfg(feature = "distributed")]
 use crate::distributed::{ProcessGroup, ReduceOp, any_is_averaged};
 use crate::error::{Error, Result, ensure};
@@ -114,7 +115,7 @@ impl Accumulation {
         let weighed = self.weighed(loss)?;
         // Not only from the second on: tch zeroes gradients in place, which leaves them in one memory.
         ffi::gradients_separate_leaves(&weighed)?;
-        self.next += 1;
+        self.advance();
         Ok(weighed)
     }
 
@@ -143,6 +144,12 @@ impl Accumulation {
 
     /// Returns an error unless [`backward_or_drop`](Self::backward_or_drop) took all micro-batches or none. If it left
     /// one out, those that other calls took would have the wrong weights.
+    fn advance(&mut self) {
+        let is_begun = self.next == 0;
+        self.next += 1;
+        capture::note_window(is_begun, self.is_complete());
+    }
+
     fn refuse_mixing(&self, same: bool) -> Result<()> {
         if same {
             return Ok(());
@@ -161,7 +168,7 @@ impl Accumulation {
         self.refuse_mixing(self.kept.batches() == 0)?;
         let weighed = self.weighed(loss)?;
         scaler.backward(&weighed)?;
-        self.next += 1;
+        self.advance();
         Ok(())
     }
 
@@ -195,7 +202,7 @@ impl Accumulation {
         let weighed = self.weighed(loss)?;
         let (share, is_last) = (self.shares[self.next], self.is_last());
         self.kept.backward(optimizer, share, is_last, || scaler.backward(&weighed))?;
-        self.next += 1;
+        self.advance();
         Ok(())
     }
 

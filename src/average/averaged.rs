@@ -1,6 +1,7 @@
 //! The averages of a model's weights.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
@@ -8,6 +9,7 @@ use tch::{Kind, Tensor};
 use crate::autocast::forgetting_casts;
 use crate::average::progress::Count;
 use crate::average::{Averaging, Ema, Swa};
+use crate::capture::Link;
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ensure};
 use crate::ffi::{self, OutsideRegions};
@@ -37,6 +39,8 @@ pub struct AveragedWeights {
     /// The model's variables that have neither averages nor statistics.
     others: Vec<Variable>,
     count: Count,
+    /// What it shares with the graphs that update it in their replays.
+    link: Arc<Link>,
 }
 
 /// The statistics of batch normalization, and how many batches they are of where the model counts that: the model's by
@@ -101,7 +105,8 @@ impl AveragedWeights {
         }
         let averages = parameters.iter().map(start).collect::<Result<_>>()?;
         let count = Count::start();
-        Ok(Self { averaging, names, parameters, averages, statistics, others, count })
+        let link = Arc::default();
+        Ok(Self { averaging, names, parameters, averages, statistics, others, count, link })
     }
 
     /// Updates the averages after the step with this outcome, unless it was skipped or there were no gradients. Never
@@ -131,10 +136,11 @@ impl AveragedWeights {
     }
 
     fn follow(&mut self, skips: Option<&Tensor>) -> Result<()> {
-        let count = self.count.next(self.averaging, skips)?;
+        self.link.join(self.averages.iter().chain(self.count.tensor()));
+        let device = self.averages[0].device();
+        let count = self.count.next(self.averaging, skips, device)?;
         ffi::average_update(&self.averages, &self.parameters, count.weight())?;
-        self.count = count;
-        Ok(())
+        self.count.replace(count)
     }
 
     /// Overwrites the weights of the model with the averages, rounded to their dtype, for good: at the end of a
@@ -229,6 +235,7 @@ impl AveragedWeights {
     }
 
     fn resume(&mut self, loaded: Loaded) {
+        self.link.note_change("the state of the averages");
         self.count = loaded.count;
         self.statistics.averaged = loaded.statistics;
     }

@@ -1,8 +1,9 @@
 //! How many updates an average has had, and the weight of the next one.
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::average::{Averaging, Ema};
+use crate::capture;
 use crate::error::Result;
 use crate::ffi::{self, AverageOptions, AverageWeight, Counted, OutsideRegions};
 
@@ -26,9 +27,21 @@ impl Count {
     }
 
     /// Counts an update. With a flag on a device, the update takes place unless that is set, and its weight otherwise
-    /// is zero. Never synchronizes.
-    pub(super) fn next(&self, averaging: Averaging, skips: Option<&Tensor>) -> Result<Self> {
+    /// is zero. In an iteration of a graph the device counts. Never synchronizes.
+    pub(super) fn next(
+        &self,
+        averaging: Averaging,
+        skips: Option<&Tensor>,
+        device: Device,
+    ) -> Result<Self> {
         let options = options(averaging);
+        let never = match (self, skips) {
+            (Self::Host { .. }, None) if capture::is_on(device) => {
+                Some(ffi::number_new(0.0, Kind::Float, device)?)
+            }
+            _ => None,
+        };
+        let skips = skips.or(never.as_ref());
         let counted = match (self, skips) {
             (&Self::Host { updates, rest, .. }, None) => {
                 let (weight, rest) = step(options, updates as f64, rest);
@@ -41,6 +54,32 @@ impl Count {
     }
 
     /// The weight of the last update.
+    /// Replaces the count: in an iteration of a graph in place, where replays find it.
+    pub(super) fn replace(&mut self, next: Self) -> Result<()> {
+        match (&mut *self, next) {
+            (Self::Device(count), Self::Device(next)) => {
+                let mut place = Some(count.shallow_clone());
+                capture::replace(&mut place, next, AVERAGE)?;
+                if let Some(next) = place {
+                    *count = next;
+                }
+            }
+            (Self::Host { .. }, Self::Device(_)) if capture::is_capturing() => {
+                capture::refuse(AVERAGE, "update the averages in the warm-up, too")?;
+            }
+            (_, next) => *self = next,
+        }
+        Ok(())
+    }
+
+    /// The count on a device.
+    pub(super) fn tensor(&self) -> Option<&Tensor> {
+        match self {
+            Self::Host { .. } => None,
+            Self::Device(count) => Some(count),
+        }
+    }
+
     pub(super) fn weight(&self) -> AverageWeight<'_> {
         match self {
             Self::Host { weight, .. } => AverageWeight::Host(*weight),
@@ -60,6 +99,8 @@ impl Count {
         }
     }
 }
+
+const AVERAGE: &str = "the first update of averages";
 
 fn options(averaging: Averaging) -> AverageOptions {
     match averaging {

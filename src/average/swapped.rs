@@ -10,6 +10,7 @@ use tch::Tensor;
 use crate::autocast::clear_autocast_cache;
 use crate::average::AveragedWeights;
 use crate::average::averaged::fits;
+use crate::capture;
 use crate::error::{Error, Result};
 use crate::ffi::{self, OutsideRegions};
 
@@ -79,6 +80,7 @@ impl<'a> SwappedIn<'a> {
         averages: &'a mut AveragedWeights,
         running: Option<&BTreeMap<String, Tensor>>,
     ) -> Result<Self> {
+        capture::refuse("swapping averages in", "do it between replays")?;
         let _own = OutsideRegions::enter();
         let AveragedWeights { parameters, averages: means, statistics, .. } = &*averages;
         let weights = parameters.iter().zip(means);

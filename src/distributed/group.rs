@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tch::{Cuda, Device};
 
+use crate::capture;
 use crate::distributed::deadline::{GRACE, within};
 use crate::distributed::environment::{self, MOST_RANKS, optional};
 use crate::distributed::membership::Membership;
@@ -383,6 +384,7 @@ impl ProcessGroup {
 
     /// Returns the connections, or an error if an operation has failed before.
     pub(super) fn handle(&self, operation: &'static str) -> Result<Arc<ffi::Group>> {
+        capture::refuse(operation, "graphs are of one device; train several without a graph")?;
         let handle = self.0.handle.lock().unwrap_or_else(PoisonError::into_inner).clone();
         handle.ok_or_else(|| DistributedError::Failed { operation }.into())
     }

@@ -115,6 +115,16 @@ pub enum Error {
         problem: String,
     },
 
+    /// Something that a graph cannot hold was called in an iteration that is captured, or has changed since.
+    #[cfg(feature = "graph")]
+    #[error("{call} cannot be part of an iteration that is captured: {remedy}")]
+    Capture {
+        /// The call, or what has changed.
+        call: &'static str,
+        /// What to do instead.
+        remedy: String,
+    },
+
     /// libtorch failed, with its own message, or returned something that this crate does not recognize.
     #[error("libtorch: {0}")]
     Torch(String),

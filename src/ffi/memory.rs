@@ -65,6 +65,17 @@ impl Stamps {
         Ok(changed.into_iter().map(|changed| changed != 0).collect())
     }
 
+    /// Returns whether one of the parameters has other memory than when its stamp was taken, whatever was written to it.
+    #[cfg(feature = "graph")]
+    pub(crate) fn have_moved(&mut self, parameters: &[Tensor]) -> Result<bool> {
+        let tensors = pointers(parameters);
+        self.0.resize_with(self.0.len().max(tensors.len()), sys::Stamp::default);
+        let (array, count, stamps) = (tensors.as_ptr(), tensors.len(), self.0.as_ptr());
+        // SAFETY: both arrays have `count` elements, and the borrow keeps the tensors alive.
+        let moved = call(|err| unsafe { sys::tamp_stamps_have_moved(array, count, stamps, err) })?;
+        Ok(moved != 0)
+    }
+
     /// Takes new stamps of the parameters.
     pub(crate) fn take(&mut self, parameters: &[Tensor]) -> Result<()> {
         let tensors = pointers(parameters);

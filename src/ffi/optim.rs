@@ -43,7 +43,7 @@ pub(crate) struct OptimOptions {
 }
 
 impl OptimOptions {
-    fn raw(&self) -> sys::OptimOptions {
+    fn raw(&self, rates: Option<&Tensor>) -> sys::OptimOptions {
         let algorithm = match self.algorithm {
             OptimAlgorithm::Adam => sys::OPTIM_ADAM,
             OptimAlgorithm::AdamW => sys::OPTIM_ADAMW,
@@ -74,6 +74,7 @@ impl OptimOptions {
             algorithm,
             flags,
             ns_steps: self.ns_steps,
+            rates: rates.map_or(ptr::null_mut(), pointer),
         }
     }
 }
@@ -182,10 +183,12 @@ impl StepAnswer {
 }
 
 /// Steps the parameters that have gradients and that no other rank steps, and takes new stamps of those with master
-/// weights. Changes nothing if any answer is neither `Taken` nor `LeftOut`, or if `found_inf` is not zero.
+/// weights. The `rates` of each of the options, two f32 on the device, stand for their learning rate; there may be none.
+/// Changes nothing if any answer is neither `Taken` nor `LeftOut`, or if `found_inf` is not zero.
 pub(crate) fn optim_step(
     parameters: &[OptimParameter<'_>],
     options: &[OptimOptions],
+    rates: &[Tensor],
     scale: OptimScale<'_>,
     stamps: &mut Stamps,
 ) -> Result<Vec<StepAnswer>> {
@@ -208,7 +211,9 @@ pub(crate) fn optim_step(
         kept_as: given.kept_as.code(),
     });
     let raw: Vec<_> = raw.collect();
-    let options: Vec<_> = options.iter().map(OptimOptions::raw).collect();
+    let rates = |index: usize| rates.get(index);
+    let options = options.iter().enumerate().map(|(index, options)| options.raw(rates(index)));
+    let options: Vec<_> = options.collect();
     let scale = sys::OptimScale {
         grad_scale: optional(scale.grad_scale),
         clip: optional(scale.clip),

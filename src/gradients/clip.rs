@@ -2,6 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
+use crate::capture;
 #[cfg(doc)]
 use crate::error::GradientError;
 use crate::error::{Error, GradientProblem, Result, ensure};
@@ -127,6 +128,9 @@ pub fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
 /// Clips to a checked limit, and returns the norm, if there are gradients. An error names the parameter.
 pub(crate) fn reduce_norm(parameters: &[Tensor], clip: ClipNorm) -> Result<Option<Tensor>> {
     let ClipNorm { max_norm, norm_type, error_if_nonfinite } = clip;
+    if error_if_nonfinite {
+        capture::refuse("`error_if_nonfinite`", "leave it out; the scaler skips such steps")?;
+    }
     let norm = ffi::clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite);
     norm.map_err(|error| explained(parameters, unclippable, error))
 }

@@ -7,6 +7,7 @@ use super::explanation::{Cause, Culprit, Explanation};
 use super::replay;
 use super::rerun::{Beginning, Repeatable};
 use crate::GradScaler;
+use crate::capture;
 use crate::error::{Error, Result};
 use crate::ffi::{self, OutsideRegions};
 use crate::scaler::StepOutcome;
@@ -123,6 +124,7 @@ impl Tracer {
     ///
     /// [`Error::Torch`] if a generator cannot be read, or memory cannot be allocated.
     pub fn begin(&mut self, scaler: &GradScaler) -> Result<()> {
+        capture::refuse("a report of an iteration", "make it of an iteration without a graph")?;
         let _own = OutsideRegions::enter();
         let scale = scaler.scale_number().map(Tensor::f_detach_copy).transpose()?;
         self.began = Some(Began { beginning: self.repeatable.begin()?, scale });

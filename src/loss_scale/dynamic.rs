@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
+use crate::capture;
 use crate::device::check_usable;
 use crate::error::{Error, Result, ScalerError, ensure};
 use crate::ffi::{OutsideRegions, OverflowCounts, ScaleRule};
@@ -123,6 +124,7 @@ impl LossScale for DynamicLossScale {
     }
 
     fn adjust(&mut self, grads_finite: &Tensor) -> Result<()> {
+        capture::refuse("adjusting a loss scale, which makes a new one", "use a `GradScaler`")?;
         let _own = OutsideRegions::enter();
         let found_inf = flag(GRADS_FINITE, grads_finite)?.f_logical_not()?;
         let found_inf = found_inf.f_to_kind(Kind::Float)?;

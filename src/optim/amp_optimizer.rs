@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use tch::Tensor;
 
 use crate::autocast::forgetting_casts;
+use crate::capture;
 use crate::error::{Error, OptimizerError, Result};
 use crate::ffi::{self, OptimScale};
 use crate::gradients::parameters::Parameters;
@@ -143,6 +144,8 @@ impl AmpOptimizer for tch::nn::Optimizer {
     }
 
     fn update(&mut self, _step: &Step<'_>) -> Result<()> {
+        let remedy = "its learning rate and its steps are the host's; use one of `tch_amp::optim`";
+        capture::refuse("a step of one of tch's optimizers", remedy)?;
         // tch's own `step` has no fallible counterpart and panics with libtorch's message.
         catch_unwind(AssertUnwindSafe(|| self.step())).map_err(|panic| {
             Error::Optimizer(OptimizerError::Step(panics::into_message(panic).into()))

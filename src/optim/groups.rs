@@ -1,8 +1,13 @@
 //! The parameter groups of an optimizer.
 
+use crate::capture;
 use crate::error::{Error, OptimizerError, Result};
 use crate::optim::optimizer::GroupRule;
 use crate::optim::{Algorithm, Optimizer, ParamGroup};
+
+/// Changes of groups, which an iteration of a graph cannot make.
+const SET: &str = "a change of the optimizer's options";
+const OUTSIDE: &str = "make it before `replay`: replays read the learning rates of their time";
 
 impl Optimizer {
     /// Returns the options of a group. Corresponds to `optimizer.param_groups[group]` in PyTorch.
@@ -75,6 +80,7 @@ impl Optimizer {
             slots.map(|slot| slot.group = group).count()
         });
         self.rules.push(rule);
+        self.note_change("the groups of the optimizer");
         Ok(moved)
     }
 
@@ -157,6 +163,7 @@ impl Optimizer {
 
     /// Sets the learning rate of each group, and its momentum where there is one; none if a value is refused.
     pub(crate) fn set_rates(&mut self, lrs: &[f64], momenta: &[Option<f64>]) -> Result<()> {
+        capture::refuse(SET, OUTSIDE)?;
         let mut groups = self.groups.clone();
         for ((options, &lr), &momentum) in groups.iter_mut().zip(lrs).zip(momenta) {
             options.lr = lr;
@@ -166,7 +173,8 @@ impl Optimizer {
             options.algorithm.check(lr)?;
             self.states.check(&options.algorithm)?;
         }
-        self.groups = groups;
+        let before = std::mem::replace(&mut self.groups, groups);
+        self.note_groups(&before);
         Ok(())
     }
 
@@ -179,6 +187,7 @@ impl Optimizer {
         if let Some(group) = group {
             self.param_group(group)?;
         }
+        capture::refuse(SET, OUTSIDE)?;
         let mut groups = self.groups.clone();
         for (index, options) in groups.iter_mut().enumerate() {
             if group.is_none_or(|group| group == index) {
@@ -195,7 +204,9 @@ impl Optimizer {
                 self.states.check(&options.algorithm)?;
             }
         }
+        let before = self.groups.clone();
         self.moving(|optimizer| optimizer.groups = groups);
+        self.note_groups(&before);
         Ok(())
     }
 

@@ -38,6 +38,7 @@ impl Optimizer {
     /// parameters were written to from outside, for instance by loading them: the optimizer detects that and makes the
     /// masters of the elements that changed anew (with [`MasterWeights::Remainder`] those of the whole parameter).
     pub fn reset_master_weights(&mut self) {
+        self.note_change("the master weights");
         for slot in &mut self.slots {
             (slot.state.master, slot.state.loaded) = (None, None);
         }
@@ -83,6 +84,7 @@ impl Optimizer {
             };
         }
         ffi::gradients_widen(&self.parameters)?;
+        self.note_change("the dtype of the gradients");
         self.f32_gradients = true;
         Ok(())
     }

@@ -24,6 +24,8 @@
 
 mod algorithm;
 mod amp_optimizer;
+#[cfg(feature = "graph")]
+mod captured;
 mod config;
 mod first_step;
 mod groups;
@@ -32,6 +34,8 @@ mod masters;
 mod muon;
 mod optimizer;
 pub(crate) mod parameters;
+#[cfg(feature = "graph")]
+mod rates;
 mod saved;
 #[cfg_attr(
     not(feature = "distributed"),

@@ -1,6 +1,8 @@
 //! The fused optimizer.
 
 use std::collections::{BTreeMap, HashSet};
+#[cfg(feature = "graph")]
+use std::sync::Arc;
 
 use tch::Tensor;
 
@@ -10,6 +12,8 @@ use crate::error::{Error, OptimizerError, ParameterProblem, Result};
 use crate::ffi;
 use crate::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
 use crate::optim::parameters::{Given, Named, TrackedVariables};
+#[cfg(feature = "graph")]
+use crate::optim::rates::DeviceRates;
 use crate::optim::shards::Shards;
 use crate::optim::state::ParameterState;
 use crate::optim::{
@@ -63,6 +67,9 @@ pub struct Optimizer {
     pub(super) f32_gradients: bool,
     /// The ranks over which the state is divided.
     pub(super) shards: Option<Box<Shards>>,
+    /// What it shares with the graphs that have captured its steps.
+    #[cfg(feature = "graph")]
+    pub(super) rates: Option<Arc<DeviceRates>>,
 }
 
 /// Groups are kept in a list, so their numbers have to be small.
@@ -125,6 +132,8 @@ impl Optimizer {
             stamps: ffi::Stamps::default(),
             f32_gradients: false,
             shards: None,
+            #[cfg(feature = "graph")]
+            rates: None,
         };
         match parameters.into_parameters().0 {
             Given::VarStore(store) => {
@@ -224,6 +233,7 @@ impl Optimizer {
             _ => {}
         }
         self.known = known;
+        self.note_change("the parameters of the optimizer");
         for (name, aliases, tensor, group) in added {
             let (is_matrix, state) = (tensor.dim() == 2, ParameterState::default());
             let mut slot = Slot { name, aliases, group, is_matrix, state, elsewhere: false };

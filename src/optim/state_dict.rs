@@ -5,6 +5,7 @@ use std::ops::Deref;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::capture;
 use crate::error::{Error, Number, OptimizerError, Result, shown};
 use crate::ffi::{self, KeptAs, Master, OutsideRegions};
 use crate::optim::first_step::FirstStep;
@@ -79,6 +80,7 @@ impl Optimizer {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn state_dict(&mut self) -> Result<OptimizerState> {
+        capture::refuse("state_dict", "call it after `replay`")?;
         let state = self.state_here();
         match self.shards.as_deref().map(Shards::ranks) {
             Some(ranks) => ranks.gather_state(state),
@@ -174,6 +176,7 @@ impl Optimizer {
         state: &BTreeMap<String, BTreeMap<String, T>>,
         param_groups: &[ParamGroupState],
     ) -> Result<CheckedState> {
+        capture::refuse("load_state_dict", "call it outside of the iteration")?;
         self.take_added()?;
         let listed = self.listed_names()?;
         let listed = |name: &'_ String| listed.get(name).unwrap_or(name).clone();
@@ -219,6 +222,7 @@ impl Optimizer {
     /// Takes over a state that was prepared from this optimizer, which has not changed since.
     pub(crate) fn finish_load(&mut self, loaded: CheckedState) {
         let CheckedState { groups, slots } = loaded;
+        self.note_change("the state of the optimizer");
         self.rules.retain(|rule| rule.group < groups.len());
         self.groups = groups;
         for (index, (slot, (group, state))) in self.slots.iter_mut().zip(slots).enumerate() {

@@ -4,7 +4,10 @@
 //! something. What is lacking is made, and the call repeated: a step in the middle of training is a single call.
 
 use tch::Kind;
+#[cfg(not(feature = "graph"))]
+use tch::Tensor;
 
+use crate::capture;
 use crate::error::{
     Error, GradientError, GradientProblem, OptimizerError, ParameterProblem, Result,
 };
@@ -27,6 +30,7 @@ impl Optimizer {
     /// Takes a step of the parameters that no other rank steps.
     pub(crate) fn run_here(&mut self, step: &Step<'_>) -> Result<()> {
         self.take_added()?;
+        self.enter_graph()?;
         self.ask_first_steps()?;
         let first_steps = self.prepare_first_steps(step)?;
         let answers = self.launch_complete(step)?;
@@ -37,7 +41,7 @@ impl Optimizer {
                 first_steps.note(&mut slot.state.first_step);
             }
         }
-        Ok(())
+        self.note_in_graph()
     }
 
     /// Launches a step. The shim reports what is missing for it, which is then made: the states at the first step, and
@@ -47,6 +51,7 @@ impl Optimizer {
         let answers = if answers.iter().all(|answer| is_settled(*answer)) {
             answers
         } else {
+            refuse_repair(&answers)?;
             self.repair(&answers)?;
             self.launch(step)?
         };
@@ -109,7 +114,7 @@ impl Optimizer {
     }
 
     fn launch(&mut self, step: &Step<'_>) -> Result<Vec<StepAnswer>> {
-        let first_steps = self.first_steps()?;
+        let (first_steps, rates) = (self.first_steps()?, self.device_rates()?);
         let options: Vec<_> = self.groups.iter().flat_map(ParamGroup::options).collect();
         let parameters = self.slots.iter().zip(first_steps).enumerate();
         let parameters = parameters.map(|(index, (slot, first_step))| {
@@ -139,7 +144,7 @@ impl Optimizer {
             }
         });
         let parameters: Vec<_> = parameters.collect();
-        ffi::optim_step(&parameters, &options, step.scale(), &mut self.stamps)
+        ffi::optim_step(&parameters, &options, &rates, step.scale(), &mut self.stamps)
     }
 
     /// Whether the momentum buffer of each parameter starts with its gradient.
@@ -182,7 +187,42 @@ impl Optimizer {
     }
 }
 
-fn has_momentum(algorithm: &Algorithm) -> bool {
+/// Nothing: there are no graphs.
+#[cfg(not(feature = "graph"))]
+impl Optimizer {
+    fn enter_graph(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn note_in_graph(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn device_rates(&self) -> Result<Vec<Tensor>> {
+        Ok(Vec::new())
+    }
+
+    pub(super) fn note_groups(&self, _before: &[ParamGroup]) {}
+
+    pub(crate) fn note_change(&self, _what: &'static str) {}
+}
+
+/// Refuses to make in a graph what every replay would make anew.
+fn refuse_repair(answers: &[StepAnswer]) -> Result<()> {
+    if !capture::is_capturing() || answers.contains(&StepAnswer::Refused) {
+        return Ok(());
+    }
+    let (call, remedy) = match answers.contains(&StepAnswer::Stale) {
+        true => (
+            "a write to the weights before the step",
+            "master weights do not follow it in a replay",
+        ),
+        false => ("the first step of a parameter", "give it a gradient in the warm-up, too"),
+    };
+    capture::refuse(call, remedy)
+}
+
+pub(super) fn has_momentum(algorithm: &Algorithm) -> bool {
     matches!(algorithm, Algorithm::Sgd(sgd) if sgd.momentum != 0.0)
 }
 

@@ -11,6 +11,7 @@ mod state;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::capture;
 use crate::device::check_usable;
 use crate::error::{Error, Result, ScalerError};
 use crate::ffi::{self, FoundInf, OutsideRegions, ScaleUpdate};
@@ -76,6 +77,7 @@ impl AdaptiveScale {
 
     /// The value on the host. Synchronizes if only the device has it.
     pub(crate) fn value(&self) -> Result<Option<Mirror>> {
+        capture::refuse("reading the scale or its state", "read it after `replay`")?;
         self.number.as_ref().map(Number::value).transpose()
     }
 
@@ -84,6 +86,7 @@ impl AdaptiveScale {
         let Some(number) = &self.number else {
             return outputs.try_map(&mut |output| Ok(output.shallow_clone()));
         };
+        number.join_graph();
         let mut replicas = Replicas::new(number.tensor());
         outputs.try_map(&mut |output| {
             let kind = output.f_kind()?;
@@ -99,6 +102,7 @@ impl AdaptiveScale {
 
     /// Sets the scale and keeps the tracker.
     pub(crate) fn set_scale(&mut self, new_scale: f64) -> Result<()> {
+        capture::refuse("update_with", "set the scale before `replay`")?;
         let Some(number) = &mut self.number else {
             return Ok(());
         };
@@ -109,6 +113,7 @@ impl AdaptiveScale {
     /// Sets the scale to the number in a tensor and keeps the tracker. If both are on GPUs, the device checks the
     /// number.
     pub(crate) fn set_scale_to(&mut self, new_scale: &Tensor) -> Result<()> {
+        capture::refuse("update_with_tensor", "set the scale before `replay`")?;
         let _own = OutsideRegions::enter();
         let Some(number) = &mut self.number else {
             return Ok(());
@@ -121,6 +126,7 @@ impl AdaptiveScale {
 
     /// Changes the growth factor, the backoff factor and the growth interval, and refuses to change another option.
     pub(crate) fn set_config(&mut self, config: GradScalerConfig) -> Result<()> {
+        capture::refuse("a change of the scaler's options", "make it before `replay`")?;
         config.check()?;
         let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = config;
         let may_be =
@@ -135,6 +141,9 @@ impl AdaptiveScale {
                 number.clamp_tracker(growth_interval)?;
             }
             _ => {}
+        }
+        if let Some(number) = &self.number {
+            number.note_change("the options of the scaler");
         }
         self.config = config;
         Ok(())
@@ -152,6 +161,7 @@ impl AdaptiveScale {
 
     /// Checks a state and allocates what loading it needs; `None` if the scale is disabled and loads nothing.
     pub(crate) fn prepare_state(&self, state: &GradScalerState) -> Result<Option<LoadedState>> {
+        capture::refuse("load_state_dict", "call it outside of the iteration")?;
         let Some(number) = &self.number else {
             return Ok(None);
         };
@@ -162,6 +172,7 @@ impl AdaptiveScale {
 
     pub(crate) fn set_state(&mut self, loaded: LoadedState) -> Result<()> {
         if let Some(number) = &mut self.number {
+            number.note_change("the state of the scaler");
             number.set(loaded.number)?;
         }
         (self.config, self.skips) = (loaded.config, loaded.skips);
@@ -223,6 +234,11 @@ impl AdaptiveScale {
         let found_infs: Vec<_> = found.iter().map(|found| &found.tensor).collect();
         let mut overflow = overflow(found);
         let gives_up = config.max_consecutive_skips.is_some() || config.error_at_min_scale;
+        if gives_up {
+            let remedy = "build the scaler without them, and count skips by `Replay::outcomes`";
+            capture::refuse("`max_consecutive_skips` or `error_at_min_scale`", remedy)?;
+        }
+        number.join_graph();
         if overflow.is_none() && gives_up {
             overflow = Some(ffi::any_nonzero(&found_infs)?);
         }

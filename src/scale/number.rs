@@ -2,9 +2,11 @@
 //! with a lower bound.
 
 use std::cell::{Cell, RefCell};
+use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::capture::{self, Link};
 use crate::error::{Error, Result};
 use crate::ffi::{
     self, Arrival, OutsideRegions, OverflowCounts, ScaleRule, ScaleUpdate, Unscaling,
@@ -23,6 +25,10 @@ pub(crate) struct Number {
     mirror: Cell<Option<Mirror>>,
     bound: RefCell<Bound>,
     given: RefCell<Option<Given>>,
+    /// What it shares with the graphs that change it in their replays.
+    link: Arc<Link>,
+    /// The replays up to which `mirror` and `bound` hold.
+    followed: Cell<u64>,
 }
 
 /// A scale that a program has given on the device, which the host has not seen, and the options with their bounds. If
@@ -60,7 +66,7 @@ impl Bound {
 
     /// Asks for the scale if it may be small.
     fn ask(&mut self, scale: &Tensor, min_scale: f64) {
-        if self.at_least < Self::LOW && min_scale < 1.0 {
+        if self.at_least < Self::LOW && min_scale < 1.0 && !capture::is_inside() {
             // If the transfer cannot be started, the bound stays as low as it is.
             self.arrival = Arrival::new(scale).ok().map(|arrival| (arrival, Vec::new()));
         }
@@ -93,6 +99,8 @@ impl Number {
             mirror: Cell::new(Some(value)),
             bound: RefCell::default(),
             given: RefCell::default(),
+            link: Arc::default(),
+            followed: Cell::default(),
         })
     }
 
@@ -103,6 +111,7 @@ impl Number {
     /// The value on the host. Synchronizes, in one transfer, if only the device has it. Fails, once, if the device has
     /// refused a scale since the last call.
     pub(crate) fn value(&self) -> Result<Mirror> {
+        self.forget_replays();
         if let Some(mirror) = self.mirror.get() {
             return Ok(mirror);
         }
@@ -125,6 +134,7 @@ impl Number {
 
     /// Whether the reciprocal may be more than 1, so that unscaling can overflow. Never synchronizes.
     pub(crate) fn may_enlarge(&self) -> bool {
+        self.forget_replays();
         let at_least = match self.mirror.get() {
             Some(mirror) => mirror.scale,
             // Reading host memory does not synchronize.
@@ -141,6 +151,7 @@ impl Number {
 
     /// Sets the scale and keeps the tracker. Does not synchronize.
     pub(crate) fn set_scale(&mut self, scale: f32) -> Result<()> {
+        self.forget_replays();
         let mirror = self.mirror.take();
         self.bound.take();
         ffi::number_set(&self.tensor, f64::from(scale))?;
@@ -201,6 +212,7 @@ impl Number {
 
     /// Clamps the tracker so that it still reaches a new interval. Does not synchronize.
     pub(crate) fn clamp_tracker(&mut self, growth_interval: i64) -> Result<()> {
+        self.forget_replays();
         ffi::number_limit(&self.tracker, (growth_interval - 1) as f64)?;
         let clamp = |m: Mirror| Mirror { tracker: clamp_tracker(m.tracker, growth_interval), ..m };
         self.mirror.set(self.mirror.get().map(clamp));
@@ -229,9 +241,36 @@ impl Number {
             mirror: Cell::new(None),
             bound: RefCell::default(),
             given: RefCell::default(),
+            link: Arc::default(),
+            followed: Cell::default(),
         };
         ffi::scales_update(&[next.change(&[found_inf], rule)])?;
         Ok(next)
+    }
+
+    /// Forgets what the host knows if iterations were replayed since, and in iterations of a graph: replays begin with
+    /// whatever the device has, and a copy that is on its way would break a capture.
+    fn forget_replays(&self) {
+        let replays = self.link.replays();
+        if self.followed.replace(replays) != replays || capture::is_inside() {
+            self.mirror.set(None);
+            self.bound.take();
+        }
+    }
+
+    /// Joins the graph in whose iteration the thread is.
+    pub(crate) fn join_graph(&self) {
+        self.link.join([&self.tensor, &self.tracker].into_iter().chain(&self.counts));
+    }
+
+    /// Notes a change that replays do not follow.
+    pub(crate) fn note_change(&self, what: &'static str) {
+        self.link.note_change(what);
+    }
+
+    /// Whether the capture of an iteration has failed since the last call.
+    pub(crate) fn take_loss(&self) -> bool {
+        self.link.take_loss()
     }
 
     /// Another handle to the same tensors.
@@ -244,11 +283,14 @@ impl Number {
             mirror: self.mirror.clone(),
             bound: RefCell::default(),
             given: RefCell::default(),
+            link: self.link.clone(),
+            followed: self.followed.clone(),
         }
     }
 
     /// Takes the host's copy out: the tensors are about to change.
     pub(crate) fn forget(&self) -> Option<Mirror> {
+        self.forget_replays();
         let mirror = self.mirror.take();
         if mirror.is_some() {
             self.bound.take();
@@ -260,6 +302,8 @@ impl Number {
     /// a lower bound.
     pub(crate) fn follow(&self, before: Option<Mirror>, overflow: Option<bool>, rule: &ScaleRule) {
         let next = |(before, overflow)| next(before, overflow, rule);
+        // What a capture records happens in its replays.
+        let overflow = overflow.filter(|_| !capture::is_capturing());
         let known = before.zip(overflow).map(next);
         if known.is_none() {
             let mut bound = self.bound.borrow_mut();

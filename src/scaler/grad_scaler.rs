@@ -10,13 +10,14 @@ use std::sync::{Arc, Weak};
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
+use crate::capture;
 use crate::error::{Error, Result, ScalerError};
 use crate::ffi;
 #[cfg(feature = "insight")]
 use crate::ffi::Gradient;
 use crate::gradients::NonFiniteGradient;
 use crate::optim::AmpOptimizer;
-use crate::scale::{AdaptiveScale, LoadedState};
+use crate::scale::{AdaptiveScale, LoadedState, Number};
 use crate::scaler::iteration::Iteration;
 use crate::scaler::{GradScalerConfig, GradScalerState};
 use crate::tree::{Tree, leaves};
@@ -205,6 +206,9 @@ impl GradScaler {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn scale<T: Tree + ?Sized>(&self, outputs: &T) -> Result<T::Output> {
+        if self.scale.number().is_some_and(Number::take_loss) {
+            self.iteration()?.close();
+        }
         let scaled = self.scale.apply(outputs)?;
         // After scaling: if that fails, no backward follows.
         self.iteration()?.note_scale(&leaves(outputs))?;
@@ -420,6 +424,7 @@ impl GradScaler {
         &self,
         optimizer: &dyn AmpOptimizer,
     ) -> Result<Vec<NonFiniteGradient>> {
+        capture::refuse("non_finite_gradients", "call it after `replay`")?;
         self.gradients(optimizer)?.non_finite()
     }
 }

@@ -20,6 +20,8 @@ pub use crate::scale::{GradScalerConfig, GradScalerState};
 pub(crate) use grad_scaler::GradScaler;
 #[cfg(feature = "distributed")]
 pub(crate) use grad_scaler::{Agreement, Averaged};
+#[cfg(feature = "graph")]
+pub(crate) use outcome::noted;
 pub(crate) use outcome::{Answer, Taken};
 pub use outcome::{StepCounter, StepOutcome};
 pub use per_loss::PerLossScalers;

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Tensor;
 
+use crate::capture;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
@@ -78,6 +79,9 @@ pub(crate) enum Taken {
 /// An answer on a device.
 #[derive(Debug)]
 pub(crate) struct Pending {
+    /// Whether the flag is that of whichever replay was last.
+    #[cfg(feature = "graph")]
+    is_captured: bool,
     found_inf: Tensor,
     /// Common to all clones.
     transfer: Arc<Mutex<Transfer>>,
@@ -92,7 +96,12 @@ struct Transfer {
 
 impl Clone for Pending {
     fn clone(&self) -> Self {
-        Self { found_inf: self.found_inf.shallow_clone(), transfer: self.transfer.clone() }
+        Self {
+            #[cfg(feature = "graph")]
+            is_captured: self.is_captured,
+            found_inf: self.found_inf.shallow_clone(),
+            transfer: self.transfer.clone(),
+        }
     }
 }
 
@@ -101,8 +110,23 @@ impl Pending {
         self.transfer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Fails for the outcome of a captured step, whose flag each replay overwrites.
+    #[cfg(feature = "graph")]
+    fn refuse_captured(&self, call: &'static str) -> Result<()> {
+        match self.is_captured {
+            true => Err(capture::refusal(call, "ask one of `Replay::outcomes`")),
+            false => Ok(()),
+        }
+    }
+
+    #[cfg(not(feature = "graph"))]
+    fn refuse_captured(&self, _call: &'static str) -> Result<()> {
+        Ok(())
+    }
+
     /// Reads the answer. Synchronizes, and does not hold up a `poll` of another thread meanwhile.
     fn wait(&self) -> Result<bool> {
+        self.refuse_captured("is_stepped")?;
         let _own = OutsideRegions::enter();
         let known = self.transfer().skipped;
         if let Some(skipped) = known {
@@ -114,6 +138,7 @@ impl Pending {
     }
 
     fn poll(&self) -> Result<Option<bool>> {
+        self.refuse_captured("poll")?;
         let mut transfer = self.transfer();
         if transfer.skipped.is_none() {
             let arrival = match &transfer.arrival {
@@ -164,6 +189,53 @@ impl Clone for StepOutcome {
     }
 }
 
+/// The steps of an iteration of a graph.
+#[cfg(feature = "graph")]
+pub(crate) mod noted {
+    use std::cell::RefCell;
+
+    use super::{Answer, Pending, StepOutcome};
+    use crate::error::Result;
+    use crate::ffi::OutsideRegions;
+
+    thread_local! {
+        static NOTED: RefCell<Option<Vec<Answer>>> = const { RefCell::new(None) };
+    }
+
+    pub(super) fn note(answer: &Answer) {
+        let note = |noted: &mut Vec<Answer>| noted.push(answer.clone());
+        NOTED.with_borrow_mut(|noted| noted.as_mut().map_or((), note));
+    }
+
+    /// Runs an iteration, and returns the answers of its steps.
+    pub(crate) fn during<T>(f: impl FnOnce() -> T) -> (T, Vec<Answer>) {
+        struct Back(Option<Vec<Answer>>);
+        impl Drop for Back {
+            fn drop(&mut self) {
+                NOTED.set(self.0.take());
+            }
+        }
+        let back = Back(NOTED.replace(Some(Vec::new())));
+        let out = f();
+        let noted = NOTED.with_borrow_mut(Option::take);
+        drop(back);
+        (out, noted.unwrap_or_default())
+    }
+
+    impl StepOutcome {
+        /// The outcome of a step by its answer. That of a captured step is the last replay's, and is copied.
+        pub(crate) fn of(answer: &Answer) -> Result<Self> {
+            let _own = OutsideRegions::enter();
+            Ok(match answer {
+                Answer::OnDevice(Pending { is_captured: true, found_inf, .. }) => {
+                    Self::on_device(found_inf.f_detach_copy()?)
+                }
+                answer => Self::new(answer.clone()),
+            })
+        }
+    }
+}
+
 impl StepOutcome {
     pub(crate) fn known(taken: Taken) -> Self {
         Self::new(Answer::Known(taken))
@@ -171,11 +243,18 @@ impl StepOutcome {
 
     /// An outcome that is skipped if `found_inf`, an f32 tensor on a device, is not zero.
     pub(crate) fn on_device(found_inf: Tensor) -> Self {
-        let pending = Pending { found_inf, transfer: Arc::default() };
+        let pending = Pending {
+            #[cfg(feature = "graph")]
+            is_captured: capture::is_capturing(),
+            found_inf,
+            transfer: Arc::default(),
+        };
         Self::new(Answer::OnDevice(pending))
     }
 
     fn new(answer: Answer) -> Self {
+        #[cfg(feature = "graph")]
+        noted::note(&answer);
         Self {
             answer,
             total_norm: None,
@@ -327,10 +406,16 @@ impl StepCounter {
 
     /// Records the outcome of a step. A step without gradients counts neither as taken nor as skipped.
     pub fn record(&mut self, outcome: &StepOutcome) {
-        // Starts the transfer of the answer; an error will occur again when the step is counted.
-        drop(outcome.poll());
+        // Starts the transfer of the answer; an error will occur again when the step is counted. In an iteration of a
+        // graph it is not asked for, since that would break a capture.
+        let asks = !capture::is_inside();
+        if asks {
+            drop(outcome.poll());
+        }
         self.open.push_back(outcome.answer().clone());
-        drop(self.poll());
+        if asks {
+            drop(self.poll());
+        }
     }
 
     /// Returns how many of the recorded steps are known to have been taken. Never synchronizes.
@@ -371,6 +456,7 @@ impl StepCounter {
     }
 
     fn poll(&mut self) -> Result<()> {
+        capture::refuse("a count of steps", "read it after `replay`, of `Replay::outcomes`")?;
         while let Some(answer) = self.open.front() {
             let Some(taken) = answer.poll()? else {
                 break;

@@ -1,8 +1,11 @@
 //! Skipping the steps whose loss or gradient norm is far above its recent history.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
+use crate::capture::{self, Link};
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Number, Result, ensure};
 use crate::ffi::{self, OutsideRegions, SpikeOptions};
@@ -72,7 +75,8 @@ impl SpikeConfig {
         ensure("deviations", deviations, holds, "more than 0 and finite")?;
         ensure("window", window.into(), (2..=65536).contains(&window), "from 2 to 65536")?;
         ensure("warmup", warmup.into(), warmup >= 2, "at least 2")?;
-        Ok(SpikeDetector { config: self, norm: None, loss: None, watched: None })
+        let link = Arc::default();
+        Ok(SpikeDetector { config: self, norm: None, loss: None, watched: None, link })
     }
 }
 
@@ -91,7 +95,11 @@ pub struct SpikeDetector {
     loss: Option<Tensor>,
     /// The loss of the next step, detached.
     watched: Option<Tensor>,
+    /// What it shares with the graphs that add to its histories in their replays.
+    link: Arc<Link>,
 }
+
+const HISTORY: &str = "the first step that a detector of spikes judges";
 
 /// How many steps were skipped, by their reason. See [`SpikeDetector::counts`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -125,6 +133,7 @@ impl SpikeDetector {
     ///
     /// [`Error::Torch`] if the numbers cannot be read from the device.
     pub fn counts(&self) -> Result<SpikeCounts> {
+        capture::refuse("reading the counts of spikes", "read them after `replay`")?;
         let read = |history: &Option<Tensor>| -> Result<[u64; 2]> {
             let Some(history) = history else { return Ok([0; 2]) };
             Ok(ffi::spikes_counts(history)?.map(|count| count as u64))
@@ -165,8 +174,11 @@ impl SpikeDetector {
             take_step(optimizer, step)?;
             StepOutcome::known(Taken::Stepped)
         };
-        self.norm = Some(norm);
-        self.loss = loss.or_else(|| self.loss.take());
+        capture::replace(&mut self.norm, norm, HISTORY)?;
+        if let Some(loss) = loss {
+            capture::replace(&mut self.loss, loss, HISTORY)?;
+        }
+        self.link.join(self.norm.iter().chain(&self.loss));
         self.watched = None;
         #[cfg(feature = "insight")]
         let outcome = outcome.with_judged(judged);
@@ -221,6 +233,9 @@ impl Stateful for SpikeDetector {
             }
         }
         let [norm, loss] = loaded;
-        Ok(Prepared::new(move || (self.norm, self.loss, self.watched) = (norm, loss, None)))
+        Ok(Prepared::new(move || {
+            self.link.note_change("the histories of a detector of spikes");
+            (self.norm, self.loss, self.watched) = (norm, loss, None);
+        }))
     }
 }

@@ -2,6 +2,7 @@
 
 use tch::Tensor;
 
+use crate::capture;
 #[cfg(doc)]
 use crate::error::GradientError;
 use crate::error::{Error, GradientProblem, Result, ScalerError};
@@ -125,6 +126,8 @@ impl GradScaler {
         if optimizer.takes_scaled_gradients() {
             return self.step_scaled(optimizer, scale, None, None);
         }
+        let remedy = "the host decides whether it steps; use one of `tch_amp::optim`";
+        capture::refuse("an optimizer that does not take scaled gradients", remedy)?;
         match self.claim_for_step(optimizer, Preparation::Unscale)? {
             Some(record) => self.step_unscaled(record, optimizer),
             None => Ok(StepOutcome::known(Taken::NoGradients)),

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::capture;
 use crate::checkpoint::{MetricGoal, Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ensure};
 use crate::optim::Optimizer;
@@ -160,6 +161,7 @@ impl PlateauScheduler {
     ///
     /// Those of [`Optimizer::set_lr`]; nothing is changed then.
     pub fn step(&mut self, optimizer: &mut Optimizer, metric: f64) -> Result<()> {
+        capture::refuse("a step of a schedule by a metric", "call it after `replay`")?;
         let mut state = self.state;
         if state.record(metric, &self.options) {
             let mut rates = Rates::of(optimizer);

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use crate::capture;
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result};
 use crate::optim::Optimizer;
@@ -102,6 +103,10 @@ impl Scheduler {
     }
 
     fn follow(&mut self, optimizer: Option<&mut Optimizer>, answer: &Answer) -> Result<()> {
+        capture::refuse(
+            "a step of a schedule, which sets the host's learning rates",
+            "call it after `replay`, with its outcome",
+        )?;
         self.settle(false)?;
         let (before, given) = self.present(optimizer.as_deref())?;
         let mut state = before.clone();

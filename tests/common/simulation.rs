@@ -45,6 +45,11 @@ fn symbol(name: &CStr) -> *mut c_void {
     unsafe { dlsym(std::ptr::null_mut(), name.as_ptr()) }
 }
 
+/// Whether a library of this process defines the function.
+pub fn is_defined(name: &CStr) -> bool {
+    !symbol(name).is_null()
+}
+
 /// What `Device::Cuda` is in this process, as `simulated_cuda.h` numbers it; `None` if its devices are not counted.
 fn kind() -> Option<i32> {
     if !cfg!(target_os = "linux") {

@@ -14,12 +14,13 @@ use crate::process::run as show;
 use crate::workspace::{self, Workspace};
 
 /// The tests that see what the host code of CUDA does.
-const SUITES: [&str; 9] = [
+const SUITES: [&str; 10] = [
     "accumulation",
     "autocast",
     "autocast_ops",
     "average",
     "function",
+    "graph",
     "optim",
     "scaler",
     "schedule",

@@ -13,6 +13,7 @@ use tch::nn::VarStore;
 
 use super::dtype::Dtype;
 use super::numbers;
+use crate::capture;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::{Number, Result};
@@ -253,6 +254,7 @@ pub fn audit(
     scaler: &GradScaler,
     loss: impl FnMut(Autocast) -> Result<Tensor>,
 ) -> Result<Audit> {
+    capture::refuse("a report of iterations", "make it of iterations without a graph")?;
     runs::audit(vs, *region, scaler.get_scale()?, loss)
 }
 

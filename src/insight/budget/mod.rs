@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
+use crate::capture;
 use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
 use crate::ffi::insight::RecordingMode;
@@ -160,6 +161,7 @@ impl<'a> Budget<'a> {
         O: AmpOptimizer,
         E: Into<Error>,
     {
+        capture::refuse("a report of iterations", "make it of iterations without a graph")?;
         let mut iterate = iterate(optimizer, iteration);
         Runner::new(self, &mut iterate)?.measure(self.runs, &self.unused)
     }

@@ -8,6 +8,7 @@ use tch::{Kind, Tensor};
 
 use super::report::{PowerOfTwo, Verdict};
 use crate::GradScaler;
+use crate::capture;
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result};
 use crate::ffi;
@@ -161,6 +162,10 @@ impl ScaleHistory {
         outcome: &StepOutcome,
         learning_rate: f64,
     ) -> Result<()> {
+        capture::refuse(
+            "a row of a history of scales",
+            "its row is one of the host; record iterations without a graph",
+        )?;
         let scale = scaler.scale_number();
         if scale.is_some() && !scaler.is_between_step_and_update() && !outcome.has_no_gradients() {
             let problem = "is recorded between step and update, which changes the scale";

@@ -10,6 +10,7 @@ use tch::Tensor;
 use tch::nn::VarStore;
 
 use crate::GradScaler;
+use crate::capture;
 use crate::error::{Error, GradientError, Result};
 use crate::ffi::exponents::{self, CountedGradient};
 use crate::ffi::{self, OutsideRegions};
@@ -123,6 +124,7 @@ impl ScaleHealth {
     /// or layout, [`Error::InvalidArgument`] if there are no gradients, and [`Error::Torch`] if memory runs out. The
     /// counts are then as before.
     pub fn observe(&mut self, scaler: &GradScaler) -> Result<()> {
+        capture::refuse("a report of an iteration", "make it of an iteration without a graph")?;
         let _own = OutsideRegions::enter();
         let names = &self.names;
         let name = Box::new(|index: usize, _| names.get(index).cloned());

@@ -15,6 +15,7 @@ use tch::Device;
 use tch::nn::VarStore;
 
 use super::recording::{RecordedModel, Recording};
+use crate::capture;
 use crate::error::{Error, Result};
 use crate::ffi::insight::RecordingMode;
 use crate::precision::{MatmulSpeeds, synchronize};
@@ -110,6 +111,7 @@ impl Profiler {
     /// The error of `f`, [`Error::InvalidArgument`] for no runs, and [`Error::Torch`] if the operators cannot be
     /// recorded.
     pub fn run<T>(&self, mut f: impl FnMut() -> Result<T>) -> Result<OperatorReport> {
+        capture::refuse("a report of iterations", "make it of iterations without a graph")?;
         if self.runs == 0 {
             let problem = "is 0, but something must be recorded".to_owned();
             return Err(Error::InvalidArgument { name: "runs", problem });

@@ -1,0 +1,316 @@
+//! Iterations that are captured once as a CUDA graph, and replayed by one launch.
+//!
+//! An iteration of a small model gives a GPU hundreds of short kernels, and the host takes longer to launch them than
+//! the device to run them. A graph is launched as a whole. What it repeats is what the device was given to do, so a
+//! number of the host, such as a learning rate, would stand still in it. The optimizers, the scaler, averages and
+//! detectors of spikes of this crate keep theirs on the device, and what would stand still or wait is refused.
+//!
+//! The guide's page on [graphs](crate::guide::graphs) says what an iteration may do.
+
+use std::panic::Location;
+use std::sync::Arc;
+
+use tch::Device;
+
+use crate::autocast::{clear_autocast_cache, is_autocast_enabled};
+use crate::capture::{self, Ended, Member, Phase};
+use crate::device::check_usable;
+use crate::error::{Error, Result};
+use crate::ffi::Graph;
+use crate::scaler::{Answer, StepOutcome, noted};
+
+/// An iteration of a training that a CUDA device replays as a graph. The counterpart of `torch.cuda.CUDAGraph` with
+/// `torch.cuda.graph`.
+///
+/// The first calls of [`replay`](Self::replay) run the iteration as it is, the next one captures it, and from then on
+/// each launches the graph: no call of the iteration is lost, whether it ran or was replayed. On the CPU every call runs
+/// it, so that a program is the same everywhere.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor, nn};
+/// use tch_amp::graph::Captured;
+/// use tch_amp::{Amp, GradScaler, autocast, optim};
+///
+/// let device = Device::cuda_if_available();
+/// let vs = nn::VarStore::new(device);
+/// let net = nn::linear(vs.root(), 4, 1, Default::default());
+/// let mut opt = optim::AdamW::default().build(&vs, 1e-3)?;
+/// let mut scaler = GradScaler::new(device)?;
+/// // A graph reads the same memory each time: every batch is copied into it.
+/// let mut xs = Tensor::zeros([8, 4], (Kind::Float, device));
+/// let mut graph = Captured::new(device)?;
+/// for step in 0..10 {
+///     xs.copy_(&Tensor::randn([8, 4], (Kind::Float, device)));
+///     opt.set_lr(1e-3 / f64::from(step + 1))?;
+///     let iteration = graph.replay(|| {
+///         let loss = autocast(device, || xs.apply(&net).square().mean(Kind::Float))?;
+///         scaler.backward_step(&mut opt, &loss)?;
+///         Ok(loss.detach())
+///     })?;
+///     assert!(iteration.outcomes()?[0].is_stepped()?);
+///     assert!(iteration.output().double_value(&[]) >= 0.0);
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Captured<T> {
+    device: Device,
+    graph: Option<Graph>,
+    stage: Stage,
+    /// The parts of the iteration that was last run.
+    members: Vec<Arc<dyn Member>>,
+    latest: Option<Iteration<T>>,
+}
+
+/// How many iterations run before the capture, at least: kernels are loaded and states made by them.
+const WARM_UP: u32 = 3;
+
+#[derive(Debug)]
+enum Stage {
+    WarmUp { iterations: u32 },
+    Captured { at: &'static Location<'static>, changes: Vec<u64> },
+}
+
+/// What an iteration has returned, and its steps.
+#[derive(Debug)]
+struct Iteration<T> {
+    output: T,
+    answers: Vec<Answer>,
+}
+
+/// An iteration that was run or replayed.
+#[derive(Debug)]
+pub struct Replay<'g, T> {
+    iteration: &'g Iteration<T>,
+}
+
+impl<T> Replay<'_, T> {
+    /// Returns what the iteration has returned. Tensors in it are those of the capture, which every replay overwrites:
+    /// copy what is to be kept. Reading a number from them synchronizes.
+    pub fn output(&self) -> &T {
+        &self.iteration.output
+    }
+
+    /// Returns the outcomes of the iteration's steps in their order, for counters and schedules. They stay those of
+    /// this iteration. Launches a small copy for each; asking them later synchronizes only where
+    /// [`StepOutcome`] says so.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if the memory of the device does not suffice.
+    pub fn outcomes(&self) -> Result<Vec<StepOutcome>> {
+        self.iteration.answers.iter().map(StepOutcome::of).collect()
+    }
+}
+
+impl<T> Captured<T> {
+    /// Makes an empty graph for a device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::DeviceUnavailable`].
+    pub fn new(device: Device) -> Result<Self> {
+        check_usable(device)?;
+        let graph = match device {
+            Device::Cuda(index) => Some(Graph::new(index)?),
+            _ => None,
+        };
+        let stage = Stage::WarmUp { iterations: 0 };
+        Ok(Self { device, graph, stage, members: Vec::new(), latest: None })
+    }
+
+    /// Takes one iteration of the training: runs `iteration`, captures and replays it, or replays it.
+    ///
+    /// At least three calls run the iteration, and as many more as it takes until a step was taken where SGD starts its
+    /// momentum. Then it is captured, which synchronizes. From then on `iteration` is not called any more, and nothing
+    /// that it does on the host happens: one launch repeats its work on the device, after a copy of the learning rates
+    /// if they have changed. No replay synchronizes.
+    ///
+    /// The iteration has to read its batch from the same tensors each time, drop the gradients by `zero_grad` or one of
+    /// the `backward_step` calls, and leave no window of an
+    /// [`Accumulation`](crate::accumulation::Accumulation) open. Tensors that it reads, and that were made outside of
+    /// it, have to live as long as the graph.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Capture`] if the iteration calls what a graph cannot hold, or if something has changed since the
+    /// capture that a replay does not follow: options other than learning rates, the scaler's options, a loaded state,
+    /// weights that were written to beside their master weights; or if the call is in another place of the program than
+    /// the one that was captured. No replay has happened then. The error of the iteration, and [`Error::Torch`] if it
+    /// cannot be captured. Its gradients are dropped then, and the iteration is begun anew by the next call.
+    #[track_caller]
+    pub fn replay(&mut self, iteration: impl FnOnce() -> Result<T>) -> Result<Replay<'_, T>> {
+        let at = Location::caller();
+        capture::refuse("another graph", "replay one graph after the other")?;
+        if is_autocast_enabled(self.device) {
+            let remedy = "open it in the iteration: casts that it keeps would be those of the capture for ever";
+            return Err(capture::refusal("a region of autocast that is open already", remedy));
+        }
+        match &self.stage {
+            Stage::Captured { at: captured, changes } => {
+                check_place(captured, at)?;
+                self.check_changes(changes)?;
+                self.launch()?;
+                self.members.iter().for_each(|member| member.link().note_replay());
+            }
+            Stage::WarmUp { iterations } if self.captures_next(*iterations) => {
+                self.capture(iteration, at)?;
+                self.launch()?;
+            }
+            Stage::WarmUp { iterations } => {
+                let iterations = *iterations;
+                self.run(iteration, iterations)?;
+                self.stage = Stage::WarmUp { iterations: iterations.saturating_add(1) };
+            }
+        }
+        let nothing = || Error::Torch("an iteration has left nothing".to_owned());
+        Ok(Replay { iteration: self.latest.as_ref().ok_or_else(nothing)? })
+    }
+
+    /// Forgets the captured graph: the next call of [`replay`](Self::replay) runs the iteration, and the one after that
+    /// captures it anew, also in another place of the program.
+    pub fn recapture(&mut self) {
+        self.stage = Stage::WarmUp { iterations: WARM_UP - 1 };
+    }
+
+    /// Returns whether the iteration is captured: never on the CPU.
+    pub fn is_captured(&self) -> bool {
+        matches!(self.stage, Stage::Captured { .. })
+    }
+
+    fn captures_next(&self, iterations: u32) -> bool {
+        self.graph.is_some()
+            && iterations >= WARM_UP
+            && self.members.iter().all(|member| member.is_ready())
+    }
+
+    /// Runs an iteration on the graph's stream, like any other.
+    fn run(&mut self, iteration: impl FnOnce() -> Result<T>, before: u32) -> Result<()> {
+        let phase = if before + 1 < WARM_UP { Phase::Eager } else { Phase::Settling };
+        let stream = self.graph.as_ref().map(OnStream::enter).transpose()?;
+        let ((output, answers), ended) =
+            capture::during(self.device, phase, || noted::during(iteration));
+        stream.map_or(Ok(()), OnStream::leave)?;
+        self.latest = Some(Iteration { output: output?, answers });
+        self.members = ended.members;
+        Ok(())
+    }
+
+    /// Captures an iteration.
+    fn capture(
+        &mut self,
+        iteration: impl FnOnce() -> Result<T>,
+        at: &'static Location<'static>,
+    ) -> Result<()> {
+        let Some(graph) = &self.graph else { return Ok(()) };
+        self.members.iter().try_for_each(|member| member.before_capture())?;
+        clear_autocast_cache();
+        let stream = OnStream::enter(graph)?;
+        let recording = Recording::begin(graph)?;
+        let ((output, answers), ended) =
+            capture::during(self.device, Phase::Capture, || noted::during(iteration));
+        let recorded = recording.end();
+        stream.leave()?;
+        let Ended { members, window_is_open } = ended;
+        let checked = output.and_then(|output| {
+            recorded?;
+            refuse_open_window(window_is_open)?;
+            members.iter().try_for_each(|member| member.after_capture())?;
+            Ok(output)
+        });
+        match checked {
+            Ok(output) => {
+                let changes = members.iter().map(|member| member.link().changes()).collect();
+                self.latest = Some(Iteration { output, answers });
+                self.members = members;
+                self.stage = Stage::Captured { at, changes };
+                Ok(())
+            }
+            Err(error) => {
+                members.iter().for_each(|member| member.after_failure());
+                self.recapture();
+                Err(error)
+            }
+        }
+    }
+
+    /// Fails if something has changed since the capture that a replay does not follow.
+    fn check_changes(&self, captured: &[u64]) -> Result<()> {
+        for (member, captured) in self.members.iter().zip(captured) {
+            if member.link().changes() != *captured {
+                return Err(capture::changed_since(member.link().last_change()));
+            }
+        }
+        Ok(())
+    }
+
+    fn launch(&self) -> Result<()> {
+        self.members.iter().try_for_each(|member| member.before_replay())?;
+        self.graph.as_ref().map_or(Ok(()), Graph::replay)
+    }
+}
+
+/// Fails for a call in another place of the program than the one that was captured, whose iteration may be another.
+fn check_place(captured: &Location<'_>, at: &Location<'_>) -> Result<()> {
+    if captured == at {
+        return Ok(());
+    }
+    let remedy = format!("the graph has that of {captured}; make another graph for this one");
+    Err(Error::Capture { call: "the iteration of another call of `replay`", remedy })
+}
+
+fn refuse_open_window(is_open: bool) -> Result<()> {
+    match is_open {
+        true => {
+            let remedy = "capture a whole window: each micro-batch has a share of its own";
+            Err(capture::refusal("a part of a window of accumulation", remedy))
+        }
+        false => Ok(()),
+    }
+}
+
+/// The time for which the graph's stream is the thread's.
+struct OnStream<'g>(&'g Graph);
+
+impl<'g> OnStream<'g> {
+    fn enter(graph: &'g Graph) -> Result<Self> {
+        graph.enter()?;
+        Ok(Self(graph))
+    }
+
+    fn leave(self) -> Result<()> {
+        self.0.leave()
+    }
+}
+
+impl Drop for OnStream<'_> {
+    fn drop(&mut self) {
+        // Does nothing after `leave`. This is a panic of the iteration, whose message is the program's.
+        drop(self.0.leave());
+    }
+}
+
+/// The time of a capture.
+struct Recording<'g>(Option<&'g Graph>);
+
+impl<'g> Recording<'g> {
+    fn begin(graph: &'g Graph) -> Result<Self> {
+        graph.begin()?;
+        Ok(Self(Some(graph)))
+    }
+
+    fn end(mut self) -> Result<()> {
+        self.0.take().map_or(Ok(()), Graph::end)
+    }
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        // Only after a panic of the iteration.
+        if let Some(graph) = self.0.take() {
+            drop(graph.end());
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! What an optimizer shares with the graphs of its iterations: learning rates on the device, and what replays rely on.
+//!
+//! The kernels of a captured step read the learning rate from an f32 on the device, so that a replay has the rate of its
+//! own iteration. An optimizer that was once in such an iteration reads it there in every step, since the f32 of a rate
+//! is another number.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tch::{Device, Kind, Tensor};
+
+use crate::capture::{self, Link, Member};
+use crate::error::Result;
+use crate::ffi::{self, OptimOptions, OutsideRegions, Snapshot, Stamps};
+use crate::optim::state::{MANY_STEPS, ParameterState};
+
+/// What an optimizer and the graphs of its iterations share.
+#[derive(Debug)]
+pub(crate) struct DeviceRates {
+    link: Link,
+    numbers: Mutex<Numbers>,
+    parameters: Mutex<Captured>,
+    /// Whether no step depends on what only the device knows.
+    is_ready: AtomicBool,
+    /// The largest number of steps of a parameter at the capture.
+    most_steps: AtomicU64,
+    /// The replays that the states of the parameters count.
+    counted: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Numbers {
+    /// On the device: for each of the options, the learning rate and 1 - lr * weight_decay.
+    block: Tensor,
+    wanted: Vec<f32>,
+    /// What the device has.
+    written: Vec<f32>,
+}
+
+/// The parameters of a captured step.
+#[derive(Debug, Default)]
+struct Captured {
+    list: Vec<Tensor>,
+    stamps: Stamps,
+    /// Whether they have master weights, which do not follow what others write to the parameters.
+    have_masters: bool,
+    trained: Vec<bool>,
+    /// Their gradients before the capture.
+    gradients: Snapshot,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn numbers(options: &[OptimOptions]) -> Vec<f32> {
+    let of = |o: &OptimOptions| [o.lr as f32, (1.0 - o.lr * o.weight_decay) as f32];
+    options.iter().flat_map(of).collect()
+}
+
+impl DeviceRates {
+    pub(crate) fn new(options: &[OptimOptions], device: Device) -> Result<Arc<Self>> {
+        let _own = OutsideRegions::enter();
+        let block = Tensor::f_zeros([options.len() as i64, 2], (Kind::Float, device))?;
+        let numbers = Numbers { block, wanted: numbers(options), written: Vec::new() };
+        Ok(Arc::new(Self {
+            link: Link::default(),
+            numbers: Mutex::new(numbers),
+            parameters: Mutex::default(),
+            is_ready: AtomicBool::new(false),
+            most_steps: AtomicU64::new(0),
+            counted: AtomicU64::new(0),
+        }))
+    }
+
+    /// Whether these are as many options as those that the rates are of.
+    pub(crate) fn fits(&self, options: &[OptimOptions]) -> bool {
+        lock(&self.numbers).block.size2().is_ok_and(|(rows, _)| rows == options.len() as i64)
+    }
+
+    /// The rates of each of the options.
+    pub(crate) fn rows(&self) -> Result<Vec<Tensor>> {
+        let _own = OutsideRegions::enter();
+        Ok(lock(&self.numbers).block.f_unbind(0)?)
+    }
+
+    /// The device that has the rates.
+    pub(crate) fn device(&self) -> Device {
+        lock(&self.numbers).block.device()
+    }
+
+    /// Sets the rates that the next step or replay is to read.
+    pub(crate) fn set(&self, options: &[OptimOptions]) {
+        lock(&self.numbers).wanted = numbers(options);
+    }
+
+    /// Copies the rates to the device if they have changed. Does not synchronize.
+    pub(crate) fn write(&self) -> Result<()> {
+        let mut numbers = lock(&self.numbers);
+        if numbers.wanted == numbers.written {
+            return Ok(());
+        }
+        if capture::is_capturing() {
+            let remedy = "step its optimizer in the warm-up, too";
+            return Err(capture::refusal("a new learning rate", remedy));
+        }
+        ffi::graph_write(&numbers.block, &numbers.wanted)?;
+        numbers.written = numbers.wanted.clone();
+        Ok(())
+    }
+}
+
+impl DeviceRates {
+    /// Prepares a step in an iteration of a graph: the optimizer joins it, and a captured step is refused if the states
+    /// of a parameter are still to be made.
+    pub(crate) fn join(self: &Arc<Self>, parameters: &[Tensor], have_masters: bool) {
+        let mut captured = lock(&self.parameters);
+        captured.list = parameters.iter().map(Tensor::shallow_clone).collect();
+        captured.have_masters = have_masters;
+        drop(captured);
+        capture::join(self);
+    }
+
+    /// Notes a step that was captured or taken: the states that replays change, and whether a capture may follow.
+    pub(crate) fn note_step<'a>(
+        &self,
+        states: impl Iterator<Item = &'a ParameterState>,
+        is_ready: bool,
+    ) -> Result<()> {
+        let mut captured = lock(&self.parameters);
+        let Captured { list, stamps, have_masters, .. } = &mut *captured;
+        if *have_masters {
+            stamps.take(list)?;
+        }
+        self.is_ready.store(is_ready, Ordering::Relaxed);
+        let (mut most, mut tensors) = (0, Vec::new());
+        for state in states {
+            most = most.max(state.most_steps);
+            tensors.extend(state.tensors.iter().chain([&state.step, &state.master]).flatten());
+        }
+        self.most_steps.store(most, Ordering::Relaxed);
+        self.link.keep(tensors);
+        Ok(())
+    }
+
+    /// The replays since the last call, each of which may have been a step of every parameter.
+    pub(crate) fn take_replays(&self) -> u64 {
+        let replays = self.link.replays();
+        replays - self.counted.swap(replays, Ordering::Relaxed)
+    }
+
+    pub(crate) fn note_change(&self, what: &'static str) {
+        self.link.note_change(what);
+    }
+}
+
+impl Member for DeviceRates {
+    fn link(&self) -> &Link {
+        &self.link
+    }
+
+    fn is_ready(&self) -> bool {
+        self.is_ready.load(Ordering::Relaxed)
+    }
+
+    fn before_capture(&self) -> Result<()> {
+        let mut captured = lock(&self.parameters);
+        captured.gradients = Snapshot::of(&captured.list)?;
+        drop(captured);
+        self.write()
+    }
+
+    fn after_capture(&self) -> Result<()> {
+        let mut captured = lock(&self.parameters);
+        let Captured { list, stamps, have_masters, trained, gradients } = &mut *captured;
+        let now = ffi::gradients_inspect(list)?;
+        let mut pairs = gradients.iter().zip(&now);
+        if pairs.any(|(before, now)| before.exists() && before.identity() == now.identity()) {
+            let remedy = "call the optimizer's `zero_grad` in the iteration";
+            return Err(capture::refusal("adding to the gradients of another iteration", remedy));
+        }
+        *gradients = Snapshot::default();
+        if *have_masters {
+            let changed = stamps.compare(list)?;
+            if changed.contains(&true) {
+                let remedy = "the master weights of a replay do not follow; use an optimizer without master weights";
+                return Err(capture::refusal("a write to the weights after the step", remedy));
+            }
+        } else {
+            stamps.take(list)?;
+        }
+        *trained = list.iter().map(Tensor::requires_grad).collect();
+        Ok(())
+    }
+
+    fn before_replay(&self) -> Result<()> {
+        let mut captured = lock(&self.parameters);
+        let Captured { list, stamps, have_masters, trained, .. } = &mut *captured;
+        let changed = match have_masters {
+            true => stamps.compare(list)?.contains(&true),
+            false => stamps.have_moved(list)?,
+        };
+        if changed {
+            return Err(capture::changed_since("the weights"));
+        }
+        if list.iter().zip(&*trained).any(|(parameter, was)| parameter.requires_grad() != *was) {
+            return Err(capture::changed_since("which parameters are trained"));
+        }
+        let replays = self.link.replays() - self.counted.load(Ordering::Relaxed);
+        if self.most_steps.load(Ordering::Relaxed).saturating_add(replays) >= MANY_STEPS {
+            return Err(capture::changed_since("the number of steps, which has reached 2^24,"));
+        }
+        self.write()
+    }
+
+    fn after_failure(&self) {
+        // They have memory of the graph, in which nothing was computed. A gradient that cannot be dropped is refused by
+        // the next step, whose shape of it nothing has.
+        drop(ffi::gradients_drop(&lock(&self.parameters).list));
+    }
+}

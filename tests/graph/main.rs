@@ -1,0 +1,36 @@
+//! Captured iterations: replays beside eager iterations, what is refused, and what a replay costs.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod costs;
+mod planted;
+mod refused;
+mod replays;
+mod training;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tch::Device;
+
+use crate::common::simulation;
+
+/// A CUDA device that has graphs. One test at a time has it, because streams of libtorch belong to the whole process,
+/// and one that is captured must not be given other work.
+#[derive(Debug)]
+struct Gpu {
+    device: Device,
+    _alone: MutexGuard<'static, ()>,
+}
+
+/// A CUDA device that has graphs: on null CUDA or a real GPU. Otherwise prints the reason.
+fn gpu() -> Option<Gpu> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    if simulation::is_model() {
+        common::skipped("graphs need null CUDA: run `cargo xtask null-cuda --values cargo test`");
+        return None;
+    }
+    let alone = || ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    common::cuda_or_skip().then(|| Gpu { device: Device::Cuda(0), _alone: alone() })
+}

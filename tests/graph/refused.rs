@@ -1,0 +1,357 @@
+//! What a graph cannot hold is refused before libtorch is called, and what has changed since the capture is noticed.
+
+use tch::nn::OptimizerConfig;
+use tch::{Device, Kind, Tensor, nn};
+use tch_amp::accumulation::Accumulation;
+use tch_amp::average::Ema;
+use tch_amp::gradients::{ClipNorm, clip_grad_norm};
+use tch_amp::graph::Captured;
+use tch_amp::insight::{ScaleHealth, ScaleHistory, Tracer, audit};
+use tch_amp::loss_scale::{DynamicLossScale, LossScale};
+use tch_amp::optim::{AdamW, MasterWeights, ParamGroup, Sgd};
+use tch_amp::scaler::{GradScalerConfig, StepCounter};
+use tch_amp::schedule::ReduceLrOnPlateau;
+use tch_amp::{Autocast, Error, GradScaler, Result, autocast};
+
+use crate::training::{Program, Training};
+use crate::{Gpu, gpu};
+
+/// The message of a refusal, which names the call.
+#[track_caller]
+fn refusal<T>(result: Result<T>) -> String {
+    match result {
+        Err(error @ Error::Capture { .. }) => error.to_string(),
+        Err(error) => panic!("another error: {error}"),
+        Ok(_) => panic!("it was not refused"),
+    }
+}
+
+/// The CPU, and a device that has graphs.
+fn devices() -> Vec<(Device, Option<Gpu>)> {
+    std::iter::once((Device::Cpu, None)).chain(gpu().map(|gpu| (gpu.device, Some(gpu)))).collect()
+}
+
+/// Runs `call` in an iteration of a graph on each device, in the first one already, and returns what it was told.
+fn refused(call: impl Fn(&mut Training) -> Result<()>) -> Vec<String> {
+    let said = |device: Device| {
+        let mut training = Training::new(Program::new(AdamW::default()), device);
+        let mut graph = Captured::new(device).unwrap();
+        let inside = graph.replay(|| {
+            drop(training.iteration()?);
+            call(&mut training)
+        });
+        let said = refusal(inside);
+        // The iteration can be begun anew.
+        training.feed(0);
+        graph.replay(|| training.iteration().map(drop)).unwrap();
+        said
+    };
+    devices().into_iter().map(|(device, _alone)| said(device)).collect()
+}
+
+/// Asserts that each message has the text.
+fn says(messages: Vec<String>, text: &str) {
+    for message in messages {
+        assert!(message.contains(text), "`{text}` is not in: {message}");
+    }
+}
+
+#[test]
+fn what_reads_the_scale_is_refused() {
+    says(refused(|t| t.scaler.get_scale().map(drop)), "reading the scale");
+    says(refused(|t| t.scaler.get_growth_tracker().map(drop)), "reading the scale");
+    says(refused(|t| t.scaler.state_dict().map(drop)), "reading the scale");
+    says(refused(|t| t.opt.state_dict().map(drop)), "state_dict");
+    says(refused(|t| t.scaler.non_finite_gradients(&t.opt).map(drop)), "non_finite_gradients");
+    says(refused(|t| t.spikes.counts().map(drop)), "counts of spikes");
+}
+
+#[test]
+fn what_keeps_a_number_of_the_host_is_refused() {
+    says(refused(|t| t.opt.set_lr(0.1)), "the optimizer's options");
+    says(refused(|t| t.opt.set_momentum(0.5)), "the optimizer's options");
+    says(refused(|t| t.scaler.set_growth_interval(7)), "the scaler's options");
+    says(refused(|t| t.scaler.update_with(8.0)), "update_with");
+    says(refused(|t| t.scaler.update_with_tensor(&Tensor::from(8f32))), "update_with_tensor");
+    let state = GradScaler::new(Device::Cpu).unwrap().state_dict().unwrap();
+    says(refused(|t| t.scaler.load_state_dict(&state)), "load_state_dict");
+    says(
+        refused(|t| {
+            let mut plateau = ReduceLrOnPlateau::default().build(&t.opt)?;
+            plateau.step(&mut t.opt, 1.0)
+        }),
+        "a schedule by a metric",
+    );
+    says(
+        refused(|t| {
+            let mut scale = DynamicLossScale::new(t.vs.device())?;
+            scale.adjust(&Tensor::from(true).to_device(t.vs.device()))
+        }),
+        "loss scale",
+    );
+}
+
+#[test]
+fn what_waits_is_refused() {
+    says(
+        refused(|t| {
+            let clip = ClipNorm { error_if_nonfinite: true, ..ClipNorm::from(1.0) };
+            clip_grad_norm(&t.opt.trainable_variables(), clip).map(drop)
+        }),
+        "error_if_nonfinite",
+    );
+    says(
+        refused(|t| {
+            let mut adam = nn::Adam::default().build(&t.vs, 0.1)?;
+            t.scaler.backward(&t.vs.variables()["a.bias"].sum(None))?;
+            t.scaler.step(&mut adam).map(drop)
+        }),
+        "does not take scaled gradients",
+    );
+    says(
+        refused(|t| {
+            let outcome = t.last.as_ref().unwrap().clone();
+            ScaleHistory::new(4)?.record(&t.scaler, &outcome, 0.1)
+        }),
+        "a history of scales",
+    );
+    says(refused(|t| ScaleHealth::new(&t.vs).observe(&t.scaler)), "a report");
+    says(refused(|t| Tracer::new(&t.vs)?.begin(&t.scaler)), "a report");
+    says(
+        refused(|t| {
+            let region = Autocast::new(t.vs.device());
+            audit(&t.vs, &region, &t.scaler, |_| Ok(Tensor::from(1.0))).map(drop)
+        }),
+        "a report",
+    );
+    says(
+        refused(|t| {
+            let mut average = Ema::default().build(&t.vs)?;
+            average.swap_in().map(drop)
+        }),
+        "swapping averages in",
+    );
+}
+
+#[test]
+fn limits_that_the_host_counts_are_refused() {
+    for (device, _alone) in devices() {
+        for config in [
+            GradScalerConfig { max_consecutive_skips: Some(3), ..Default::default() },
+            GradScalerConfig { error_at_min_scale: true, ..Default::default() },
+        ] {
+            let mut training = Training::new(Program::new(AdamW::default()), device);
+            training.scaler = config.build(device).unwrap();
+            let mut graph = Captured::new(device).unwrap();
+            let said = refusal(graph.replay(|| training.iteration()));
+            assert!(said.contains("max_consecutive_skips"), "{said}");
+        }
+    }
+}
+
+#[test]
+fn an_open_region_and_another_graph_are_refused() {
+    for (device, _alone) in devices() {
+        let mut graph = Captured::new(device).unwrap();
+        let open = autocast(device, || graph.replay(|| Ok(())).map(drop));
+        assert!(refusal(open.unwrap()).contains("a region of autocast"));
+        let mut inner = Captured::new(device).unwrap();
+        let nested = graph.replay(|| inner.replay(|| Ok(())).map(drop)).map(drop);
+        assert!(refusal(nested).contains("another graph"));
+    }
+}
+
+/// Takes iterations until the graph is captured.
+fn captured(program: Program, device: Device) -> (Training, Captured<Tensor>) {
+    let mut training = Training::new(program, device);
+    let mut graph = Captured::new(device).unwrap();
+    for i in 0..4 {
+        take(&mut training, &mut graph, i).unwrap();
+    }
+    assert!(graph.is_captured());
+    (training, graph)
+}
+
+fn take(training: &mut Training, graph: &mut Captured<Tensor>, i: usize) -> Result<()> {
+    training.feed(i);
+    graph.replay(|| training.iteration()).map(drop)
+}
+
+/// Asserts that a change after the capture is noticed by the next replay, which changes nothing, and that the graph can
+/// be captured anew.
+fn is_noticed(program: Program, change: impl FnOnce(&mut Training), text: &str) {
+    let Some(gpu) = gpu() else { return };
+    let device = gpu.device;
+    let (mut training, mut graph) = captured(program, device);
+    change(&mut training);
+    let before = training.state();
+    let said = refusal(take(&mut training, &mut graph, 6));
+    assert!(said.contains(text), "`{text}` is not in: {said}");
+    let after = training.state();
+    assert!(before.iter().zip(&after).all(|(one, other)| one.equal(other)), "{text}");
+    graph.recapture();
+    for i in 6..9 {
+        take(&mut training, &mut graph, i).unwrap();
+    }
+    assert!(graph.is_captured());
+}
+
+#[test]
+fn changes_after_the_capture_are_noticed() {
+    let adamw = Program::new(AdamW::default());
+    is_noticed(adamw, |t| t.opt.set_weight_decay(0.5).unwrap(), "the options of the optimizer");
+    let group = ParamGroup::new(0.1, AdamW { eps: 1e-3, ..AdamW::default() });
+    is_noticed(adamw, |t| t.opt.set_param_group(0, group).unwrap(), "the options of the optimizer");
+    is_noticed(adamw, |t| assert_eq!(t.opt.assign_group(1, &["*bias"]).unwrap(), 2), "the groups");
+    is_noticed(adamw, |t| t.scaler.set_growth_interval(3).unwrap(), "the options of the scaler");
+    is_noticed(
+        adamw,
+        |t| {
+            let state = t.scaler.state_dict().unwrap();
+            t.scaler.load_state_dict(&state).unwrap();
+        },
+        "the state of the scaler",
+    );
+    is_noticed(
+        adamw,
+        |t| {
+            let state = t.opt.state_dict().unwrap();
+            t.opt.load_state_dict(&state).unwrap();
+        },
+        "the state of the optimizer",
+    );
+    is_noticed(
+        adamw,
+        |t| drop(t.vs.variables()["a.bias"].set_requires_grad(false)),
+        "which parameters are trained",
+    );
+    let moves = |t: &mut Training| {
+        let mut bias = t.vs.variables()["a.bias"].shallow_clone();
+        let moved = bias.copy();
+        bias.set_data(&moved);
+    };
+    is_noticed(adamw, moves, "the weights");
+}
+
+#[test]
+fn weights_that_others_write_are_noticed_where_masters_do_not_follow() {
+    let write = |t: &mut Training| {
+        let mut weights = t.vs.variables()["a.bias"].shallow_clone();
+        tch::no_grad(|| drop(weights.fill_(0.5)));
+    };
+    for masters in [MasterWeights::Float, MasterWeights::Remainder] {
+        let program = Program { kind: Kind::BFloat16, masters, ..Program::new(AdamW::default()) };
+        is_noticed(program, write, "the weights");
+    }
+    // Without masters the replay goes on with what was written.
+    let Some(gpu) = gpu() else { return };
+    let device = gpu.device;
+    let (mut training, mut graph) = captured(Program::new(AdamW::default()), device);
+    write(&mut training);
+    take(&mut training, &mut graph, 4).unwrap();
+}
+
+#[test]
+fn a_rate_that_is_set_is_that_of_the_next_replay() {
+    let Some(gpu) = gpu() else { return };
+    let device = gpu.device;
+    let (mut training, mut graph) = captured(Program::new(Sgd::default()), device);
+    training.feed(4);
+    training.opt.set_lr(0.0).unwrap();
+    let before = training.vs.variables()["a.weight"].copy();
+    // Another place of the program.
+    assert!(refusal(graph.replay(|| training.iteration())).contains("another call"));
+    let mut replay = |training: &mut Training, lr: f64| {
+        training.lr = Some(lr);
+        take(training, &mut graph, 4).unwrap();
+    };
+    replay(&mut training, 0.0);
+    assert!(training.vs.variables()["a.weight"].equal(&before));
+    replay(&mut training, 0.5);
+    assert!(!training.vs.variables()["a.weight"].equal(&before));
+}
+
+#[test]
+fn gradients_of_another_iteration_are_not_added_to() {
+    let Some(gpu) = gpu() else { return };
+    let device = gpu.device;
+    let w = Tensor::ones([3], (Kind::Float, device)).set_requires_grad(true);
+    let mut opt = AdamW::default().build(vec![w.shallow_clone()], 0.1).unwrap();
+    let mut graph = Captured::new(device).unwrap();
+    let mut last = Ok(());
+    for _ in 0..4 {
+        last = graph
+            .replay(|| {
+                w.sum(Kind::Float).f_backward()?;
+                opt.step()
+            })
+            .map(drop);
+    }
+    assert!(refusal(last).contains("zero_grad"));
+}
+
+#[test]
+fn a_part_of_a_window_is_refused() {
+    let Some(gpu) = gpu() else { return };
+    let device = gpu.device;
+    let w = Tensor::ones([3], (Kind::Float, device)).set_requires_grad(true);
+    let mut opt = AdamW::default().build(vec![w.shallow_clone()], 0.1).unwrap();
+    let mut scaler = GradScaler::new(device).unwrap();
+    let mut train = |parts: usize| {
+        let mut graph = Captured::new(device).unwrap();
+        for _ in 0..5 {
+            let iteration = || {
+                opt.zero_grad()?;
+                let mut window = Accumulation::of_equal(2)?;
+                for _ in 0..parts {
+                    window.backward(&mut scaler, &w.sum(Kind::Float))?;
+                }
+                scaler.step(&mut opt)?;
+                scaler.update()
+            };
+            graph.replay(iteration).map(drop)?;
+        }
+        Ok(())
+    };
+    train(2).unwrap();
+    assert!(refusal(train(1)).contains("a whole window"));
+}
+
+#[test]
+fn the_outcome_of_the_capture_answers_for_no_replay() {
+    let Some(gpu) = gpu() else { return };
+    let device = gpu.device;
+    let mut training = Training::new(Program::new(AdamW::default()), device);
+    let mut graph = Captured::new(device).unwrap();
+    let (mut counter, mut inside) = (StepCounter::default(), StepCounter::default());
+    for i in 0..8 {
+        training.feed(i);
+        let replay = graph.replay(|| {
+            let loss = training.iteration()?;
+            Ok(loss)
+        });
+        let replay = replay.unwrap();
+        counter.record(&replay.outcomes().unwrap()[0]);
+        if i == 6 {
+            // Iteration 5 has overflowed.
+            assert!(replay.outcomes().unwrap()[0].is_stepped().unwrap());
+        }
+    }
+    tch::Cuda::synchronize(0);
+    assert_eq!((counter.count().unwrap(), counter.skipped().unwrap()), (7, 1));
+    let mut graph = Captured::new(device).unwrap();
+    for i in 8..12 {
+        training.feed(i);
+        graph
+            .replay(|| {
+                drop(training.iteration()?);
+                inside.record(training.last.as_ref().unwrap());
+                Ok(())
+            })
+            .unwrap();
+    }
+    tch::Cuda::synchronize(0);
+    // The answers of the warm-up come first.
+    let asked = (0..40).map(|_| inside.count()).find(Result::is_err);
+    assert!(refusal(asked.unwrap()).contains("Replay::outcomes"));
+}

@@ -1,0 +1,73 @@
+//! Replays beside eager iterations, bit by bit.
+
+use tch::Kind;
+use tch_amp::average::Ema;
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, RmsProp, Sgd};
+
+use crate::gpu;
+use crate::training::{Program, Way, first_difference, train};
+
+/// Every algorithm, with options that use all of its code.
+fn algorithms() -> [Algorithm; 9] {
+    [
+        AdamW::default().into(),
+        AdamW { amsgrad: true, ..AdamW::default() }.into(),
+        Adam { weight_decay: 0.1, ..Adam::default() }.into(),
+        Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.01, ..Sgd::default() }.into(),
+        Sgd { momentum: 0.9, dampening: 0.5, ..Sgd::default() }.into(),
+        Adagrad { lr_decay: 0.01, ..Adagrad::default() }.into(),
+        RmsProp { centered: true, momentum: 0.5, ..RmsProp::default() }.into(),
+        Lion { weight_decay: 0.1, ..Lion::default() }.into(),
+        Muon::default().into(),
+    ]
+}
+
+fn assert_same(program: Program, iterations: usize) {
+    let Some(gpu) = gpu() else { return };
+    let device = gpu.device;
+    let [eager, replayed] =
+        [false, true].map(|captures| train(program, device, iterations, captures));
+    assert_eq!(first_difference(&eager, &replayed), None, "{program:?}");
+}
+
+#[test]
+fn adamw_replays_a_thousand_iterations() {
+    assert_same(Program::new(AdamW::default()), 1000);
+}
+
+#[test]
+fn every_algorithm_replays_what_it_steps() {
+    for algorithm in algorithms() {
+        assert_same(Program::new(algorithm), 60);
+    }
+}
+
+#[test]
+fn every_way_of_stepping_is_replayed() {
+    for way in [Way::ClipNorm, Way::UnscaleAndClip, Way::UnlessSpike] {
+        assert_same(Program { way, ..Program::new(AdamW::default()) }, 60);
+    }
+}
+
+#[test]
+fn averages_and_dropout_go_on_in_replays() {
+    for debias in [false, true] {
+        let ema = Some(Ema { decay: 0.9, debias, ..Ema::default() });
+        let program = Program { dropout: true, ema, ..Program::new(AdamW::default()) };
+        assert_same(program, 100);
+    }
+}
+
+#[test]
+fn masters_are_replayed() {
+    for masters in [
+        MasterWeights::Float,
+        MasterWeights::Remainder,
+        MasterWeights::StochasticRounding { seed: 3 },
+    ] {
+        for algorithm in algorithms() {
+            let kind = Kind::BFloat16;
+            assert_same(Program { kind, masters, ..Program::new(algorithm) }, 40);
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! A small training, the same whether its iterations run or are replayed.
+
+use std::collections::BTreeMap;
+
+use tch::nn::{self, ModuleT, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::average::{AveragedWeights, Ema};
+use tch_amp::gradients::clip_grad_norm;
+use tch_amp::graph::Captured;
+use tch_amp::optim::{Algorithm, MasterWeights, Optimizer};
+use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepOutcome};
+use tch_amp::{Autocast, GradScaler, Result};
+
+/// How an iteration steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    Step,
+    ClipNorm,
+    UnscaleAndClip,
+    UnlessSpike,
+}
+
+/// What an iteration is made of.
+#[derive(Clone, Copy, Debug)]
+pub struct Program {
+    pub algorithm: Algorithm,
+    pub kind: Kind,
+    pub masters: MasterWeights,
+    pub way: Way,
+    pub dropout: bool,
+    pub ema: Option<Ema>,
+}
+
+impl Program {
+    pub fn new(algorithm: impl Into<Algorithm>) -> Self {
+        Self {
+            algorithm: algorithm.into(),
+            kind: Kind::Float,
+            masters: MasterWeights::None,
+            way: Way::Step,
+            dropout: false,
+            ema: None,
+        }
+    }
+}
+
+pub struct Training {
+    pub program: Program,
+    pub vs: VarStore,
+    model: nn::SequentialT,
+    pub xs: Tensor,
+    ts: Tensor,
+    batches: Vec<Tensor>,
+    pub opt: Optimizer,
+    pub scaler: GradScaler,
+    pub average: Option<AveragedWeights>,
+    pub spikes: SpikeDetector,
+    /// The learning rate of the next iteration, if it is not that of [`lr`].
+    pub lr: Option<f64>,
+    /// The outcome of the last iteration that was run or captured.
+    pub last: Option<StepOutcome>,
+}
+
+/// Whether the gradients of iteration `i` overflow.
+pub fn overflows(i: usize) -> bool {
+    i % 17 == 5
+}
+
+/// A warm-up of 20 iterations and a cosine.
+pub fn lr(i: usize) -> f64 {
+    let warm_up = ((i + 1) as f64 / 20.0).min(1.0);
+    0.01 * warm_up * (0.6 + 0.4 * (i as f64 / 50.0).cos())
+}
+
+impl Training {
+    pub fn new(program: Program, device: Device) -> Self {
+        tch::manual_seed(7);
+        let mut vs = VarStore::new(device);
+        let p = vs.root();
+        let rate = if program.dropout { 0.3 } else { 0.0 };
+        let model = nn::seq_t()
+            .add(nn::linear(&p / "a", 16, 24, Default::default()))
+            .add_fn(|x| x.relu())
+            .add_fn_t(
+                move |x, train| if rate > 0.0 { x.dropout(rate, train) } else { x.shallow_clone() },
+            )
+            .add(nn::linear(&p / "b", 24, 4, Default::default()));
+        vs.set_kind(program.kind);
+        let batch = |_| Tensor::randn([8, 16], (Kind::Float, Device::Cpu)).to_device(device);
+        let batches: Vec<_> = (0..4).map(batch).collect();
+        let ts = Tensor::randint(4, [8], (Kind::Int64, Device::Cpu)).to_device(device);
+        let opt = program.algorithm.master_weights(program.masters).build(&vs, 0.01).unwrap();
+        let config = GradScalerConfig {
+            init_scale: 1024.0,
+            growth_interval: 11,
+            ..GradScalerConfig::default()
+        };
+        let average = program.ema.map(|ema| ema.build(&vs).unwrap());
+        let spikes = SpikeConfig { window: 8, warmup: 4, deviations: 1.0, max_in_a_row: 2 };
+        Self {
+            program,
+            model,
+            xs: batches[0].copy(),
+            ts,
+            batches,
+            opt,
+            scaler: config.build(device).unwrap(),
+            average,
+            spikes: spikes.build().unwrap(),
+            lr: None,
+            last: None,
+            vs,
+        }
+    }
+
+    /// What comes before each iteration.
+    pub fn feed(&mut self, i: usize) {
+        self.xs.copy_(&self.batches[i % 4]);
+        if overflows(i) {
+            drop(self.xs.fill_(f64::INFINITY));
+        }
+        self.opt.set_lr(self.lr.unwrap_or_else(|| lr(i))).unwrap();
+    }
+
+    pub fn iteration(&mut self) -> Result<Tensor> {
+        let half = if self.program.kind == Kind::Half { Kind::Half } else { Kind::BFloat16 };
+        let region = Autocast::new(self.vs.device()).dtype(half);
+        let loss = region.run(|| {
+            let logits = self.model.forward_t(&self.xs, true);
+            logits.cross_entropy_for_logits(&self.ts)
+        })?;
+        self.opt.zero_grad()?;
+        self.scaler.backward(&loss)?;
+        let outcome = match self.program.way {
+            Way::Step => self.scaler.step(&mut self.opt)?,
+            Way::ClipNorm => self.scaler.step_clip_norm(&mut self.opt, 0.5)?,
+            Way::UnscaleAndClip => {
+                self.scaler.unscale_(&mut self.opt)?;
+                let _norm = clip_grad_norm(&self.opt.trainable_variables(), 0.5)?;
+                self.scaler.step(&mut self.opt)?
+            }
+            Way::UnlessSpike => {
+                self.spikes.watch_loss(&loss);
+                self.scaler.step_unless_spike(&mut self.opt, 0.5, &mut self.spikes)?
+            }
+        };
+        self.scaler.update()?;
+        if let Some(average) = &mut self.average {
+            average.update(&outcome)?;
+        }
+        self.last = Some(outcome);
+        Ok(loss.detach())
+    }
+
+    /// The parameters, the optimizer's state, the averages and the scale, on the CPU.
+    pub fn state(&mut self) -> Vec<Tensor> {
+        let mut out: Vec<_> = BTreeMap::from_iter(self.vs.variables()).into_values().collect();
+        let state = BTreeMap::from_iter(self.opt.state_dict().unwrap().state);
+        out.extend(state.into_values().flat_map(BTreeMap::into_values));
+        if let Some(average) = &self.average {
+            let names = ["a.weight", "a.bias", "b.weight", "b.bias"];
+            out.extend(names.map(|name| average.average(name).unwrap()));
+            out.push(Tensor::from(average.updates().unwrap() as i64));
+        }
+        out.push(Tensor::from(self.scaler.get_scale().unwrap()));
+        out.push(Tensor::from(self.scaler.get_growth_tracker().unwrap()));
+        let counts = self.spikes.counts().unwrap();
+        let counts = [counts.non_finite, counts.loss_spikes, counts.norm_spikes];
+        out.push(Tensor::from_slice(&counts.map(|count| count as i64)));
+        out.into_iter().map(|t| t.detach().to_device(Device::Cpu)).collect()
+    }
+}
+
+/// Trains, and returns the losses and the state after each iteration. If not `captures`, every iteration runs, with the
+/// learning rates on the device.
+pub fn train(
+    program: Program,
+    device: Device,
+    iterations: usize,
+    captures: bool,
+) -> Vec<Vec<Tensor>> {
+    let mut training = Training::new(program, device);
+    let mut graph = Captured::new(device).unwrap();
+    let mut out = Vec::new();
+    for i in 0..iterations {
+        training.feed(i);
+        if !captures {
+            graph.recapture();
+        }
+        let replay = graph.replay(|| training.iteration()).unwrap();
+        let loss = replay.output().to_device(Device::Cpu);
+        let mut state = training.state();
+        state.push(loss);
+        out.push(state);
+    }
+    assert_eq!(graph.is_captured(), captures && device.is_cuda());
+    out
+}
+
+/// The first iteration after which the bits differ.
+pub fn first_difference(one: &[Vec<Tensor>], other: &[Vec<Tensor>]) -> Option<usize> {
+    let bits = |t: &Tensor| match t.kind() {
+        Kind::Float => t.view_dtype(Kind::Int),
+        Kind::Double => t.view_dtype(Kind::Int64),
+        Kind::Half | Kind::BFloat16 => t.view_dtype(Kind::Int16),
+        _ => t.shallow_clone(),
+    };
+    let same = |one: &Vec<Tensor>, other: &Vec<Tensor>| {
+        one.len() == other.len() && one.iter().zip(other).all(|(a, b)| bits(a).equal(&bits(b)))
+    };
+    (0..one.len()).find(|&i| !same(&one[i], &other[i]))
+}
