@@ -1,5 +1,7 @@
 //! The steps of a fused optimizer in iterations that a graph captures.
 
+use std::sync::Arc;
+
 use tch::{Device, Tensor};
 
 use crate::capture::{self, Phase};
@@ -7,7 +9,7 @@ use crate::error::Result;
 use crate::ffi::OptimOptions;
 use crate::optim::first_step::FirstStep;
 use crate::optim::optimizer::Slot;
-use crate::optim::rates::DeviceRates;
+use crate::optim::rates::{DeviceRates, DrivesRates};
 use crate::optim::update::has_momentum;
 use crate::optim::{MasterWeights, Optimizer, ParamGroup};
 
@@ -110,10 +112,41 @@ impl Optimizer {
         if !before.iter().map(at_rate).eq(self.groups.iter().map(at_rate)) {
             rates.note_change("the options of the optimizer");
         }
+        let lr = |group: &ParamGroup| group.lr;
+        if rates.driver().is_some() && !before.iter().map(lr).eq(self.groups.iter().map(lr)) {
+            rates.note_change("a learning rate that a schedule in the iteration sets");
+        }
         let options = self.step_options();
         if rates.fits(&options) {
             rates.set(&options);
         }
+    }
+
+    /// The numbers on the device that a schedule can write.
+    pub(crate) fn rates_block(&self) -> Option<Tensor> {
+        self.rates.as_deref().map(DeviceRates::block)
+    }
+
+    /// Leaves the learning rates to a schedule on the device, or to the host.
+    pub(crate) fn set_driver(&self, driver: Option<Arc<dyn DrivesRates>>) {
+        if let Some(rates) = &self.rates {
+            rates.set_driver(driver);
+        }
+    }
+
+    /// Has steps read the learning rates of the groups again.
+    pub(super) fn leave_rates_to_host(&self) {
+        self.set_driver(None);
+    }
+
+    /// Sets the learning rates of the groups to those of the schedule that a device follows. Synchronizes.
+    pub(super) fn take_driven_rates(&mut self) -> Result<()> {
+        let driver = self.rates.as_deref().and_then(DeviceRates::driver);
+        let lrs = driver.map_or(Ok(Vec::new()), |driver| driver.lrs())?;
+        for (group, lr) in self.groups.iter_mut().zip(lrs) {
+            group.lr = lr;
+        }
+        Ok(())
     }
 
     /// Notes a change that replays do not follow.

@@ -163,7 +163,6 @@ impl Optimizer {
 
     /// Sets the learning rate of each group, and its momentum where there is one; none if a value is refused.
     pub(crate) fn set_rates(&mut self, lrs: &[f64], momenta: &[Option<f64>]) -> Result<()> {
-        capture::refuse(SET, OUTSIDE)?;
         let mut groups = self.groups.clone();
         for ((options, &lr), &momentum) in groups.iter_mut().zip(lrs).zip(momenta) {
             options.lr = lr;

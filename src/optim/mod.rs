@@ -59,6 +59,8 @@ pub use master_weights::MasterWeights;
 pub use muon::{AdjustLr, Muon};
 pub use optimizer::{Optimizer, OptimizerBuilder};
 pub use parameters::IntoParameters;
+#[cfg(feature = "graph")]
+pub(crate) use rates::{DrivesRates, device_numbers};
 pub(crate) use saved::Saved;
 pub use saved::{OptimizerState, ParamGroupState};
 #[cfg(feature = "distributed")]

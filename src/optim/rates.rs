@@ -4,6 +4,7 @@
 //! own iteration. An optimizer that was once in such an iteration reads it there in every step, since the f32 of a rate
 //! is another number.
 
+use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -12,6 +13,7 @@ use tch::{Device, Kind, Tensor};
 use crate::capture::{self, Link, Member};
 use crate::error::Result;
 use crate::ffi::{self, OptimOptions, OutsideRegions, Snapshot, Stamps};
+use crate::optim::ParamGroup;
 use crate::optim::state::{MANY_STEPS, ParameterState};
 
 /// What an optimizer and the graphs of its iterations share.
@@ -35,6 +37,19 @@ struct Numbers {
     wanted: Vec<f32>,
     /// What the device has.
     written: Vec<f32>,
+    /// The schedule that writes them on the device.
+    driver: Option<Arc<dyn DrivesRates>>,
+}
+
+/// A schedule whose learning rates a device looks up.
+pub(crate) trait DrivesRates: Debug + Send + Sync {
+    /// The present learning rate of each group. Synchronizes.
+    fn lrs(&self) -> Result<Vec<f64>>;
+}
+
+/// The numbers that steps of these groups read on the device.
+pub(crate) fn device_numbers(groups: impl Iterator<Item = ParamGroup>) -> Vec<f32> {
+    numbers(&groups.flat_map(|group| group.options()).collect::<Vec<_>>())
 }
 
 /// The parameters of a captured step.
@@ -62,7 +77,8 @@ impl DeviceRates {
     pub(crate) fn new(options: &[OptimOptions], device: Device) -> Result<Arc<Self>> {
         let _own = OutsideRegions::enter();
         let block = Tensor::f_zeros([options.len() as i64, 2], (Kind::Float, device))?;
-        let numbers = Numbers { block, wanted: numbers(options), written: Vec::new() };
+        let numbers =
+            Numbers { block, wanted: numbers(options), written: Vec::new(), driver: None };
         Ok(Arc::new(Self {
             link: Link::default(),
             numbers: Mutex::new(numbers),
@@ -84,6 +100,22 @@ impl DeviceRates {
         Ok(lock(&self.numbers).block.f_unbind(0)?)
     }
 
+    /// The rates of all options, which a schedule can write.
+    pub(crate) fn block(&self) -> Tensor {
+        lock(&self.numbers).block.shallow_clone()
+    }
+
+    pub(crate) fn driver(&self) -> Option<Arc<dyn DrivesRates>> {
+        lock(&self.numbers).driver.clone()
+    }
+
+    /// Leaves the rates to a schedule on the device, or to the host.
+    pub(crate) fn set_driver(&self, driver: Option<Arc<dyn DrivesRates>>) {
+        let mut numbers = lock(&self.numbers);
+        numbers.driver = driver;
+        numbers.written.clear();
+    }
+
     /// The device that has the rates.
     pub(crate) fn device(&self) -> Device {
         lock(&self.numbers).block.device()
@@ -97,7 +129,7 @@ impl DeviceRates {
     /// Copies the rates to the device if they have changed. Does not synchronize.
     pub(crate) fn write(&self) -> Result<()> {
         let mut numbers = lock(&self.numbers);
-        if numbers.wanted == numbers.written {
+        if numbers.wanted == numbers.written || numbers.driver.is_some() {
             return Ok(());
         }
         if capture::is_capturing() {

@@ -91,6 +91,7 @@ impl Optimizer {
     /// Returns the state, without the tensors that other ranks keep.
     fn state_here(&mut self) -> Result<OptimizerState> {
         self.take_added()?;
+        self.take_driven_rates()?;
         self.renew_known_masters()?;
         self.settle_loaded_masters()?;
         if let Algorithm::Adagrad(_) = self.groups[0].algorithm {
@@ -223,6 +224,7 @@ impl Optimizer {
     pub(crate) fn finish_load(&mut self, loaded: CheckedState) {
         let CheckedState { groups, slots } = loaded;
         self.note_change("the state of the optimizer");
+        self.leave_rates_to_host();
         self.rules.retain(|rule| rule.group < groups.len());
         self.groups = groups;
         for (index, (slot, (group, state))) in self.slots.iter_mut().zip(slots).enumerate() {

@@ -204,6 +204,12 @@ impl Optimizer {
 
     pub(super) fn note_groups(&self, _before: &[ParamGroup]) {}
 
+    pub(super) fn take_driven_rates(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    pub(super) fn leave_rates_to_host(&self) {}
+
     pub(crate) fn note_change(&self, _what: &'static str) {}
 }
 

@@ -176,6 +176,14 @@ impl Answer {
     pub(crate) fn has_no_gradients(&self) -> bool {
         matches!(self, Self::Known(Taken::NoGradients))
     }
+
+    /// The flag on the device that says whether the step was skipped, if the host does not know.
+    pub(crate) fn flag(&self) -> Option<&Tensor> {
+        match self {
+            Self::Known(_) => None,
+            Self::OnDevice(pending) => Some(&pending.found_inf),
+        }
+    }
 }
 
 impl Clone for StepOutcome {
@@ -289,10 +297,7 @@ impl StepOutcome {
 
     /// The flag on a device that says whether the step was skipped, whether or not it has arrived at the host.
     pub(crate) fn flag(&self) -> Option<&Tensor> {
-        match &self.answer {
-            Answer::Known(_) => None,
-            Answer::OnDevice(pending) => Some(&pending.found_inf),
-        }
+        self.answer.flag()
     }
 
     /// Whether the step was taken, to be kept for later without the rest of the outcome.

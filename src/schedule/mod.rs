@@ -51,6 +51,8 @@
 mod combined;
 mod cosine;
 mod decay;
+#[cfg(feature = "graph")]
+mod on_device;
 mod one_cycle;
 mod plateau;
 mod progress;

@@ -127,3 +127,20 @@ impl Schedule {
 pub(super) fn at_least_one(name: &'static str, count: u64) -> Result<()> {
     if count > 0 { Ok(()) } else { Err(Error::out_of_range(name, 0.0, "at least 1")) }
 }
+
+/// What changes as the schedule advances.
+#[derive(Clone, Debug)]
+pub(super) struct State {
+    pub(super) progress: Progress,
+    pub(super) rates: Rates,
+}
+
+impl State {
+    /// Takes over rates that the program has set.
+    pub(super) fn take(&mut self, given: Option<&Rates>) {
+        if let Some(Rates { lrs, momenta, .. }) = given {
+            self.rates.lrs.clone_from(lrs);
+            self.rates.momenta.clone_from(momenta);
+        }
+    }
+}

@@ -1,14 +1,22 @@
 //! What drives a schedule.
 
 use std::collections::VecDeque;
+#[cfg(feature = "graph")]
+use std::sync::Arc;
 
+#[cfg(feature = "graph")]
+use tch::Tensor;
+
+#[cfg(feature = "graph")]
 use crate::capture;
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result};
 use crate::optim::Optimizer;
 use crate::scaler::{Answer, StepOutcome, Taken};
 use crate::schedule::Schedule;
-use crate::schedule::progress::Progress;
+#[cfg(feature = "graph")]
+use crate::schedule::on_device::DeviceSchedule;
+use crate::schedule::progress::{Progress, State};
 use crate::schedule::rates::Rates;
 
 /// Sets the learning rates of an optimizer by a [`Schedule`], as steps are taken. The counterpart of
@@ -17,6 +25,10 @@ use crate::schedule::rates::Rates;
 /// On a GPU the outcome of a step arrives a little later. Until then the step counts as taken; if it was skipped, the
 /// schedule goes back by it when the answer arrives. Without skipped steps, every iteration therefore has exactly the
 /// learning rate that it has in PyTorch.
+///
+/// In an iteration that a graph captures the device counts the steps that were taken and looks the learning rates up,
+/// so that there each step has the rate of a loop that asks for every outcome. The host learns how far it has come by
+/// [`catch_up`](Self::catch_up).
 ///
 /// A checkpoint saves it with [`Checkpoint::add`](crate::checkpoint::Checkpoint::add), which waits for the outcomes
 /// that are still open. The first step after a restore sets the learning rates that the schedule had, whatever was done
@@ -30,13 +42,9 @@ pub struct Scheduler {
     /// The steps from the first one on whose outcome is not known.
     open: VecDeque<Open>,
     skipped: u64,
-}
-
-/// What changes as the schedule advances.
-#[derive(Clone, Debug)]
-struct State {
-    progress: Progress,
-    rates: Rates,
+    /// The schedule as a device follows it, in iterations that a graph captures.
+    #[cfg(feature = "graph")]
+    device: Option<Arc<DeviceSchedule>>,
 }
 
 /// A step that counts as taken until its outcome is known.
@@ -64,7 +72,15 @@ impl Scheduler {
         let progress = schedule.start(&mut rates)?;
         let applied = Some(rates.clone());
         let state = State { progress, rates };
-        Ok(Self { schedule, state, applied, open: VecDeque::new(), skipped: 0 })
+        Ok(Self {
+            schedule,
+            state,
+            applied,
+            open: VecDeque::new(),
+            skipped: 0,
+            #[cfg(feature = "graph")]
+            device: None,
+        })
     }
 
     /// Advances by the step with this outcome, unless it was skipped, and sets the learning rates of the optimizer.
@@ -103,10 +119,12 @@ impl Scheduler {
     }
 
     fn follow(&mut self, optimizer: Option<&mut Optimizer>, answer: &Answer) -> Result<()> {
-        capture::refuse(
-            "a step of a schedule, which sets the host's learning rates",
-            "call it after `replay`, with its outcome",
-        )?;
+        #[cfg(feature = "graph")]
+        if capture::device().is_some() {
+            return self.follow_on_device(optimizer, answer);
+        }
+        #[cfg(feature = "graph")]
+        self.leave_device(optimizer.as_deref())?;
         self.settle(false)?;
         let (before, given) = self.present(optimizer.as_deref())?;
         let mut state = before.clone();
@@ -196,6 +214,23 @@ impl Scheduler {
         Ok(())
     }
 
+    /// Waits for the outcomes that are on their way, and in iterations that a graph captures for the device, so that
+    /// [`lrs`](Self::lrs), [`steps`](Self::steps) and [`skipped`](Self::skipped) are those of all steps. Synchronizes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if the device fails.
+    pub fn catch_up(&mut self) -> Result<()> {
+        #[cfg(feature = "graph")]
+        if let Some(device) = &self.device {
+            capture::refuse("catching up with a device", "do it after `replay`")?;
+            let (state, skipped) = device.settle()?;
+            self.applied = Some(state.rates.clone());
+            (self.state, self.skipped) = (state, skipped);
+        }
+        self.settle(true)
+    }
+
     /// Returns the learning rates after the last step, one for each group. Corresponds to `get_last_lr`.
     pub fn lrs(&self) -> &[f64] {
         &self.state.rates.lrs
@@ -240,12 +275,73 @@ impl Scheduler {
         self.applied = None;
         self.open.clear();
         self.skipped = 0;
+        #[cfg(feature = "graph")]
+        if let Some(device) = self.device.take() {
+            device.note_change("the state of a schedule");
+        }
+    }
+}
+
+#[cfg(feature = "graph")]
+impl Scheduler {
+    /// Follows a step in an iteration of a graph, where the device looks the learning rates up.
+    fn follow_on_device(
+        &mut self,
+        optimizer: Option<&mut Optimizer>,
+        answer: &Answer,
+    ) -> Result<()> {
+        let Some((optimizer, block)) = optimizer.and_then(|o| o.rates_block().map(|b| (o, b)))
+        else {
+            let remedy = "call `step` or `advance` with the optimizer, after its own step";
+            return Err(capture::refusal("a schedule without its optimizer", remedy));
+        };
+        if !matches!(answer, Answer::Known(Taken::Stepped) | Answer::OnDevice(_)) {
+            return Ok(());
+        }
+        let device = match &self.device {
+            Some(device) if device.is_of(&block) => Arc::clone(device),
+            _ => self.begin_on_device(optimizer, block)?,
+        };
+        device.follow(answer.flag())
+    }
+
+    fn begin_on_device(
+        &mut self,
+        optimizer: &Optimizer,
+        block: Tensor,
+    ) -> Result<Arc<DeviceSchedule>> {
+        if capture::is_capturing() {
+            let remedy = "call it in the warm-up, too";
+            return Err(capture::refusal("the first step of a schedule", remedy));
+        }
+        self.catch_up()?;
+        let (state, _) = self.present(Some(optimizer))?;
+        let (schedule, groups) = (self.schedule.clone(), optimizer.groups.clone());
+        let device = DeviceSchedule::new(schedule, state, groups, block, self.skipped)?;
+        optimizer.set_driver(Some(device.clone()));
+        Ok(Arc::clone(self.device.insert(device)))
+    }
+
+    /// Takes the schedule back from a device whose graph is gone. With a graph, its replays take the steps.
+    fn leave_device(&mut self, optimizer: Option<&Optimizer>) -> Result<()> {
+        let Some(device) = &self.device else { return Ok(()) };
+        // The optimizer has it, too.
+        if Arc::strong_count(device) > 2 {
+            let remedy = "call it in the iteration, or drop the graph";
+            return Err(capture::refusal("a step of a schedule that a graph takes", remedy));
+        }
+        self.catch_up()?;
+        if let Some(optimizer) = optimizer {
+            optimizer.set_driver(None);
+        }
+        (self.device, self.applied) = (None, None);
+        Ok(())
     }
 }
 
 impl Stateful for Scheduler {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
-        self.settle(true)?;
+        self.catch_up()?;
         let Progress { last, bases, cycle, parts } = &self.state.progress;
         state.value("last_epoch", last)?;
         state.value("base_lrs", bases)?;
@@ -273,15 +369,5 @@ impl Stateful for Scheduler {
         let lrs: Vec<f64> = saved.value("_last_lr")?;
         let loaded = self.with_progress(progress, &lrs)?;
         Ok(Prepared::new(move || self.resume(loaded)))
-    }
-}
-
-impl State {
-    /// Takes over rates that the program has set.
-    fn take(&mut self, given: Option<&Rates>) {
-        if let Some(Rates { lrs, momenta, .. }) = given {
-            self.rates.lrs.clone_from(lrs);
-            self.rates.momenta.clone_from(momenta);
-        }
     }
 }

@@ -8,6 +8,7 @@ mod costs;
 mod planted;
 mod refused;
 mod replays;
+mod schedules;
 mod training;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -9,6 +9,7 @@ use tch_amp::gradients::clip_grad_norm;
 use tch_amp::graph::Captured;
 use tch_amp::optim::{Algorithm, MasterWeights, Optimizer};
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepOutcome};
+use tch_amp::schedule::Scheduler;
 use tch_amp::{Autocast, GradScaler, Result};
 
 /// How an iteration steps.
@@ -55,6 +56,7 @@ pub struct Training {
     pub scaler: GradScaler,
     pub average: Option<AveragedWeights>,
     pub spikes: SpikeDetector,
+    pub scheduler: Option<Scheduler>,
     /// The learning rate of the next iteration, if it is not that of [`lr`].
     pub lr: Option<f64>,
     /// The outcome of the last iteration that was run or captured.
@@ -107,6 +109,7 @@ impl Training {
             scaler: config.build(device).unwrap(),
             average,
             spikes: spikes.build().unwrap(),
+            scheduler: None,
             lr: None,
             last: None,
             vs,
@@ -118,6 +121,9 @@ impl Training {
         self.xs.copy_(&self.batches[i % 4]);
         if overflows(i) {
             drop(self.xs.fill_(f64::INFINITY));
+        }
+        if self.scheduler.is_some() {
+            return;
         }
         self.opt.set_lr(self.lr.unwrap_or_else(|| lr(i))).unwrap();
     }
@@ -147,6 +153,9 @@ impl Training {
         self.scaler.update()?;
         if let Some(average) = &mut self.average {
             average.update(&outcome)?;
+        }
+        if let Some(scheduler) = &mut self.scheduler {
+            scheduler.step(&mut self.opt, &outcome)?;
         }
         self.last = Some(outcome);
         Ok(loss.detach())
