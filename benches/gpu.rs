@@ -8,6 +8,8 @@
 //! fp16 without loss scaling, for what that costs. `plan` is bf16 with the plan that
 //! [`tune`](tch_amp::insight::tune) measures.
 //!
+//! `step` is no model: the step of AdamW alone, with f32, bf16 and 8-bit moments, beside the speed of a copy.
+//!
 //! f32 is `MatmulPrecision::Highest`, TF32 is `High`. Convolutions and RNNs use TF32 in both, as cuDNN does by default.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
@@ -18,6 +20,8 @@ mod folder;
 mod iterations;
 #[path = "training/models.rs"]
 mod models;
+#[path = "common/states.rs"]
+mod states;
 
 use std::time::Instant;
 
@@ -25,6 +29,7 @@ use common::{Python, Row, is_quick, median, print_ratio};
 use folder::Folder;
 use iterations::Training;
 use models::NAMES;
+use states::Place;
 use tch::{Cuda, Device, Kind};
 use tch_amp::Autocast;
 use tch_amp::checkpoint::Checkpoint;
@@ -33,6 +38,9 @@ use tch_amp::precision::MatmulPrecision;
 
 /// The names of the models that fill the GPU.
 const LARGE: [&str; 5] = ["mlp_4x4096", "gpt_124m", "conv_large", "bert_base", "lstm_large"];
+
+/// The name of the step alone.
+const STEP: &str = "step";
 
 const GPU: Device = Device::Cuda(0);
 
@@ -182,12 +190,24 @@ fn main() {
     };
     let folder = Folder::new();
     let chosen: Vec<_> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
+    let all: Vec<_> = NAMES.into_iter().chain(LARGE).chain([STEP]).collect();
+    let is_chosen = |name: &str| {
+        // The name of a model chooses this one, and a part of names all that have it.
+        let fits = |part: &String| {
+            part == name || (!all.contains(&part.as_str()) && name.contains(part.as_str()))
+        };
+        chosen.is_empty() || chosen.iter().any(fits)
+    };
     println!(
         "{:<11} {:<5} {:>9} {:>9} {:>9} {:>9} {:>8} {:>8} {:>8}",
         "model", "", "ms", "Python", "host", "Python", "MB", "Python", "ratio"
     );
     for name in NAMES.into_iter().chain(LARGE) {
-        if !chosen.is_empty() && !chosen.iter().any(|part| name.contains(part.as_str())) {
+        if !is_chosen(name) {
+            continue;
+        }
+        if is_quick() && LARGE.contains(&name) {
+            println!("{name} is left out of a trial run: it needs the memory of a GPU");
             continue;
         }
         let file = folder.text(name);
@@ -209,5 +229,9 @@ fn main() {
             }
         }
         drop(std::fs::remove_file(file));
+    }
+    drop(python);
+    if let (true, Some(mut python)) = (is_chosen(STEP), Python::start("masters.py")) {
+        states::compare(&mut python, Place { device: GPU, threads: 1, suffix: "_gpu" });
     }
 }

@@ -15,6 +15,7 @@ mod memory;
 mod states;
 
 use common::{Python, Rounds, median, nanoseconds, print_ratio, print_table, rounds, values};
+use states::Place;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::GradScaler;
@@ -39,7 +40,7 @@ fn main() {
     );
     measure(&mut python, 16, rounds(150), 10, "master_weights_step_160x16");
     measure(&mut python, 65536, rounds(40), 5, "master_weights_step_160x65536");
-    states::compare(&mut python, 1, "");
+    states::compare(&mut python, Place { device: Device::Cpu, threads: 1, suffix: "" });
 }
 
 /// Prints the bytes per number, or nothing if the system does not report the memory.

@@ -9,11 +9,9 @@ mod amp_step;
 mod common;
 
 use amp_step::{Training, Way, check, fused};
-use common::{
-    Python, Rounds, Row, median, microseconds, nanoseconds, print_ratio, print_table, rounds,
-};
+use common::{Python, Rounds, Row, copy_bandwidth, microseconds, print_ratio, print_table, rounds};
+use tch::Device;
 use tch::nn::{self, OptimizerConfig as _};
-use tch::{Device, Kind, Tensor};
 
 fn main() {
     let Some(mut python) = Python::start("optim.py") else {
@@ -43,7 +41,7 @@ fn large(python: &mut Python) {
     print_ratio("amp_step_160x65536", rows[0]);
     print_ratio("amp_step_clip_160x65536", rows[1]);
     let numbers = (PARAMETERS * NUMBERS) as f64;
-    let copied = copy_bandwidth(PARAMETERS * NUMBERS);
+    let copied = copy_bandwidth(Device::Cpu, PARAMETERS * NUMBERS);
     for (row, reads) in [(rows[0], 5.0), (rows[1], 5.0)] {
         // Reads: the gradient once for the check, then parameter, gradient and two averages. Writes: three of these.
         let bytes = 4.0 * (reads + 3.0);
@@ -55,14 +53,6 @@ fn large(python: &mut Python) {
         );
     }
     println!();
-}
-
-/// The bandwidth of copying this many f32 numbers, in GB/s read and written.
-fn copy_bandwidth(numbers: i64) -> f64 {
-    let from = Tensor::ones([numbers], (Kind::Float, Device::Cpu));
-    let mut to = from.zeros_like();
-    let times = (0..15).map(|_| nanoseconds(|| to.copy_(&from)));
-    8.0 * numbers as f64 / median(times.collect())
 }
 
 fn measure(

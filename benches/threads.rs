@@ -9,6 +9,8 @@ mod states;
 
 use amp_step::{Training, Way, check, fused};
 use common::{Python, Rounds, print_ratio, print_table, rounds};
+use states::Place;
+use tch::Device;
 
 fn main() {
     let Some(mut python) = Python::start("optim.py") else {
@@ -21,7 +23,9 @@ fn main() {
     drop(python);
     if let Some(mut python) = Python::start("masters.py") {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        states::compare(&mut python, cores as i32, &format!("_{cores}_threads"));
+        let suffix = &format!("_{cores}_threads");
+        let place = Place { device: Device::Cpu, threads: cores as i32, suffix };
+        states::compare(&mut python, place);
     }
 }
 

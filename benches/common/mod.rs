@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use tch::{Device, Kind, Tensor};
+use tch::{Cuda, Device, Kind, Tensor};
 
 /// A Python process that runs `benches/oracle/<name>` and answers one line for each request.
 #[derive(Debug)]
@@ -105,6 +105,28 @@ pub fn nanoseconds(work: impl FnOnce()) -> f64 {
     let start = Instant::now();
     work();
     Duration::as_secs_f64(&start.elapsed()) * 1e9
+}
+
+/// The time of `work` in nanoseconds, until the device has done it.
+pub fn nanoseconds_on(device: Device, work: impl FnOnce()) -> f64 {
+    let synchronize = || {
+        if let Device::Cuda(index) = device {
+            Cuda::synchronize(index as i64);
+        }
+    };
+    synchronize();
+    nanoseconds(|| {
+        work();
+        synchronize();
+    })
+}
+
+/// The bandwidth of copying this many f32 numbers, in GB/s read and written.
+pub fn copy_bandwidth(device: Device, numbers: i64) -> f64 {
+    let from = Tensor::ones([numbers], (Kind::Float, device));
+    let mut to = from.zeros_like();
+    let times = (0..15).map(|_| nanoseconds_on(device, || to.copy_(&from)));
+    8.0 * numbers as f64 / median(times.collect())
 }
 
 /// The median of the numbers.
