@@ -1,17 +1,18 @@
 //! The lists of CUDA: in a region on a GPU, each op gives what it gives outside of one for inputs that were cast by
-//! hand as its list requires.
+//! hand as its list requires, and where Python has the same GPU, what PyTorch gives in its region.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::autocast::{AutocastError, Plan, Rule, RunAs};
 use tch_amp::{Autocast, Error};
 
 use crate::args::Args;
-use crate::common::gpus;
-use crate::common::simulation::{lacks_libraries, rounds_as_the_cpu};
-use crate::oracle::{self, Answers, Case};
-use crate::{called, difference, not_in_tch, table, told};
+use crate::common::simulation::{is_model, lacks_libraries, rounds_as_the_cpu};
+use crate::common::ulps::Histogram;
+use crate::common::{cuda_or_skip, gpus, skipped};
+use crate::oracle::{self, Answers, Case, Output};
+use crate::{called, difference, not_in_tch, table, told, without_backends};
 
 /// How a list changes the arguments of its ops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,6 +181,63 @@ fn every_op_of_cudas_lists_gives_the_results_of_inputs_cast_by_hand() {
         }
         println!("on {device:?}: compared {} ops in {runs} runs", compared.len());
     }
+    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
+}
+
+/// Dtypes and shapes, without the bits.
+fn types(outputs: &[Output]) -> Vec<Option<(Kind, &[i64])>> {
+    let each = outputs.iter().map(Option::as_ref);
+    each.map(|output| output.map(|(kind, shape, _)| (*kind, &shape[..]))).collect()
+}
+
+/// Python has chosen the same kernels for the same arguments, so that most bits are equal: most, because some kernels
+/// add up in an order that differs from call to call.
+const EQUAL_SHARE: f64 = 0.99;
+
+#[test]
+fn every_op_of_cudas_lists_gives_pythons_results_on_the_same_gpu() {
+    if !cuda_or_skip() {
+        return;
+    }
+    if is_model() {
+        skipped("Python has no simulated GPU");
+        return;
+    }
+    let Some(answers) = oracle::answers_on_gpu() else {
+        skipped("Python has no GPU here");
+        return;
+    };
+    let gpu = Device::Cuda(0);
+    let (mut failures, mut compared) = (Vec::new(), BTreeSet::new());
+    let mut histograms: BTreeMap<String, Histogram> = BTreeMap::new();
+    for case in &answers.cases {
+        let Some((_, (_, call))) = list(&answers, case.op()).zip(table::find(case.op())) else {
+            continue;
+        };
+        let args = case.args().map(|tensor| tensor.to_device(gpu));
+        let ours = Autocast::new(gpu).dtype(case.dtype()).run(|| call(&args)).unwrap();
+        let (ours, theirs) = (without_backends(told(ours)), without_backends(case.expected()));
+        compared.insert(case.op());
+        match (&ours, &theirs) {
+            (Ok(ours), Ok(theirs)) if types(ours) == types(theirs) => {
+                for ((kind, _, ours), (_, _, theirs)) in
+                    ours.iter().flatten().zip(theirs.iter().flatten())
+                {
+                    let name = format!("{kind:?} results of operators in regions");
+                    histograms.entry(name).or_default().add(*kind, ours, theirs);
+                }
+            }
+            (Err(ours), Err(theirs)) if ours == theirs => {}
+            _ => failures.push(format!("{}: {}", case.name(), difference(&ours, &theirs))),
+        }
+    }
+    for (kind, histogram) in &histograms {
+        histogram.print(kind);
+        if histogram.within(0) < EQUAL_SHARE {
+            failures.push(format!("{kind}: too many bits differ"));
+        }
+    }
+    assert!(compared.len() > 50, "{compared:?}");
     assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
 }
 

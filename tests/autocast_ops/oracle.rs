@@ -77,6 +77,12 @@ pub fn answers() -> Option<&'static Answers> {
     ANSWERS.get_or_init(|| Some(read(&Oracle::find("autocast_ops.py")?.run(&[], "")))).as_ref()
 }
 
+/// What the script gives on the first GPU; `None` if Python has none, or is not set.
+pub fn answers_on_gpu() -> Option<Answers> {
+    let printed = Oracle::find("autocast_ops.py")?.run(&["--cuda"], "");
+    (!printed.is_empty()).then(|| read(&printed))
+}
+
 fn read(printed: &str) -> Answers {
     let mut lines = printed.lines().map(|line| serde_json::from_str(line).expect("a line of JSON"));
     let first: Value = lines.next().expect("the oracle describes itself");

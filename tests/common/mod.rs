@@ -12,6 +12,7 @@ pub mod python;
 pub mod rng;
 pub mod simulation;
 pub mod tensors;
+pub mod ulps;
 
 use std::io::Write;
 use std::sync::Once;

@@ -2,12 +2,14 @@
 //! computes on the CPU. This crate runs there and on the simulated GPUs, each alone and with parameters on both.
 //!
 //! `TCH_AMP_OPTIM_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` repeats one. `walk` is about states that are
-//! saved and loaded, without PyTorch.
+//! saved and loaded, without PyTorch. `on_gpu` is for GPUs that Python has, too: real ones, whose kernels round
+//! otherwise.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
 mod common;
 mod generate;
+mod on_gpu;
 mod run;
 mod walk;
 

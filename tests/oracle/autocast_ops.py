@@ -1,6 +1,8 @@
 """Runs PyTorch's own autocast op lists, and every op that AutocastCPU or AutocastCUDA registers, under autocast on the
 CPU.
 
+With `--cuda` the ops run in regions on the first GPU, with the same arguments; without a GPU nothing is printed.
+
 Prints one JSON object per line: first the torch version, the registered ops and the lists of CUDA, then one line per
 case with the op, the region's dtype, all arguments and what came out: the tensors' bits, or the first line of the error.
 """
@@ -27,6 +29,9 @@ from autocast_cases import cases as cases_of_cpu  # noqa: E402
 from autocast_cuda_cases import cases as cases_of_cuda  # noqa: E402
 
 
+DEVICE = torch.device("cuda", 0) if sys.argv[1:] == ["--cuda"] else torch.device("cpu")
+
+
 def import_lists():
     """PyTorch's op lists, without the test framework (and its dependencies) that their module imports."""
     framework = types.ModuleType("torch.testing._internal.common_utils")
@@ -39,7 +44,7 @@ def import_lists():
 
 
 def bits(tensor):
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()).hex()
 
 
@@ -62,12 +67,21 @@ def outputs(value):
     return [torch.tensor(item) if isinstance(item, bool) else item for item in values]
 
 
+def on_device(value):
+    if isinstance(value, torch.Tensor):
+        return value.to(DEVICE)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(on_device, value))
+    return value
+
+
 def run(where, name, function, args, kwargs, dtype):
     case = {"list": where, "op": name, "dtype": str(dtype).removeprefix("torch.")}
     case["args"] = encode(args)
     case["kwargs"] = {key: encode(value) for key, value in kwargs.items()}
     try:
-        with torch.autocast("cpu", dtype):
+        args, kwargs = on_device(args), {key: on_device(value) for key, value in kwargs.items()}
+        with torch.autocast(DEVICE.type, dtype):
             result = function(*args, **kwargs)
         case["outputs"] = encode(outputs(result))
     except RuntimeError as error:
@@ -139,6 +153,8 @@ def cuda_lists():
 
 def main():
     torch.set_num_threads(1)
+    if DEVICE.type == "cuda" and not torch.cuda.is_available():
+        return
     cuda = {"registered": registered("AutocastCUDA"), "lists": cuda_lists()}
     print(json.dumps({"torch": torch.__version__, "registered": registered("AutocastCPU"), "cuda": cuda}))
     lists = import_lists()

@@ -1,7 +1,8 @@
 """Trains with torch.optim, with fused=True where it has that: a JSON program a line on stdin, a line of bits for each of its steps on stdout.
 
 tests/optim_programs writes the programs. All is computed on the CPU. Where a GPU rounds otherwise, in clipping and
-in the update of halves, the same is done here for a program on GPUs.
+in the update of halves, the same is done here for a program on GPUs. With `--cuda` all is computed by PyTorch on the
+first GPU, a program that it refuses there is answered with lines of `error`, and without a GPU nothing is printed.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import torch
 sys.dont_write_bytecode = True  # the source tree stays as it is
 import cuda  # noqa: E402
 
+DEVICE = torch.device("cuda", 0) if sys.argv[1:] == ["--cuda"] else torch.device("cpu")
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 KEYS = (
     "step",
@@ -138,7 +140,7 @@ COMPOSED = ("RmsProp", "Lion")
 
 
 def bits(tensor):
-    plain = tensor.detach().contiguous()
+    plain = tensor.detach().contiguous().cpu()
     words = plain.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()])
     # Every NaN is the same one, as in tests/common/bits.rs.
     words = words.masked_fill(plain.view(-1).isnan(), -1)
@@ -148,8 +150,8 @@ def bits(tensor):
 def tensor(spec, values):
     dtype = DTYPES[spec["dtype"]]
     if not values:
-        return torch.empty(spec["shape"], dtype=dtype)
-    plain = torch.frombuffer(bytearray.fromhex(values), dtype=dtype).reshape(spec["shape"])
+        return torch.empty(spec["shape"], dtype=dtype, device=DEVICE)
+    plain = torch.frombuffer(bytearray.fromhex(values), dtype=dtype).reshape(spec["shape"]).to(DEVICE)
     if spec["layout"] == "transposed":
         return plain.t().contiguous().t()
     if spec["layout"] == "channels_last":
@@ -204,8 +206,9 @@ KERNELS = {
 class Training:
     def __init__(self, program):
         self.program = program
+        self.emulates_gpus = program["gpus"] > 0 and DEVICE.type == "cpu"
         for name, kernels in KERNELS.items():
-            setattr(torch, name, kernels[program["gpus"] > 0])
+            setattr(torch, name, kernels[self.emulates_gpus])
         self.params = [tensor(p, p["values"]).requires_grad_() for p in program["params"]]
         groups = []
         for index, options in enumerate(program["groups"]):
@@ -222,8 +225,10 @@ class Training:
             # Adagrad says so from PyTorch 2.13 on, and could before.
             self.optimizer._step_supports_amp_scaling = True
         self.optimizer.makes_states = program["gpus"] > 0
-        self.scaler = torch.amp.GradScaler("cpu", enabled=program["mode"] != "plain", init_scale=program["scale"])
-        self.scaler.scale(torch.tensor(1.0))
+        self.scaler = torch.amp.GradScaler(
+            DEVICE.type, enabled=program["mode"] != "plain", init_scale=program["scale"]
+        )
+        self.scaler.scale(torch.tensor(1.0, device=DEVICE))
 
     def backward(self, grads):
         self.optimizer.zero_grad()
@@ -233,7 +238,9 @@ class Training:
 
     def clip(self, max_norm):
         """What is done with the norm is PyTorch's."""
-        if self.program["gpus"]:
+        if DEVICE.type == "cuda":
+            torch.nn.utils.clip_grad_norm_(self.params, max_norm)
+        elif self.emulates_gpus:
             cuda.clip_grads_with_norm(self.params, max_norm, self.norm_on_gpus(torch.ones(())))
         else:
             torch.nn.utils.clip_grads_with_norm_(self.params, max_norm, self.norm_on_cpu())
@@ -267,7 +274,7 @@ class Training:
     def prepared(self, step):
         """Does what comes before the scaler's step."""
         mode = self.program["mode"]
-        if mode == "clip" and self.program["gpus"]:
+        if mode == "clip" and self.emulates_gpus:
             factor = self.clip_factor(step["max_norm"])
             if self.composed:
                 self.scaler.unscale_(self.optimizer)
@@ -342,10 +349,29 @@ class Training:
         return " ".join(out) + f" {self.scaler.get_scale()}"
 
 
+def run_on_gpu(program):
+    """Prints the lines of a program that PyTorch may refuse on a GPU."""
+    done = 0
+    try:
+        training = Training(program)
+        for step in program["steps"]:
+            training.step(step)
+            print(training.told(), flush=True)
+            done += 1
+    except (RuntimeError, AssertionError) as error:
+        for _ in program["steps"][done:]:
+            print("error", str(error).splitlines()[0], flush=True)
+
+
 def main():
     torch.set_num_threads(1)
+    if DEVICE.type == "cuda" and not torch.cuda.is_available():
+        return
     for line in sys.stdin:
         program = json.loads(line)
+        if DEVICE.type == "cuda":
+            run_on_gpu(program)
+            continue
         training = Training(program)
         for step in program["steps"]:
             training.step(step)

@@ -67,7 +67,7 @@ class Scaler(GradScaler):
         self.records = []
         # `step` and `update` need no `scale` before them: the scale exists from the beginning.
         if self._enabled:
-            self._lazy_init_scale_growth_tracker(torch.device("cpu"))
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
         """A gradient that overflows when it is unscaled is an overflow; PyTorch looks only before it multiplies."""

@@ -3,7 +3,7 @@
 tests/scaler_programs/text.rs writes the programs, and program.rs beside it says what each operation means.
 Each answer is the outcome of the operation, then the whole state after it, or "=" where the state is as it was.
 All is computed on the CPU. Clipping, which rounds otherwise on a GPU, is computed here as there for a program on
-GPUs.
+GPUs. With `--cuda` all is computed by PyTorch on the first GPU, and without a GPU nothing is printed.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ sys.dont_write_bytecode = True  # the source tree stays as it is
 import cuda  # noqa: E402
 from scaler_deviations import Refused, Scaler  # noqa: E402
 
+DEVICE = torch.device("cuda", 0) if sys.argv[1:] == ["--cuda"] else torch.device("cpu")
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
 
 # PyTorch's message, and the word for it that both sides print.
@@ -36,9 +37,10 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def raw(tensor):
     """The bytes, every NaN with all bits set: which one a product of two has is nobody's business."""
-    nans = tensor.detach().isnan()
+    tensor = tensor.detach().cpu()
+    nans = tensor.isnan()
     if nans.any():
-        tensor = tensor.detach().view(INTEGERS[tensor.element_size()]).masked_fill(nans, -1)
+        tensor = tensor.view(INTEGERS[tensor.element_size()]).masked_fill(nans, -1)
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
@@ -73,7 +75,7 @@ def norm_on_cpu(grads):
 def clip_norm(params, max_norm, is_cuda):
     """PyTorch's clipping, by a norm that is taken as ours is."""
     grads = [param.grad for param in params if param.grad is not None]
-    if not grads:
+    if not grads or DEVICE.type == "cuda":
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
     total = cuda.norm(grads) if is_cuda else norm_on_cpu(grads)
     clip = cuda.clip_grads_with_norm if is_cuda else torch.nn.utils.clip_grads_with_norm_
@@ -114,7 +116,7 @@ class Machine:
 
     def new_scaler(self, config):
         init_scale, growth, backoff, interval = config
-        return Scaler("cpu", float(init_scale), float(growth), float(backoff), int(interval), enabled=self.enabled)
+        return Scaler(DEVICE.type, float(init_scale), float(growth), float(backoff), int(interval), enabled=self.enabled)
 
     def add_optimizer(self, rule, *params):
         owned = []
@@ -124,7 +126,7 @@ class Machine:
                 owned.append(self.params[int(eighths[0])])
                 continue
             values = [int(eighth) / 8 for eighth in eighths]
-            owned.append(torch.tensor(values, dtype=DTYPES[dtype], requires_grad=True))
+            owned.append(torch.tensor(values, dtype=DTYPES[dtype], device=DEVICE, requires_grad=True))
             self.params.append(owned[-1])
         name, *numbers = rule.split()
         numbers = [float(number) for number in numbers]
@@ -186,7 +188,7 @@ class Machine:
     def loss(self, term):
         index, factors = term.split(":")
         param = self.params[int(index)]
-        factors = torch.tensor([int(factor) / 8 for factor in factors.split(",")], dtype=param.dtype)
+        factors = torch.tensor([int(factor) / 8 for factor in factors.split(",")], dtype=param.dtype, device=DEVICE)
         return (param * factors).sum()
 
     def op_plant(self, index, element, value):
@@ -258,7 +260,7 @@ class Machine:
         self.scaler.update(float(new_scale))
 
     def op_update_with_tensor(self, new_scale):
-        self.scaler.update(torch.tensor(float(new_scale)))
+        self.scaler.update(torch.tensor(float(new_scale), device=DEVICE))
 
     def op_growth(self, factor):
         self.scaler.set_growth_factor(float(factor))
@@ -279,6 +281,8 @@ class Machine:
 
 def main():
     torch.set_num_threads(1)
+    if DEVICE.type == "cuda" and not torch.cuda.is_available():
+        return
     for line in sys.stdin:
         header, count, *rest = line.rstrip("\n").split(";")
         count = int(count)

@@ -3,7 +3,7 @@
 //! tests/oracle/scaler_deviations.py.
 //!
 //! Python computes on the CPU. This crate runs there and on the simulated GPUs, each alone and with an optimizer on
-//! each.
+//! each. `on_gpu` is for GPUs that Python has, too: real ones, whose kernels round otherwise.
 //!
 //! `TCH_AMP_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` repeats the program of a failure.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
@@ -13,6 +13,7 @@ mod answer;
 #[path = "../common/mod.rs"]
 mod common;
 mod generate;
+mod on_gpu;
 mod optimizer;
 mod program;
 mod run;
