@@ -1,4 +1,4 @@
-//! Two ranks that average over NCCL, as processes that share a real GPU.
+//! Ranks that average over NCCL: one alone, and two as processes that share a real GPU.
 
 use std::process::Child;
 
@@ -39,7 +39,7 @@ fn train(group: &ProcessGroup, device: Device) -> Vec<f64> {
     let (mut scaler, mut counter) = (config.build(device).unwrap(), StepCounter::default());
     for iteration in 0..ITERATIONS {
         optimizer.zero_grad().unwrap();
-        let is_bad = iteration == OVERFLOW && group.rank() == 1;
+        let is_bad = iteration == OVERFLOW && group.rank() + 1 == group.size();
         let factor = if is_bad { f64::INFINITY } else { 1.0 };
         let loss = ddp.forward(|| (xs.apply(&net) - &ys).square().mean(Kind::Float) * factor);
         ddp.backward_scaled(&mut scaler, &loss.unwrap()).unwrap();
@@ -54,20 +54,21 @@ fn train(group: &ProcessGroup, device: Device) -> Vec<f64> {
 }
 
 /// NCCL refuses two ranks with one GPU of a host, so each says that it is a host of its own.
-fn rank(number: &str, port: &str) -> Child {
-    let group = [("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)];
-    let own = [("RANK", number), ("NCCL_HOSTID", number), ("NCCL_SOCKET_IFNAME", "lo")];
+fn rank(number: usize, size: usize, port: &str) -> Child {
+    let [number, size] = [number, size].map(|number| number.to_string());
+    let group = [("WORLD_SIZE", &size[..]), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)];
+    let own = [("RANK", &number[..]), ("NCCL_HOSTID", &number), ("NCCL_SOCKET_IFNAME", "lo")];
     spawn(TASK, &[&group[..], &own[..]].concat())
 }
 
-#[test]
-fn two_ranks_skip_and_step_over_nccl_as_over_gloo() {
+/// Trains over NCCL, on as many ranks, and over Gloo on the CPU.
+fn compare(size: usize) {
     if gpus().is_empty() || is_model() {
         return;
     }
     let port = free_port();
-    let children = ["0", "1"].map(|number| rank(number, &port));
-    let lines = children.map(|child| {
+    let children: Vec<_> = (0..size).map(|number| rank(number, size, &port)).collect();
+    let lines = children.into_iter().map(|child| {
         let output = child.wait_with_output().unwrap();
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -75,10 +76,21 @@ fn two_ranks_skip_and_step_over_nccl_as_over_gloo() {
         let line = said.lines().find_map(|line| line.split_once("rank: "));
         line.unwrap_or_else(|| panic!("a rank printed nothing: {errors}")).1.to_owned()
     });
-    assert_eq!(lines[0], lines[1]);
+    let lines: Vec<_> = lines.collect();
+    assert!(lines.iter().all(|line| *line == lines[0]), "{lines:?}");
     let there: Vec<f64> = serde_json::from_str(&lines[0]).unwrap();
-    let here = ranks(2, |group| train(&group, Device::Cpu)).swap_remove(0);
+    let here = ranks(size, |group| train(&group, Device::Cpu)).swap_remove(0);
     let near = |(a, b): (&f64, &f64)| (a - b).abs() < 1e-4;
     assert!(there.iter().zip(&here).all(near), "{there:?} over NCCL and {here:?} over Gloo");
     assert_eq!(here[4..], [512.0, 1.0]);
+}
+
+#[test]
+fn one_rank_skips_and_steps_over_nccl_as_over_gloo() {
+    compare(1);
+}
+
+#[test]
+fn two_ranks_skip_and_step_over_nccl_as_over_gloo() {
+    compare(2);
 }
