@@ -7,6 +7,7 @@ mod common;
 mod adam_fp16;
 mod build;
 mod clip;
+mod delayed;
 mod f32_gradients;
 mod groups;
 mod labml;
