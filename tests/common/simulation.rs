@@ -1,7 +1,13 @@
 //! What `Device::Cuda` is in this process, its counters, and the failures that can be planted: on the simulated GPUs of
 //! `tests/simulated_cuda/`, on `tests/null_cuda/`, and in part on real GPUs.
 
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_void};
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::panic::Location;
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The simulated GPUs. One test at a time holds them, because the counters are those of the whole process.
@@ -24,6 +30,28 @@ pub struct Counts {
     pub allocations: i64,
     /// The peak of the allocated bytes, minus those that were allocated at the start.
     pub peak_bytes: i64,
+}
+
+impl Counts {
+    /// Adds a line of JSON: the test, the place that counts and how often it had before, and the counts. A test counts
+    /// the same parts in the same order on all devices, so the lines of two runs can be compared.
+    fn record(self, file: &Path, place: &Location<'_>) {
+        thread_local! {
+            static BEFORE: RefCell<BTreeMap<String, usize>> = RefCell::default();
+        }
+        let place = format!("{}:{}", place.file(), place.line());
+        let nth = BEFORE.with_borrow_mut(|before| {
+            let times = before.entry(place.clone()).or_default();
+            *times += 1;
+            *times
+        });
+        let test = std::thread::current().name().unwrap_or_default().to_owned();
+        let Self { launches, host_syncs, allocations, peak_bytes } = self;
+        let numbers = [launches, host_syncs, allocations, peak_bytes];
+        let line = format!("{}\n", serde_json::json!([test, place, nth, numbers]));
+        let mut file = OpenOptions::new().append(true).create(true).open(file).expect("a file");
+        file.write_all(line.as_bytes()).expect("the counts can be written");
+    }
 }
 
 const LAUNCHES: i32 = 0;
@@ -136,7 +164,8 @@ impl Simulation {
         Some(simulation)
     }
 
-    /// Runs `f` and counts what it made all devices do.
+    /// Runs `f` and counts what it made all devices do. With `TCH_AMP_COUNTS`, adds a line with the counts to that file.
+    #[track_caller]
     pub fn count<T>(&self, f: impl FnOnce() -> T) -> (T, Counts) {
         (self.reset)();
         let read = |counter| (self.counter)(ALL, counter);
@@ -148,6 +177,9 @@ impl Simulation {
             allocations: read(ALLOCATIONS),
             peak_bytes: read(PEAK_BYTES) - before,
         };
+        if let Some(file) = std::env::var_os("TCH_AMP_COUNTS") {
+            counts.record(Path::new(&file), Location::caller());
+        }
         (out, counts)
     }
 

@@ -61,7 +61,8 @@ usage: cargo xtask <command>
                                      those whose names have a filter in them
   build-time [--tch V]               times how long a program that has tch waits for this crate, by feature
   doctor [--tch V]                   says what is here, what is missing and which precision suits this machine
-  bundle [--tch V]                   packs tests, examples and benches for a machine without Rust
+  bundle [--tch V] [--lease]         packs tests, examples and benches for a machine without Rust; or only what a GPU
+                                     that is there for a short time is asked in three calls
   fuzz [seconds]                     feeds damaged files to the checkpoint readers, for a minute by default
   fmt                                formats the Rust and the C++, and puts the pictures into the documentation
   lock                               rewrites xtask/lock from Cargo.lock

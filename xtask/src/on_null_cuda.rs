@@ -103,6 +103,24 @@ pub(crate) fn test(workspace: &Workspace) -> Result<()> {
     compare(&costs)
 }
 
+/// Writes what each part that the suite `simulated` counts costs on null CUDA, for a run on a real GPU to be compared with:
+/// a file in `folder` with the version of libtorch in its name. Without null CUDA nothing is written.
+pub(crate) fn count(folder: &Path) -> Result<()> {
+    let workspace = Workspace::new(None)?;
+    if !is_possible(&workspace) {
+        return Ok(());
+    }
+    let null_cuda = NullCuda::provide(&workspace)?;
+    let mut tests = on_simulation::on_counted_devices(&workspace, ["simulated"]);
+    null_cuda.apply(Numbers::Cpu, &mut tests);
+    let file = folder.join(format!("counts-{}.jsonl", workspace.libtorch.version));
+    tests.env("TCH_AMP_COUNTS", file).args(["--", "--quiet"]);
+    for (name, _) in LEFT_OUT {
+        tests.args(["--skip", name]);
+    }
+    show(&mut tests)
+}
+
 /// Fails if an operator had other costs than the simulation says, and says which.
 fn compare(costs: &Path) -> Result<()> {
     let table = fs::read_to_string(costs)
