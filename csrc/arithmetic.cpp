@@ -45,6 +45,13 @@ Tensor largest(const std::vector<Tensor> &tensors) {
   return at::linalg_vector_norm(at::stack(at::_foreach_norm(tensors, infinity)), infinity);
 }
 
+Tensor inverse_of(const Tensor &scale) {
+  if (scale.device().is_mps()) return scale.reciprocal();  // MPS has no f64
+  // The f64 number on the host makes one kernel divide in f64 and round to the dtype of the result.
+  Tensor out = at::empty({}, scale.options().dtype(at::kFloat));
+  return at::div_out(out, at::scalar_tensor(1, at::kDouble), scale.reshape({}));
+}
+
 bool unscale_in_loops(const std::vector<Tensor> &tensors, float factor, bool recheck) {
   const auto parts = chunks_of(tensors);
   std::vector<uint8_t> bad(parts.size());

@@ -29,6 +29,9 @@ at::Tensor largest(const std::vector<at::Tensor> &tensors);
 // with `recheck`, after the multiplication.
 bool unscale_in_loops(const std::vector<at::Tensor> &tensors, float factor, bool recheck);
 
+// Returns 1/scale as an f32 on the scale's device, rounded as on the host.
+at::Tensor inverse_of(const at::Tensor &scale);
+
 // The multiplication of tensors of one device by one number.
 class Product {
  public:

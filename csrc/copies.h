@@ -3,8 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_fused_sgd.h>
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -17,6 +19,15 @@ namespace tamp {
 inline at::Tensor place_in(const at::Tensor &memory, int64_t begin, const at::Tensor &t) {
   const at::Tensor part = memory.narrow(0, begin, t.numel());
   return t.is_non_overlapping_and_dense() ? part.as_strided(t.sizes(), t.strides()) : part.view(t.sizes());
+}
+
+// Copies like `_foreach_copy_`, between tensors of one device and dtype, unless `found_inf` is one on the device.
+// libtorch has no such copy, but the first step of its fused SGD sets a momentum buffer to its gradient. The same step
+// subtracts zero times the gradient from a parameter, for which `from` stands as well: its numbers are undefined then.
+inline void copy_unless(const at::Tensor &found_inf, const std::vector<at::Tensor> &to,
+                        const std::vector<at::Tensor> &from) {
+  at::_fused_sgd_(from, from, to, /*weight_decay=*/0, /*momentum=*/1, /*lr=*/0, /*dampening=*/0, /*nesterov=*/false,
+                  /*maximize=*/false, /*is_first_step=*/true, /*grad_scale=*/std::nullopt, found_inf);
 }
 
 // Copies between pairs of tensors that have the same device and memory layout. One launch copies all pairs of a device

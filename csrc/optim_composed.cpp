@@ -112,26 +112,35 @@ std::vector<Tensor> ComposedStep::written() const {
   return out;
 }
 
+// A row for rounded results, in the memory of the gradient and of intermediate results, which are not needed any more.
+Tensor ComposedStep::rounded_row(size_t place) const {
+  const Tensor row = rows_[kGradient + place / 2].view(batch_.dtype);
+  const int64_t numbers = row.numel() / 2;
+  return row.narrow(0, static_cast<int64_t>(place % 2) * numbers, numbers);
+}
+
+void ComposedStep::list(const Piece &piece, Chunk &chunk) const {
+  const Tensor &like = batch_.parameters[piece.tensor];
+  const auto in = [&](const Tensor &t, size_t row) { chunk.in.add(piece.in(rows_[row], like), piece.of(t)); };
+  size_t place = 0;
+  const auto in_and_out = [&](const Tensor &t, size_t row) {
+    in(t, row);
+    chunk.written.push_back(piece.of(t));
+    chunk.results.push_back(piece.in(rows_[row], like));
+    if (batch_.dtype != dtype_) chunk.rounded.push_back(piece.in(rounded_row(place++), like));
+  };
+  in_and_out(like, kParameter);
+  in(batch_.gradients[piece.tensor], kGradient);
+  for (size_t i = 0; i < places_.size(); ++i) in_and_out(batch_.states[places_[i]][piece.tensor], kFirstState + i);
+  if (!batch_.orthogonal.empty()) in(batch_.orthogonal[piece.tensor], rows_needed() - 1);
+}
+
 void ComposedStep::prepare(const Rows &rows) {
   rows_ = rows.of(dtype_);
   for (const auto &pieces : batch_.pieces()) {
     Chunk &chunk = chunks_.emplace_back();
     chunk.numbers = pieces.numbers;
-    chunk.old.resize(1 + places_.size());
-    for (const auto &piece : pieces.list) {
-      const Tensor &like = batch_.parameters[piece.tensor];
-      const auto in = [&](size_t row) { return piece.in(rows_[row], like); };
-      const auto add = [&](const Tensor &t, size_t row, size_t place) {
-        const Tensor part = piece.of(t);
-        chunk.in.add(in(row), part);
-        chunk.out.add(part, in(row));
-        chunk.old[place].add(in(kBetween), part);
-      };
-      add(like, kParameter, 0);
-      chunk.in.add(in(kGradient), piece.of(batch_.gradients[piece.tensor]));
-      for (size_t i = 0; i < places_.size(); ++i) add(batch_.states[places_[i]][piece.tensor], kFirstState + i, 1 + i);
-      if (!batch_.orthogonal.empty()) chunk.in.add(in(rows_needed() - 1), piece.of(batch_.orthogonal[piece.tensor]));
-    }
+    for (const auto &piece : pieces.list) list(piece, chunk);
   }
 }
 
@@ -152,18 +161,20 @@ void ComposedStep::compute(const std::vector<Tensor> &rows, const Prepared &scal
   }
 }
 
+void ComposedStep::write(const Chunk &chunk, const Tensor &found_inf) const {
+  if (!found_inf.defined()) return at::_foreach_copy_(chunk.written, chunk.results);
+  if (chunk.rounded.empty()) return copy_unless(found_inf, chunk.written, chunk.results);
+  at::_foreach_copy_(chunk.rounded, chunk.results);
+  copy_unless(found_inf, chunk.written, chunk.rounded);
+}
+
 void ComposedStep::run(const Prepared &scale) const {
   for (const auto &chunk : chunks_) {
     std::vector<Tensor> rows;
     for (size_t i = 0; i < rows_needed(); ++i) rows.push_back(rows_[i].narrow(0, 0, chunk.numbers));
     chunk.in.run();
     compute(rows, scale);
-    for (size_t i = 0; scale.skip.defined() && i < chunk.old.size(); ++i) {
-      chunk.old[i].run();
-      Tensor &row = rows[i == 0 ? size_t{kParameter} : kFirstState + i - 1];
-      at::where_out(row, scale.skip, rows[kBetween], row);
-    }
-    chunk.out.run();
+    write(chunk, scale.found_inf);
   }
   for (const auto &t : written()) tamp::bump_version(t);
 }

@@ -17,7 +17,8 @@ bool is_composed(uint8_t algorithm);
 // How the gradients are unscaled and when the step is skipped, in numbers on the device. Each may be undefined.
 struct Prepared {
   Unscaling unscaling;
-  at::Tensor skip;  // a bool
+  at::Tensor found_inf;
+  at::Tensor skip;  // a bool, for low-bit moments
 };
 
 // Scratch memory, which the steps of one device use in turn: one row of numbers for each tensor of a parameter.
@@ -40,8 +41,8 @@ class Rows {
 };
 
 // The step of a batch: its tensors are copied to scratch memory a chunk at a time, where one launch of an operation
-// goes over all of them, and the results are copied back. A step that is skipped copies the old numbers back. Half
-// precision is computed in f32.
+// goes over all of them, and the results are copied back, unless the step is skipped. Half precision is computed in
+// f32.
 class ComposedStep {
  public:
   // Reserves scratch memory. `prepare` follows when it has been allocated.
@@ -53,11 +54,15 @@ class ComposedStep {
  private:
   struct Chunk {
     int64_t numbers = 0;
-    Copies in, out;
-    std::vector<Copies> old;  // of the parameter and of each state, to the row for intermediate results
+    Copies in;
+    std::vector<at::Tensor> written, results;  // parts of the tensors, and of the rows that were computed for them
+    std::vector<at::Tensor> rounded;           // of the rows of results in the dtype of the tensors
   };
 
+  void list(const Piece &piece, Chunk &chunk) const;
   void compute(const std::vector<at::Tensor> &rows, const Prepared &scale) const;
+  void write(const Chunk &chunk, const at::Tensor &found_inf) const;
+  at::Tensor rounded_row(size_t place) const;
   std::vector<at::Tensor> written() const;
   size_t rows_needed() const;
 

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "arithmetic.h"
 #include "batches.h"
 #include "guarded.h"
 #include "optim.h"
@@ -66,12 +67,6 @@ void launch(const Batch &b, const std::optional<Tensor> &grad_scale, const std::
   for (const auto &states : b.states) bump_versions(states);
 }
 
-// 1/scale as f32, rounded as on the host.
-Tensor inverse_of(const Tensor &scale) {
-  if (scale.device().is_mps()) return scale.reciprocal();  // MPS has no f64
-  return scale.to(at::kDouble).reciprocal().to(at::kFloat);
-}
-
 // Whether the host knows, without asking the device, that the step is skipped.
 bool is_known_to_be_skipped(const tamp_optim_scale &scale) {
   if (scale.found_inf == nullptr || !tamp::tensor(scale.found_inf).is_cpu()) return false;
@@ -96,7 +91,7 @@ struct StepCounts {
 
   // Allocates all that `advance` needs.
   void prepare(const std::optional<Tensor> &found_inf) {
-    if (found_inf) taken = at::rsub(found_inf->reshape({}), 1);
+    if (found_inf && !(plain.empty() && many.empty())) taken = at::rsub(found_inf->reshape({}), 1);
     if (found_inf && !exact.empty()) taken_exact = found_inf->reshape({}).eq(0).to(at::kLong);
     if (many.empty()) return;
     const Tensor now = at::stack(many), most = at::full({}, kMostSteps, now.options());
@@ -218,9 +213,11 @@ class OneDevice {
     clip_ = on_device(scale.clip, device);
     const auto multiplied = [&](const Entry &e) { return is_composed(e) || is_clipped_before(e); };
     if (std::any_of(entries.begin(), entries.end(), multiplied)) {
-      if (grad_scale_) prepared_.unscaling.inverse = inverse_of(*grad_scale_).reshape({});
+      if (grad_scale_) prepared_.unscaling.inverse = tamp::inverse_of(*grad_scale_).reshape({});
       if (clip_) prepared_.unscaling.clip = clip_->reshape({});
-      if (found_inf_) prepared_.skip = found_inf_->reshape({}).ne(0);
+      if (found_inf_) prepared_.found_inf = *found_inf_;
+      const bool selects = std::any_of(entries.begin(), entries.end(), [](const Entry &e) { return e.is_low_bit(); });
+      if (found_inf_ && selects) prepared_.skip = found_inf_->reshape({}).ne(0);
     }
     if (std::all_of(entries.begin(), entries.end(), multiplied)) return;
     // The kernels divide by a single number, which has to include the clipping.

@@ -18,7 +18,8 @@ at::Tensor Piece::of_blocks(const at::Tensor &tensor, int64_t size) const {
 }
 
 at::Tensor Piece::in(const at::Tensor &scratch, const at::Tensor &like) const {
-  return is_whole ? at::as_strided(scratch, like.sizes(), like.strides(), place) : scratch.narrow(0, place, count);
+  if (!is_whole) return scratch.narrow(0, place, count);
+  return at::as_strided(scratch, like.sizes(), like.strides(), scratch.storage_offset() + place);
 }
 
 std::vector<Pieces> cut(const std::vector<int64_t> &sizes) {

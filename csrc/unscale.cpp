@@ -23,13 +23,6 @@ using at::Tensor;
 
 float host_reciprocal(const Tensor &scale) { return static_cast<float>(1.0 / scale.item<double>()); }
 
-// Returns 1/scale as f32 on the scale's device, rounded as on the host.
-Tensor inverse_of(const Tensor &scale) {
-  if (scale.is_cpu()) return at::scalar_tensor(host_reciprocal(scale), scale.options());
-  if (scale.device().is_mps()) return scale.reciprocal();  // MPS has no f64
-  return scale.to(at::kDouble).reciprocal().to(at::kFloat);
-}
-
 struct Options {
   bool recheck, check_only, generic;
 
@@ -141,23 +134,32 @@ void prepare_generic(UnscaledGroup &group, const Options &options) {
 void prepare(UnscaledGroup &group, const Tensor &scale, const Options &options, Tensor &inverse) {
   const at::Device device = group.device;
   const auto number = at::TensorOptions().dtype(at::kFloat).device(device);
-  group.found_inf = new_flag(device);
+  const bool needs_no_factor = options.check_only && !options.recheck;
+  Tensor one;
+  if (device.is_cpu() || group.kernel.empty()) {
+    group.found_inf = new_flag(device);
+  } else {
+    const Tensor zero_and_one = at::arange(2, number);  // in one launch
+    group.found_inf = std::make_unique<Tensor>(zero_and_one.select(0, 0));
+    one = zero_and_one.select(0, 1);
+  }
   if (device.is_cpu() && (!options.check_only || options.predicts())) group.inverse = host_reciprocal(scale);
   if (options.predicts()) group.divisor = tamp::on_device(scale, device).reshape({});
   const bool plain = group.kernel.empty() && group.generic.empty();
-  const bool needs_no_factor = options.check_only && !options.recheck;
   if (plain || (group.kernel.empty() && needs_no_factor)) {
     if (!plain) prepare_generic(group, options);
     return;
   }
-  if (device.is_cpu() || needs_no_factor) {
+  if (device.is_cpu()) {
     group.factor = at::full({}, group.inverse, number);
+  } else if (needs_no_factor) {
+    group.factor = one;
   } else {
-    if (!inverse.defined()) inverse = inverse_of(scale);
+    if (!inverse.defined()) inverse = tamp::inverse_of(scale);
     group.factor = tamp::on_device(inverse, device);
   }
   if (!options.check_only) tamp::end_lazy_copies(group.kernel);
-  if (!group.kernel.empty() && options.recheck) group.one = at::ones({}, number);
+  if (!group.kernel.empty() && options.recheck) group.one = one.defined() ? one : at::ones({}, number);
   if (!group.generic.empty()) prepare_generic(group, options);
 }
 
@@ -183,7 +185,11 @@ uint8_t run(UnscaledGroup &group, const Options &options) {
 
 // Returns a flag that is one if a norm is not finite, and what the host knows of it.
 std::pair<Tensor, uint8_t> non_finite(const Tensor &norm) {
-  if (!norm.is_cpu()) return {at::isfinite(norm).logical_not().to(at::kFloat), TAMP_ON_DEVICE};
+  if (!norm.is_cpu()) {
+    Tensor flag = at::empty({}, norm.options().dtype(at::kFloat));
+    // Zero times a number that is not finite is NaN, which differs from zero.
+    return {at::ne_out(flag, norm.reshape({}).mul(0), 0), TAMP_ON_DEVICE};
+  }
   const bool is_finite = std::isfinite(norm.item<double>());
   return {at::scalar_tensor(is_finite ? 0 : 1, at::kFloat), is_finite ? TAMP_FINITE : TAMP_NON_FINITE};
 }
@@ -225,7 +231,7 @@ tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, d
     }
     const auto device = gradients.front().device();
     const Tensor factor = scale == nullptr ? at::ones({}, at::TensorOptions(device).dtype(at::kFloat))
-                                           : tamp::on_device(inverse_of(tamp::tensor(scale)), device);
+                                           : tamp::on_device(tamp::inverse_of(tamp::tensor(scale)), device);
     auto norm = std::make_unique<Tensor>(tamp::norm(gradients, norm_type, factor));
     auto [flag, known] = non_finite(*norm);
     *answer = known;

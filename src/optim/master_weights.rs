@@ -46,12 +46,12 @@ use crate::optim::Optimizer;
 /// | `Remainder` | 9 MiB | at most 12 | 9 |
 /// | `StochasticRounding` | 16 MiB | at most 46 | 28 |
 ///
-/// RMSprop and Lion, for which libtorch has no fused kernels, take up to 25 launches more, up to 23 more for each
+/// RMSprop and Lion, for which libtorch has no fused kernels, take up to 14 launches more, up to 16 more for each
 /// further 2^20 elements, and in all modes up to 24 MiB more scratch memory, or 48 MiB for f64 parameters. Muon takes
 /// as many for the matrices whose learning rates are adjusted alike, and in addition 35 launches for each matrix (36 in
 /// bf16 without master weights), 2 bytes for each number of all matrices, and up to 24 for each number of the largest.
 ///
-/// With low-bit moments ([`States`](crate::optim::States)) a step takes up to 135 launches, up to 120 more for each
+/// With low-bit moments ([`States`](crate::optim::States)) a step takes up to 132 launches, up to 120 more for each
 /// further 2^20 elements, and up to 51 MiB of scratch memory. Parameters that are not contiguous are copied in addition.
 ///
 /// A gradient whose memory layout differs from its parameter's is copied in addition. While gradients on GPUs are

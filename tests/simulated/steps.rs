@@ -14,10 +14,11 @@ fn documented_launches(algorithm: Algorithm, (kind, masters): (Kind, MasterWeigh
     // libtorch has no fused kernels for these.
     let composed = matches!(algorithm, Algorithm::RmsProp(_) | Algorithm::Lion(_));
     match masters {
-        MasterWeights::None if composed => (29, 23),
-        MasterWeights::Float if composed => (31, 24),
-        MasterWeights::Remainder if composed => (37, 31),
-        MasterWeights::StochasticRounding { .. } if composed => (71, 50),
+        MasterWeights::None if composed && kind == Kind::Float => (18, 15),
+        MasterWeights::None if composed => (19, 16),
+        MasterWeights::Float if composed => (20, 16),
+        MasterWeights::Remainder if composed => (26, 23),
+        MasterWeights::StochasticRounding { .. } if composed => (60, 42),
         MasterWeights::None => (5, 0),
         MasterWeights::Float => (6, 2),
         MasterWeights::Remainder => (12, 9),
