@@ -290,7 +290,9 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
       // This copies the same numbers back, so that a tensor that cannot be copied to fails before any number changes.
       copy_back(originals.back().second, work[i]);
     }
-    orthogonalize(work[i], unscaling, /*is_skipped=*/false);
+  }
+  orthogonalize(work, unscaling, /*is_skipped=*/false);
+  for (size_t i = 0; i < work.size(); ++i) {
     materialize(work[i]);
     sizes.push_back(work[i].parameter.numel());
     updates.push_back(update_of(work[i], corrections));

@@ -168,7 +168,9 @@ class OneDevice {
       if (!are_alike(e.gradient, e.parameter)) {
         e.gradient = at::empty_like(e.parameter, e.gradient.scalar_type()).copy_(e.gradient);
       }
-      orthogonalize(e, prepared_.unscaling, is_skipped);
+    }
+    orthogonalize(entries, prepared_.unscaling, is_skipped);
+    for (auto &e : entries) {
       if (is_clipped_before(e)) e.gradient = clipped(e.gradient);
       if (e.master.kind == TAMP_MASTER_FLOAT) rounded_.add(e.parameter, e.master.tensor);
       (StandIns::are_needed(e) ? indirect : direct).push_back(std::move(e));

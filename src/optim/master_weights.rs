@@ -48,8 +48,9 @@ use crate::optim::Optimizer;
 ///
 /// RMSprop and Lion, for which libtorch has no fused kernels, take up to 14 launches more, up to 16 more for each
 /// further 2^20 elements, and in all modes up to 24 MiB more scratch memory, or 48 MiB for f64 parameters. Muon takes
-/// as many for the matrices whose learning rates are adjusted alike, and in addition 35 launches for each matrix (36 in
-/// bf16 without master weights), 2 bytes for each number of all matrices, and up to 24 for each number of the largest.
+/// as many for the matrices whose learning rates are adjusted alike, and in addition 18 launches for each 2^20 numbers
+/// of matrices, and 17 for each matrix, or 19 if it has more rows than columns. It needs 2 bytes for each number of all
+/// matrices, and up to 10 (18 in f64) for each of 2^20 numbers or of the largest matrix.
 ///
 /// With low-bit moments ([`States`](crate::optim::States)) a step takes up to 132 launches, up to 120 more for each
 /// further 2^20 elements, and up to 51 MiB of scratch memory. Parameters that are not contiguous are copied in addition.
