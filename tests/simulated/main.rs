@@ -17,6 +17,7 @@ mod failing_steps;
 mod health;
 mod insight;
 mod iteration;
+mod iterations;
 mod kernels;
 mod launches;
 mod looks;

@@ -95,10 +95,12 @@ pub(crate) fn test(workspace: &Workspace) -> Result<()> {
     null_cuda.apply(Numbers::Cpu, &mut tests);
     show(tests.args(OF_NCCL))?;
     if workspace.libtorch.python.is_some() {
-        let mut captures = compiled::python(&workspace.libtorch, null_cuda::SOURCES, "captures.py");
-        null_cuda.apply_to_python(Numbers::Cpu, &mut captures);
-        // torch warns about missing optional packages, which no check needs.
-        show(captures.env("PYTHONWARNINGS", "ignore:Failed to initialize NumPy"))?;
+        for script in ["captures.py", "iterations.py"] {
+            let mut python = compiled::python(&workspace.libtorch, null_cuda::SOURCES, script);
+            null_cuda.apply_to_python(Numbers::Cpu, &mut python);
+            // torch warns about missing optional packages, which no check needs.
+            show(python.env("PYTHONWARNINGS", "ignore:Failed to initialize NumPy"))?;
+        }
     }
     compare(&costs)
 }
