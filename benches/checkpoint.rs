@@ -163,9 +163,9 @@ impl Training {
     fn save(&mut self, path: &Path) -> [f64; 2] {
         timed(|| {
             let mut checkpoint = Checkpoint::new();
-            checkpoint.add_model("model", &self.vs).unwrap();
-            checkpoint.add_optimizer("optimizer", &mut self.optimizer).unwrap();
-            checkpoint.add_scaler("scaler", &self.scaler).unwrap();
+            checkpoint.add("model", &self.vs).unwrap();
+            checkpoint.add("optimizer", &mut self.optimizer).unwrap();
+            checkpoint.add("scaler", &mut self.scaler).unwrap();
             checkpoint.save(path).unwrap();
         })
     }
@@ -175,9 +175,9 @@ impl Training {
         warm(path);
         timed(|| {
             let checkpoint = Checkpoint::load(path).unwrap();
-            let restore = checkpoint.restore().model("model", &self.vs);
-            let restore = restore.optimizer("optimizer", &mut self.optimizer);
-            drop(restore.scaler("scaler", &mut self.scaler).apply().unwrap());
+            let restore = checkpoint.restore().add("model", &self.vs);
+            let restore = restore.add("optimizer", &mut self.optimizer);
+            drop(restore.add("scaler", &mut self.scaler).apply().unwrap());
         })
     }
 

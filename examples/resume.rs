@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Reduction, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
+use tch_amp::checkpoint::{Checkpoint, CheckpointFolder, Rng};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, autocast, optim};
 
@@ -62,10 +62,10 @@ impl Run {
 
     fn checkpoint(&mut self) -> tch_amp::Result<Checkpoint> {
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_model("model", &self.vs)?;
-        checkpoint.add_optimizer("optimizer", &mut self.opt)?;
-        checkpoint.add_scaler("scaler", &self.scaler)?;
-        checkpoint.add_rng("rng", self.vs.device())?;
+        checkpoint.add("model", &self.vs)?;
+        checkpoint.add("optimizer", &mut self.opt)?;
+        checkpoint.add("scaler", &mut self.scaler)?;
+        checkpoint.add("rng", Rng(self.vs.device()))?;
         checkpoint.add_value("losses", &self.losses)?;
         Ok(checkpoint)
     }
@@ -74,10 +74,10 @@ impl Run {
         let losses = checkpoint.value("losses")?;
         checkpoint
             .restore()
-            .model("model", &self.vs)
-            .optimizer("optimizer", &mut self.opt)
-            .scaler("scaler", &mut self.scaler)
-            .rng("rng", self.vs.device())
+            .add("model", &self.vs)
+            .add("optimizer", &mut self.opt)
+            .add("scaler", &mut self.scaler)
+            .add("rng", Rng(self.vs.device()))
             .apply()?;
         self.losses = losses;
         Ok(())

@@ -59,12 +59,12 @@ impl Shuffled {
 
     fn save(&mut self, path: &std::path::Path) {
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_model("model", &self.vs).unwrap();
-        checkpoint.add_optimizer("optimizer", &mut self.opt).unwrap();
-        checkpoint.add_scaler("scaler", &self.scaler).unwrap();
-        checkpoint.add("rng", &mut Rng(Device::Cpu)).unwrap();
+        checkpoint.add("model", &self.vs).unwrap();
+        checkpoint.add("optimizer", &mut self.opt).unwrap();
+        checkpoint.add("scaler", &mut self.scaler).unwrap();
+        checkpoint.add("rng", Rng(Device::Cpu)).unwrap();
         if self.vs.device() != Device::Cpu {
-            checkpoint.add_rng("rng_device", self.vs.device()).unwrap();
+            checkpoint.add("rng_device", Rng(self.vs.device())).unwrap();
         }
         checkpoint.add_value("step", &self.step).unwrap();
         checkpoint.save(path).unwrap();
@@ -76,12 +76,12 @@ impl Shuffled {
         let mut rng = Rng(Device::Cpu);
         let mut restore = checkpoint
             .restore()
-            .model("model", &self.vs)
-            .optimizer("optimizer", &mut self.opt)
-            .scaler("scaler", &mut self.scaler)
+            .add("model", &self.vs)
+            .add("optimizer", &mut self.opt)
+            .add("scaler", &mut self.scaler)
             .add("rng", &mut rng);
         if self.vs.device() != Device::Cpu {
-            restore = restore.rng("rng_device", self.vs.device());
+            restore = restore.add("rng_device", Rng(self.vs.device()));
         }
         assert_eq!(restore.apply().unwrap(), Default::default());
     }
@@ -91,15 +91,15 @@ impl Shuffled {
 fn refuse(folder: &Folder, vs: &VarStore) {
     let path = folder.file("refused.pt");
     let mut checkpoint = Checkpoint::new();
-    checkpoint.add_rng("rng", Device::Cpu).unwrap();
-    checkpoint.add_model("weights", vs).unwrap();
+    checkpoint.add("rng", Rng(Device::Cpu)).unwrap();
+    checkpoint.add("weights", vs).unwrap();
     checkpoint.add_tensor("wrong", &Tensor::from(1i64)).unwrap();
     checkpoint.save(&path).unwrap();
     let checkpoint = Checkpoint::load(&path).unwrap();
     drop(Tensor::randn([10], (Kind::Float, Device::Cpu)));
     let before = bits(&Rng(Device::Cpu).get_state().unwrap());
     let unchanged = || bits(&Rng(Device::Cpu).get_state().unwrap()) == before;
-    let twice = checkpoint.restore().rng("rng", Device::Cpu).rng("wrong", Device::Cpu);
+    let twice = checkpoint.restore().add("rng", Rng(Device::Cpu)).add("wrong", Rng(Device::Cpu));
     assert!(matches!(twice.apply(), Err(Error::Torch(_))));
     assert!(unchanged());
     // Unlike any save, this shortens the open file, within the weights.
@@ -107,7 +107,7 @@ fn refuse(folder: &Folder, vs: &VarStore) {
     let end = bytes.windows(15).position(|window| window == b"archive/version").unwrap();
     let file = std::fs::File::options().write(true).open(&path).unwrap();
     file.set_len(end as u64 - 200).unwrap();
-    let cut = checkpoint.restore().rng("rng", Device::Cpu).model("weights", vs).apply();
+    let cut = checkpoint.restore().add("rng", Rng(Device::Cpu)).add("weights", vs).apply();
     assert!(matches!(cut, Err(Error::Checkpoint(CheckpointError::Interrupted { .. }))), "{cut:?}");
     assert!(unchanged());
     // A state may be a row of a tensor.
@@ -161,10 +161,10 @@ fn a_refused_restore_leaves_the_random_numbers_of_other_threads_alone() {
     let _alone = ALONE.lock().unwrap();
     for_each_device(|device| {
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_rng("rng", device).unwrap();
+        checkpoint.add("rng", Rng(device)).unwrap();
         checkpoint.add_tensor("wrong", &Tensor::from(1i64)).unwrap();
         let is_refused = || {
-            let restore = checkpoint.restore().rng("rng", device).rng("wrong", device);
+            let restore = checkpoint.restore().add("rng", Rng(device)).add("wrong", Rng(device));
             matches!(restore.apply(), Err(Error::Torch(_)))
         };
         let draw = || Tensor::rand([1], (Kind::Double, device)).double_value(&[0]);
@@ -278,7 +278,7 @@ fn accepts(device: Device, bytes: &[u8]) -> bool {
     let before = bits(&Rng(device).get_state().unwrap());
     let mut checkpoint = Checkpoint::new();
     checkpoint.add_tensor("rng", &state).unwrap();
-    let restored = checkpoint.restore().rng("rng", device).apply();
+    let restored = checkpoint.restore().add("rng", Rng(device)).apply();
     let set = Rng(device).set_state(&state);
     assert_eq!(restored.is_ok(), set.is_ok(), "{restored:?} {set:?}");
     if set.is_err() {

@@ -38,7 +38,7 @@ impl Training {
     ) -> Self {
         let vs = VarStore::new(device);
         let model = model(name, &vs.root());
-        weights.restore().model("model", &vs).apply().unwrap();
+        weights.restore().add("model", &vs).apply().unwrap();
         let optimizer = AdamW::default().build(&vs, 1e-4).unwrap();
         let config = GradScalerConfig { enabled: scales, ..Default::default() };
         let scaler = config.build(device).unwrap();

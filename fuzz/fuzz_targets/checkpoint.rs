@@ -40,20 +40,20 @@ impl Target {
     /// can enable.
     fn check(&mut self) {
         let checkpoint = Checkpoint::from_bytes(GOLDEN.to_vec()).expect("a checkpoint");
-        let restore = checkpoint.restore().model("model", &self.vs);
-        let restore = restore.optimizer("optimizer", &mut self.optimizers[0]);
-        restore.scaler("scaler", &mut self.scaler).apply().expect("all of it");
+        let restore = checkpoint.restore().add("model", &self.vs);
+        let restore = restore.add("optimizer", &mut self.optimizers[0]);
+        restore.add("scaler", &mut self.scaler).apply().expect("all of it");
     }
 
     /// Restores parts of all names, whether or not that is refused.
     fn restore(&mut self, checkpoint: &Checkpoint) {
         for name in checkpoint.names() {
-            drop(checkpoint.restore().model(name, &self.vs).strict(false).cast(true).apply());
+            drop(checkpoint.restore().add(name, &self.vs).strict(false).cast(true).apply());
             for optimizer in &mut self.optimizers {
-                drop(checkpoint.restore().optimizer(name, optimizer).apply());
-                drop(checkpoint.restore().optimizer(name, optimizer).strict(false).apply());
+                drop(checkpoint.restore().add(name, &mut *optimizer).apply());
+                drop(checkpoint.restore().add(name, &mut *optimizer).strict(false).apply());
             }
-            drop(checkpoint.restore().scaler(name, &mut self.scaler).apply());
+            drop(checkpoint.restore().add(name, &mut self.scaler).apply());
             drop(checkpoint.value::<serde_json::Value>(name));
             if let Ok(tensor) = checkpoint.tensor(name) {
                 // Every element can be read.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::{fs, process};
 use tch::nn::{self, BatchNormConfig, ModuleT, Path, VarStore};
 use tch::{Cuda, Device, Kind, Tensor, no_grad};
-use tch_amp::checkpoint::{Checkpoint, Restore};
+use tch_amp::checkpoint::{Checkpoint, Restore, Rng};
 use tch_amp::distributed::{DdpConfig, DistributedDataParallel, DistributedError, ProcessGroup};
 use tch_amp::distributed::{ReduceOp, Spawned, SyncBatchNorm, local_device, spawn};
 use tch_amp::optim::Optimizer;
@@ -161,7 +161,7 @@ impl Ranks {
         for (name, device) in generators(device) {
             match &self.0 {
                 Some(group) => to.add_rngs(name, group, device)?,
-                None => to.add_rng(name, device)?,
+                None => to.add(name, Rng(device))?,
             }
         }
         Ok(())
@@ -178,7 +178,7 @@ impl Ranks {
         let there = |(name, device): &(&str, Device)| *device == Device::Cpu || from.contains(name);
         generators(device).filter(there).fold(restore, |restore, (name, device)| match &self.0 {
             Some(group) => restore.rngs(name, group, device),
-            None => restore.rng(name, device),
+            None => restore.add(name, Rng(device)),
         })
     }
 

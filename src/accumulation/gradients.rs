@@ -70,8 +70,8 @@ impl Accumulation {
     /// window.backward(&mut scaler, &net.forward(&xs).mean(Kind::Float))?;
     ///
     /// let mut checkpoint = Checkpoint::new();
-    /// checkpoint.add_model("model", &vs)?;
-    /// checkpoint.add_scaler("scaler", &scaler)?;
+    /// checkpoint.add("model", &vs)?;
+    /// checkpoint.add("scaler", &mut scaler)?;
     /// checkpoint.add("window", &mut window.with_gradients(vs.variables()))?;
     /// checkpoint.save(&path)?;
     ///
@@ -80,8 +80,8 @@ impl Accumulation {
     /// # vs.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
     /// Checkpoint::load(&path)?
     ///     .restore()
-    ///     .model("model", &vs)
-    ///     .scaler("scaler", &mut scaler)
+    ///     .add("model", &vs)
+    ///     .add("scaler", &mut scaler)
     ///     .add("window", &mut resumed.with_gradients(vs.variables()))
     ///     .apply()?;
     /// assert_eq!((resumed.taken(), resumed.micro_batches()), (1, 4));

@@ -3,24 +3,22 @@
 use std::collections::HashSet;
 
 use serde::Serialize;
-use tch::nn::VarStore;
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 #[cfg(doc)]
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::part::{Part, problem_of_name};
 use crate::checkpoint::room::Room;
-use crate::checkpoint::stateful::{entry, plain, save_model};
-use crate::checkpoint::{Checkpoint, Rng, SaveState, Stateful};
+use crate::checkpoint::stateful::{entry, plain};
+use crate::checkpoint::{Checkpoint, SaveState, Stateful};
 use crate::error::{Result, unsaveable};
-use crate::optim::Optimizer;
 
 impl Checkpoint {
     /// Adds the state of anything that is [`Stateful`]: models, optimizers, scalers, loss scales, random number
     /// generators and types of your own. [`Restore::add`](crate::checkpoint::Restore::add) restores it.
     ///
-    /// The other `add_` methods for states are short forms for one type each. Those for models and scalers take a
-    /// shared reference.
+    /// A model is passed as `&vs`, a generator as [`Rng(device)`](crate::checkpoint::Rng), and anything else as a mutable
+    /// reference.
     ///
     /// # Errors
     ///
@@ -45,7 +43,7 @@ impl Checkpoint {
     /// assert_eq!(loss_scale.value()?, 32768.0);
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
-    pub fn add(&mut self, name: &str, what: &mut dyn Stateful) -> Result<()> {
+    pub fn add(&mut self, name: &str, mut what: impl Stateful) -> Result<()> {
         self.add_by(name, |state| what.save_state(state))
     }
 
@@ -100,33 +98,12 @@ impl Checkpoint {
         self.insert(saved)
     }
 
-    /// Adds all variables of a `VarStore`, including those that are not trainable. The counterpart of
-    /// `model.state_dict()`. For each norm with running statistics, PyTorch's also has a `num_batches_tracked`: tch
-    /// does not count batches, and so 0 is saved.
-    ///
-    /// # Errors
-    ///
-    /// [`CheckpointError::Unsaveable`] for a name that is taken, is empty, is `__metadata__` or `tch_amp`, or contains
-    /// a `/`; and for an undefined, sparse or quantized tensor.
-    pub fn add_model(&mut self, name: &str, model: &VarStore) -> Result<()> {
-        self.add_by(name, |state| save_model(model, state))
-    }
-
-    /// Adds the state of an optimizer. The counterpart of `optimizer.state_dict()`. Synchronizes in the rare cases in
-    /// which [`Optimizer::state_dict`] does.
-    ///
-    /// # Errors
-    ///
-    /// See [`add_model`](Self::add_model) and [`Optimizer::state_dict`].
-    pub fn add_optimizer(&mut self, name: &str, optimizer: &mut Optimizer) -> Result<()> {
-        self.add(name, optimizer)
-    }
-
     /// Adds a tensor. It must be dense, and may be on any device and of any dtype except the quantized ones.
     ///
     /// # Errors
     ///
-    /// See [`add_model`](Self::add_model).
+    /// [`CheckpointError::Unsaveable`] for the name, as in [`add`](Self::add), and for an undefined, sparse or quantized
+    /// tensor.
     pub fn add_tensor(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
         self.insert(vec![(name.to_owned(), Part::Tensor(entry(name, tensor)?))])
     }
@@ -136,7 +113,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Unsaveable`] for the name, as in [`add_model`](Self::add_model), for a value that is nested
+    /// [`CheckpointError::Unsaveable`] for the name, as in [`add`](Self::add), for a value that is nested
     /// deeper than 60 levels, and if all values together are more than 1.5 million, or more than about 32 MB as JSON:
     /// add long ones as tensors. [`CheckpointError::Value`] for a value that JSON cannot represent, such as a map whose
     /// keys are lists.
@@ -158,20 +135,6 @@ impl Checkpoint {
     /// ```
     pub fn add_value(&mut self, name: &str, value: &impl Serialize) -> Result<()> {
         self.insert(vec![(name.to_owned(), Part::Value(plain(name, value)?))])
-    }
-
-    /// Adds the state of a device's default random number generator, as
-    /// [`Rng::get_state`](crate::checkpoint::Rng::get_state) returns it.
-    ///
-    /// When you train on a GPU, save the states of both generators under two names: dropout draws from the GPU's
-    /// generator, and shuffling on the CPU from the CPU's. Random numbers of other libraries, such as the crate `rand`,
-    /// and the place in the data are not covered: save them with [`add_value`](Self::add_value).
-    ///
-    /// # Errors
-    ///
-    /// See [`add_model`](Self::add_model); and [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable).
-    pub fn add_rng(&mut self, name: &str, device: Device) -> Result<()> {
-        self.add(name, &mut Rng(device))
     }
 
     pub(crate) fn add_by(

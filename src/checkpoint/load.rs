@@ -21,9 +21,9 @@ impl Checkpoint {
     /// the file's size plus 256 MiB.
     ///
     /// In a dict saved by PyTorch each part has its key in Python as its name, as in
-    /// `checkpoint.restore().model("model_state_dict", &vs)`, and the kind of a state dict is recognized by its keys.
+    /// `checkpoint.restore().add("model_state_dict", &vs)`, and the kind of a state dict is recognized by its keys.
     /// What is in a dict or a list within a part has the names on the way to it, with dots between them, as in
-    /// `checkpoint.restore().optimizer("optimizer_states.0", &mut opt)`. A file that is a single state is a part named
+    /// `checkpoint.restore().add("optimizer_states.0", &mut opt)`. A file that is a single state is a part named
     /// `model`, `optimizer` or `scaler`. An entry that this crate does not support, such as a quantized tensor, does
     /// not prevent the others from being read: it is an error only to ask for it.
     ///

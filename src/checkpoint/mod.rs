@@ -8,7 +8,7 @@
 //! ```
 //! use tch::{Device, Kind, Tensor, nn};
 //! use tch_amp::{GradScaler, optim};
-//! use tch_amp::checkpoint::Checkpoint;
+//! use tch_amp::checkpoint::{Checkpoint, Rng};
 //!
 //! let vs = nn::VarStore::new(Device::Cpu);
 //! let net = nn::linear(vs.root(), 4, 1, Default::default());
@@ -17,10 +17,10 @@
 //! # let path = std::env::temp_dir().join(format!("tch-amp-doc-{}.safetensors", std::process::id()));
 //!
 //! let mut checkpoint = Checkpoint::new();
-//! checkpoint.add_model("model", &vs)?;
-//! checkpoint.add_optimizer("optimizer", &mut opt)?;
-//! checkpoint.add_scaler("scaler", &scaler)?;
-//! checkpoint.add_rng("rng", Device::Cpu)?;
+//! checkpoint.add("model", &vs)?;
+//! checkpoint.add("optimizer", &mut opt)?;
+//! checkpoint.add("scaler", &mut scaler)?;
+//! checkpoint.add("rng", Rng(Device::Cpu))?;
 //! checkpoint.add_value("step", &1000)?;
 //! checkpoint.save(&path)?;
 //!
@@ -28,10 +28,10 @@
 //! let step: u64 = checkpoint.value("step")?;
 //! checkpoint
 //!     .restore()
-//!     .model("model", &vs)
-//!     .optimizer("optimizer", &mut opt)
-//!     .scaler("scaler", &mut scaler)
-//!     .rng("rng", Device::Cpu)
+//!     .add("model", &vs)
+//!     .add("optimizer", &mut opt)
+//!     .add("scaler", &mut scaler)
+//!     .add("rng", Rng(Device::Cpu))
 //!     .apply()?;
 //! assert_eq!(step, 1000);
 //! # std::fs::remove_file(path)?;

@@ -22,9 +22,9 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`Error::DeviceUnavailable`]; the errors of [`add_model`](Self::add_model) and [`ProcessGroup::all_gather`].
+    /// [`Error::DeviceUnavailable`]; the errors of [`add`](Self::add) and [`ProcessGroup::all_gather`].
     pub fn add_rngs(&mut self, name: &str, group: &ProcessGroup, device: Device) -> Result<()> {
-        self.add(name, &mut Rngs { group, device })
+        self.add(name, Rngs { group, device })
     }
 
     /// Gives all ranks the checkpoint that rank 0 loads, for instance because the file is only on its disk. `load` runs
@@ -82,10 +82,10 @@ impl<'a> Restore<'a> {
     /// back, for the default generator of `device`.
     ///
     /// If the number of ranks has changed since, the run cannot go on with the same random numbers. Each rank then gets
-    /// a new seed, which depends only on the saved states and its rank. A state that [`Checkpoint::add_rng`] has added
-    /// counts as that of a single rank.
+    /// a new seed, which depends only on the saved states and its rank. The state of an [`Rng`] counts as that of a single
+    /// rank.
     pub fn rngs(self, name: &str, group: &'a ProcessGroup, device: Device) -> Self {
-        self.target(name, Rngs { group, device })
+        self.add(name, Rngs { group, device })
     }
 }
 

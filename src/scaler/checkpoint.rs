@@ -11,7 +11,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// See [`add_model`](Self::add_model); and [`ScalerError::IterationOpen`] between `unscale_` or `step` and
+    /// See [`add`](Self::add); and [`ScalerError::IterationOpen`] between `unscale_` or `step` and
     /// `update`.
     pub fn add_scaler(&mut self, name: &str, scaler: &GradScaler) -> Result<()> {
         self.add_by(name, |state| save(scaler, state))
@@ -31,12 +31,12 @@ impl Checkpoint {
 impl<'a> Restore<'a> {
     /// Restores a scaler. A disabled scaler is left as it is.
     pub fn scaler(self, name: &str, scaler: &'a mut GradScaler) -> Self {
-        self.target(name, scaler)
+        self.add(name, scaler)
     }
 
     /// Restores the scalers of several losses, which [`Checkpoint::add_scalers`] has saved.
     pub fn scalers(self, name: &str, scalers: &'a mut PerLossScalers) -> Self {
-        self.target(name, scalers)
+        self.add(name, scalers)
     }
 }
 

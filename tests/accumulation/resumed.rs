@@ -86,9 +86,9 @@ impl Run {
 
     fn save(&mut self, path: &Path) {
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_model("model", &self.vs).unwrap();
-        checkpoint.add_optimizer("opt", &mut self.opt).unwrap();
-        checkpoint.add_scaler("scaler", &self.scaler).unwrap();
+        checkpoint.add("model", &self.vs).unwrap();
+        checkpoint.add("opt", &mut self.opt).unwrap();
+        checkpoint.add("scaler", &mut self.scaler).unwrap();
         let mut window = self.window.with_gradients(self.vs.variables());
         checkpoint.add("window", &mut window).unwrap();
         checkpoint.save(path).unwrap();
@@ -98,9 +98,9 @@ impl Run {
         Checkpoint::load(path)
             .unwrap()
             .restore()
-            .model("model", &self.vs)
-            .optimizer("opt", &mut self.opt)
-            .scaler("scaler", &mut self.scaler)
+            .add("model", &self.vs)
+            .add("opt", &mut self.opt)
+            .add("scaler", &mut self.scaler)
             .add("window", &mut self.window.with_gradients(self.vs.variables()))
             .apply()
             .unwrap();

@@ -125,7 +125,7 @@ fn a_restore_inside_a_region_clears_the_cache() {
         let vs = nn::VarStore::new(device);
         let mut w = vs.root().ones("w", &[2, 2]);
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_model("model", &vs).unwrap();
+        checkpoint.add("model", &vs).unwrap();
         let folder = Folder::new();
         let path = folder.file("model.safetensors");
         checkpoint.save(&path).unwrap();
@@ -133,7 +133,7 @@ fn a_restore_inside_a_region_clears_the_cache() {
         add_one(&mut w);
         let _guard = AutocastGuard::new(device).unwrap();
         assert_eq!(sum_of_product(&w), 16.0);
-        checkpoint.restore().model("model", &vs).apply().unwrap();
+        checkpoint.restore().add("model", &vs).apply().unwrap();
         assert_eq!(sum_of_product(&w), 8.0);
     });
 }

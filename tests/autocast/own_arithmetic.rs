@@ -5,7 +5,7 @@ use tch::{CModule, Device, Kind, Tensor, no_grad};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::average::{Ema, Swa};
 use tch_amp::buffers::{BufferSnapshot, check_buffers_finite};
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, Rng};
 use tch_amp::gradcheck::{gradcheck, gradgradcheck};
 use tch_amp::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
 use tch_amp::loss_scale::{
@@ -564,19 +564,15 @@ const JOBS: &[Job] = &[
             let path = std::env::temp_dir().join(format!("tch-amp-own-{}.pt", std::process::id()));
             within(&mut || {
                 let mut checkpoint = Checkpoint::new();
-                checkpoint.add_model("model", &vs).unwrap();
-                checkpoint.add_optimizer("optimizer", &mut opt).unwrap();
-                checkpoint.add_scaler("scaler", &scaler).unwrap();
+                checkpoint.add("model", &vs).unwrap();
+                checkpoint.add("optimizer", &mut opt).unwrap();
+                checkpoint.add("scaler", &mut scaler).unwrap();
                 checkpoint.add_tensor("tensor", &strided).unwrap();
-                checkpoint.add_rng("rng", device).unwrap();
+                checkpoint.add("rng", Rng(device)).unwrap();
                 checkpoint.save(&path).unwrap();
                 let saved = Checkpoint::load(&path).unwrap();
-                let restore = saved.restore().model("model", &vs).rng("rng", device);
-                restore
-                    .optimizer("optimizer", &mut opt)
-                    .scaler("scaler", &mut scaler)
-                    .apply()
-                    .unwrap();
+                let restore = saved.restore().add("model", &vs).add("rng", Rng(device));
+                restore.add("optimizer", &mut opt).add("scaler", &mut scaler).apply().unwrap();
                 results.tensor(&saved.tensor("tensor").unwrap());
                 results.tensor(&checkpoint.tensor("tensor").unwrap());
                 results.value(scaler.get_scale().unwrap());

@@ -89,7 +89,7 @@ impl Run {
     }
 
     fn model<'r>(&'r self, restore: Restore<'r>, name: &str) -> Restored {
-        restore.model(name, &self.vs).apply().unwrap_or_else(|error| panic!("{name}: {error}"))
+        restore.add(name, &self.vs).apply().unwrap_or_else(|error| panic!("{name}: {error}"))
     }
 }
 
@@ -146,7 +146,7 @@ fn what_is_not_a_tensor_in_a_model_is_left_out_and_listed() {
     // A variable of such a name is asked for.
     let (checkpoint, run) = (files.load("model_with_others.pt"), Run::new());
     drop(run.vs.root().zeros("version", &[1]));
-    let refused = checkpoint.restore().model("model", &run.vs).strict(false).apply();
+    let refused = checkpoint.restore().add("model", &run.vs).strict(false).apply();
     let Err(Error::Checkpoint(CheckpointError::OtherPart { name, .. })) = refused else {
         panic!("{refused:?}");
     };
@@ -172,8 +172,7 @@ fn a_tensor_beside_a_model_belongs_to_it_if_it_has_such_a_variable() {
             }
         };
         let run = Run::new();
-        let restored =
-            checkpoint.restore().rename_prefix("fc.", "").model("model", &run.vs).apply();
+        let restored = checkpoint.restore().rename_prefix("fc.", "").add("model", &run.vs).apply();
         assert_eq!(restored.unwrap(), Restored::default(), "{again:?}");
         files.check_weights("bare_model_with_tensors.pt", &run);
         assert_eq!(crate::common::to_f64(&checkpoint.tensor("mean").unwrap()), [0.25]);
@@ -181,17 +180,17 @@ fn a_tensor_beside_a_model_belongs_to_it_if_it_has_such_a_variable() {
     let run = Run::new();
     let token = run.vs.root().sub("vit").zeros("cls_token", &[4]);
     let rename = || checkpoint.restore().rename_prefix("fc.", "").rename_prefix("cls", "vit.cls");
-    assert_eq!(rename().model("model", &run.vs).apply().unwrap(), Restored::default());
+    assert_eq!(rename().add("model", &run.vs).apply().unwrap(), Restored::default());
     let wanted: Vec<_> = (0..4).map(|index| f64::from(index) * 0.5).collect();
     assert_eq!(crate::common::to_f64(&token), wanted);
     drop(run.vs.root().zeros("mean", &[2]));
-    let refused = rename().model("model", &run.vs).apply();
+    let refused = rename().add("model", &run.vs).apply();
     assert!(
         matches!(refused, Err(Error::Checkpoint(CheckpointError::Tensor { .. }))),
         "{refused:?}"
     );
     drop(run.vs.root().zeros("std", &[1]));
-    let refused = rename().skip(&["mean"]).model("model", &run.vs).apply();
+    let refused = rename().skip(&["mean"]).add("model", &run.vs).apply();
     assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Keys { .. }))), "{refused:?}");
 }
 
@@ -202,7 +201,7 @@ fn prefixes_are_renamed_one_after_the_other() {
     check_model(&files, "prefixes.pt", "model", &["module._orig_mod."]);
     let (checkpoint, run) = (files.load("prefixes.pt"), Run::new());
     let restore = checkpoint.restore().rename_prefix("_orig_mod.", "").rename_prefix("module.", "");
-    let refused = restore.model("model", &run.vs).apply();
+    let refused = restore.add("model", &run.vs).apply();
     assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Keys { .. }))), "{refused:?}");
 }
 
@@ -221,16 +220,16 @@ fn an_optimizer_is_found_wherever_it_is() {
     ];
     for (file, name) in places {
         let (checkpoint, mut run) = (files.load(file), Run::new());
-        checkpoint.restore().optimizer(name, &mut run.opt).apply().unwrap();
+        checkpoint.restore().add(name, &mut run.opt).apply().unwrap();
         files.check_optimizer(file, &mut run);
     }
     let (two, mut run) = (files.load("two.pt"), Run::new());
-    two.restore().optimizer("optimizer_states.1", &mut run.opt).apply().unwrap();
+    two.restore().add("optimizer_states.1", &mut run.opt).apply().unwrap();
     assert_eq!(run.opt.lr(0).unwrap(), 0.25);
-    let refused = two.restore().optimizer("optimizer_states", &mut run.opt).apply();
+    let refused = two.restore().add("optimizer_states", &mut run.opt).apply();
     let error = refused.unwrap_err().to_string();
     assert!(error.contains("optimizer_states") && error.contains(".0"), "{error}");
-    let refused = two.restore().optimizer("optimizer_states.2", &mut run.opt).apply();
+    let refused = two.restore().add("optimizer_states.2", &mut run.opt).apply();
     assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::NoPart { .. }))));
 }
 
@@ -246,7 +245,7 @@ fn a_scaler_a_schedule_and_values_are_found_wherever_they_are() {
     ];
     for (file, name) in places {
         let (checkpoint, mut run) = (files.load(file), Run::new());
-        checkpoint.restore().scaler(name, &mut run.scaler).apply().unwrap();
+        checkpoint.restore().add(name, &mut run.scaler).apply().unwrap();
         files.check_scaler(file, &run);
     }
     let lightning = files.load("lightning.pt");
@@ -295,7 +294,7 @@ fn an_averaged_model_becomes_averages_and_back() {
         check_averages(&files, &ema, "averages");
         // The next update is the same as Python's.
         if file == "averaged.pt" {
-            checkpoint.restore().model("model", &vs).apply().unwrap();
+            checkpoint.restore().add("model", &vs).apply().unwrap();
             let _no_grad = tch::no_grad_guard();
             linear.ws.shallow_clone().copy_(&(&linear.ws + 1.0));
             ema.advance().unwrap();
@@ -327,14 +326,14 @@ fn averages_become_an_averaged_model() {
     drop(norm.running_mean.shallow_clone().fill_(5.0));
     let folder = Folder::new();
     let mut checkpoint = Checkpoint::new();
-    checkpoint.add_model("model", &vs).unwrap();
+    checkpoint.add("model", &vs).unwrap();
     checkpoint.add("ema", &mut ema).unwrap();
     for file in ["rust.pt", "rust.safetensors"] {
         checkpoint.save(folder.file(file)).unwrap();
         let checkpoint = Checkpoint::load(folder.file(file)).unwrap();
         let (other_vs, other_linear, other_norm) = wide();
         let mut other = built(&other_vs);
-        let restore = checkpoint.restore().model("model", &other_vs).add("ema", &mut other);
+        let restore = checkpoint.restore().add("model", &other_vs).add("ema", &mut other);
         assert_eq!(restore.apply().unwrap(), Restored::default(), "{file}");
         // The averages go on as if nothing had been saved, and the model's own statistics remain in use.
         step(&mut other, &other_linear);
@@ -344,7 +343,7 @@ fn averages_become_an_averaged_model() {
         drop(guard);
         let (again_vs, again_linear, _norm) = wide();
         let mut again = built(&again_vs);
-        let restore = checkpoint.restore().model("model", &again_vs).add("ema", &mut again);
+        let restore = checkpoint.restore().add("model", &again_vs).add("ema", &mut again);
         drop(restore.apply().unwrap());
         step(&mut again, &again_linear);
         for name in ["linear.weight", "norm.bias"] {
@@ -352,7 +351,7 @@ fn averages_become_an_averaged_model() {
         }
         // The averages are a model as well.
         let (plain, _linear, _norm) = wide();
-        drop(checkpoint.restore().model("ema", &plain).strict(false).apply().unwrap());
+        drop(checkpoint.restore().add("ema", &plain).strict(false).apply().unwrap());
         assert_eq!(plain.variables()["linear.weight"], ema.average("linear.weight").unwrap());
     }
     let mut goes_on = built(&vs);
@@ -365,7 +364,7 @@ fn averages_become_an_averaged_model() {
     let printed = python.run(&["average", folder.file("rust.pt").to_str().unwrap()], "");
     let content: serde_json::Value = serde_json::from_str(&printed).unwrap();
     let (plain, _linear, _norm) = wide();
-    drop(saved.restore().model("ema", &plain).strict(false).apply().unwrap());
+    drop(saved.restore().add("ema", &plain).strict(false).apply().unwrap());
     for (name, tensor) in plain.variables() {
         let mut numbers = Vec::new();
         flatten(&content[0][format!("module.{name}")], &mut numbers);
@@ -413,8 +412,8 @@ fn a_cut_file_of_the_old_format_is_refused() {
             bytes[at] ^= flip;
             if let Ok(checkpoint) = Checkpoint::from_bytes(bytes) {
                 let mut run = Run::new();
-                drop(checkpoint.restore().model("model", &run.vs).apply());
-                drop(checkpoint.restore().optimizer("optimizer", &mut run.opt).apply());
+                drop(checkpoint.restore().add("model", &run.vs).apply());
+                drop(checkpoint.restore().add("optimizer", &mut run.opt).apply());
             }
         }
     }

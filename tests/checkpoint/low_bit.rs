@@ -53,15 +53,15 @@ impl Run {
 
     fn save(&mut self, path: &std::path::Path) {
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_model("model", &self.vs).unwrap();
-        checkpoint.add_optimizer("optimizer", &mut self.opt).unwrap();
+        checkpoint.add("model", &self.vs).unwrap();
+        checkpoint.add("optimizer", &mut self.opt).unwrap();
         checkpoint.save(path).unwrap();
     }
 
     fn load(&mut self, path: &std::path::Path) {
         let checkpoint = Checkpoint::load(path).unwrap();
-        let restore = checkpoint.restore().model("model", &self.vs);
-        restore.optimizer("optimizer", &mut self.opt).apply().unwrap();
+        let restore = checkpoint.restore().add("model", &self.vs);
+        restore.add("optimizer", &mut self.opt).apply().unwrap();
     }
 
     fn bits(&mut self) -> Vec<Vec<u8>> {

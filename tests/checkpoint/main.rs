@@ -65,17 +65,17 @@ impl Run {
 
     fn checkpoint(&mut self) -> Checkpoint {
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_model("model", &self.vs).unwrap();
-        checkpoint.add_optimizer("optimizer", &mut self.opt).unwrap();
-        checkpoint.add_scaler("scaler", &self.scaler).unwrap();
+        checkpoint.add("model", &self.vs).unwrap();
+        checkpoint.add("optimizer", &mut self.opt).unwrap();
+        checkpoint.add("scaler", &mut self.scaler).unwrap();
         checkpoint.add_value("step", &7).unwrap();
         checkpoint
     }
 
     fn restore(&mut self, checkpoint: &Checkpoint) -> tch_amp::Result<()> {
         let Self { vs, opt, scaler, .. } = self;
-        let restore = checkpoint.restore().model("model", vs).optimizer("optimizer", opt);
-        restore.scaler("scaler", scaler).apply().map(drop)
+        let restore = checkpoint.restore().add("model", vs).add("optimizer", opt);
+        restore.add("scaler", scaler).apply().map(drop)
     }
 
     /// Everything that a restore may change, as text.

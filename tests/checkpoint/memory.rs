@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::Command;
 
 use tch::Device;
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, Rng};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
 
@@ -50,7 +50,7 @@ fn use_all(checkpoint: &Checkpoint) {
         if let Err(error @ tch_amp::Error::Torch(_)) = checkpoint.tensor(name) {
             panic!("{name}: {error}");
         }
-        assert!(checkpoint.restore().rng(name, Device::Cpu).apply().is_err(), "{name}");
+        assert!(checkpoint.restore().add(name, Rng(Device::Cpu)).apply().is_err(), "{name}");
     }
 }
 

@@ -187,25 +187,25 @@ fn names_of_parts_and_tensors_are_shown_harmlessly() {
         "a scale",
         {
             let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-            checkpoint.restore().scaler(&evil, &mut scaler).apply()
+            checkpoint.restore().add(&evil, &mut scaler).apply()
         },
         "is a tensor",
     );
     assert_harmless("a checkpoint", &format!("{checkpoint:?}"));
     let vs = VarStore::new(Device::Cpu);
-    assert_harmless("a restore", &format!("{:?}", checkpoint.restore().model("m", &vs)));
+    assert_harmless("a restore", &format!("{:?}", checkpoint.restore().add("m", &vs)));
 
     let file = with_tensors(&[&evil, &format!("b{evil}"), "c"]).unwrap();
     assert_harmless("a file", &format!("{file:?}"));
-    assert_refused("names", file.restore().model("model", &vs).apply(), "unexpected: ");
-    let renamed = file.restore().model("model", &vs).rename_prefix("b", "");
+    assert_refused("names", file.restore().add("model", &vs).apply(), "unexpected: ");
+    let renamed = file.restore().add("model", &vs).rename_prefix("b", "");
     assert_refused("two names", renamed.apply(), "would both be");
     let _other = vs.root().var(&evil, &[2], Init::Const(0.0));
-    let loose = file.restore().model("model", &vs).strict(false);
+    let loose = file.restore().add("model", &vs).strict(false);
     assert_refused("a shape", loose.apply(), "has the shape");
-    let loose = file.restore().model("model", &vs).strict(false).skip(&["*x"]).apply();
+    let loose = file.restore().add("model", &vs).strict(false).skip(&["*x"]).apply();
     assert_harmless("what was left out", &format!("{:?}", loose.unwrap()));
-    let loose = file.restore().model("model", &vs).strict(false).rename_prefix("b", "");
+    let loose = file.restore().add("model", &vs).strict(false).rename_prefix("b", "");
     assert_refused("a renamed shape", loose.apply(), "would both be");
 }
 
@@ -263,6 +263,6 @@ fn groups_without_names_are_shown_harmlessly() {
     let vs = VarStore::new(Device::Cpu);
     let _w = vs.root().var("w", &[2], Init::Const(0.0));
     let mut opt = Sgd::default().build(&vs, 0.1).unwrap();
-    let refused = checkpoint.restore().optimizer("opt", &mut opt).apply();
+    let refused = checkpoint.restore().add("opt", &mut opt).apply();
     assert_refused("groups", refused, "build it with the same groups");
 }

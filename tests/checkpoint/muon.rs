@@ -46,7 +46,7 @@ impl Net {
     }
 
     fn restore(&self, checkpoint: &Checkpoint, opt: &mut Optimizer) -> tch_amp::Result<()> {
-        checkpoint.restore().model("model", &self.vs).optimizer("optimizer", opt).apply().map(drop)
+        checkpoint.restore().add("model", &self.vs).add("optimizer", opt).apply().map(drop)
     }
 }
 
@@ -99,8 +99,8 @@ fn groups(opt: &Optimizer) -> Vec<ParamGroup> {
 
 fn saved(net: &Net, opt: &mut Optimizer) -> Checkpoint {
     let mut checkpoint = Checkpoint::new();
-    checkpoint.add_model("model", &net.vs).unwrap();
-    checkpoint.add_optimizer("optimizer", opt).unwrap();
+    checkpoint.add("model", &net.vs).unwrap();
+    checkpoint.add("optimizer", opt).unwrap();
     checkpoint
 }
 
@@ -161,8 +161,8 @@ fn training_resumes_from_pythons_two_optimizers() {
     let head =
         vec![("head.bias", net.bias.shallow_clone()), ("head.weight", net.weight.shallow_clone())];
     let mut head = AdamW::default().build(head, 1.0).unwrap();
-    let restore = named.restore().model("model", &net.vs);
-    restore.optimizer("muon", &mut hidden).optimizer("adamw", &mut head).apply().unwrap();
+    let restore = named.restore().add("model", &net.vs);
+    restore.add("muon", &mut hidden).add("adamw", &mut head).apply().unwrap();
     assert_eq!(groups(&hidden), [ParamGroup::new(0.1, muon)]);
     assert_eq!(groups(&head), [ParamGroup::new(0.02, adamw)]);
 }

@@ -32,8 +32,8 @@ fn model(names: &[(&str, i64)], value: f64, gradient: Option<f64>) -> (VarStore,
 fn saved(vs: &VarStore, opt: &mut Optimizer, name: &str) -> (Folder, Checkpoint) {
     let folder = Folder::new();
     let mut checkpoint = Checkpoint::new();
-    checkpoint.add_model("model", vs).unwrap();
-    checkpoint.add_optimizer("opt", opt).unwrap();
+    checkpoint.add("model", vs).unwrap();
+    checkpoint.add("opt", opt).unwrap();
     checkpoint.save(folder.file(name)).unwrap();
     let loaded = Checkpoint::load(folder.file(name)).unwrap();
     (folder, loaded)
@@ -63,12 +63,12 @@ fn a_prefix_is_renamed_in_models_and_optimizers() {
         let (_folder, checkpoint) = saved(&ddp, &mut ddp_opt, file);
         let (vs, mut opt) = model(&[("a.weight", 2), ("module.b", 3), ("c", 1)], 0.0, None);
         // The error names the keys that do not match, and nothing changes.
-        let error = refused(checkpoint.restore().model("model", &vs).apply());
+        let error = refused(checkpoint.restore().add("model", &vs).apply());
         let CheckpointError::Keys { missing, unexpected, .. } = &error else { panic!("{error}") };
         assert_eq!(missing, &["a.weight", "module.b"]);
         assert_eq!(unexpected, &["module.a.weight", "module.module.b"]);
         assert!(error.to_string().contains("use `rename_prefix`"), "{error}");
-        let restore = checkpoint.restore().model("model", &vs).optimizer("opt", &mut opt);
+        let restore = checkpoint.restore().add("model", &vs).add("opt", &mut opt);
         let restored = restore.rename_prefix("module.", "").apply().unwrap();
         assert_eq!(restored, Default::default());
         let variables = vs.variables();
@@ -84,7 +84,7 @@ fn the_first_prefix_that_matches_is_renamed() {
     let (source, mut source_opt) = model(&[("old.body.w", 2), ("old.head.w", 3)], 1.0, Some(4.0));
     let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.safetensors");
     let (vs, mut opt) = model(&[("encoder.w", 2), ("new.head.w", 3)], 5.0, None);
-    let restore = checkpoint.restore().model("model", &vs).optimizer("opt", &mut opt);
+    let restore = checkpoint.restore().add("model", &vs).add("opt", &mut opt);
     let restore = restore.rename_prefix("old.body.", "encoder.").rename_prefix("old.", "new.");
     drop(restore.apply().unwrap());
     assert_eq!(vs.variables().values().map(first).collect::<Vec<_>>(), [0.0, 0.0]);
@@ -97,13 +97,13 @@ fn two_names_that_become_equal_are_refused() {
     let (source, mut source_opt) = model(&[("module.w", 2), ("w", 2)], 1.0, Some(4.0));
     let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.pt");
     let (vs, mut opt) = model(&[("w", 2)], 7.0, None);
-    let of_model = checkpoint.restore().model("model", &vs).rename_prefix("module.", "").apply();
+    let of_model = checkpoint.restore().add("model", &vs).rename_prefix("module.", "").apply();
     let error = refused(of_model).to_string();
     assert_eq!(
         error,
         "`module.w` in `model` and `w` would both be `w` here; let `rename_prefix` give them different names"
     );
-    let of_opt = checkpoint.restore().optimizer("opt", &mut opt).rename_prefix("module.", "");
+    let of_opt = checkpoint.restore().add("opt", &mut opt).rename_prefix("module.", "");
     assert!(matches!(refused(of_opt.apply()), CheckpointError::Tensor { .. }));
     assert_eq!(first(&vs.variables()["w"]), 7.0);
 }
@@ -118,13 +118,13 @@ fn skipped_variables_are_unchanged() {
     // Another head: one variable has another shape, one is missing and one is new.
     let (vs, mut opt) = model(&[("body.w", 2), ("head.w", 3), ("head.scale", 3)], 9.0, Some(8.0));
     let renamed = || checkpoint.restore().rename_prefix("module.", "");
-    let error = refused(renamed().model("model", &vs).strict(false).apply()).to_string();
+    let error = refused(renamed().add("model", &vs).strict(false).apply()).to_string();
     assert_eq!(
         error,
         "`head.w` in `model` has the shape [5] in the checkpoint, as `module.head.w`, and [3] in the model; \
          `skip(&[\"head.w\"])` leaves it as it is"
     );
-    let restore = renamed().model("model", &vs).optimizer("opt", &mut opt);
+    let restore = renamed().add("model", &vs).add("opt", &mut opt);
     let restored = restore.skip(&["head.*"]).apply().unwrap();
     assert_eq!(
         restored.skipped_keys,
@@ -158,7 +158,7 @@ fn skipped_variables_that_were_saved_keep_their_saved_group() {
     let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.safetensors");
     let (_vs, mut opt) = model(&names, 1.0, None);
     opt.assign_group(1, &["b"]).unwrap();
-    drop(checkpoint.restore().optimizer("opt", &mut opt).skip(&["b"]).apply().unwrap());
+    drop(checkpoint.restore().add("opt", &mut opt).skip(&["b"]).apply().unwrap());
     assert_eq!((buffer(&mut opt, "a"), buffer(&mut opt, "b")), (Some(4.0), None));
     assert_eq!(opt.state_dict().unwrap().param_groups[1].params, ["b"]);
 }
@@ -177,7 +177,7 @@ fn a_batch_count_of_the_models_own_is_restored() {
         let (source, mut source_opt) = model(&names, 7.0, None);
         let (_folder, checkpoint) = saved(&source, &mut source_opt, file);
         let (vs, _) = model(&names, 0.0, None);
-        let restored = checkpoint.restore().model("model", &vs).apply().unwrap();
+        let restored = checkpoint.restore().add("model", &vs).apply().unwrap();
         assert_eq!(restored, Default::default(), "{file}");
         for (name, variable) in vs.variables() {
             assert_eq!(first(&variable), 7.0, "{name} of {file}");
@@ -192,7 +192,7 @@ fn a_tied_weight_is_written_under_every_name_and_restored_from_any() {
         for file in ["x.safetensors", "x.pt"] {
             let folder = Folder::new();
             let mut checkpoint = Checkpoint::new();
-            checkpoint.add_model("model", &vs).unwrap();
+            checkpoint.add("model", &vs).unwrap();
             checkpoint.save(folder.file(file)).unwrap();
             let both = Checkpoint::load(folder.file(file)).unwrap();
             let own = || {
@@ -200,32 +200,32 @@ fn a_tied_weight_is_written_under_every_name_and_restored_from_any() {
                 vs
             };
             let restored = own();
-            both.restore().model("model", &restored).apply().unwrap();
+            both.restore().add("model", &restored).apply().unwrap();
             assert_eq!(first(&restored.variables()["head"]), 3.0);
             for name in ["head", "embedding"] {
                 let (one, _opt) = model(&[(name, 1)], 0.0, None);
-                let report = both.restore().strict(false).model("model", &one).apply().unwrap();
+                let report = both.restore().strict(false).add("model", &one).apply().unwrap();
                 assert_eq!((report.missing_keys.len(), report.unexpected_keys.len()), (0, 1));
                 assert_eq!(first(&one.variables()[name]), 3.0);
                 let mut checkpoint = Checkpoint::new();
-                checkpoint.add_model("model", &one).unwrap();
+                checkpoint.add("model", &one).unwrap();
                 let restored = own();
-                let report = checkpoint.restore().model("model", &restored).apply().unwrap();
+                let report = checkpoint.restore().add("model", &restored).apply().unwrap();
                 assert_eq!(
                     (report, first(&restored.variables()["head"])),
                     (Default::default(), 3.0)
                 );
                 // What is skipped stays as it is, whatever else it is called.
                 let restored = own();
-                let skipped = both.restore().skip(&[name]).model("model", &restored);
+                let skipped = both.restore().skip(&[name]).add("model", &restored);
                 assert_eq!(skipped.apply().unwrap().skipped_keys.len(), 2);
                 assert_eq!(first(&restored.variables()["head"]), 0.0);
             }
         }
         let (other, _opt) = model(&[("other", 1)], 0.0, None);
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_model("model", &other).unwrap();
-        let restore = checkpoint.restore().model("model", &vs);
+        checkpoint.add("model", &other).unwrap();
+        let restore = checkpoint.restore().add("model", &vs);
         let error = refused(restore.apply());
         let CheckpointError::Keys { missing, .. } = error else { panic!("{error:?}") };
         assert_eq!((missing, first(&w)), (vec!["embedding".to_owned()], 3.0));
@@ -254,7 +254,7 @@ fn skipping_many_parameters_takes_little_time() {
     let _w = vs.root().zeros("w", &[1]);
     let mut opt = Sgd::default().build(&vs, 0.5).unwrap();
     let started = std::time::Instant::now();
-    let restore = checkpoint.restore().optimizer("opt", &mut opt).skip(&["*.bias"]);
+    let restore = checkpoint.restore().add("opt", &mut opt).skip(&["*.bias"]);
     let restored = restore.strict(false).apply().unwrap();
     assert_eq!(restored.skipped_keys.len(), names.len());
     assert_eq!(restored.missing_keys, ["opt/w"]);

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, Format, Restored};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Format, Restored, Rng};
 use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Optimizer, RmsProp, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
@@ -73,8 +73,8 @@ impl Twin {
 
     fn restore_from(&mut self, checkpoint: &Checkpoint, optimizer: &str) {
         let Self { vs, opt, scaler, .. } = self;
-        let restore = checkpoint.restore().model("model", vs).optimizer(optimizer, opt);
-        restore.scaler("scaler", scaler).apply().unwrap();
+        let restore = checkpoint.restore().add("model", vs).add(optimizer, opt);
+        restore.add("scaler", scaler).apply().unwrap();
     }
 }
 
@@ -122,7 +122,7 @@ fn training_resumes_from_pythons_file() {
         let unknown = checkpoint.value::<i64>("unknown").unwrap_err();
         assert!(matches!(unknown, Error::Checkpoint(CheckpointError::OtherPart { .. })));
         let mut sgd = Sgd::default().build(&twin.vs, 0.1).unwrap();
-        let unknown = checkpoint.restore().optimizer("adamax", &mut sgd).apply().unwrap_err();
+        let unknown = checkpoint.restore().add("adamax", &mut sgd).apply().unwrap_err();
         let message = "`adamax` in the checkpoint is unsupported (its param_groups are not those \
                        of Adam, AdamW, SGD, Adagrad, RMSprop, Lion or Muon), not an optimizer";
         assert_eq!(unknown.to_string(), message);
@@ -132,7 +132,7 @@ fn training_resumes_from_pythons_file() {
     assert_eq!(printed.lines().count(), ALGORITHMS.len());
     let model = Checkpoint::load(folder.file("model.pt")).unwrap();
     let twin = Twin::new("plain");
-    model.restore().model("model", &twin.vs).apply().unwrap();
+    model.restore().add("model", &twin.vs).apply().unwrap();
     assert_eq!(twin.net.ws.double_value(&[1, 2]), 1.25);
 }
 
@@ -158,13 +158,13 @@ fn unsupported_objects_from_python_do_not_prevent_a_restore() {
     ];
     for name in names {
         let checkpoint = load(name);
-        checkpoint.restore().model("model", &twin.vs).apply().unwrap();
+        checkpoint.restore().add("model", &twin.vs).apply().unwrap();
         assert_eq!(checkpoint.value::<u64>("seed").unwrap(), u64::MAX);
         let other = checkpoint.value::<serde_json::Value>("other");
         assert_eq!(other.is_ok(), name == "counter", "{name}: {other:?}");
     }
     for name in ["12:30:00", "extra"] {
-        load(name).restore().model("model", &twin.vs).apply().unwrap();
+        load(name).restore().add("model", &twin.vs).apply().unwrap();
     }
     // In safetensors, such a name could not be distinguished from a tensor of a part.
     let slash = load("slash");
@@ -172,14 +172,14 @@ fn unsupported_objects_from_python_do_not_prevent_a_restore() {
     slash.save(folder.file("again.pt")).unwrap();
     assert_eq!(load("again").tensor("a/b").unwrap().size(), [2]);
     assert_eq!(load("again").value::<serde_json::Value>("config").unwrap(), serde_json::json!({}));
-    slash.restore().model("model", &VarStore::new(Device::Cpu)).apply().unwrap();
+    slash.restore().add("model", &VarStore::new(Device::Cpu)).apply().unwrap();
     let mut opt = Twin::new("adam").opt;
-    let refused = load("tensors").restore().optimizer("optimizer", &mut opt).apply().unwrap_err();
+    let refused = load("tensors").restore().add("optimizer", &mut opt).apply().unwrap_err();
     assert!(refused.to_string().contains("groups of [2] parameters"), "{refused}");
     let list = [("weight", &twin.net.ws), ("bias", twin.net.bs.as_ref().unwrap())];
     let list: Vec<_> = list.map(|(name, tensor)| (name, tensor.shallow_clone())).into();
     let mut opt = AdamW::default().build(list, 0.1).unwrap();
-    load("tensors").restore().optimizer("optimizer", &mut opt).apply().unwrap();
+    load("tensors").restore().add("optimizer", &mut opt).apply().unwrap();
     assert_eq!(opt.lr(0).unwrap(), 0.25);
     let state = opt.state_dict().unwrap().state;
     for name in ["weight", "bias"] {
@@ -198,7 +198,7 @@ fn pythons_other_optimizers_are_refused_by_name() {
         for algorithm in ALGORITHMS {
             let mut opt = Twin::new(algorithm).opt;
             let before = opt.state_dict().unwrap().param_groups;
-            let refused = checkpoint.restore().optimizer(name, &mut opt).apply().unwrap_err();
+            let refused = checkpoint.restore().add(name, &mut opt).apply().unwrap_err();
             let message = format!(
                 "`{name}` in the checkpoint is unsupported (its param_groups are not those of \
                  Adam, AdamW, SGD, Adagrad, RMSprop, Lion or Muon), not an optimizer"
@@ -219,7 +219,7 @@ fn every_option_survives_the_way_through_python() {
     for (index, algorithm) in every_option().into_iter().enumerate() {
         let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
         let mut opt = algorithm.build(vec![("w", w)], 0.0625).unwrap();
-        checkpoint.add_optimizer(&format!("{} {index}", class(&algorithm)), &mut opt).unwrap();
+        checkpoint.add(&format!("{} {index}", class(&algorithm)), &mut opt).unwrap();
     }
     checkpoint.save(folder.file("rust.pt")).unwrap();
     python.run(&["options", folder.0.to_str().unwrap()], "");
@@ -262,11 +262,11 @@ fn parameters_without_names_keep_their_groups() {
     opt.step().unwrap();
     for name in ["x.pt", "x.safetensors"] {
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_optimizer("opt", &mut opt).unwrap();
+        checkpoint.add("opt", &mut opt).unwrap();
         checkpoint.save(folder.file(name)).unwrap();
         let (_tensors, mut other) = build("2");
         let loaded = Checkpoint::load(folder.file(name)).unwrap();
-        loaded.restore().optimizer("opt", &mut other).apply().unwrap();
+        loaded.restore().add("opt", &mut other).apply().unwrap();
         let state = other.state_dict().unwrap();
         assert_eq!(state.param_groups[1].params, ["1"], "{name}");
         for (place, factor) in ["0", "1", "2"].into_iter().zip(1..) {
@@ -286,10 +286,10 @@ fn python_resumes_from_this_crates_file() {
         let mut twin = Twin::new(name);
         twin.train(5, &[2]);
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_model("model", &twin.vs).unwrap();
-        checkpoint.add_optimizer("optimizer", &mut twin.opt).unwrap();
-        checkpoint.add_scaler("scaler", &twin.scaler).unwrap();
-        checkpoint.add_rng("rng", Device::Cpu).unwrap();
+        checkpoint.add("model", &twin.vs).unwrap();
+        checkpoint.add("optimizer", &mut twin.opt).unwrap();
+        checkpoint.add("scaler", &mut twin.scaler).unwrap();
+        checkpoint.add("rng", Rng(Device::Cpu)).unwrap();
         checkpoint.add_value("epoch", &3).unwrap();
         checkpoint.add_value("text", &"ä").unwrap();
         checkpoint.add_value("list", &[1.5, -2.0]).unwrap();
@@ -346,14 +346,14 @@ fn norms_are_exchanged_with_python_strictly() {
     let printed = python.run(&["save_norm", folder.file("python.pt").to_str().unwrap()], "");
     let ((vs, norm), restore) = (model(), |name: &str, vs: &VarStore| {
         let checkpoint = Checkpoint::load(folder.file(name)).unwrap();
-        checkpoint.restore().model("model", vs).apply().unwrap()
+        checkpoint.restore().add("model", vs).apply().unwrap()
     });
     assert_eq!(restore("python.pt", &vs), Restored::default());
     let numbers = |tensor: &Tensor| format!("{:?}", crate::common::to_f64(tensor));
     assert_eq!(printed.trim(), numbers(&norm.running_var));
     for name in ["rust.pt", "rust.safetensors"] {
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_model("model", &vs).unwrap();
+        checkpoint.add("model", &vs).unwrap();
         checkpoint.save(folder.file(name)).unwrap();
         let (other_vs, other) = model();
         assert_eq!(restore(name, &other_vs), Restored::default());
@@ -365,7 +365,7 @@ fn norms_are_exchanged_with_python_strictly() {
     let plain = VarStore::new(Device::Cpu);
     drop(plain.root().sub("features").sub("norm").zeros("running_mean", &[2]));
     let checkpoint = Checkpoint::load(folder.file("python.pt")).unwrap();
-    let restored = checkpoint.restore().model("model", &plain).strict(false).apply().unwrap();
+    let restored = checkpoint.restore().add("model", &plain).strict(false).apply().unwrap();
     assert!(
         restored.unexpected_keys.contains(&"model/features.norm.num_batches_tracked".to_owned())
     );
@@ -406,6 +406,6 @@ fn a_zip_file_of_tch_loads_as_a_model() {
     let saved = Run::new(Device::Cpu);
     saved.vs.save(&path).unwrap();
     let other = Run::new(Device::Cpu);
-    Checkpoint::load(&path).unwrap().restore().model("model", &other.vs).apply().unwrap();
+    Checkpoint::load(&path).unwrap().restore().add("model", &other.vs).apply().unwrap();
     assert_eq!(crate::common::to_f64(&other.net.ws), crate::common::to_f64(&saved.net.ws));
 }

@@ -36,13 +36,13 @@ fn one_part_that_does_not_fit_leaves_all_unchanged() {
     let other = VarStore::new(Device::Cpu);
     let _net = nn::linear(other.root() / "linear", 3, 5, Default::default());
     let (_folder, whole) = saved(|checkpoint| {
-        checkpoint.add_model("model", &source.vs).unwrap();
-        checkpoint.add_model("other", &other).unwrap();
-        checkpoint.add_optimizer("optimizer", &mut source.opt).unwrap();
+        checkpoint.add("model", &source.vs).unwrap();
+        checkpoint.add("other", &other).unwrap();
+        checkpoint.add("optimizer", &mut source.opt).unwrap();
         let mut sgd = Sgd::default().build(&source.vs, 0.1).unwrap();
-        checkpoint.add_optimizer("sgd", &mut sgd).unwrap();
-        checkpoint.add_scaler("scaler", &source.scaler).unwrap();
-        checkpoint.add_scaler("disabled", &GradScaler::disabled()).unwrap();
+        checkpoint.add("sgd", &mut sgd).unwrap();
+        checkpoint.add("scaler", &mut source.scaler).unwrap();
+        checkpoint.add("disabled", &mut GradScaler::disabled()).unwrap();
         checkpoint.add_tensor("rng", &Tensor::zeros([3], (Kind::Uint8, Device::Cpu))).unwrap();
     });
     let mut run = Run::new(Device::Cpu);
@@ -59,13 +59,13 @@ fn one_part_that_does_not_fit_leaves_all_unchanged() {
     ];
     for [model, optimizer, scaler] in parts {
         let Run { vs, opt, scaler: target, .. } = &mut run;
-        let restore = whole.restore().model(model, vs).optimizer(optimizer, opt);
-        assert!(restore.scaler(scaler, target).apply().is_err());
+        let restore = whole.restore().add(model, vs).add(optimizer, opt);
+        assert!(restore.add(scaler, target).apply().is_err());
         assert_eq!(run.fingerprint(), before, "{model} {optimizer} {scaler}");
     }
     let Run { vs, opt, .. } = &mut run;
-    let restore = whole.restore().model("model", vs).optimizer("optimizer", opt);
-    assert!(matches!(restore.rng("rng", Device::Cpu).apply(), Err(Error::Torch(_))));
+    let restore = whole.restore().add("model", vs).add("optimizer", opt);
+    assert!(matches!(restore.add("rng", Rng(Device::Cpu)).apply(), Err(Error::Torch(_))));
     assert_eq!(run.fingerprint(), before);
     run.restore(&whole).unwrap();
     assert_eq!(run.fingerprint(), source.fingerprint());
@@ -81,7 +81,7 @@ fn an_open_iteration_is_not_saved_and_not_overwritten() {
     let loss = run.net.ws.sum(Kind::Float);
     run.scaler.backward(&loss).unwrap();
     run.scaler.unscale_(&mut run.opt).unwrap();
-    let refused = Checkpoint::new().add_scaler("scaler", &run.scaler);
+    let refused = Checkpoint::new().add("scaler", &mut run.scaler);
     assert!(matches!(refused, Err(Error::Scaler(ScalerError::IterationOpen { .. }))));
     let before = bits(&run.net.ws);
     assert!(matches!(run.restore(&whole), Err(Error::Scaler(ScalerError::IterationOpen { .. }))));
@@ -103,20 +103,20 @@ fn names_are_compared_unless_strict_is_off() {
     sgd.step().unwrap();
     source.freeze();
     let (_folder, whole) = saved(|checkpoint| {
-        checkpoint.add_model("model", &source).unwrap();
-        checkpoint.add_optimizer("opt", &mut sgd).unwrap();
+        checkpoint.add("model", &source).unwrap();
+        checkpoint.add("opt", &mut sgd).unwrap();
     });
     let target = model(&["b", "c"]);
     let CheckpointError::Keys { missing, unexpected, .. } =
-        checkpoint_error(whole.restore().model("model", &target).apply())
+        checkpoint_error(whole.restore().add("model", &target).apply())
     else {
         panic!("another error");
     };
     assert_eq!((missing, unexpected), (vec!["c".to_owned()], vec!["a".to_owned()]));
     let mut opt = Sgd { momentum: 0.9, ..Default::default() }.build(&target, 0.1).unwrap();
-    let refused = whole.restore().optimizer("opt", &mut opt).apply();
+    let refused = whole.restore().add("opt", &mut opt).apply();
     assert!(matches!(refused, Err(Error::Optimizer(OptimizerError::State { .. }))), "{refused:?}");
-    let restore = whole.restore().model("model", &target).optimizer("opt", &mut opt);
+    let restore = whole.restore().add("model", &target).add("opt", &mut opt);
     let restored = restore.strict(false).apply().unwrap();
     assert_eq!(restored.missing_keys, ["model/c", "opt/c"]);
     assert_eq!(restored.unexpected_keys, ["model/a", "opt/a"]);
@@ -133,12 +133,12 @@ fn another_dtype_is_converted_only_on_request() {
     let mut source = VarStore::new(Device::Cpu);
     let _w = source.root().randn_standard("w", &[3]);
     source.bfloat16();
-    let (_folder, whole) = saved(|checkpoint| checkpoint.add_model("m", &source).unwrap());
+    let (_folder, whole) = saved(|checkpoint| checkpoint.add("m", &source).unwrap());
     let target = VarStore::new(Device::Cpu);
     let w = target.root().zeros("w", &[3]);
-    let error = checkpoint_error(whole.restore().model("m", &target).apply());
+    let error = checkpoint_error(whole.restore().add("m", &target).apply());
     assert!(matches!(error, CheckpointError::Tensor { .. }) && error.to_string().contains("cast"));
-    whole.restore().model("m", &target).cast(true).apply().unwrap();
+    whole.restore().add("m", &target).cast(true).apply().unwrap();
     assert_eq!(bits(&w), bits(&source.variables()["w"].to_kind(Kind::Float)));
 }
 
@@ -193,7 +193,7 @@ fn a_restore_that_fails_midway_is_reported_as_partial() {
     // Unlike any save, this shortens the open file.
     std::fs::File::options().write(true).open(&path).unwrap().set_len(400).unwrap();
     let target = Run::new(Device::Cpu);
-    match checkpoint.restore().model("model", &target.vs).apply() {
+    match checkpoint.restore().add("model", &target.vs).apply() {
         Err(Error::Checkpoint(CheckpointError::Interrupted { cause })) => {
             assert!(cause.to_string().contains("ends too early"), "{cause}");
         }
@@ -250,22 +250,22 @@ fn complex_state_is_not_converted_to_real() {
 #[test]
 fn a_generator_is_unchanged_if_a_later_one_cannot_be_restored() {
     let (_folder, whole) = saved(|checkpoint| {
-        checkpoint.add_rng("rng", Device::Cpu).unwrap();
+        checkpoint.add("rng", Rng(Device::Cpu)).unwrap();
         checkpoint.add_tensor("wrong", &Tensor::zeros([3], (Kind::Uint8, Device::Cpu))).unwrap();
     });
     // Other tests may only advance the generator further.
     let _drawn = Tensor::rand([1], (Kind::Float, Device::Cpu));
-    let restore = whole.restore().rng("rng", Device::Cpu).rng("wrong", Device::Cpu);
+    let restore = whole.restore().add("rng", Rng(Device::Cpu)).add("wrong", Rng(Device::Cpu));
     assert!(matches!(restore.apply(), Err(Error::Torch(_))));
     assert_ne!(Rng(Device::Cpu).get_state().unwrap(), whole.tensor("rng").unwrap());
 }
 
 #[test]
 fn the_scalers_of_losses_cannot_use_a_name_twice() {
-    let scalers = PerLossScalers::new(Device::Cpu, 2).unwrap();
+    let mut scalers = PerLossScalers::new(Device::Cpu, 2).unwrap();
     let mut checkpoint = Checkpoint::new();
     checkpoint.add_value("scaler.1", &7).unwrap();
-    let error = checkpoint.add_scalers("scaler", &scalers).unwrap_err().to_string();
+    let error = checkpoint.add("scaler", &mut scalers).unwrap_err().to_string();
     assert!(error.contains("already"), "{error}");
     assert!(!checkpoint.contains("scaler.0"));
     assert_eq!(checkpoint.value::<i32>("scaler.1").unwrap(), 7);

@@ -141,7 +141,7 @@ fn a_file_of_tch_loads_as_a_model() {
     saved.vs.save(&path).unwrap();
     let other = Run::new(Device::Cpu);
     let loaded = Checkpoint::load(&path).unwrap();
-    loaded.restore().model("model", &other.vs).apply().unwrap();
+    loaded.restore().add("model", &other.vs).apply().unwrap();
     assert_eq!(bits(&other.net.ws), bits(&saved.net.ws));
 }
 
@@ -158,9 +158,9 @@ fn buffers_that_are_not_trained_are_saved_too() {
     let xs = Tensor::randn([8, 2], (Kind::Float, Device::Cpu));
     drop(tch::nn::ModuleT::forward_t(&norm, &xs, true));
     let mut checkpoint = Checkpoint::new();
-    checkpoint.add_model("model", &one).unwrap();
+    checkpoint.add("model", &one).unwrap();
     checkpoint.save(&path).unwrap();
-    Checkpoint::load(&path).unwrap().restore().model("model", &two).apply().unwrap();
+    Checkpoint::load(&path).unwrap().restore().add("model", &two).apply().unwrap();
     assert_eq!(bits(&other.running_mean), bits(&norm.running_mean));
 }
 
@@ -194,12 +194,12 @@ fn unusual_names_stay_distinct() {
     let expected = values(&vs, &mut opt);
     for name in ["x.safetensors", "x.pt"] {
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_model("m", &vs).unwrap();
-        checkpoint.add_optimizer("o", &mut opt).unwrap();
+        checkpoint.add("m", &vs).unwrap();
+        checkpoint.add("o", &mut opt).unwrap();
         checkpoint.save(folder.file(name)).unwrap();
         let loaded = Checkpoint::load(folder.file(name)).unwrap();
         let (fresh, mut fresh_opt) = build();
-        loaded.restore().model("m", &fresh).optimizer("o", &mut fresh_opt).apply().unwrap();
+        loaded.restore().add("m", &fresh).add("o", &mut fresh_opt).apply().unwrap();
         assert_eq!(values(&fresh, &mut fresh_opt), expected, "{name}");
     }
 }
@@ -209,12 +209,12 @@ fn a_disabled_scaler_is_saved_and_restored() {
     let folder = Folder::new();
     let path = folder.file("x.safetensors");
     let mut checkpoint = Checkpoint::new();
-    checkpoint.add_scaler("scaler", &GradScaler::disabled()).unwrap();
+    checkpoint.add("scaler", &mut GradScaler::disabled()).unwrap();
     checkpoint.save(&path).unwrap();
     let loaded = Checkpoint::load(&path).unwrap();
-    loaded.restore().scaler("scaler", &mut GradScaler::disabled()).apply().unwrap();
+    loaded.restore().add("scaler", &mut GradScaler::disabled()).apply().unwrap();
     let mut enabled = GradScaler::new(Device::Cpu).unwrap();
-    let refused = loaded.restore().scaler("scaler", &mut enabled).apply();
+    let refused = loaded.restore().add("scaler", &mut enabled).apply();
     assert!(matches!(refused, Err(Error::Scaler(ScalerError::EmptyState))), "{refused:?}");
 }
 
@@ -257,13 +257,13 @@ fn master_weights_are_restored() {
     (0..3).for_each(|_| step(&w, &mut opt));
     for name in ["x.safetensors", "x.pt"] {
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_model("model", &vs).unwrap();
-        checkpoint.add_optimizer("optimizer", &mut opt).unwrap();
+        checkpoint.add("model", &vs).unwrap();
+        checkpoint.add("optimizer", &mut opt).unwrap();
         checkpoint.save(folder.file(name)).unwrap();
         let (other_vs, other, mut other_opt) = build();
         let loaded = Checkpoint::load(folder.file(name)).unwrap();
-        let restore = loaded.restore().model("model", &other_vs);
-        restore.optimizer("optimizer", &mut other_opt).apply().unwrap();
+        let restore = loaded.restore().add("model", &other_vs);
+        restore.add("optimizer", &mut other_opt).apply().unwrap();
         step(&w, &mut opt);
         step(&other, &mut other_opt);
         assert_eq!(bits(&w), bits(&other), "{name}");
@@ -322,7 +322,7 @@ pub(crate) fn restored_options(
     };
     let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let mut opt = defaults.build(vec![("w", w)], 0.1).unwrap();
-    checkpoint.restore().optimizer(part, &mut opt).apply().unwrap();
+    checkpoint.restore().add(part, &mut opt).apply().unwrap();
     let group = opt.param_group(0).unwrap();
     (group.lr, group.algorithm)
 }
@@ -335,7 +335,7 @@ fn every_option_of_every_algorithm_is_restored() {
         let mut opt = algorithm.build(vec![("w", w)], 0.0625).unwrap();
         for name in ["x.safetensors", "x.pt"] {
             let mut checkpoint = Checkpoint::new();
-            checkpoint.add_optimizer("opt", &mut opt).unwrap();
+            checkpoint.add("opt", &mut opt).unwrap();
             checkpoint.save(folder.file(name)).unwrap();
             let loaded = Checkpoint::load(folder.file(name)).unwrap();
             assert_eq!(restored_options(&loaded, "opt", algorithm), (0.0625, algorithm), "{name}");

@@ -88,8 +88,8 @@ fn a_restore_is_all_or_nothing() {
     let mut source = Ema::new(3, &[("w", &[1.0, 2.0])]);
     let (_folder, mut checkpoint) = saved("x.safetensors", &DECAY, &mut source);
     let mut run = Run::new(Device::Cpu);
-    checkpoint.add_scaler("scaler", &run.scaler).unwrap();
-    checkpoint.add_model("model", &run.vs).unwrap();
+    checkpoint.add("scaler", &mut run.scaler).unwrap();
+    checkpoint.add("model", &run.vs).unwrap();
     let zero = || Ema::new(0, &[("w", &[0.0, 0.0])]);
     let before = run.fingerprint();
     // The part that is refused comes first or last.

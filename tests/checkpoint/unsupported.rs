@@ -32,7 +32,7 @@ fn other_part(name: &str, result: tch_amp::Result<impl std::fmt::Debug>) -> Stri
 /// Restores the model strictly, with the report as the result.
 fn restored(name: &str, checkpoint: &Checkpoint, skip: &[&str]) -> Restored {
     let (vs, net) = model();
-    let restored = checkpoint.restore().model("model", &vs).skip(skip).apply();
+    let restored = checkpoint.restore().add("model", &vs).skip(skip).apply();
     let restored = restored.unwrap_or_else(|error| panic!("{name}: {error}"));
     let weights: Vec<f64> = (0..6).map(|n| f64::from(n) / 4.0).collect();
     assert_eq!(crate::common::to_f64(&net.ws), weights, "{name}");
@@ -45,12 +45,12 @@ fn asked(name: &str, checkpoint: &Checkpoint) {
     let (vs, net) = model();
     let other = vs.root().zeros("other", &[4]);
     let before = net.ws.copy();
-    let refused = checkpoint.restore().model("model", &vs).apply();
+    let refused = checkpoint.restore().add("model", &vs).apply();
     assert_eq!(other_part(name, refused), "model/other");
-    let refused = checkpoint.restore().model("model", &vs).strict(false).apply();
+    let refused = checkpoint.restore().add("model", &vs).strict(false).apply();
     assert_eq!(other_part(name, refused), "model/other");
     assert_eq!(net.ws, before, "{name}");
-    let skipped = checkpoint.restore().model("model", &vs).skip(&["other"]).apply().unwrap();
+    let skipped = checkpoint.restore().add("model", &vs).skip(&["other"]).apply().unwrap();
     assert_eq!(skipped.skipped_keys, ["model/other"], "{name}");
     assert_eq!(other.sum(Kind::Float).double_value(&[]), 0.0);
 }

@@ -73,7 +73,7 @@ fn this_crate_opens_the_weights_that_were_saved() {
         save_weights(&path, &net.vs.variables()).unwrap();
         let other = Net::new(Device::Cpu);
         let checkpoint = Checkpoint::load(&path).unwrap();
-        let restored = checkpoint.restore().model("model", &other.vs).apply().unwrap();
+        let restored = checkpoint.restore().add("model", &other.vs).apply().unwrap();
         assert_eq!(restored, Default::default(), "{extension}");
         assert_eq!(other.bits(), net.bits(), "{extension}");
     }

@@ -44,8 +44,8 @@ impl Training {
         let mut scaler =
             GradScalerConfig { growth_interval: 3, ..Default::default() }.build(Device::Cpu)?;
         if let Some(saved) = saved {
-            let restore = saved.restore().model("model", &vs);
-            restore.optimizer("optimizer", &mut opt).scaler("scaler", &mut scaler).apply()?;
+            let restore = saved.restore().add("model", &vs);
+            restore.add("optimizer", &mut opt).add("scaler", &mut scaler).apply()?;
         }
         let ddp = DistributedDataParallel::new(group, &vs)?;
         Ok(Self { net, vs, ddp, opt, scaler, rank: group.rank() })
@@ -63,9 +63,9 @@ impl Training {
 
     fn save(&mut self, group: &ProcessGroup, path: &Path) -> Result<()> {
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_model("model", &self.vs)?;
-        checkpoint.add_optimizer("optimizer", &mut self.opt)?;
-        checkpoint.add_scaler("scaler", &self.scaler)?;
+        checkpoint.add("model", &self.vs)?;
+        checkpoint.add("optimizer", &mut self.opt)?;
+        checkpoint.add("scaler", &mut self.scaler)?;
         group.on_rank_0(|| checkpoint.save(path)).map(drop)
     }
 }

@@ -74,9 +74,9 @@ impl Run {
     /// Every rank makes the checkpoint, and rank 0 writes it.
     fn save(&mut self, path: &Path, step: u64) {
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_model("model", &self.vs).unwrap();
-        checkpoint.add_optimizer("optimizer", &mut self.opt).unwrap();
-        checkpoint.add_scaler("scaler", &self.scaler).unwrap();
+        checkpoint.add("model", &self.vs).unwrap();
+        checkpoint.add("optimizer", &mut self.opt).unwrap();
+        checkpoint.add("scaler", &mut self.scaler).unwrap();
         checkpoint.add_rngs("rng", &self.group, Device::Cpu).unwrap();
         checkpoint.add_value("step", &step).unwrap();
         self.group.on_rank_0(|| checkpoint.save(path)).unwrap();
@@ -87,9 +87,9 @@ impl Run {
         let checkpoint = Checkpoint::from_rank_0(&self.group, load).unwrap().unwrap();
         checkpoint
             .restore()
-            .model("model", &self.vs)
-            .optimizer("optimizer", &mut self.opt)
-            .scaler("scaler", &mut self.scaler)
+            .add("model", &self.vs)
+            .add("optimizer", &mut self.opt)
+            .add("scaler", &mut self.scaler)
             .rngs("rng", &self.group, Device::Cpu)
             .apply()
             .unwrap();
@@ -194,7 +194,7 @@ fn unusable_states(alone: &ProcessGroup, saved: &Tensor) {
     let before = Rng(Device::Cpu).get_state().unwrap();
     // A program without ranks has saved a single state.
     let mut single = Checkpoint::new();
-    single.add_rng("rng", Device::Cpu).unwrap();
+    single.add("rng", Rng(Device::Cpu)).unwrap();
     // A view of the second row.
     Rng(Device::Cpu).set_state(&saved.get(1)).unwrap();
     assert_eq!(Rng(Device::Cpu).get_state().unwrap(), saved.get(1));

@@ -78,9 +78,9 @@ fn training_resumes_from_a_model_that_is_restored_without_its_optimizer(
     let path =
         std::env::temp_dir().join(format!("tch-amp-stale-{masters:?}-{}.pt", std::process::id()));
     let mut checkpoint = Checkpoint::new();
-    checkpoint.add_model("model", &other).unwrap();
+    checkpoint.add("model", &other).unwrap();
     checkpoint.save(&path).unwrap();
-    Checkpoint::load(&path).unwrap().restore().model("model", &vs).apply().unwrap();
+    Checkpoint::load(&path).unwrap().restore().add("model", &vs).apply().unwrap();
     std::fs::remove_file(path).unwrap();
     opt.step().unwrap();
     assert_eq!(to_f64(&master(&opt))[0], f64::from(7f32 - 1e-3));

@@ -329,7 +329,7 @@ fn the_state_of_a_tied_weight_is_loaded_by_any_of_its_names() {
                 saved.step().unwrap();
                 let state = saved.state_dict().unwrap();
                 let mut checkpoint = Checkpoint::new();
-                checkpoint.add_optimizer("opt", &mut saved).unwrap();
+                checkpoint.add("opt", &mut saved).unwrap();
                 for way_to_load in 0..3 {
                     let (vs, _w) = tied(way, &[0.0; 2], Kind::Float, Device::Cpu);
                     let mut opt = sgd.build(&vs, 0.25).unwrap();
@@ -337,7 +337,7 @@ fn the_state_of_a_tied_weight_is_loaded_by_any_of_its_names() {
                         opt.load_state_dict(&state).unwrap();
                     } else {
                         let restore = checkpoint.restore().strict(way_to_load == 1);
-                        let restored = restore.optimizer("opt", &mut opt).apply().unwrap();
+                        let restored = restore.add("opt", &mut opt).apply().unwrap();
                         assert_eq!(restored, Default::default());
                     }
                     let loaded = opt.state_dict().unwrap();
@@ -498,12 +498,12 @@ fn a_run_with_masters_goes_on_in_f32_as_if_it_had_always_been_f32(
                     }
                     no_grad(|| half.shallow_clone().copy_(&w));
                     let mut checkpoint = Checkpoint::new();
-                    checkpoint.add_model("model", &halves).unwrap();
-                    checkpoint.add_optimizer("optimizer", &mut opt).unwrap();
+                    checkpoint.add("model", &halves).unwrap();
+                    checkpoint.add("optimizer", &mut opt).unwrap();
                     checkpoint.save(folder.file("run.pt")).unwrap();
                     let checkpoint = Checkpoint::load(folder.file("run.pt")).unwrap();
-                    let restore = checkpoint.restore().optimizer("optimizer", &mut resumed);
-                    restore.model("model", &vs).cast(true).apply().unwrap();
+                    let restore = checkpoint.restore().add("optimizer", &mut resumed);
+                    restore.add("model", &vs).cast(true).apply().unwrap();
                     assert_eq!(bits(&wide), bits(&twin), "{algorithm:?}: the master");
                 }
             }

@@ -122,10 +122,10 @@ impl World {
         let format = *rng.pick(&[Format::Safetensors, Format::Torch]);
         let path = folder.file("state");
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add_optimizer("optimizer", &mut self.opt).unwrap();
+        checkpoint.add("optimizer", &mut self.opt).unwrap();
         checkpoint.save_as(&path, format).unwrap();
         let checkpoint = Checkpoint::load(&path).unwrap();
-        checkpoint.restore().optimizer("optimizer", &mut opt).apply().unwrap();
+        checkpoint.restore().add("optimizer", &mut opt).apply().unwrap();
         if self.wide {
             opt.accumulate_in_f32().unwrap();
         }

@@ -184,7 +184,7 @@ const CALLS: &[(&str, Prepared)] = &[
         let folder = Folder::new();
         call(move || {
             let mut checkpoint = Checkpoint::new();
-            checkpoint.add_model("model", &t.vs).unwrap();
+            checkpoint.add("model", &t.vs).unwrap();
             checkpoint.save(folder.file("run.safetensors")).unwrap();
         })
     }),

@@ -201,9 +201,9 @@ fn variables() {
             snapshot.restore()?;
             GradScaler::new(Device::Cpu)?.name_parameters(&vs)?;
             let mut checkpoint = Checkpoint::new();
-            checkpoint.add_model("model", &vs)?;
+            checkpoint.add("model", &vs)?;
             checkpoint.save(&path)?;
-            Checkpoint::load(&path)?.restore().model("model", &vs).apply()?;
+            Checkpoint::load(&path)?.restore().add("model", &vs).apply()?;
             let policy = Policy::new(Kind::Float, Kind::BFloat16, Kind::Float)?;
             policy.cast_variables(&mut vs, KeepF32::Nothing).map(drop)
         });

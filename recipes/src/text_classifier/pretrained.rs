@@ -40,7 +40,7 @@ pub fn load(folder: &Path, pooling: Pooling, vs: &VarStore) -> Result<()> {
     let path = FILES.iter().map(|name| folder.join(name)).find(|path| path.exists());
     let path = path.with_context(|| format!("{} has none of {FILES:?}", folder.display()))?;
     let file = Checkpoint::load(&path)?;
-    let mut restore = file.restore().model("model", vs).cast(true).strict(false);
+    let mut restore = file.restore().add("model", vs).cast(true).strict(false);
     // What DistributedDataParallel adds to names, and what models without a head lack.
     restore = restore.rename_prefix("module.", "");
     for part in ["embeddings.", "encoder.", "pooler."] {

@@ -59,14 +59,14 @@ pub enum MetricGoal {
 /// let net = nn::linear(vs.root(), 4, 1, Default::default());
 /// let folder = CheckpointFolder::new(&path)?.keep_last(3).keep_best(1, MetricGoal::Min);
 /// let start = folder.resume_or_start(|checkpoint| {
-///     checkpoint.restore().model("model", &vs).apply()?;
+///     checkpoint.restore().add("model", &vs).apply()?;
 ///     Ok(())
 /// })?;
 /// for epoch in start.step..5 {
 ///     // ... train and validate ...
 ///     let loss = 1.0 / (1 + epoch) as f64;
 ///     let mut checkpoint = Checkpoint::new();
-///     checkpoint.add_model("model", &vs)?;
+///     checkpoint.add("model", &vs)?;
 ///     folder.save_scored(epoch + 1, loss, &checkpoint)?;
 /// }
 /// let steps: Vec<_> = folder.files()?.iter().map(|file| file.step).collect();

@@ -4,17 +4,15 @@ pub(super) mod names;
 
 use std::fmt;
 
-use tch::Device;
-use tch::nn::VarStore;
-
 #[cfg(doc)]
 use crate::GradScaler;
 use crate::checkpoint::restore::names::Renames;
-use crate::checkpoint::stateful::{Model, Prepared};
-use crate::checkpoint::{Checkpoint, CheckpointError, Rng, SavedState, Stateful};
+use crate::checkpoint::stateful::Prepared;
+use crate::checkpoint::{Checkpoint, CheckpointError, SavedState, Stateful};
 #[cfg(doc)]
 use crate::error::OptimizerError;
 use crate::error::Result;
+#[cfg(doc)]
 use crate::optim::Optimizer;
 
 pub(crate) use names::Options;
@@ -45,9 +43,11 @@ impl<'a> Restore<'a> {
     }
 
     /// Restores anything that is [`Stateful`]: models, optimizers, scalers, loss scales, random number generators and
-    /// types of your own.
-    pub fn add(self, name: &str, target: &'a mut dyn Stateful) -> Self {
-        self.target(name, target)
+    /// types of your own. A model is passed as `&vs`, a generator as [`Rng(device)`](crate::checkpoint::Rng), and
+    /// anything else as a mutable reference.
+    pub fn add(mut self, name: &str, target: impl Stateful + 'a) -> Self {
+        self.targets.push((name.to_owned(), Box::new(target)));
+        self
     }
 
     /// Restores several states by their names: the list that
@@ -60,27 +60,6 @@ impl<'a> Restore<'a> {
             self = self.add(name, target);
         }
         self
-    }
-
-    pub(crate) fn target(mut self, name: &str, target: impl Stateful + 'a) -> Self {
-        self.targets.push((name.to_owned(), Box::new(target)));
-        self
-    }
-
-    /// Restores the variables of a `VarStore`, in place.
-    pub fn model(self, name: &str, model: &'a VarStore) -> Self {
-        self.target(name, Model(model))
-    }
-
-    /// Restores an optimizer: the state of every parameter, and the parameter groups with their options, including the
-    /// learning rate. They replace those of `optimizer`.
-    pub fn optimizer(self, name: &str, optimizer: &'a mut Optimizer) -> Self {
-        self.target(name, optimizer)
-    }
-
-    /// Restores the state of a device's default random number generator.
-    pub fn rng(self, name: &str, device: Device) -> Self {
-        self.target(name, Rng(device))
     }
 
     /// Sets whether missing and unexpected names are errors. True by default; if false, [`Restored`] lists them
@@ -103,11 +82,11 @@ impl<'a> Restore<'a> {
     /// # drop(saved.root().ones("weight", &[2]));
     /// # drop(saved.root().ones("scale", &[1]));
     /// # let mut checkpoint = Checkpoint::new();
-    /// # checkpoint.add_model("model", &saved)?;
+    /// # checkpoint.add("model", &saved)?;
     /// // The checkpoint has a `weight` and a `scale`.
     /// let vs = nn::VarStore::new(Device::Cpu);
     /// let (weight, _bias) = (vs.root().zeros("weight", &[2]), vs.root().zeros("bias", &[2]));
-    /// let restored = checkpoint.restore().model("model", &vs).strict(false).apply()?;
+    /// let restored = checkpoint.restore().add("model", &vs).strict(false).apply()?;
     /// assert_eq!(restored.missing_keys, ["model/bias"]);
     /// assert_eq!(restored.unexpected_keys, ["model/scale"]);
     /// assert_eq!(Vec::<f64>::try_from(&weight)?, [1.0, 1.0]);
@@ -136,13 +115,13 @@ impl<'a> Restore<'a> {
     /// # drop(saved.root().sub("module").sub("body").ones("weight", &[2]));
     /// # drop(saved.root().sub("module").sub("head").ones("weight", &[10]));
     /// # let mut checkpoint = Checkpoint::new();
-    /// # checkpoint.add_model("model", &saved)?;
+    /// # checkpoint.add("model", &saved)?;
     /// let vs = nn::VarStore::new(Device::Cpu);
     /// let body = vs.root().sub("body").zeros("weight", &[2]);
     /// let head = vs.root().sub("head").zeros("weight", &[3]); // other classes
     /// let restored = checkpoint
     ///     .restore()
-    ///     .model("model", &vs)
+    ///     .add("model", &vs)
     ///     .rename_prefix("module.", "")
     ///     .skip(&["head.*"])
     ///     .apply()?;
@@ -179,13 +158,13 @@ impl<'a> Restore<'a> {
     /// # let saved = nn::VarStore::new(Device::Cpu);
     /// # drop(saved.root().ones("weight", &[2]));
     /// # let mut checkpoint = Checkpoint::new();
-    /// # checkpoint.add_model("model", &saved)?;
+    /// # checkpoint.add("model", &saved)?;
     /// // The checkpoint has an f32 `weight`.
     /// let mut vs = nn::VarStore::new(Device::Cpu);
     /// let weight = vs.root().zeros("weight", &[2]);
     /// vs.bfloat16();
-    /// assert!(checkpoint.restore().model("model", &vs).apply().is_err());
-    /// checkpoint.restore().model("model", &vs).cast(true).apply()?;
+    /// assert!(checkpoint.restore().add("model", &vs).apply().is_err());
+    /// checkpoint.restore().add("model", &vs).cast(true).apply()?;
     /// assert_eq!((weight.kind(), weight.double_value(&[0])), (Kind::BFloat16, 1.0));
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
@@ -219,16 +198,16 @@ impl<'a> Restore<'a> {
     /// # let vs = tch::nn::VarStore::new(tch::Device::Cpu);
     /// # let mut weight = vs.root().ones("weight", &[1]);
     /// # let mut checkpoint = Checkpoint::new();
-    /// # checkpoint.add_model("model", &vs)?;
+    /// # checkpoint.add("model", &vs)?;
     /// # checkpoint.save(&path)?;
     /// # let _ = tch::no_grad(|| weight.fill_(5.0));
     /// # let mut scaler = GradScaler::new(tch::Device::Cpu)?;
     /// // The file has a model with the weight 1, and no scaler.
     /// let checkpoint = Checkpoint::load(&path)?;
-    /// let refused = checkpoint.restore().model("model", &vs).scaler("scaler", &mut scaler).apply();
+    /// let refused = checkpoint.restore().add("model", &vs).add("scaler", &mut scaler).apply();
     /// assert!(refused.is_err());
     /// assert_eq!(weight.double_value(&[0]), 5.0);
-    /// checkpoint.restore().model("model", &vs).apply()?;
+    /// checkpoint.restore().add("model", &vs).apply()?;
     /// assert_eq!(weight.double_value(&[0]), 1.0);
     /// # std::fs::remove_file(path)?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())

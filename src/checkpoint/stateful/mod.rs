@@ -14,7 +14,6 @@ mod saved;
 
 use crate::error::Result;
 
-pub(crate) use model::{Model, save_model};
 pub use prepared::Prepared;
 pub use rng::Rng;
 #[cfg(feature = "distributed")]
@@ -33,7 +32,8 @@ pub use saved::SavedState;
 /// [`Scheduler`](crate::schedule::Scheduler), [`PlateauScheduler`](crate::schedule::PlateauScheduler),
 /// [`AveragedWeights`](crate::average::AveragedWeights), a window of micro-batches
 /// [`WithGradients`](crate::accumulation::WithGradients), [`SpikeDetector`](crate::scaler::SpikeDetector),
-/// [`ScaleHistory`](crate::insight::ScaleHistory), [`Rng`], and mutable references to any of these.
+/// [`ScaleHistory`](crate::insight::ScaleHistory), [`Rng`], mutable references to any of these, and shared references to
+/// a `VarStore`.
 ///
 /// To save your own type, implement the trait. The state is saved as a dict of its tensors and values, which Python
 /// reads from a `.pt` file with `weights_only=True`:

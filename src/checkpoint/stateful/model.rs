@@ -12,13 +12,8 @@ use crate::checkpoint::restore::names::batch_counts;
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::Result;
 
-/// A borrowed `VarStore`. A shared reference is enough, because restoring writes to its tensors and not to the
-/// `VarStore`.
-#[derive(Debug)]
-pub(crate) struct Model<'m>(pub(crate) &'m VarStore);
-
 /// Records all variables, and the batch counts that PyTorch's norms have.
-pub(crate) fn save_model(model: &VarStore, state: &mut SaveState<'_>) -> Result<()> {
+fn save(model: &VarStore, state: &mut SaveState<'_>) -> Result<()> {
     let variables = model.variables();
     state.tensors(&variables)?;
     let known: HashSet<_> = variables.keys().map(String::as_str).collect();
@@ -43,20 +38,23 @@ fn prepare<'a>(model: &VarStore, saved: &SavedState<'a>) -> Result<Prepared<'a>>
     saved.copy(sorted, "in the model")
 }
 
-impl Stateful for Model<'_> {
+/// Saves and restores all variables, including those that are not trainable: the counterpart of `model.state_dict()`.
+/// For each norm with running statistics, PyTorch's also has a `num_batches_tracked`: tch does not count batches, and so
+/// 0 is saved.
+impl Stateful for VarStore {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
-        save_model(self.0, state)
+        save(self, state)
     }
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
-        prepare(self.0, saved)
+        prepare(self, saved)
     }
 }
 
-/// Saves and restores all variables, including those that are not trainable.
-impl Stateful for VarStore {
+/// A shared reference is enough, because restoring writes to the tensors and not to the `VarStore`.
+impl Stateful for &VarStore {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
-        save_model(self, state)
+        save(self, state)
     }
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {

@@ -10,6 +10,10 @@ use crate::ffi;
 /// The default random number generator of a device, which dropout, `randn` and `randperm` use, as a part of a
 /// checkpoint. The counterpart of `torch.default_generator` and `torch.cuda.default_generators`.
 ///
+/// When you train on a GPU, save the states of both generators under two names: dropout draws from the GPU's generator,
+/// and shuffling on the CPU from the CPU's. Random numbers of other libraries, such as the crate `rand`, and the place in
+/// the data are not covered: save them with [`add_value`](crate::checkpoint::Checkpoint::add_value).
+///
 /// # Examples
 ///
 /// ```
@@ -17,9 +21,9 @@ use crate::ffi;
 /// use tch_amp::checkpoint::{Checkpoint, Rng};
 ///
 /// let mut checkpoint = Checkpoint::new();
-/// checkpoint.add("rng", &mut Rng(Device::Cpu))?;
+/// checkpoint.add("rng", Rng(Device::Cpu))?;
 /// let first = Tensor::randn([3], (Kind::Float, Device::Cpu));
-/// checkpoint.restore().add("rng", &mut Rng(Device::Cpu)).apply()?;
+/// checkpoint.restore().add("rng", Rng(Device::Cpu)).apply()?;
 /// assert_eq!(first, Tensor::randn([3], (Kind::Float, Device::Cpu)));
 /// # Ok::<(), tch_amp::Error>(())
 /// ```

@@ -230,16 +230,16 @@ fn a_checkpoint_contains_all_scalers() {
     let mut scalers = two(Device::Cpu);
     scalers.backward(1, &loss(&w, &[INF; 3]), &mut opt).unwrap();
     let mut checkpoint = Checkpoint::new();
-    assert!(checkpoint.add_scalers("scalers", &scalers).is_err(), "in an iteration");
+    assert!(checkpoint.add("scalers", &mut scalers).is_err(), "in an iteration");
     drop(scalers.step(&mut opt).unwrap());
     scalers.update().unwrap();
     checkpoint.add_value("scalers.1", &1).unwrap();
-    assert!(checkpoint.add_scalers("scalers", &scalers).is_err(), "the name is in use");
+    assert!(checkpoint.add("scalers", &mut scalers).is_err(), "the name is in use");
     assert_eq!(checkpoint.names().count(), 1, "nothing was added");
     let mut checkpoint = Checkpoint::new();
-    checkpoint.add_scalers("scalers", &scalers).unwrap();
+    checkpoint.add("scalers", &mut scalers).unwrap();
     let mut loaded = PerLossScalers::new(Device::Cpu, 2).unwrap();
-    checkpoint.restore().scalers("scalers", &mut loaded).apply().unwrap();
+    checkpoint.restore().add("scalers", &mut loaded).apply().unwrap();
     assert_eq!(loaded.state_dict().unwrap(), scalers.state_dict().unwrap());
     assert_eq!(scales(&loaded), [8.0, 512.0]);
 }

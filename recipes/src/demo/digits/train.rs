@@ -16,7 +16,7 @@ use tch::data::Iter2;
 use tch::nn::{Module, VarStore};
 use tch::{Device, Tensor};
 use tch_amp::Amp;
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, Rng};
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler, MixedPrecision};
@@ -195,11 +195,11 @@ impl<M: Module> Training for Trainer<'_, M> {
     }
 
     fn save(&mut self, checkpoint: &mut Checkpoint) -> Result<()> {
-        checkpoint.add_model("model", &self.vs)?;
-        checkpoint.add_optimizer("optimizer", &mut self.optimizer)?;
-        checkpoint.add_scaler("scaler", &self.scaler)?;
+        checkpoint.add("model", &self.vs)?;
+        checkpoint.add("optimizer", &mut self.optimizer)?;
+        checkpoint.add("scaler", &mut self.scaler)?;
         // The batches are shuffled on the CPU.
-        checkpoint.add_rng("rng", Device::Cpu)?;
+        checkpoint.add("rng", Rng(Device::Cpu))?;
         checkpoint.add_value("epoch", &(self.epoch, self.taken))?;
         Ok(())
     }
@@ -208,10 +208,10 @@ impl<M: Module> Training for Trainer<'_, M> {
         let (epoch, taken) = checkpoint.value("epoch")?;
         checkpoint
             .restore()
-            .model("model", &self.vs)
-            .optimizer("optimizer", &mut self.optimizer)
-            .scaler("scaler", &mut self.scaler)
-            .rng("rng", Device::Cpu)
+            .add("model", &self.vs)
+            .add("optimizer", &mut self.optimizer)
+            .add("scaler", &mut self.scaler)
+            .add("rng", Rng(Device::Cpu))
             .apply()?;
         (self.epoch, self.taken) = (epoch, taken);
         Ok(())
