@@ -29,8 +29,13 @@ const NAMES: [(Kind, &[&str]); 4] = [
 /// let (image, label) = (Tensor::from(0.5f32), Tensor::from(3i64));
 /// let (image, label) = policy.cast_to_compute(&(image, label))?;
 /// assert_eq!((image.kind(), label.kind()), (Kind::BFloat16, Kind::Int64));
+///
+/// let policy = Policy { output: Kind::Float, ..Policy::BF16 };
+/// assert_eq!(policy.to_string(), "params=bfloat16,compute=bfloat16,output=float32");
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
+///
+/// The dtypes can be f32, fp16, bf16 and f64; [`PolicyError::Dtype`] refuses any other where the policy is used.
 ///
 /// # As text
 ///
@@ -74,54 +79,6 @@ impl Policy {
 
     pub(super) const fn all(kind: Kind) -> Self {
         Self { param: kind, compute: kind, output: kind }
-    }
-
-    /// Creates a policy from three dtypes.
-    ///
-    /// # Errors
-    ///
-    /// [`PolicyError::Dtype`] for a dtype other than f32, fp16, bf16 and f64.
-    pub fn new(param: Kind, compute: Kind, output: Kind) -> Result<Self> {
-        Self { param, compute, output }.checked()
-    }
-
-    /// Returns the same policy with another dtype of the parameters.
-    ///
-    /// # Errors
-    ///
-    /// The same as [`new`](Self::new).
-    pub fn with_param(self, param: Kind) -> Result<Self> {
-        Self { param, ..self }.checked()
-    }
-
-    /// Returns the same policy with another dtype of the computation.
-    ///
-    /// # Errors
-    ///
-    /// The same as [`new`](Self::new).
-    pub fn with_compute(self, compute: Kind) -> Result<Self> {
-        Self { compute, ..self }.checked()
-    }
-
-    /// Returns the same policy with another dtype of the outputs. Corresponds to `with_output_dtype` in jmp.
-    ///
-    /// # Errors
-    ///
-    /// The same as [`new`](Self::new).
-    ///
-    /// # Examples
-    ///
-    /// ```
-    /// use tch::Kind;
-    /// use tch_amp::Policy;
-    ///
-    /// let policy = Policy::BF16.with_output(Kind::Float)?;
-    /// assert_eq!(policy.to_string(), "params=bfloat16,compute=bfloat16,output=float32");
-    /// assert!(policy.with_output(Kind::Int64).is_err());
-    /// # Ok::<(), tch_amp::Error>(())
-    /// ```
-    pub fn with_output(self, output: Kind) -> Result<Self> {
-        Self { output, ..self }.checked()
     }
 
     /// Casts the floating-point tensors of a tree to the dtype of the parameters. Corresponds to `cast_to_param` in
@@ -213,41 +170,6 @@ pub fn half_dtype(device: Device) -> Kind {
         Device::Cpu => Kind::BFloat16,
         Device::Cuda(_) | Device::Mps | Device::Vulkan => Kind::Half,
     }
-}
-
-/// Casts the floating-point tensors of a tree to f32, with the rules of
-/// [`Policy::cast_to_param`](crate::Policy::cast_to_param). Corresponds to `jmp.cast_to_full`.
-///
-/// # Errors
-///
-/// [`Error::Torch`](crate::Error::Torch) if a cast fails.
-///
-/// # Examples
-///
-/// ```
-/// use tch::{Kind, Tensor};
-/// use tch_amp::policy::cast_to_full;
-///
-/// let batch = (Tensor::from(0.5f32).to_kind(Kind::BFloat16), Tensor::from(3i64));
-/// let (image, label) = cast_to_full(&batch)?;
-/// assert_eq!((image.kind(), label.kind()), (Kind::Float, Kind::Int64));
-/// # Ok::<(), tch_amp::Error>(())
-/// ```
-pub fn cast_to_full<T: Tree + ?Sized>(tree: &T) -> Result<T::Output> {
-    tree.try_map(&mut |tensor| cast(tensor, Kind::Float))
-}
-
-/// Casts each floating-point tensor of a tree to the [`half_dtype`] of its device, with the rules of
-/// [`Policy::cast_to_param`](crate::Policy::cast_to_param). Corresponds to `jmp.cast_to_half`.
-///
-/// # Errors
-///
-/// [`Error::Torch`](crate::Error::Torch) if a cast fails.
-pub fn cast_to_half<T: Tree + ?Sized>(tree: &T) -> Result<T::Output> {
-    tree.try_map(&mut |tensor| match floating_kind(tensor) {
-        Some(_) => cast(tensor, half_dtype(tensor.device())),
-        None => Ok(tensor.shallow_clone()),
-    })
 }
 
 /// Casts a floating-point tensor to `kind`; returns others as they are.

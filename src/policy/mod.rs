@@ -14,7 +14,7 @@ mod variables;
 
 pub use crate::error::PolicyError;
 pub(crate) use dtypes::Policy;
-pub use dtypes::{cast_to_full, cast_to_half, half_dtype};
+pub use dtypes::half_dtype;
 pub use level::OptLevel;
 pub use module::{PolicyModule, PolicyModuleT, run_in_f32, run_in_f32_t};
 pub use variables::KeepF32;

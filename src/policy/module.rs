@@ -10,37 +10,21 @@ use crate::policy::Policy;
 use crate::policy::dtypes::cast;
 use crate::tree::{Tree, floating_kind, leaves};
 
-macro_rules! wrapper {
-    ($(#[$doc:meta])* $name:ident) => {
-        $(#[$doc])*
-        #[derive(Debug)]
-        pub struct $name<M> {
-            module: M,
-            way: Way,
-        }
-
-        impl<M> $name<M> {
-            /// Returns the wrapped module.
-            pub fn module(&self) -> &M {
-                &self.module
-            }
-
-            /// Returns the wrapped module by value.
-            pub fn into_inner(self) -> M {
-                self.module
-            }
-        }
-    };
+/// A [`Module`] that runs under a [`Policy`] or in f32; see [`Policy::apply_to`] and [`run_in_f32`].
+#[derive(Debug)]
+pub struct PolicyModule<M> {
+    /// The wrapped module.
+    pub module: M,
+    way: Way,
 }
 
-wrapper!(
-    /// A [`Module`] that runs under a [`Policy`] or in f32; see [`Policy::apply_to`] and [`run_in_f32`].
-    PolicyModule
-);
-wrapper!(
-    /// A [`ModuleT`] that runs under a [`Policy`] or in f32; see [`Policy::apply_to_t`] and [`run_in_f32_t`].
-    PolicyModuleT
-);
+/// A [`ModuleT`] that runs under a [`Policy`] or in f32; see [`Policy::apply_to_t`] and [`run_in_f32_t`].
+#[derive(Debug)]
+pub struct PolicyModuleT<M> {
+    /// The wrapped module.
+    pub module: M,
+    way: Way,
+}
 
 /// How a wrapped module runs.
 #[derive(Debug)]
@@ -85,7 +69,7 @@ impl Policy {
     /// let net = nn::linear(vs.root(), 4, 2, Default::default());
     /// let net = Policy::MIXED_BF16.apply_to(net)?;
     /// let ys = Tensor::ones([3, 4], (Kind::Float, Device::Cpu)).apply(&net);
-    /// assert_eq!((ys.kind(), net.module().ws.kind()), (Kind::Float, Kind::Float));
+    /// assert_eq!((ys.kind(), net.module.ws.kind()), (Kind::Float, Kind::Float));
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn apply_to<M: Module>(&self, module: M) -> Result<PolicyModule<M>> {
@@ -108,7 +92,7 @@ impl Policy {
     /// let net = nn::seq_t()
     ///     .add(nn::linear(vs.root(), 4, 2, Default::default()))
     ///     .add_fn_t(|xs, train| xs.dropout(0.5, train));
-    /// let net = Policy::MIXED_BF16.with_output(Kind::BFloat16)?.apply_to_t(net)?;
+    /// let net = Policy { output: Kind::BFloat16, ..Policy::MIXED_BF16 }.apply_to_t(net)?;
     /// let ys = net.f_forward_t(&Tensor::ones([3, 4], (Kind::Float, Device::Cpu)), false)?;
     /// assert_eq!((ys.size(), ys.kind()), (vec![3, 2], Kind::BFloat16));
     /// # Ok::<(), tch_amp::Error>(())
@@ -230,7 +214,7 @@ impl<M: ModuleT> ModuleT for PolicyModuleT<M> {
 ///     .add(run_in_f32(nn::layer_norm(&root / "norm", vec![8], Default::default())))
 ///     .add(nn::linear(&root / "out", 8, 2, Default::default()));
 /// drop(root);
-/// let policy = Policy::BF16.with_output(Kind::Float)?;
+/// let policy = Policy { output: Kind::Float, ..Policy::BF16 };
 /// policy.cast_variables(&mut vs, KeepF32::Norms)?;
 /// let net = policy.apply_to(net)?;
 /// let ys = Tensor::ones([3, 4], (Kind::Float, Device::Cpu)).apply(&net);

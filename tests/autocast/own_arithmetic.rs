@@ -14,7 +14,7 @@ use tch_amp::loss_scale::{
 use tch_amp::optim::{
     Adagrad, Adam, AdamW, Lion, MasterWeights, Muon, Optimizer, RmsProp, Sgd, States,
 };
-use tch_amp::policy::{KeepF32, cast_to_full, cast_to_half};
+use tch_amp::policy::KeepF32;
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, SpikeConfig};
 use tch_amp::{GradScaler, Policy, function, half, jit};
 
@@ -356,13 +356,13 @@ const JOBS: &[Job] = &[
         name: "casts by a policy",
         entries: &[],
         run: |device, within, results| {
-            let policy = Policy::new(Kind::BFloat16, Kind::BFloat16, F32).unwrap();
+            let policy = Policy { output: F32, ..Policy::BF16 };
             let mut vs = VarStore::new(device);
             let w = vs.root().var_copy("w", &large(device, F32));
             let tree = vec![large(device, F32), large(device, Kind::BFloat16)];
             within(&mut || {
-                results.tensors(&cast_to_full(&tree).unwrap());
-                results.tensors(&cast_to_half(&tree).unwrap());
+                results.tensors(&Policy::FULL.cast_to_compute(&tree).unwrap());
+                results.tensors(&policy.cast_to_compute(&tree).unwrap());
                 results.tensors(&policy.cast_to_param(&tree).unwrap());
                 results.tensors(&policy.cast_to_output(&tree).unwrap());
                 results.value(policy.cast_variables(&mut vs, KeepF32::Norms).unwrap());

@@ -38,7 +38,7 @@ fn train(loss_scale: &mut dyn LossScale, policy: Policy, device: Device, own: bo
 #[test]
 fn all_loss_scales_train_alike_with_returned_and_stored_gradients() {
     for_each_device(|device| {
-        for policy in [Policy::FULL, Policy::FULL.with_compute(half_dtype(device)).unwrap()] {
+        for policy in [Policy::FULL, Policy { compute: half_dtype(device), ..Policy::FULL }] {
             let want = train(&mut tch_amp::loss_scale::NoOpLossScale, policy, device, true);
             assert!(want.iter().all(|w| w.is_finite() && *w != 0.0));
             for own in [true, false] {

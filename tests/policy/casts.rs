@@ -1,7 +1,8 @@
 //! What a policy casts, and to which dtype.
 
+use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
-use tch_amp::policy::{PolicyError, cast_to_full, cast_to_half, half_dtype};
+use tch_amp::policy::{KeepF32, PolicyError, half_dtype};
 use tch_amp::{Error, Policy};
 
 use crate::common::rng::Rng;
@@ -18,7 +19,7 @@ fn floating_tensors_are_cast_and_others_pass_through() {
         for from in KINDS {
             let tensor = of(from, device);
             for to in POLICY_KINDS {
-                let policy = Policy::new(to, to, to).unwrap();
+                let policy = Policy { param: to, compute: to, output: to };
                 let want = if is_floating(from) { to } else { from };
                 let got = [
                     policy.cast_to_param(&tensor).unwrap(),
@@ -35,7 +36,7 @@ fn floating_tensors_are_cast_and_others_pass_through() {
 
 #[test]
 fn each_method_casts_to_its_own_dtype() {
-    let policy = Policy::new(Kind::Double, Kind::BFloat16, Kind::Half).unwrap();
+    let policy = Policy { param: Kind::Double, compute: Kind::BFloat16, output: Kind::Half };
     let x = Tensor::from(1f32);
     assert_eq!(policy.cast_to_param(&x).unwrap().kind(), Kind::Double);
     assert_eq!(policy.cast_to_compute(&x).unwrap().kind(), Kind::BFloat16);
@@ -89,35 +90,38 @@ fn half_is_the_dtype_of_autocast() {
 fn a_tree_is_cast_to_the_half_precision_of_its_device_and_back() {
     for_each_device(|device| {
         let tree = (of(Kind::Double, device), of(Kind::Bool, device), Tensor::new());
-        let (x, flags, undefined) = cast_to_half(&tree).unwrap();
+        let half = Policy { compute: half_dtype(device), ..Policy::FULL };
+        let (x, flags, undefined) = half.cast_to_compute(&tree).unwrap();
         assert_eq!((x.kind(), flags.kind()), (half_dtype(device), Kind::Bool));
         assert!(!undefined.defined());
-        assert_eq!(cast_to_full(&x).unwrap().kind(), Kind::Float);
+        assert_eq!(Policy::FULL.cast_to_compute(&x).unwrap().kind(), Kind::Float);
     });
 }
 
 #[test]
 fn a_policy_has_only_floating_point_dtypes() {
     for kind in KINDS.into_iter().filter(|kind| !POLICY_KINDS.contains(kind)) {
+        let x = Tensor::from(1f32);
         let refused = [
-            Policy::new(kind, Kind::Float, Kind::Float),
-            Policy::FULL.with_param(kind),
-            Policy::FULL.with_compute(kind),
-            Policy::FULL.with_output(kind),
+            Policy { param: kind, ..Policy::FULL }.cast_to_param(&x),
+            Policy { compute: kind, ..Policy::FULL }.cast_to_compute(&x),
+            Policy { output: kind, ..Policy::FULL }.cast_to_output(&x),
+            Policy { output: kind, ..Policy::FULL }.run(&x, |x| x),
         ];
-        for (result, field) in refused.into_iter().zip(["param", "param", "compute", "output"]) {
+        for (result, field) in refused.into_iter().zip(["param", "compute", "output", "output"]) {
             let error = result.unwrap_err();
             assert!(
                 matches!(error, Error::Policy(PolicyError::Dtype { field: f, kind: k }) if (f, k) == (field, kind)),
                 "{error}"
             );
         }
-        // The fields are public, so the casts check them, too.
-        let policy = Policy { compute: kind, ..Policy::FULL };
-        let error = policy.cast_to_compute(&Tensor::from(1f32)).unwrap_err();
-        assert!(matches!(error, Error::Policy(PolicyError::Dtype { field: "compute", .. })));
+        let mut vs = VarStore::new(Device::Cpu);
+        let policy = Policy { param: kind, ..Policy::FULL };
+        let error = policy.cast_variables(&mut vs, KeepF32::Nothing).unwrap_err();
+        assert!(matches!(error, Error::Policy(PolicyError::Dtype { field: "param", .. })));
     }
-    let text = Policy::FULL.with_output(Kind::Int64).unwrap_err().to_string();
+    let policy = Policy { output: Kind::Int64, ..Policy::FULL };
+    let text = policy.cast_to_output(&Tensor::from(1f32)).unwrap_err().to_string();
     assert_eq!(
         text,
         "the output dtype of a policy cannot be Int64: use Kind::Float, Kind::Half, Kind::BFloat16 or Kind::Double, for example Policy::MIXED_BF16"
@@ -126,9 +130,9 @@ fn a_policy_has_only_floating_point_dtypes() {
 
 #[test]
 fn the_constants_match_their_names() {
-    let half = Policy::F16.with_param(Kind::Float).unwrap().with_output(Kind::Float).unwrap();
+    let half = Policy { param: Kind::Float, output: Kind::Float, ..Policy::F16 };
     assert_eq!(Policy::MIXED_F16, half);
-    let full = Policy::MIXED_BF16.with_compute(Kind::Float).unwrap();
+    let full = Policy { compute: Kind::Float, ..Policy::MIXED_BF16 };
     assert_eq!((full, Policy::default()), (Policy::FULL, Policy::FULL));
     assert_eq!(Policy::DOUBLE.to_string(), "params=float64,compute=float64,output=float64");
 }

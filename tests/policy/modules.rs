@@ -54,7 +54,7 @@ fn inputs_and_outputs_are_cast_and_autocast_is_on_if_the_dtypes_differ() {
 fn a_policy_that_autocast_cannot_follow_is_refused() {
     for param in POLICY_KINDS {
         for compute in POLICY_KINDS {
-            let policy = Policy::new(param, compute, Kind::Float).unwrap();
+            let policy = Policy { param, compute, output: Kind::Float };
             let half = [Kind::Half, Kind::BFloat16].contains(&compute);
             let possible = param == compute || (half && param != Kind::Double);
             let result = policy.apply_to(nn::func(Tensor::relu));
@@ -107,7 +107,7 @@ fn a_kept_layer_runs_in_f32_inside_of_a_region() {
             let inside = if kind == half { Kind::Float } else { kind };
             assert_eq!(log.lock().unwrap().pop(), Some((inside, false)));
         }
-        assert!(layer.module().0.lock().unwrap().is_empty());
+        assert!(layer.module.0.lock().unwrap().is_empty());
     });
 }
 
@@ -120,7 +120,7 @@ fn a_mixed_policy_equals_autocast() {
         let xs = Tensor::randn([4, 8], (Kind::Float, device));
         let half = half_dtype(device);
         let want = autocast(device, || linear.forward(&xs)).unwrap().to_kind(Kind::Float);
-        let policy = Policy::FULL.with_compute(half).unwrap();
+        let policy = Policy { compute: half, ..Policy::FULL };
         let got = policy.apply_to(linear).unwrap().forward(&xs);
         assert_eq!(to_f64(&got), to_f64(&want));
     });

@@ -77,7 +77,7 @@ fn a_closure_computes_the_same_as_a_module() {
         let vs = VarStore::new(device);
         let linear = nn::linear(vs.root(), 8, 8, Default::default());
         let xs = Tensor::randn([4, 8], (Kind::Float, device));
-        let policy = Policy::FULL.with_compute(half_dtype(device)).unwrap();
+        let policy = Policy { compute: half_dtype(device), ..Policy::FULL };
         let closure = policy.run(&xs, |xs| linear.forward(&xs)).unwrap();
         let module = policy.apply_to(linear).unwrap().forward(&xs);
         assert_eq!((closure.kind(), to_f64(&closure)), (Kind::Float, to_f64(&module)));
@@ -87,7 +87,7 @@ fn a_closure_computes_the_same_as_a_module() {
 #[test]
 fn a_closure_is_not_run_under_a_policy_that_autocast_cannot_follow() {
     let mut ran = false;
-    let policy = Policy::DOUBLE.with_compute(Kind::Half).unwrap();
+    let policy = Policy { compute: Kind::Half, ..Policy::DOUBLE };
     let error = policy.run(&ones(Kind::Float, Device::Cpu), |_| ran = true).unwrap_err();
     assert!(matches!(
         error,
@@ -111,7 +111,7 @@ fn a_part_of_a_region_has_its_own_precision_forward_and_backward() {
             ys.to_kind(Kind::Float).square().sum(Kind::Float).backward();
             [xs.grad(), linear.ws.grad(), ys.detach()].map(|tensor| to_f64(&tensor))
         };
-        let mixed = Policy::FULL.with_compute(half).unwrap();
+        let mixed = Policy { compute: half, ..Policy::FULL };
         let on = Autocast::new(device).dtype(half);
         let off = on.enabled(false);
 

@@ -106,7 +106,7 @@ fn printed_policies_parse_again() {
     for param in POLICY_KINDS {
         for compute in POLICY_KINDS {
             for output in POLICY_KINDS {
-                let policy = Policy::new(param, compute, output).unwrap();
+                let policy = Policy { param, compute, output };
                 assert_eq!(policy.to_string().parse::<Policy>().unwrap(), policy);
                 let json = serde_json::to_string(&policy).unwrap();
                 assert_eq!(json, format!("\"{policy}\""));

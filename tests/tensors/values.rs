@@ -9,7 +9,7 @@ use tch_amp::loss_scale::LossScale as _;
 use tch_amp::loss_scale::{
     DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite, select_tree,
 };
-use tch_amp::policy::{KeepF32, cast_to_full, cast_to_half, run_in_f32};
+use tch_amp::policy::{KeepF32, run_in_f32};
 use tch_amp::{GradScaler, Policy, half};
 
 use crate::{assert_takes, with_each_kind};
@@ -75,10 +75,8 @@ type Cast<'a> = &'a dyn Fn(&Tensor) -> tch_amp::Result<Tensor>;
 
 #[test]
 fn casts() {
-    let policy = Policy::new(Kind::Float, Kind::BFloat16, Kind::Double).unwrap();
-    let casts: [(&str, Cast<'_>); 5] = [
-        ("cast_to_full", &|t| cast_to_full(t)),
-        ("cast_to_half", &|t| cast_to_half(t)),
+    let policy = Policy { param: Kind::Float, compute: Kind::BFloat16, output: Kind::Double };
+    let casts: [(&str, Cast<'_>); 3] = [
         ("cast_to_param", &|t| policy.cast_to_param(t)),
         ("cast_to_compute", &|t| policy.cast_to_compute(t)),
         ("cast_to_output", &|t| policy.cast_to_output(t)),
@@ -204,7 +202,7 @@ fn variables() {
             checkpoint.add("model", &vs)?;
             checkpoint.save(&path)?;
             Checkpoint::load(&path)?.restore().add("model", &vs).apply()?;
-            let policy = Policy::new(Kind::Float, Kind::BFloat16, Kind::Float)?;
+            let policy = Policy::MIXED_BF16;
             policy.cast_variables(&mut vs, KeepF32::Nothing).map(drop)
         });
         drop(std::fs::remove_file(&path));
@@ -220,7 +218,7 @@ fn variables() {
 fn modules() {
     // A layer of tch panics on inputs that it does not support. This one accepts whatever the policy passes on.
     let layer = || nn::func(Tensor::shallow_clone);
-    let policy = Policy::new(Kind::Float, Kind::BFloat16, Kind::Float).unwrap();
+    let policy = Policy::MIXED_BF16;
     let module = policy.apply_to(layer()).unwrap();
     let taken = with_each_kind("a module's input", |tensor| module.f_forward(&tensor).map(drop));
     assert_takes("a module's input", &taken, PLAIN);
