@@ -210,12 +210,12 @@ mod insight {
 mod distributed {
     use tch_amp::distributed::{
         DdpConfig, DistributedDataParallel, DistributedError, DistributedSampler, GroupConfig,
-        Mean, ProcessGroup, ReduceOp, SamplerConfig, SpawnConfig, Spawned, Store, SyncBatchNorm,
+        Mean, ProcessGroup, ReduceOp, SamplerConfig, Store, SyncBatchNorm,
     };
 
     // A store and a group have locks of their own.
     send_and_sync!(DdpConfig, DistributedError, GroupConfig, ProcessGroup, ReduceOp, Store);
-    send_and_sync!(DistributedSampler, SamplerConfig, SpawnConfig, Spawned);
+    send_and_sync!(DistributedSampler, SamplerConfig);
     only_send!(DistributedDataParallel, Mean, SyncBatchNorm);
 }
 

@@ -10,7 +10,7 @@ use tch::nn::{self, BatchNormConfig, ModuleT, Path, VarStore};
 use tch::{Cuda, Device, Kind, Tensor, no_grad};
 use tch_amp::checkpoint::{Checkpoint, Restore, Rng};
 use tch_amp::distributed::{DdpConfig, DistributedDataParallel, DistributedError, ProcessGroup};
-use tch_amp::distributed::{ReduceOp, Spawned, SyncBatchNorm, local_device, spawn};
+use tch_amp::distributed::{ReduceOp, SyncBatchNorm, local_device};
 use tch_amp::optim::Optimizer;
 use tch_amp::{Error, GradScaler};
 
@@ -32,9 +32,8 @@ impl Ranks {
             return Ok(Some(Self(Some(ProcessGroup::from_env()?))));
         }
         let Some(ranks) = ranks else { return Ok(Some(Self::alone())) };
-        match spawn(ranks) {
-            Ok(Spawned::Rank) => Ok(Some(Self(Some(ProcessGroup::from_env()?)))),
-            Ok(Spawned::Finished) => Ok(None),
+        match ProcessGroup::spawn(ranks) {
+            Ok(group) => Ok(group.map(|group| Self(Some(group)))),
             Err(Error::Distributed(DistributedError::Interrupted { .. })) => {
                 process::exit(INTERRUPTED.into())
             }

@@ -19,6 +19,9 @@ use crate::ffi::distributed as ffi;
 /// How long a rank waits for another one, as with Gloo in PyTorch.
 const TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
+/// How long ranks may take to end, as with torchrun.
+const GRACE_PERIOD: Duration = Duration::from_secs(30);
+
 /// How a group is formed.
 #[derive(Clone, Debug)]
 pub struct GroupConfig {
@@ -32,11 +35,14 @@ pub struct GroupConfig {
     /// group that could not be formed. By default groups are numbered, and the ranks have to form them in the same
     /// order.
     pub name: Option<String>,
+    /// How long ranks that [`spawn`](Self::spawn) asks to end may take before it kills them; 30 seconds by default, as
+    /// with torchrun.
+    pub grace_period: Duration,
 }
 
 impl Default for GroupConfig {
     fn default() -> Self {
-        Self { timeout: TIMEOUT, interface: None, name: None }
+        Self { timeout: TIMEOUT, interface: None, name: None, grace_period: GRACE_PERIOD }
     }
 }
 
@@ -46,7 +52,7 @@ impl GroupConfig {
     ///
     /// Ranks that do not belong together get an error instead of waiting for each other: ranks with another `size`, two
     /// processes with the same `rank`, and ranks of different jobs, by `TORCHELASTIC_RUN_ID`, which
-    /// [`spawn`](crate::distributed::spawn) and torchrun set, or else by `SLURM_JOB_ID`.
+    /// [`spawn`](Self::spawn) and torchrun set, or else by `SLURM_JOB_ID`.
     ///
     /// # Errors
     ///
@@ -71,7 +77,7 @@ impl GroupConfig {
     }
 
     /// Forms the group that the environment variables `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` describe.
-    /// [`spawn`](crate::distributed::spawn) and `torchrun --no-python` set them. Blocks until all ranks have called
+    /// [`spawn`](Self::spawn) and `torchrun --no-python` set them. Blocks until all ranks have called
     /// this. Corresponds to `init_process_group(init_method="env://")`.
     ///
     /// Rank 0 serves the store, unless `TORCHELASTIC_USE_AGENT_STORE` is `True`: then the process that started the

@@ -12,8 +12,8 @@
 //! # Security
 //!
 //! A store and a group have no authentication and no encryption: whoever can connect can take part. The store of
-//! [`Store::serve`] listens on all interfaces of the host; [`Store::serve_locally`] and [`spawn`] listen on 127.0.0.1
-//! only, and so does [`ProcessGroup::from_env`] if `MASTER_ADDR` is a loopback address. Keep the others inside a
+//! [`Store::serve`] listens on all interfaces of the host; [`Store::serve_locally`] and [`ProcessGroup::spawn`]
+//! listen on 127.0.0.1 only, and so does [`ProcessGroup::from_env`] if `MASTER_ADDR` is a loopback address. Keep the others inside a
 //! private network.
 
 mod call;
@@ -47,6 +47,5 @@ pub use environment::{local_device, local_rank};
 pub use group::{GroupConfig, ProcessGroup};
 pub use mean::Mean;
 pub use sampler::{DistributedSampler, SamplerConfig};
-pub use spawn::{SpawnConfig, Spawned, spawn};
 pub use store::Store;
 pub use sync_batch_norm::SyncBatchNorm;

@@ -104,8 +104,8 @@ pub enum DistributedError {
         operation: &'static str,
     },
 
-    /// A rank that [`spawn`](crate::distributed::spawn) was to start could not be started or waited for. The others
-    /// have been ended.
+    /// A rank that [`spawn`](crate::distributed::ProcessGroup::spawn) was to start could not be started or waited for.
+    /// The others have been ended.
     #[error("rank {rank} could not be started or waited for: {message}")]
     Spawn {
         /// The rank.
@@ -114,8 +114,8 @@ pub enum DistributedError {
         message: String,
     },
 
-    /// A rank that [`spawn`](crate::distributed::spawn) has started failed before the others, which have been ended.
-    /// The rank's own output says why, or `status` has the signal that ended it.
+    /// A rank that [`spawn`](crate::distributed::ProcessGroup::spawn) has started failed before the others, which have
+    /// been ended. The rank's own output says why, or `status` has the signal that ended it.
     #[error("rank {rank} of {size} has failed ({status}), and the other ranks have been ended")]
     RankFailed {
         /// The rank.
@@ -126,8 +126,8 @@ pub enum DistributedError {
         status: ExitStatus,
     },
 
-    /// A signal, such as that of Ctrl-C, has reached the process that waits in [`spawn`](crate::distributed::spawn) for
-    /// the ranks. It was passed on to them, and all have ended.
+    /// A signal, such as that of Ctrl-C, has reached the process that waits in
+    /// [`spawn`](crate::distributed::ProcessGroup::spawn) for the ranks. It was passed on to them, and all have ended.
     #[error("signal {signal} has interrupted the ranks")]
     Interrupted {
         /// The number of the signal, such as 2 for `SIGINT` and 15 for `SIGTERM`.

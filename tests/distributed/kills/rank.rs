@@ -5,9 +5,7 @@ use std::time::Duration;
 
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
-use tch_amp::distributed::{
-    DistributedDataParallel, DistributedError, GroupConfig, ProcessGroup, Spawned, spawn,
-};
+use tch_amp::distributed::{DistributedDataParallel, DistributedError, GroupConfig, ProcessGroup};
 use tch_amp::optim::Sgd;
 use tch_amp::{Error, GradScaler, Result, autocast};
 
@@ -40,24 +38,25 @@ fn number(name: &str) -> Option<u64> {
 #[ignore = "a process of the other tests"]
 fn process() {
     let Some(timeout) = number(TIMEOUT) else { return };
+    tch::set_num_threads(1);
+    let options = GroupConfig { timeout: Duration::from_millis(timeout), ..Default::default() };
     let spawned = match number(SPAWN).unwrap() {
-        0 => Ok(Spawned::Rank),
-        size => spawn(size as usize),
+        0 => options.from_env().map(Some),
+        size => options.spawn(size as usize),
     };
-    match spawned {
-        Ok(Spawned::Rank) => rank(Duration::from_millis(timeout)),
-        Ok(Spawned::Finished) => println!("parent: finished"),
-        Err(error) => println!("parent: {error}"),
+    match (spawned, std::env::var("RANK")) {
+        (Ok(Some(group)), Ok(rank)) => end(&rank, train(&group)),
+        (Err(error), Ok(rank)) => end(&rank, Err(error)),
+        (Ok(group), _) => println!("parent: {}", group.map_or("finished", |_| "a rank")),
+        (Err(error), _) => println!("parent: {error}"),
     }
     println!("left: {}", children(std::process::id()).len());
     exit(0);
 }
 
-fn rank(timeout: Duration) -> ! {
-    tch::set_num_threads(1);
-    let rank = std::env::var("RANK").unwrap();
-    let result = GroupConfig { timeout, ..Default::default() }.from_env();
-    match result.and_then(|group| train(&group)) {
+/// Prints how a rank has ended, and ends it.
+fn end(rank: &str, result: Result<String>) -> ! {
+    match result {
         Ok(weights) => println!("rank {rank}: weights {weights}"),
         Err(error) => {
             println!("rank {rank}: {} {error}", kind(&error));
