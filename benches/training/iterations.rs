@@ -3,7 +3,7 @@
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::insight::tune;
+use tch_amp::insight::Tuner;
 use tch_amp::optim::{AdamW, MasterWeights, Optimizer};
 use tch_amp::policy::KeepF32;
 use tch_amp::scaler::GradScalerConfig;
@@ -62,7 +62,7 @@ impl Training {
     pub fn tuned(self, name: &str, weights: &Checkpoint) -> Self {
         let Self { vs, model, batch, scaler, region, .. } = self;
         let loss = |region: Autocast| region.run(|| (model.loss)(&batch));
-        let tuning = tune(&vs, &region, &scaler, loss).unwrap();
+        let tuning = Tuner::default().tune(&vs, &region, &scaler, loss).unwrap();
         println!("{tuning}");
         let planned = region.plan(&tuning.plan).unwrap();
         Self::new(name, weights, vs.device(), planned, tuning.plan.dtype.is_some())

@@ -6,7 +6,7 @@ use tch::Tensor;
 use tch::nn::VarStore;
 use tch_amp::autocast::Plan;
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::insight::tune;
+use tch_amp::insight::Tuner;
 use tch_amp::{Autocast, GradScaler};
 
 /// The part of a checkpoint with the plan.
@@ -54,7 +54,7 @@ impl Region {
             return Ok(None);
         }
         let (plan, summary) = ranks.from_first(|| {
-            let tuning = tune(vs, &self.plain, scaler, loss()?)?;
+            let tuning = Tuner::default().tune(vs, &self.plain, scaler, loss()?)?;
             Ok((tuning.plan.clone(), tuning.summary()))
         })?;
         self.plan = Some(plan);

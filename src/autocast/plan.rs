@@ -149,7 +149,7 @@ impl fmt::Display for Platform {
 ///
 #[cfg_attr(
     feature = "insight",
-    doc = "[`insight::tune`](crate::insight::tune()) measures which plan is the fastest for a model. "
+    doc = "An [`insight::Tuner`](crate::insight::Tuner) measures which plan is the fastest for a model. "
 )]
 /// A plan holds on the [`Platform`] for which it was made, and regions elsewhere refuse it. PyTorch has no counterpart.
 ///

@@ -24,7 +24,7 @@
 //!
 //! A [`Budget`] tests that an iteration in half precision differs from one in f32 by rounding alone.
 //!
-//! [`tune()`] measures in which precision each operator of a model is fastest, and returns a plan for its regions.
+//! A [`Tuner`] measures in which precision each operator of a model is fastest, and returns a plan for its regions.
 //!
 //! A [`Page`] shows all of it in one HTML file. [`html`] has what it is made of, for reports of your own.
 
@@ -62,4 +62,4 @@ pub use operators::{
 pub use page::Page;
 pub use recording::{Pass, named};
 pub use tracer::Tracer;
-pub use tune::{TunedOperator, Tuner, Tuning, tune};
+pub use tune::{TunedOperator, Tuner, Tuning};

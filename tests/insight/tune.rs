@@ -7,7 +7,7 @@ use std::time::Duration;
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::autocast::RunAs;
-use tch_amp::insight::{Tuner, Tuning, tune};
+use tch_amp::insight::{Tuner, Tuning};
 use tch_amp::precision::bf16_is_native;
 use tch_amp::{Autocast, Error, GradScaler};
 
@@ -73,8 +73,9 @@ fn nothing_is_left_behind() {
             calls.set(calls.get() + 1);
             region.run(|| model.loss())
         };
-        let tuning =
-            with_tuning.then(|| tune(&model.vs, &region(), &GradScaler::disabled(), loss).unwrap());
+        let tuning = with_tuning.then(|| {
+            Tuner::default().tune(&model.vs, &region(), &GradScaler::disabled(), loss).unwrap()
+        });
         let next = to_f64(&Tensor::randn([4], (Kind::Float, Device::Cpu)));
         (model.state(), next, tuning, calls.get())
     };
@@ -138,7 +139,9 @@ fn tuned(slow_linear: Kind, slow_product: Kind) -> Tuning {
         let product = wait(slow_product, 300, hidden.matmul(&weight));
         product.to_kind(Kind::Float).square().mean(None)
     };
-    tune(&vs, &region(), &GradScaler::disabled(), |region| region.run(loss)).unwrap()
+    Tuner::default()
+        .tune(&vs, &region(), &GradScaler::disabled(), |region| region.run(loss))
+        .unwrap()
 }
 
 #[test]
@@ -183,10 +186,11 @@ fn errors_change_nothing() {
     let model = Model::new();
     let before = model.state();
     let failing = |_| Err(Error::Torch("on purpose".to_owned()));
-    let found = tune(&model.vs, &region(), &GradScaler::disabled(), failing);
+    let found = Tuner::default().tune(&model.vs, &region(), &GradScaler::disabled(), failing);
     assert!(found.is_err_and(|error| error.to_string().contains("on purpose")));
     let off = region().enabled(false);
-    let refused = tune(&model.vs, &off, &GradScaler::disabled(), |_| Ok(model.loss()));
+    let refused =
+        Tuner::default().tune(&model.vs, &off, &GradScaler::disabled(), |_| Ok(model.loss()));
     assert!(matches!(refused, Err(Error::InvalidArgument { name: "region", .. })), "{refused:?}");
     assert_eq!(model.state(), before);
 }

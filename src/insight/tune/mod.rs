@@ -16,7 +16,7 @@ use crate::autocast::{Plan, Rule};
 use crate::error::Result;
 use crate::{Autocast, GradScaler};
 
-/// A [`Plan`] and what was measured for it: made by [`tune`]. Its text, by `Display`, is meant for a terminal; its
+/// A [`Plan`] and what was measured for it: made by a [`Tuner`]. Its text, by `Display`, is meant for a terminal; its
 /// fields for programs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -62,7 +62,7 @@ pub struct TunedOperator {
     pub is_in_plan: bool,
 }
 
-/// The options of a tuning. The default is that of [`tune`].
+/// Finds the [`Plan`] with which the iterations of a model are fastest, by measuring them.
 ///
 /// # Examples
 ///
@@ -75,6 +75,13 @@ pub struct TunedOperator {
 /// let layer = nn::linear(vs.root() / "layer", 4, 4, Default::default());
 /// let x = Tensor::ones([2, 4], (Kind::Float, Device::Cpu));
 /// let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+/// let tuning = Tuner::default().tune(&vs, &region, &GradScaler::disabled(), |region| {
+///     region.run(|| x.apply(&layer).square().mean(Kind::Float))
+/// })?;
+/// println!("{tuning}");
+/// let planned = region.plan(&tuning.plan)?;
+/// # let _loss = planned.run(|| x.apply(&layer))?;
+///
 /// let tuner = Tuner { allow_half: true };
 /// let tuning = tuner.tune(&vs, &region, &GradScaler::disabled(), |region| {
 ///     region.run(|| x.apply(&layer).mse_loss(&x, tch::Reduction::Mean))
@@ -84,20 +91,46 @@ pub struct TunedOperator {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tuner {
-    /// Also tries half precision for operators that autocast runs in f32. Rules for them come into the plan under the
-    /// same conditions as others, and only if [`audit`](super::audit()) finds nothing suspicious with them that it does
-    /// not find without them. If an operator has no kernel for half precision, the tuning fails. The audits leave
-    /// iterations to try two operators, or one where a CPU composes attention. Nothing is tried where every operator is
-    /// faster in f32.
+    /// Whether half precision is also tried for operators that autocast runs in f32; `false` by default. Rules for them
+    /// come into the plan under the same conditions as others, and only if [`audit`](super::audit()) finds nothing
+    /// suspicious with them that it does not find without them. If an operator has no kernel for half precision, the
+    /// tuning fails. The audits leave iterations to try two operators, or one where a CPU composes attention. Nothing
+    /// is tried where every operator is faster in f32.
     pub allow_half: bool,
 }
 
 impl Tuner {
-    /// Returns the plan with which iterations are fastest; see [`tune`].
+    /// Measures which operators of a model are faster in f32 than in half precision, and whether attention is faster
+    /// when it is composed of products, and returns the plan with which whole iterations are fastest.
+    ///
+    /// `loss` computes the unscaled loss in the region that it is given, as for [`audit`](super::audit()). This records
+    /// the operators of one iteration in f32, in `region` and, if there is attention, with attention
+    /// [composed](crate::autocast::RunAs::Composed), forward and backward, with the casts that each needs. For each
+    /// operator of autocast's lower-precision list it makes rules from the fastest of these at each size, and tries
+    /// those of the three operators that promise most on whole iterations in turns. It keeps the rules with which three
+    /// of four iterations are faster than each of four without, or the median one is faster by a twentieth, and with
+    /// which gradients are at most a tenth further from those in f32. Where the medians promise more than the noise
+    /// lets it see, it compares once more, if 40 iterations allow that. Finally it compares the plan with f32 in the
+    /// same way: where half precision does not win, the plan leaves everything in f32, as on processors that emulate
+    /// bf16. Rules reach to twice the largest size that was measured. It puts into half precision what autocast keeps
+    /// in f32 only if [asked](Self::allow_half). Attention is composed on the CPU alone. The rules of the plan come
+    /// after those of the region, so that they replace overrides of the same operators.
+    ///
+    /// It runs at most 40 iterations, the first of them in f32, and only a few where each operator is faster in f32.
+    /// Gradients, buffers and random numbers are put back afterwards, so that training goes on as without the call;
+    /// `loss` must not change anything else. On several ranks, let all of them use the plan of one. PyTorch has no
+    /// counterpart.
+    ///
+    /// Synchronizes after every operator of the recorded iterations, and at the end of the others. Measure on a machine
+    /// that does nothing else.
     ///
     /// # Errors
     ///
-    /// The same as [`tune`], and with `allow_half` those of [`audit`](super::audit()).
+    /// The error of `loss`; [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a region that is switched
+    /// off;
+    /// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable);
+    /// [`Error::Torch`](crate::Error::Torch) if an iteration cannot be recorded; with
+    /// [`allow_half`](Self::allow_half), those of [`audit`](super::audit()).
     pub fn tune(
         self,
         vs: &VarStore,
@@ -107,62 +140,6 @@ impl Tuner {
     ) -> Result<Tuning> {
         measure::tune(self, vs, *region, scaler.get_scale()?, loss)
     }
-}
-
-/// Measures which operators of a model are faster in f32 than in half precision, and whether attention is faster when
-/// it is composed of products, and returns the plan with which whole iterations are fastest.
-///
-/// `loss` computes the unscaled loss in the region that it is given, as for [`audit`](super::audit()). `tune` records
-/// the operators of one iteration in f32, in `region` and, if there is attention, with attention
-/// [composed](crate::autocast::RunAs::Composed), forward and backward, with the casts that each needs. For each
-/// operator of autocast's lower-precision list it makes rules from the fastest of these at each size, and tries those of
-/// the three operators that promise most on whole iterations in turns. It keeps the rules with which three of four
-/// iterations are faster than each of four without, or the median one is faster by a twentieth, and with which gradients
-/// are at most a tenth further from those in f32. Where the medians promise more than the noise lets it see, it compares
-/// once more, if 40 iterations allow that.
-/// Finally it compares the plan with f32 in the same way: where half precision does not win, the plan leaves everything
-/// in f32, as on processors that emulate bf16. Rules reach to twice the largest size that was measured. It puts into
-/// half precision what autocast keeps in f32 only if [asked](Tuner::allow_half). Attention is composed on the CPU
-/// alone. The rules of the plan come after those of the region, so that they replace overrides of the same operators.
-///
-/// It runs at most 40 iterations, the first of them in f32, and only a few where each operator is faster in f32.
-/// Gradients, buffers and random numbers are put back afterwards, so that training goes on as without the call; `loss`
-/// must not change anything else. On several ranks, let all of them use the plan of one. PyTorch has no counterpart.
-///
-/// Synchronizes after every operator of the recorded iterations, and at the end of the others. Measure on a machine
-/// that does nothing else.
-///
-/// # Errors
-///
-/// The error of `loss`; [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a region that is switched off;
-/// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable);
-/// [`Error::Torch`](crate::Error::Torch) if an iteration cannot be recorded.
-///
-/// # Examples
-///
-/// ```
-/// use tch::{Device, Kind, Tensor, nn};
-/// use tch_amp::{Autocast, GradScaler, insight};
-///
-/// let vs = nn::VarStore::new(Device::Cpu);
-/// let layer = nn::linear(vs.root() / "layer", 4, 4, Default::default());
-/// let x = Tensor::ones([2, 4], (Kind::Float, Device::Cpu));
-/// let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
-/// let tuning = insight::tune(&vs, &region, &GradScaler::disabled(), |region| {
-///     region.run(|| x.apply(&layer).square().mean(Kind::Float))
-/// })?;
-/// println!("{tuning}");
-/// let region = region.plan(&tuning.plan)?;
-/// # let _loss = region.run(|| x.apply(&layer))?;
-/// # Ok::<(), tch_amp::Error>(())
-/// ```
-pub fn tune(
-    vs: &VarStore,
-    region: &Autocast,
-    scaler: &GradScaler,
-    loss: impl FnMut(Autocast) -> Result<Tensor>,
-) -> Result<Tuning> {
-    Tuner::default().tune(vs, region, scaler, loss)
 }
 
 /// The part of an iteration beyond which casts of weights are mentioned.
