@@ -5,8 +5,8 @@
 //! batch, and their losses are compared first. Several iterations are enqueued and synchronized with at the end: `ms` is
 //! the time of one of them, and `host` the time for which the host was busy with it. `clip` is fp16 with gradients that
 //! are clipped to a norm: by `step_clip_norm` here, and by `unscale_`, `clip_grad_norm_` and `step` in Python. `bare` is
-//! fp16 without loss scaling, for what that costs. `plan` is bf16 with the plan that
-//! a [`Tuner`](tch_amp::insight::Tuner) measures.
+//! fp16 without loss scaling, for what that costs. `plan` is bf16 with the plan that a
+//! [`Tuner`](tch_amp::insight::Tuner) measures.
 //!
 //! `step` is no model: the step of AdamW alone, with f32, bf16 and 8-bit moments, beside the speed of a copy.
 //!

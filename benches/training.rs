@@ -11,8 +11,8 @@
 //! of iterations take turns. One more multiplication of a number in the backward pass is not counted: a backward pass
 //! varies by more. jmp's README states 1 to 5 % beside a static loss scale; here it is beside none.
 //!
-//! A third training here uses the plan that a [`Tuner`](tch_amp::insight::Tuner) measures for the model, and a fourth has
-//! weights in bf16 with master weights in f32, which saves the casts of weights and of their gradients.
+//! A third training here uses the plan that a [`Tuner`](tch_amp::insight::Tuner) measures for the model, and a fourth
+//! has weights in bf16 with master weights in f32, which saves the casts of weights and of their gradients.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;

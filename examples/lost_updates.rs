@@ -175,7 +175,8 @@ fn series(run: &Run, steps: &[Tensor]) -> Series {
     }
     // With stochastic rounding, a single weight is drawn as well.
     let label = "bf16, stochastic rounding (thin line: one weight)";
-    Series::line(run.name, label, points(&mean)).faint(points(&|w| w.double_value(&[0])))
+    let faint = points(&|w| w.double_value(&[0]));
+    Series { faint, ..Series::line(run.name, label, points(&mean)) }
 }
 
 /// The SVG file: the plot with a style of its own.

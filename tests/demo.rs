@@ -157,7 +157,7 @@ fn the_gpt_learns_equally_in_both_precisions() {
     let verdict = gpt::report::verdict(fp32, bf16);
     assert!(verdict.starts_with("bf16 is ") && verdict.contains("the loss is the same within"));
     let rows = gpt::report::table(&GPT);
-    let rows: Vec<&str> = rows.rows().iter().map(|row| row[0].as_str()).collect();
+    let rows: Vec<&str> = rows.rows.iter().map(|row| row[0].as_str()).collect();
     assert_eq!(rows, ["fp32", "bf16"]);
     assert!(html().contains(&verdict) && html().contains("one line &lt;&amp;&gt; again"));
 }

@@ -265,7 +265,7 @@ fn inference_runs() -> anyhow::Result<()> {
     let folder = Folder::new();
     let file = folder.file("inference.pt");
     let compared = inference::run(Device::Cpu, &file, 32, 3)?;
-    anyhow::ensure!(compared.table.rows().len() == 4, "{compared:?}");
+    anyhow::ensure!(compared.table.rows.len() == 4, "{compared:?}");
     // The report can be made, too.
     inference::page(&compared, Device::Cpu).to_html();
     let inference::Compared { inputs, outputs, .. } = compared;

@@ -16,7 +16,7 @@ fn every_size_is_measured_once_per_process() {
     for_each_device(|device| {
         // A region, which would cast the matrices of f32, makes no difference.
         let precision = autocast(device, || MatmulSpeeds::measure(device)).unwrap().unwrap();
-        let speeds = precision.as_slice();
+        let speeds = &precision.speeds;
         let sizes: Vec<_> = speeds.iter().map(|speed| speed.size).collect();
         assert!(sizes.starts_with(&[64, 128, 256, 512, 1024]) && sizes.is_sorted(), "{sizes:?}");
         let gpu = device != Device::Cpu;

@@ -69,7 +69,7 @@ impl Confusion {
         let mut table = Table::new(["class", "precision", "recall", "F1", things]);
         let mut row = |name: &str, scores: [f64; 3], support: usize| {
             let [p, r, f] = scores.map(|score| format!("{score:.3}"));
-            table.row([name.to_owned(), p, r, f, support.to_string()]);
+            table.rows.push([name.to_owned(), p, r, f, support.to_string()]);
         };
         for (class, label) in labels.iter().enumerate() {
             let (scores, support) = self.scores(class);

@@ -166,7 +166,7 @@ pub enum Format {
 impl Format {
     /// Returns the format for a path, by its extension: `Torch` for `.pt`, `.pth`, `.bin`, `.ckpt` and `.ot`, and
     /// `Safetensors` for any other.
-    pub fn from_path(path: &Path) -> Self {
+    fn from_path(path: &Path) -> Self {
         let ending = path.extension().and_then(|ending| ending.to_str());
         match ending {
             Some("pt" | "pth" | "bin" | "ckpt" | "ot") => Self::Torch,

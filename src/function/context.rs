@@ -263,19 +263,13 @@ impl GradOutputs<'_> {
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Option<&Tensor>> {
         self.0.iter().map(Option::as_deref)
     }
-
-    /// Returns the number of outputs.
-    #[allow(clippy::len_without_is_empty, reason = "a function without outputs has no backward")]
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
 }
 
 impl Index<usize> for GradOutputs<'_> {
     type Output = Tensor;
 
     fn index(&self, output: usize) -> &Tensor {
-        let outputs = self.len();
+        let outputs = self.0.len();
         assert!(output < outputs, "there is no output {output}: the function has {outputs}");
         self.get(output).unwrap_or_else(|| {
             panic!(

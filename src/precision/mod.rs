@@ -42,11 +42,18 @@ lazy_static! {
 /// let speeds = MatmulSpeeds::measure(Device::Cpu)?;
 /// // bf16: 4.3x as fast as f32 at 1024, 1.1x at 64: use it for layers wider than about 128.
 /// println!("{speeds}");
+///
+/// let gains = speeds.speeds.iter().map(|speed| (speed.size, speed.bf16.unwrap_or(0.0) / speed.f32));
+/// for (size, gain) in gains {
+///     println!("bf16 is {gain:.1} times as fast as f32 for products of size {size}");
+/// }
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct MatmulSpeeds {
-    speeds: Vec<MatmulSpeed>,
+    /// The speed of each size, from small products to large ones.
+    pub speeds: Vec<MatmulSpeed>,
 }
 
 impl MatmulSpeeds {
@@ -70,25 +77,6 @@ impl MatmulSpeeds {
         let new = Self { speeds: no_grad(|| measured_speeds(device))? };
         measured.insert(key, new.clone());
         Ok(new)
-    }
-
-    /// Returns the measured speeds, from small products to large ones.
-    ///
-    /// # Examples
-    ///
-    /// ```no_run
-    /// use tch::Device;
-    /// use tch_amp::precision::MatmulSpeeds;
-    ///
-    /// let speeds = MatmulSpeeds::measure(Device::Cpu)?;
-    /// let gains = speeds.as_slice().iter().map(|speed| (speed.size, speed.bf16.unwrap_or(0.0) / speed.f32));
-    /// for (size, gain) in gains {
-    ///     println!("bf16 is {gain:.1} times as fast as f32 for products of size {size}");
-    /// }
-    /// # Ok::<(), tch_amp::Error>(())
-    /// ```
-    pub fn as_slice(&self) -> &[MatmulSpeed] {
-        &self.speeds
     }
 }
 

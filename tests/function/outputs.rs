@@ -32,7 +32,7 @@ fn several_outputs_have_a_gradient_each_and_zeros_stand_for_a_missing_one() {
             &[&x],
             |_, x| Ok([x[0] * 2.0, x[0] * 3.0]),
             |_, grads| {
-                assert_eq!(grads.len(), 2);
+                assert_eq!(grads.iter().len(), 2);
                 Ok(&grads[0] * 2.0 + &grads[1] * 3.0)
             },
         )

@@ -77,7 +77,7 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<()> {
 fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
     let speeds = MatmulSpeeds::measure(device)?;
     print(&speeds);
-    let wide = speeds.as_slice().iter().find(|speed| speed.size == gpt::train::WIDTH);
+    let wide = speeds.speeds.iter().find(|speed| speed.size == gpt::train::WIDTH);
     let is_slow = wide.is_some_and(|speed| speed.bf16.is_none_or(|bf16| bf16 < speed.f32));
     if is_slow {
         print(format_args!(

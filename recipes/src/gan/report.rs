@@ -37,7 +37,7 @@ pub fn table(options: &Options, run: &Run) -> Table<7> {
         "moments",
         "skipped steps",
     ]);
-    table.row([
+    table.rows.push([
         precision_name(options.common.amp).to_owned(),
         or_dash(last(measure::COVERED).map(|modes| format!("{modes} of {MODES}"))),
         or_dash(last(measure::CLOSE).map(|share| format!("{:.0} %", 100.0 * share))),
@@ -113,7 +113,7 @@ fn points(run: &Run) -> Plot {
     let (points, _) = numbers.as_chunks::<2>();
     let points = points.iter().filter(|point| point.iter().all(|x| x.abs() <= SHOWN));
     let marks = points.map(|[x, y]| (*x, *y, format!("{x:.2}, {y:.2}"))).collect();
-    let series = Series::line("second", "ring of the modes", ring).marks(marks);
+    let series = Series { marks, ..Series::line("second", "ring of the modes", ring) };
     // The ring would fill the plot otherwise, whose axes span the line alone.
     Plot::new("Points of the generator", ["x", "y"], Spacing::Linear, vec![series])
         .ranges([-SHOWN, SHOWN], [-SHOWN, SHOWN])

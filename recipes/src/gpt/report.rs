@@ -41,7 +41,7 @@ pub fn table(options: &Options, run: &Run) -> Table<7> {
         "skipped steps",
         "final scale",
     ]);
-    table.row([
+    table.rows.push([
         precision_name(options.common.amp).to_owned(),
         format!("{loss:.3}"),
         or_dash(number(measure::HELD_OUT).map(|loss| format!("{loss:.3}"))),

@@ -51,7 +51,7 @@ pub fn table(runs: &[Run]) -> Table<9> {
         };
         let relative = (runs.len() > 1).then(|| format!("{:.2}", rate(run) / first));
         let peak = run.log.last(measure::PEAK_MEMORY).map(|bytes| bytes as u64);
-        table.row([
+        table.rows.push([
             precision_name(run.amp).to_owned(),
             tested(|tested| tested.averaged.accuracy()),
             tested(|tested| tested.last.accuracy()),

@@ -170,7 +170,7 @@ pub fn run(device: Device, file: &Path, rows: i64, times: usize) -> Result<Compa
         let rate = rows as f64 / time.as_secs_f64();
         let gain = medians[0].as_secs_f64() / time.as_secs_f64();
         let [name, error] = [(*name).to_owned(), format!("{error:.4}")];
-        table.row([name, error, format!("{rate:.0}"), format!("{gain:.2}")]);
+        table.rows.push([name, error, format!("{rate:.0}"), format!("{gain:.2}")]);
     }
     let (inputs, outputs) = (xs.shallow_clone(), outputs[2].shallow_clone());
     Ok(Compared { inputs, outputs, table, kept })

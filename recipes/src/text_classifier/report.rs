@@ -41,7 +41,7 @@ pub fn table(options: &Options, run: &Run, task: &Task<'_>) -> Table<10> {
         "peak memory",
         "sent in a step",
     ]);
-    table.row([
+    table.rows.push([
         precision_name(options.common.amp).to_owned(),
         format!("{:.3}", run.test.accuracy()),
         format!("{:.3}", task.data.majority()),

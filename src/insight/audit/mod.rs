@@ -152,11 +152,6 @@ impl Audit {
         parts
     }
 
-    /// Whether no part is suspicious.
-    pub fn is_clean(&self) -> bool {
-        self.parts.iter().all(|part| part.suspicions.is_empty())
-    }
-
     /// The modules and named parts that should be computed in f32: with a region switched off, or with patterns of
     /// [`KeepF32`](crate::policy::KeepF32) such as `layers.3.*`, which match modules but no names given by
     /// [`named`](super::named). If a part magnifies the rounding of its inputs, the parts that computed them are listed
@@ -245,7 +240,7 @@ impl AuditedPart {
 /// let audit = insight::audit(&vs, &region, &GradScaler::disabled(), |region| {
 ///     region.run(|| x.apply(&layer).tanh().square().mean(Kind::Float))
 /// })?;
-/// assert!(audit.is_clean(), "{audit}");
+/// assert!(audit.suspicious().is_empty(), "{audit}");
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 pub fn audit(

@@ -69,7 +69,7 @@ pub struct BudgetRow {
 
 impl BudgetRow {
     /// Whether it is further from f32 than rounding explains.
-    pub fn is_over(&self) -> bool {
+    pub(in crate::insight) fn is_over(&self) -> bool {
         self.multiple > self.limit
     }
 }

@@ -208,7 +208,7 @@ impl Exponents {
     }
 
     /// Returns the number of elements that are neither zero, infinite nor NaN.
-    pub fn counted(&self) -> u64 {
+    pub(in crate::insight) fn counted(&self) -> u64 {
         total(self.counts.iter().copied())
     }
 

@@ -152,7 +152,7 @@ mod tests {
     fn texts_are_escaped_in_every_element() {
         let hostile = "<script>&\"";
         let mut table = Table::new(["run"]);
-        table.row([hostile.to_owned()]);
+        table.rows.push([hostile.to_owned()]);
         let page = Document::new(hostile)
             .heading(hostile)
             .subheading(hostile)

@@ -13,7 +13,7 @@
 //!
 //! let losses: Vec<_> = (1..=100).map(|step| (f64::from(step), 1.0 / f64::from(step))).collect();
 //! let mut table = Table::new(["run", "final loss"]);
-//! table.row(["bf16".to_owned(), format!("{:.3}", losses[99].1)]);
+//! table.rows.push(["bf16".to_owned(), format!("{:.3}", losses[99].1)]);
 //! println!("{table}");
 //!
 //! let loss = Series::smoothed("bf16", "training", losses, 0.9);

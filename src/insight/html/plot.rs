@@ -19,23 +19,23 @@ const ROW: f64 = 20.0;
 /// One line of a plot.
 #[derive(Clone, Debug)]
 pub struct Series {
-    /// The CSS class of everything that belongs to the series.
-    class: String,
-    label: String,
-    /// The main line.
-    curve: Vec<(f64, f64)>,
-    /// Drawn faintly below the main lines; may be empty.
-    faint: Vec<(f64, f64)>,
-    /// Crosses, each with the text that a pointer over it shows.
-    marks: Vec<(f64, f64, String)>,
+    /// The CSS class of everything that belongs to the series, which gives it a colour; see the [module](super).
+    pub class: String,
+    /// Its name in the legend.
+    pub label: String,
+    /// The points of its line.
+    pub points: Vec<(f64, f64)>,
+    /// The points of a second line, drawn faintly below the lines of the plot; empty by default.
+    pub faint: Vec<(f64, f64)>,
+    /// Crosses, each with the text that a pointer over it shows; empty by default. They do not widen the axes.
+    pub marks: Vec<(f64, f64, String)>,
 }
 
 impl Series {
-    /// Creates a line through these points, with its name in the legend. Its CSS class gives it a colour; see the
-    /// [module](super).
+    /// Creates a line through these points, without a faint one and without crosses.
     pub fn line(class: &str, label: &str, points: Vec<(f64, f64)>) -> Self {
         let (class, label) = (class.to_owned(), label.to_owned());
-        Self { class, label, curve: points, faint: Vec::new(), marks: Vec::new() }
+        Self { class, label, points, faint: Vec::new(), marks: Vec::new() }
     }
 
     /// Creates a line through the exponential moving average of these points, of which each value keeps the share
@@ -43,22 +43,13 @@ impl Series {
     pub fn smoothed(class: &str, label: &str, points: Vec<(f64, f64)>, keep: f64) -> Self {
         let values: Vec<f64> = points.iter().map(|point| point.1).collect();
         let smooth = points.iter().zip(smooth(&values, keep)).map(|(point, y)| (point.0, y));
-        Self::line(class, label, smooth.collect()).faint(points)
+        let line = Self::line(class, label, smooth.collect());
+        Self { faint: points, ..line }
     }
 
-    /// Draws a second, faint line below the main lines of the plot.
-    pub fn faint(self, points: Vec<(f64, f64)>) -> Self {
-        Self { faint: points, ..self }
-    }
-
-    /// Draws crosses, each with the text that a pointer over it shows. They do not widen the axes.
-    pub fn marks(self, marks: Vec<(f64, f64, String)>) -> Self {
-        Self { marks, ..self }
-    }
-
-    /// The points of its lines.
-    fn points(&self) -> impl Iterator<Item = &(f64, f64)> {
-        self.faint.iter().chain(&self.curve)
+    /// The points of both lines.
+    fn drawn(&self) -> impl Iterator<Item = &(f64, f64)> {
+        self.faint.iter().chain(&self.points)
     }
 }
 
@@ -84,7 +75,7 @@ impl Plot {
         spacing: Spacing,
         series: Vec<Series>,
     ) -> Self {
-        let drawn = || series.iter().flat_map(Series::points);
+        let drawn = || series.iter().flat_map(Series::drawn);
         Self {
             description: description.to_owned(),
             x: Axis::over(x, Spacing::Linear, drawn().map(|point| point.0)),
@@ -147,7 +138,7 @@ fn write_all(svg: &mut String, plot: &Plot) -> std::fmt::Result {
         write_line(svg, plot, series, "raw", &series.faint)?;
     }
     for series in &plot.series {
-        write_line(svg, plot, series, "curve", &series.curve)?;
+        write_line(svg, plot, series, "curve", &series.points)?;
         write_marks(svg, plot, series)?;
     }
     write_legend(svg, plot)?;
@@ -297,7 +288,8 @@ mod tests {
     fn every_text_is_escaped() {
         let hostile = "<script>&\"";
         let mark = vec![(0.0, 1.0, hostile.to_owned())];
-        let series = Series::line(hostile, hostile, vec![(0.0, 1.0)]).marks(mark);
+        let line = Series::line(hostile, hostile, vec![(0.0, 1.0)]);
+        let series = Series { marks: mark, ..line };
         let plot = Plot::new(hostile, [hostile; 2], Spacing::Linear, vec![series]);
         let svg = plot.mark_name(hostile).svg();
         assert!(!svg.contains("<script") && !svg.contains("&\""), "{svg}");

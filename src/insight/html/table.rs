@@ -8,24 +8,16 @@ use super::escape::escape;
 /// left.
 #[derive(Clone, Debug)]
 pub struct Table<const N: usize> {
-    header: [String; N],
-    rows: Vec<[String; N]>,
+    /// The names of the columns.
+    pub header: [String; N],
+    /// The cells, row by row.
+    pub rows: Vec<[String; N]>,
 }
 
 impl<const N: usize> Table<N> {
     /// Creates a table without rows.
     pub fn new(header: [&str; N]) -> Self {
         Self { header: header.map(str::to_owned), rows: Vec::new() }
-    }
-
-    /// Adds a row.
-    pub fn row(&mut self, cells: [String; N]) {
-        self.rows.push(cells);
-    }
-
-    /// Returns the rows.
-    pub fn rows(&self) -> &[[String; N]] {
-        &self.rows
     }
 
     /// The `<table>` element. The class of a row is its first cell, which gives it the colour of a line in a plot.
@@ -80,8 +72,8 @@ mod tests {
     #[test]
     fn columns_line_up_and_markup_is_escaped() {
         let mut table = Table::new(["run", "loss"]);
-        table.row(["a<b".to_owned(), "0.5".to_owned()]);
-        table.row(["långsam".to_owned(), or_dash(None::<f64>)]);
+        table.rows.push(["a<b".to_owned(), "0.5".to_owned()]);
+        table.rows.push(["långsam".to_owned(), or_dash(None::<f64>)]);
         let text = table.to_string();
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines, ["run      loss", "-------  ----", "a<b       0.5", "långsam     -"]);

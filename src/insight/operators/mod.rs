@@ -141,7 +141,7 @@ impl Profiler {
         report.unrecorded_seconds = unrecorded_seconds;
         report.padding = gain::padding(&report);
         if let Some(speeds) = &self.speeds {
-            report.gains = gain::gains(&report, speeds.as_slice());
+            report.gains = gain::gains(&report, &speeds.speeds);
         }
         Ok(report)
     }

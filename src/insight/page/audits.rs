@@ -26,7 +26,7 @@ pub(super) fn add(html: Document, audit: &Audit) -> Document {
         "dtypes",
     ]);
     for part in parts.iter().take(MOST_PARTS) {
-        table.row(row(part));
+        table.rows.push(row(part));
     }
     let html = html
         .heading(&format!("Audit in {}", audit.dtype))

@@ -12,7 +12,7 @@ pub(super) fn add(html: Document, report: &BudgetReport) -> Document {
     let within = report.rows.iter().filter(|row| !row.is_over());
     let rows: Vec<&BudgetRow> = report.over().into_iter().chain(within).collect();
     for row in rows.iter().take(MOST_ROWS) {
-        table.row([
+        table.rows.push([
             row.quantity.to_string(),
             row.name.clone(),
             format!("{:.1e}", row.error),

@@ -11,7 +11,7 @@ const MOST_ROWS: usize = 40;
 pub(super) fn add(html: Document, report: &OperatorReport) -> Document {
     let mut table = Table::new(COLUMNS);
     for row in report.operators.iter().take(MOST_ROWS) {
-        table.row(report.cells(row));
+        table.rows.push(report.cells(row));
     }
     let rest = report.operators.iter().skip(MOST_ROWS).map(|row| row.seconds).sum::<f64>();
     let share = |seconds: f64| percent(seconds / report.own_seconds().max(f64::MIN_POSITIVE));

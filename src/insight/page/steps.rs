@@ -102,7 +102,7 @@ fn scale(
         (number as f64, step.scale, format!("step {number} skipped: {why}"))
     };
     let marks = skips.iter().map(mark).collect();
-    let series = Series::line("first", "loss scale", scales).marks(marks);
+    let series = Series { marks, ..Series::line("first", "loss scale", scales) };
     let labels = ["step", "loss scale"];
     let description = "The loss scale, with the skipped steps";
     let plot = Plot::new(description, labels, Spacing::Log2, vec![series])
@@ -140,7 +140,7 @@ fn skips(
     }
     let mut table = Table::new(["step", "scale", "gradient norm", "why"]);
     for (step, cause) in &skipped {
-        table.row([
+        table.rows.push([
             step.step.to_string(),
             Number(step.scale).to_string(),
             or_dash(step.norm.map(|norm| format!("{norm:.3e}"))),

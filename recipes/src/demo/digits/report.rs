@@ -110,5 +110,5 @@ fn scale_series(run: &RunResult) -> Option<Series> {
         }
     }
     let name = precision_name(run.precision);
-    Some(Series::line(name, name, curve).marks(marks))
+    Some(Series { marks, ..Series::line(name, name, curve) })
 }

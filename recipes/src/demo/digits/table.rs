@@ -22,7 +22,7 @@ const HEADER: [&str; 7] = [
 /// One row for each run, with `-` where a value does not apply.
 pub fn table(results: &[RunResult]) -> Table<{ HEADER.len() }> {
     let mut table = Table::new(HEADER);
-    results.iter().for_each(|run| table.row(row(run)));
+    results.iter().for_each(|run| table.rows.push(row(run)));
     table
 }
 

@@ -39,7 +39,7 @@ pub fn table(runs: &[Run]) -> Table<5> {
     let mut table = Table::new(["run", "tokens/s", "ms per step", "final loss", "activations"]);
     for run in runs {
         let rate = run.tokens_per_second();
-        table.row([
+        table.rows.push([
             precision_name(run.precision).to_owned(),
             format!("{rate:.0}"),
             format!("{:.0}", 1e3 * (ROWS * LENGTH) as f64 / rate),
