@@ -44,7 +44,7 @@ impl Checkpoint {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn add(&mut self, name: &str, mut what: impl Stateful) -> Result<()> {
-        self.add_by(name, |state| what.save_state(state))
+        self.insert(saved_by(name, |state| what.save_state(state))?)
     }
 
     /// Adds several states by their names. A function that returns the list of a program's parts serves this method and
@@ -135,14 +135,6 @@ impl Checkpoint {
     /// ```
     pub fn add_value(&mut self, name: &str, value: &impl Serialize) -> Result<()> {
         self.insert(vec![(name.to_owned(), Part::Value(plain(name, value)?))])
-    }
-
-    pub(crate) fn add_by(
-        &mut self,
-        name: &str,
-        save: impl FnOnce(&mut SaveState<'_>) -> Result<()>,
-    ) -> Result<()> {
-        self.insert(saved_by(name, save)?)
     }
 
     /// Inserts all of the parts, or none of them.

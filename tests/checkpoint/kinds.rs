@@ -16,13 +16,13 @@ use crate::common::files::Folder;
 const CPU: Device = Device::Cpu;
 
 #[test]
-fn the_short_forms_save_the_same_bytes() {
+fn parts_are_saved_the_same_by_any_reference() {
     let folder = Folder::new();
     let mut run = Run::new(CPU);
     run.train(3);
     let mut scalers = PerLossScalers::new(CPU, 2).unwrap();
     let mut short = run.checkpoint();
-    short.add_scalers("scalers", &scalers).unwrap();
+    short.add("scalers", &mut scalers).unwrap();
     let mut long = Checkpoint::new();
     let Run { vs, opt, scaler, .. } = &mut run;
     let kinds: [(&str, &mut dyn Stateful); 4] =

@@ -20,7 +20,7 @@ use loss::{Identity, Loss};
 /// [`backward`](Self::backward) unscales the gradients of its loss and adds them to those of the previous losses.
 /// Between it and [`step`](Self::step) the gradients are therefore unscaled and can be clipped. A step is skipped if
 /// any loss overflowed, and [`update`](Self::update) backs off the scales of the overflowed losses only.
-/// [`Checkpoint`](crate::checkpoint::Checkpoint) saves all of them with `add_scalers`.
+/// [`Checkpoint::add`](crate::checkpoint::Checkpoint::add) saves all of them.
 ///
 /// # Examples
 ///
