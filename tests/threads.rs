@@ -4,7 +4,7 @@
 mod common;
 
 use tch::nn::{BatchNorm, Linear};
-use tch_amp::accumulation::{Accumulation, WithGradients};
+use tch_amp::accumulation::Accumulation;
 use tch_amp::autocast::{AutocastGuard, AutocastState, Plan, Platform, Rule, RunAs};
 use tch_amp::average::{AveragedWeights, Averaging, Ema, Swa, SwappedIn};
 use tch_amp::buffers::BufferSnapshot;
@@ -244,8 +244,22 @@ only_send!(
     StepOutcome,
     StepCounter,
     SwappedIn<'static>,
-    WithGradients<'static>,
 );
+
+// A window with its gradients is such a type, and has no name.
+const _: fn(&'static mut Accumulation) = |window| {
+    fn check<T: Send>(_: &T) {}
+    trait Ambiguous<A> {
+        fn check(&self) {}
+    }
+    struct Lacks;
+    struct Has;
+    impl<T> Ambiguous<Lacks> for T {}
+    impl<T: Sync> Ambiguous<Has> for T {}
+    let window = window.with_gradients(Vec::new());
+    check(&window);
+    Ambiguous::check(&window);
+};
 
 // Types that borrow tensors, or borrow types that hold tensors, which threads must not share.
 stays!(BackwardContext<'static>, GradOutputs<'static>, Parameters<'static>, Restore<'static>);

@@ -1,5 +1,7 @@
 //! A window and its gradients, for a checkpoint between two micro-batches.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
@@ -16,9 +18,8 @@ use crate::variables::{Variable, each_once};
 const WINDOW: &str = "window";
 
 /// A window of micro-batches and the gradients that it has accumulated, which a checkpoint saves and restores.
-/// [`Accumulation::with_gradients`] makes it.
 #[derive(Debug)]
-pub struct WithGradients<'w> {
+struct WithGradients<'w> {
     window: &'w mut Accumulation,
     named: Vec<(String, Tensor)>,
 }
@@ -72,7 +73,7 @@ impl Accumulation {
     /// let mut checkpoint = Checkpoint::new();
     /// checkpoint.add("model", &vs)?;
     /// checkpoint.add("scaler", &mut scaler)?;
-    /// checkpoint.add("window", &mut window.with_gradients(vs.variables()))?;
+    /// checkpoint.add("window", window.with_gradients(vs.variables()))?;
     /// checkpoint.save(&path)?;
     ///
     /// // Any window will do: its weights are replaced.
@@ -82,7 +83,7 @@ impl Accumulation {
     ///     .restore()
     ///     .add("model", &vs)
     ///     .add("scaler", &mut scaler)
-    ///     .add("window", &mut resumed.with_gradients(vs.variables()))
+    ///     .add("window", resumed.with_gradients(vs.variables()))
     ///     .apply()?;
     /// assert_eq!((resumed.taken(), resumed.micro_batches()), (1, 4));
     /// # std::fs::remove_file(&path)?;
@@ -92,7 +93,7 @@ impl Accumulation {
     pub fn with_gradients(
         &mut self,
         parameters: impl IntoIterator<Item = (String, Tensor)>,
-    ) -> WithGradients<'_> {
+    ) -> impl Stateful + fmt::Debug {
         WithGradients { window: self, named: parameters.into_iter().collect() }
     }
 }

@@ -34,5 +34,4 @@ mod dropping;
 mod gradients;
 mod window;
 
-pub use gradients::WithGradients;
 pub use window::Accumulation;

@@ -101,7 +101,7 @@ impl Run {
             .add("model", &self.vs)
             .add("opt", &mut self.opt)
             .add("scaler", &mut self.scaler)
-            .add("window", &mut self.window.with_gradients(self.vs.variables()))
+            .add("window", self.window.with_gradients(self.vs.variables()))
             .apply()
             .unwrap();
     }
@@ -171,8 +171,8 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     run.take(&case, 0..1);
     let gradient = Vec::<f64>::try_from(run.w.grad()).unwrap();
     let mut refused = |checkpoint: &Checkpoint, expected: &str| {
-        let mut window = run.window.with_gradients(run.vs.variables());
-        let error = checkpoint.restore().add("window", &mut window).apply().unwrap_err();
+        let window = run.window.with_gradients(run.vs.variables());
+        let error = checkpoint.restore().add("window", window).apply().unwrap_err();
         assert!(error.to_string().contains(expected), "{expected}: {error}");
         assert_eq!((run.window.taken(), run.window.micro_batches()), (1, 2), "{expected}");
         assert_eq!(Vec::<f64>::try_from(run.w.grad()).unwrap(), gradient, "{expected}");
@@ -193,7 +193,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
         (&w * &gradient).sum(gradient.kind()).backward();
         let mut saved = Accumulation::of_equal(2).unwrap();
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add("window", &mut saved.with_gradients([(name.to_owned(), w)])).unwrap();
+        checkpoint.add("window", saved.with_gradients([(name.to_owned(), w)])).unwrap();
         refused(&checkpoint, expected);
     };
     other("elsewhere", Tensor::from_slice(&[1f32, 2.0]), "`elsewhere`");
@@ -207,11 +207,10 @@ fn a_gradient_that_is_skipped_is_left_out() {
     let mut run = case.run();
     run.take(&case, 0..1);
     let mut checkpoint = Checkpoint::new();
-    let mut window = run.window.with_gradients(run.vs.variables());
-    checkpoint.add("window", &mut window).unwrap();
+    checkpoint.add("window", run.window.with_gradients(run.vs.variables())).unwrap();
     let mut new = case.run();
-    let mut window = new.window.with_gradients(new.vs.variables());
-    checkpoint.restore().skip(&["w"]).add("window", &mut window).apply().unwrap();
+    let window = new.window.with_gradients(new.vs.variables());
+    checkpoint.restore().skip(&["w"]).add("window", window).apply().unwrap();
     assert!(new.window.is_complete() && !new.w.grad().defined());
 }
 
@@ -223,8 +222,8 @@ fn a_gradient_with_two_names_is_restored_once() {
     let mut window = Accumulation::of_equal(2).unwrap();
     window.backward(&mut GradScaler::disabled(), &(&w * 6.0).sum(Kind::Float)).unwrap();
     let mut checkpoint = Checkpoint::new();
-    checkpoint.add("window", &mut window.with_gradients(named())).unwrap();
-    checkpoint.restore().add("window", &mut window.with_gradients(named())).apply().unwrap();
+    checkpoint.add("window", window.with_gradients(named())).unwrap();
+    checkpoint.restore().add("window", window.with_gradients(named())).apply().unwrap();
     assert_eq!(Vec::<f64>::try_from(w.grad()).unwrap(), [3.0, 3.0]);
 }
 
@@ -240,7 +239,7 @@ fn a_gradient_with_two_names_is_restored_from_any() {
         let (w, mut window) = (leaf(), Accumulation::of_equal(2).unwrap());
         window.backward(&mut GradScaler::disabled(), &(&w * 6.0).sum(Kind::Float)).unwrap();
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add("window", &mut window.with_gradients(named(&w, saved_as))).unwrap();
+        checkpoint.add("window", window.with_gradients(named(&w, saved_as))).unwrap();
         for skips in [None, Some("head"), Some("embedding")] {
             let new = leaf();
             let mut target = window.with_gradients(named(&new, &both));

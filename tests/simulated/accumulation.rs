@@ -72,10 +72,10 @@ fn a_resumed_window_does_not_synchronize() {
             window.backward_or_drop(&mut scaler, &opt, &loss).unwrap();
         }
         let mut checkpoint = Checkpoint::new();
-        checkpoint.add("window", &mut window.with_gradients(vs.variables())).unwrap();
+        checkpoint.add("window", window.with_gradients(vs.variables())).unwrap();
         let mut resumed = Accumulation::of_equal(1).unwrap();
-        let mut with_gradients = resumed.with_gradients(vs.variables());
-        checkpoint.restore().add("window", &mut with_gradients).apply().unwrap();
+        let window = resumed.with_gradients(vs.variables());
+        checkpoint.restore().add("window", window).apply().unwrap();
         let ((), counts) = simulation.count(|| {
             for factor in &factors[place..] {
                 let loss = (&w * *factor).sum(Kind::Float);

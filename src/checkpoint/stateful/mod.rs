@@ -31,7 +31,8 @@ pub use saved::SavedState;
 /// [`PerLossScalers`](crate::scaler::PerLossScalers), the loss scales, a `Box<dyn LossScale>`,
 /// [`Scheduler`](crate::schedule::Scheduler), [`PlateauScheduler`](crate::schedule::PlateauScheduler),
 /// [`AveragedWeights`](crate::average::AveragedWeights), a window of micro-batches
-/// [`WithGradients`](crate::accumulation::WithGradients), [`SpikeDetector`](crate::scaler::SpikeDetector),
+/// [with its gradients](crate::accumulation::Accumulation::with_gradients),
+/// [`SpikeDetector`](crate::scaler::SpikeDetector),
 /// [`ScaleHistory`](crate::insight::ScaleHistory), [`Rng`], mutable references to any of these, and shared references to
 /// a `VarStore`.
 ///
