@@ -120,7 +120,6 @@ impl DeviceSchedule {
 
     /// Reads how many steps were taken. Returns the state, and how many iterations have skipped theirs. Synchronizes.
     pub(super) fn settle(&self) -> Result<(State, u64)> {
-        let _own = OutsideRegions::enter();
         let mut inner = lock(&self.inner);
         inner.settle()?;
         Ok((inner.state.clone(), inner.skipped))
@@ -184,7 +183,7 @@ impl Inner {
 
     /// Has the table begin after as many more steps, which were taken in so many iterations.
     fn begin_after(&mut self, taken: u64, iterations: u64) -> Result<()> {
-        let _no_grad = tch::no_grad_guard();
+        let (_own, _no_grad) = (OutsideRegions::enter(), tch::no_grad_guard());
         let mut state = self.state.clone();
         for _ in 0..taken {
             self.schedule.advance(&mut state.progress, &mut state.rates)?;
@@ -201,6 +200,7 @@ impl Inner {
 
     /// The same by the present count. Synchronizes.
     fn settle(&mut self) -> Result<()> {
+        let _own = OutsideRegions::enter();
         let taken = self.taken.f_double_value(&[0])? as u64;
         self.begin_after(taken, self.iterations)
     }
@@ -212,7 +212,6 @@ impl Member for DeviceSchedule {
     }
 
     fn before_replay(&self) -> Result<()> {
-        let _own = OutsideRegions::enter();
         lock(&self.inner).go_on()
     }
 }

@@ -60,7 +60,7 @@ fn text(rows: &[Row]) -> String {
         None => "None of them is slower in bf16.".to_owned(),
         Some(first) => format!(
             "Slower in bf16 at one of the sizes: {}.\n\
-             `insight::tune` measures which of them a model should keep in f32, at which sizes, and whether attention\n\
+             `insight::Tuner` measures which of them a model should keep in f32, at which sizes, and whether attention\n\
              is faster when it is composed; `Autocast::keep_in_f32([\"{first}\"])` keeps one in f32 at all sizes.",
             slower.join(", ")
         ),
