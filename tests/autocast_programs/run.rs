@@ -70,8 +70,10 @@ impl Machine {
             Ok(None) => Outcome::Nothing,
             Ok(Some(tensor)) => Outcome::Tensor(tensor.kind(), bits(&tensor)),
             Err(TchError::Torch(message)) => {
-                // The simulated GPU runs the kernels of the CPU, but some messages name the device.
-                Outcome::Error(message.lines().next().unwrap_or_default().replace("CUDA", "CPU"))
+                // The kernels are those of the CPU, but some messages name the device, and the host code of CUDA calls
+                // the arguments of `mm` by other names.
+                let line = message.lines().next().unwrap_or_default().replace("CUDA", "CPU");
+                Outcome::Error(line.replace("mat1 and mat2 to have", "m1 and m2 to have"))
             }
             Err(error) => panic!("{error} is not from libtorch"),
         };

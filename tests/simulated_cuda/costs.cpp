@@ -189,10 +189,12 @@ int64_t normalization_launches(const Call &call) {
   return row % 4 == 0 && input.scalar_type() != at::kDouble ? 1 : 2;
 }
 
-// The gradient of the input, and those of weight and bias.
+// The gradient of the input, and those of weight and bias. A gradient whose elements are not one behind the other is
+// copied first.
 int64_t normalization_backward_launches(const Call &call) {
   const auto mask = named(call, "output_mask")->toBoolList();
-  return (mask[0] ? 1 : 0) + (mask[1] || mask[2] ? 1 : 0);
+  const bool is_copied = !argument(call, 0).toTensor().is_contiguous();
+  return (is_copied ? 1 : 0) + (mask[0] ? 1 : 0) + (mask[1] || mask[2] ? 1 : 0);
 }
 
 // A copy of a tensor to itself, and a comparison of the same memory or of other sizes, are seen by the host.
@@ -226,10 +228,12 @@ bool is_sparse(const Call &call, size_t index) {
   return argument(call, index).isTensor() && argument(call, index).toTensor().is_sparse();
 }
 
-// The arguments of a kernel have room for 128 tensors.
+// The arguments of a kernel have room for 128 tensors. Those of different dtypes are copied one by one.
 int64_t cat_launches(const Call &call) {
-  const int64_t count = count_with_elements(argument(call, 0).toTensorVector());
-  return (count + 127) / 128;
+  const auto tensors = argument(call, 0).toTensorVector();
+  const auto differs = [&](const Tensor &t) { return t.scalar_type() != tensors.front().scalar_type(); };
+  const int64_t count = count_with_elements(tensors);
+  return std::any_of(tensors.begin(), tensors.end(), differs) ? count : (count + 127) / 128;
 }
 
 bool has_tensor(const Call &call, const char *name) {

@@ -18,6 +18,7 @@ const SUITES: [&str; 10] = [
     "accumulation",
     "autocast",
     "autocast_ops",
+    "autocast_programs",
     "average",
     "function",
     "graph",
@@ -27,7 +28,10 @@ const SUITES: [&str; 10] = [
     "simulated",
 ];
 
-/// Two ranks on two devices, over the real ProcessGroupNCCL.
+/// Two ranks on two devices, over the real ProcessGroupNCCL. The other tests of `distributed` are about Gloo and take
+/// minutes. They pass there, too, except for one: `hosts::a_cut_link_is_an_error_on_both_hosts_and_a_new_group_resumes`
+/// does not end. Where there is CUDA, a group has NCCL beside Gloo, and a rank waits while NCCL's heartbeat monitor
+/// reads from the store over the cut link.
 const OF_NCCL: [&str; 4] = ["--test", "distributed", "--", "nccl::"];
 
 /// Tests that are left out, and why.
@@ -59,7 +63,7 @@ const DIFFERENT: [(&str, &str); 11] = [
 const WAITING: [&str; 2] = ["bincount", "unique_dim"];
 
 /// Reductions of many numbers to few: blocks of threads share them, and their counters are cleared first.
-const REDUCTIONS: [&str; 5] = ["all", "max", "min", "norm", "sum"];
+const REDUCTIONS: [&str; 6] = ["all", "linalg_vector_norm", "max", "min", "norm", "sum"];
 
 /// Whether the real host code can be run with this libtorch. If not, prints what is left out, and why.
 pub(crate) fn is_possible(workspace: &Workspace) -> bool {
