@@ -14,7 +14,7 @@ use crate::process::run as show;
 use crate::workspace::{self, Workspace};
 
 /// The tests that see what the host code of CUDA does.
-const SUITES: [&str; 10] = [
+const SUITES: [&str; 11] = [
     "accumulation",
     "autocast",
     "autocast_ops",
