@@ -5,7 +5,8 @@
 //! batch, and their losses are compared first. Several iterations are enqueued and synchronized with at the end: `ms` is
 //! the time of one of them, and `host` the time for which the host was busy with it. `clip` is fp16 with gradients that
 //! are clipped to a norm: by `step_clip_norm` here, and by `unscale_`, `clip_grad_norm_` and `step` in Python. `bare` is
-//! fp16 without loss scaling, for what that costs. `plan` is bf16 with the plan that a
+//! fp16 without loss scaling, for what that costs. `graph` is fp16 whose iterations are replayed by
+//! [`Captured`]. `plan` is bf16 with the plan that a
 //! [`Tuner`](tch_amp::insight::Tuner) measures.
 //!
 //! `step` is no model: the step of AdamW alone, with f32, bf16 and 8-bit moments, beside the speed of a copy.
@@ -30,9 +31,10 @@ use folder::Folder;
 use iterations::Training;
 use models::NAMES;
 use states::Place;
-use tch::{Cuda, Device, Kind};
+use tch::{Cuda, Device, Kind, Tensor};
 use tch_amp::Autocast;
 use tch_amp::checkpoint::Checkpoint;
+use tch_amp::graph::Captured;
 use tch_amp::memory::DeviceMemory;
 use tch_amp::precision::MatmulPrecision;
 
@@ -45,7 +47,7 @@ const STEP: &str = "step";
 const GPU: Device = Device::Cuda(0);
 
 /// The number of iterations whose losses are compared.
-const CHECKED: usize = 5;
+const CHECKED: usize = 6;
 
 /// The norm to which gradients are clipped where they are.
 const MAX_NORM: f64 = 1.0;
@@ -64,13 +66,14 @@ const fn way(name: &'static str, dtype: Option<Kind>, tolerance: f64, is_in_pyth
     Way { name, dtype, tolerance, is_in_python }
 }
 
-const WAYS: [Way; 7] = [
+const WAYS: [Way; 8] = [
     way("fp32", None, 1e-4, true),
     way("tf32", None, 2e-3, true),
     way("bf16", Some(Kind::BFloat16), 1e-2, true),
     way("fp16", Some(Kind::Half), 2e-3, true),
     way("clip", Some(Kind::Half), 2e-3, true),
     way("bare", Some(Kind::Half), 2e-3, false),
+    way("graph", Some(Kind::Half), 2e-3, false),
     way("plan", Some(Kind::BFloat16), 1e-2, false),
 ];
 
@@ -91,10 +94,40 @@ impl Way {
     }
 }
 
+/// A training, and the graph that replays its iterations if there is one.
+struct Trained {
+    training: Training,
+    graph: Option<Captured<Tensor>>,
+}
+
+impl Trained {
+    fn new(way: Way, name: &str, weights: &Checkpoint) -> Self {
+        let graph = (way.name == "graph").then(|| Captured::new(GPU).unwrap());
+        Self { training: way.training(name, weights), graph }
+    }
+
+    /// Takes an iteration, and returns its loss.
+    fn iterate(&mut self) -> Tensor {
+        let Self { training, graph } = self;
+        match graph {
+            Some(graph) => {
+                let replay = graph.replay(|| Ok(training.iterate().0.detach())).unwrap();
+                replay.output().shallow_clone()
+            }
+            None => training.iterate().0,
+        }
+    }
+
+    /// The losses of the first iterations.
+    fn losses(&mut self, count: usize) -> Vec<f64> {
+        (0..count).map(|_| self.iterate().double_value(&[])).collect()
+    }
+}
+
 /// What both sides measure in one round: nanoseconds of an iteration, nanoseconds of the host, and bytes.
 type Round = [f64; 3];
 
-fn run(training: &mut Training, iterations: usize) -> Round {
+fn run(training: &mut Trained, iterations: usize) -> Round {
     DeviceMemory::reset_peak(GPU).unwrap();
     Cuda::synchronize(0);
     let start = Instant::now();
@@ -111,9 +144,10 @@ fn run(training: &mut Training, iterations: usize) -> Round {
 
 /// Checks that the losses of both sides agree.
 fn check(name: &str, way: Way, weights: &Checkpoint, python: &mut Python) {
-    let mut training = way.training(name, weights);
-    let ours: Vec<f64> = (0..CHECKED).map(|_| training.iterate().0.double_value(&[])).collect();
-    let theirs = python.time(&format!("losses {name} {} {CHECKED}", way.name));
+    // A graph replays what fp16 computes, from the fourth iteration on.
+    let of = if way.name == "graph" { "fp16" } else { way.name };
+    let ours = Trained::new(way, name, weights).losses(CHECKED);
+    let theirs = python.time(&format!("losses {name} {of} {CHECKED}"));
     let near = |(ours, theirs): (&f64, &f64)| (ours - theirs).abs() <= way.tolerance * theirs.abs();
     let near = ours.iter().zip(&theirs).all(near);
     assert!(near, "{name} in {}: losses {ours:?} here and {theirs:?} in Python", way.name);
@@ -132,12 +166,12 @@ fn measure(name: &str, way: Way, weights: &Checkpoint, python: &mut Python) -> M
     let (rounds, iterations) =
         if is_quick() { (1, 2) } else { (5, if LARGE.contains(&name) { 10 } else { 100 }) };
     way.set_precision();
-    if way.is_in_python {
+    if way.is_in_python || way.name == "graph" {
         check(name, way, weights, python);
     }
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
-    let mut training = way.training(name, weights);
-    run(&mut training, 3);
+    let mut training = Trained::new(way, name, weights);
+    run(&mut training, 4);
     for round in 0..=rounds {
         let mine = run(&mut training, iterations);
         let other = way

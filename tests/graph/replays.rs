@@ -4,6 +4,7 @@ use tch::Kind;
 use tch_amp::average::Ema;
 use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, RmsProp, Sgd};
 
+use crate::common::{is_set, skipped};
 use crate::gpu;
 use crate::training::{Program, Way, first_difference, train};
 
@@ -68,6 +69,30 @@ fn masters_are_replayed() {
         for algorithm in algorithms() {
             let kind = Kind::BFloat16;
             assert_same(Program { kind, masters, ..Program::new(algorithm) }, 40);
+        }
+    }
+}
+
+/// What the other tests do with fewer iterations, with every part in each of them. Takes half an hour.
+#[test]
+fn every_combination_replays_a_thousand_iterations() {
+    if !is_set("TCH_AMP_LONG") {
+        skipped("1,000 iterations of every combination: set TCH_AMP_LONG=1");
+        return;
+    }
+    let modes = [
+        (Kind::Float, MasterWeights::None),
+        (Kind::BFloat16, MasterWeights::Float),
+        (Kind::BFloat16, MasterWeights::Remainder),
+        (Kind::BFloat16, MasterWeights::StochasticRounding { seed: 3 }),
+    ];
+    for algorithm in algorithms() {
+        for (kind, masters) in modes {
+            for way in [Way::Step, Way::ClipNorm, Way::UnscaleAndClip] {
+                let program = Program { kind, masters, way, ..Program::new(algorithm) };
+                let ema = Some(Ema { decay: 0.9, ..Ema::default() });
+                assert_same(Program { ema, dropout: true, is_scheduled: true, ..program }, 1000);
+            }
         }
     }
 }

@@ -3,13 +3,11 @@
 use tch::{Device, Kind, Tensor};
 use tch_amp::graph::Captured;
 use tch_amp::optim::{AdamW, Lion};
-use tch_amp::schedule::{
-    CosineAnnealingLr, LinearLr, LinearWithWarmup, MultiStepLr, OneCycleLr, Schedule, SequentialLr,
-};
+use tch_amp::schedule::{LinearWithWarmup, MultiStepLr, OneCycleLr, Schedule};
 use tch_amp::{Error, Result};
 
 use crate::gpu;
-use crate::training::{Program, Training, overflows};
+use crate::training::{Program, Training, overflows, warm_up_and_cosine};
 
 fn weights(training: &Training) -> Vec<Tensor> {
     let mut all: Vec<_> = training.vs.variables().into_iter().collect();
@@ -81,12 +79,6 @@ fn same_for(program: Program, schedule: Schedule, iterations: usize) {
     });
     assert_eq!(one, other, "{schedule:?}");
     assert_eq!(one.0.1, (0..iterations).filter(|&i| overflows(i)).count() as u64);
-}
-
-fn warm_up_and_cosine() -> Schedule {
-    let warm_up = LinearLr { start_factor: 0.1, total_iters: 30, ..LinearLr::default() };
-    let cosine = CosineAnnealingLr { t_max: 200, eta_min: 0.0 };
-    SequentialLr::new(warm_up).then_at(30, cosine).into()
 }
 
 /// More steps than the device's table has.

@@ -9,7 +9,7 @@ use tch_amp::gradients::clip_grad_norm;
 use tch_amp::graph::Captured;
 use tch_amp::optim::{Algorithm, MasterWeights, Optimizer};
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepOutcome};
-use tch_amp::schedule::Scheduler;
+use tch_amp::schedule::{CosineAnnealingLr, LinearLr, Schedule, Scheduler, SequentialLr};
 use tch_amp::{Autocast, GradScaler, Result};
 
 /// How an iteration steps.
@@ -30,6 +30,8 @@ pub struct Program {
     pub way: Way,
     pub dropout: bool,
     pub ema: Option<Ema>,
+    /// Whether the iteration steps a schedule, in place of the rates of [`lr`].
+    pub is_scheduled: bool,
 }
 
 impl Program {
@@ -41,6 +43,7 @@ impl Program {
             way: Way::Step,
             dropout: false,
             ema: None,
+            is_scheduled: false,
         }
     }
 }
@@ -74,6 +77,12 @@ pub fn lr(i: usize) -> f64 {
     0.01 * warm_up * (0.6 + 0.4 * (i as f64 / 50.0).cos())
 }
 
+pub fn warm_up_and_cosine() -> Schedule {
+    let warm_up = LinearLr { start_factor: 0.1, total_iters: 30, ..LinearLr::default() };
+    let cosine = CosineAnnealingLr { t_max: 200, eta_min: 0.0 };
+    SequentialLr::new(warm_up).then_at(30, cosine).into()
+}
+
 impl Training {
     pub fn new(program: Program, device: Device) -> Self {
         tch::manual_seed(7);
@@ -91,12 +100,13 @@ impl Training {
         let batch = |_| Tensor::randn([8, 16], (Kind::Float, Device::Cpu)).to_device(device);
         let batches: Vec<_> = (0..4).map(batch).collect();
         let ts = Tensor::randint(4, [8], (Kind::Int64, Device::Cpu)).to_device(device);
-        let opt = program.algorithm.master_weights(program.masters).build(&vs, 0.01).unwrap();
+        let mut opt = program.algorithm.master_weights(program.masters).build(&vs, 0.01).unwrap();
         let config = GradScalerConfig {
             init_scale: 1024.0,
             growth_interval: 11,
             ..GradScalerConfig::default()
         };
+        let scheduler = program.is_scheduled.then(|| warm_up_and_cosine().build(&mut opt).unwrap());
         let average = program.ema.map(|ema| ema.build(&vs).unwrap());
         let spikes = SpikeConfig { window: 8, warmup: 4, deviations: 1.0, max_in_a_row: 2 };
         Self {
@@ -109,7 +119,7 @@ impl Training {
             scaler: config.build(device).unwrap(),
             average,
             spikes: spikes.build().unwrap(),
-            scheduler: None,
+            scheduler,
             lr: None,
             last: None,
             vs,
