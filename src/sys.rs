@@ -460,6 +460,7 @@ unsafe extern "C" {
         stamps: *mut Stamp,
         err: *mut *mut c_char,
     );
+    #[cfg(feature = "graph")]
     pub(crate) fn tamp_stamps_have_moved(
         parameters: *const *mut Tensor,
         count: usize,

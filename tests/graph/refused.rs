@@ -1,5 +1,7 @@
 //! What a graph cannot hold is refused before libtorch is called, and what has changed since the capture is noticed.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use tch::nn::OptimizerConfig;
 use tch::{Device, Kind, Tensor, nn};
 use tch_amp::accumulation::Accumulation;
@@ -354,4 +356,58 @@ fn the_outcome_of_the_capture_answers_for_no_replay() {
     // The answers of the warm-up come first.
     let asked = (0..40).map(|_| inside.count()).find(Result::is_err);
     assert!(refusal(asked.unwrap()).contains("Replay::outcomes"));
+}
+
+/// An iteration that waits breaks its own capture, and nothing else.
+#[test]
+fn a_capture_that_fails_leaves_a_training_that_goes_on() {
+    let Some(gpu) = gpu() else { return };
+    for panics in [false, true] {
+        let mut training = Training::new(Program::new(AdamW::default()), gpu.device);
+        let mut graph = Captured::new(gpu.device).unwrap();
+        for i in 0..4 {
+            training.feed(i);
+            let waits = i == 3;
+            let mut iterate = || {
+                let replay = graph.replay(|| {
+                    let loss = training.iteration()?;
+                    assert!(!(waits && panics), "a planted panic");
+                    if waits {
+                        let _read = loss.f_double_value(&[])?;
+                    }
+                    Ok(loss)
+                });
+                replay.map(drop)
+            };
+            let result = catch_unwind(AssertUnwindSafe(&mut iterate));
+            assert_eq!(matches!(result, Ok(Ok(()))), !waits, "{result:?}");
+        }
+        let before = training.state();
+        assert!(
+            before
+                .iter()
+                .all(|t| !t.is_floating_point() || t.isfinite().all().equal(&Tensor::from(true)))
+        );
+        // Those that run, then a capture, then replays. The place of the call is another one.
+        graph.recapture();
+        for i in 4..12 {
+            take(&mut training, &mut graph, i).unwrap();
+        }
+        assert!(graph.is_captured());
+        assert_eq!(training.scaler.get_scale().unwrap(), 512.0);
+    }
+}
+
+#[test]
+fn parameters_elsewhere_are_refused() {
+    let Some(gpu) = gpu() else { return };
+    for device in [Device::Cpu, Device::Cuda(1)] {
+        if device == Device::Cuda(1) && tch::Cuda::device_count() < 2 {
+            continue;
+        }
+        let mut training = Training::new(Program::new(AdamW::default()), device);
+        let mut graph = Captured::new(gpu.device).unwrap();
+        let said = refusal(graph.replay(|| training.iteration()));
+        assert!(said.contains("on another device"), "{said}");
+    }
 }

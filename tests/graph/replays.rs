@@ -1,8 +1,11 @@
 //! Replays beside eager iterations, bit by bit.
 
 use tch::Kind;
-use tch_amp::average::Ema;
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, RmsProp, Sgd};
+use tch_amp::average::{Averaging, Ema, Swa};
+use tch_amp::optim::{
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, RmsProp, Sgd, States,
+};
+use tch_amp::scaler::GradScalerConfig;
 
 use crate::common::{is_set, skipped};
 use crate::gpu;
@@ -52,10 +55,52 @@ fn every_way_of_stepping_is_replayed() {
 
 #[test]
 fn averages_and_dropout_go_on_in_replays() {
-    for debias in [false, true] {
-        let ema = Some(Ema { decay: 0.9, debias, ..Ema::default() });
-        let program = Program { dropout: true, ema, ..Program::new(AdamW::default()) };
-        assert_same(program, 100);
+    let ema = |debias| Ema { decay: 0.9, debias, ..Ema::default() }.into();
+    let averagings: [Averaging; 3] = [ema(false), ema(true), Swa::default().into()];
+    for averaging in averagings {
+        let averaging = Some(averaging);
+        let program = Program { dropout: true, averaging, ..Program::new(AdamW::default()) };
+        assert_same(program, 60);
+    }
+}
+
+#[test]
+fn recomputed_layers_draw_the_same_numbers_in_replays() {
+    let program = Program::new(AdamW::default());
+    assert_same(Program { dropout: true, recomputes: true, ..program }, 40);
+}
+
+#[test]
+fn windows_are_replayed_whole() {
+    for way in [Way::Step, Way::ClipNorm] {
+        let micro_batches = Some(3);
+        assert_same(Program { way, micro_batches, ..Program::new(AdamW::default()) }, 40);
+    }
+}
+
+#[test]
+fn every_mode_of_the_scale_is_replayed() {
+    let usual = Program::new(AdamW::default()).scaler;
+    let tolerant = GradScalerConfig { hysteresis: 2, tolerance: 0.1, ..usual };
+    let low = GradScalerConfig { init_scale: 0.25, min_scale: 0.01, growth_interval: 5, ..usual };
+    let fixed = GradScalerConfig { init_scale: 1.0, min_scale: 1.0, max_scale: 1.0, ..usual };
+    let disabled = GradScalerConfig { enabled: false, ..usual };
+    for scaler in [tolerant, low, fixed, disabled] {
+        for way in [Way::Step, Way::ClipNorm] {
+            assert_same(Program { scaler, way, ..Program::new(AdamW::default()) }, 50);
+        }
+    }
+}
+
+#[test]
+fn low_bit_moments_are_replayed() {
+    for states in [States::BFloat16, States::EightBit] {
+        for (kind, masters) in
+            [(Kind::Float, MasterWeights::None), (Kind::BFloat16, MasterWeights::Remainder)]
+        {
+            let program = Program { states, kind, masters, ..Program::new(AdamW::default()) };
+            assert_same(Program { hidden: 256, ..program }, 40);
+        }
     }
 }
 
@@ -90,8 +135,11 @@ fn every_combination_replays_a_thousand_iterations() {
         for (kind, masters) in modes {
             for way in [Way::Step, Way::ClipNorm, Way::UnscaleAndClip] {
                 let program = Program { kind, masters, way, ..Program::new(algorithm) };
-                let ema = Some(Ema { decay: 0.9, ..Ema::default() });
-                assert_same(Program { ema, dropout: true, is_scheduled: true, ..program }, 1000);
+                let averaging = Some(Ema { decay: 0.9, ..Ema::default() }.into());
+                assert_same(
+                    Program { averaging, dropout: true, is_scheduled: true, ..program },
+                    1000,
+                );
             }
         }
     }

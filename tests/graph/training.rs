@@ -4,10 +4,12 @@ use std::collections::BTreeMap;
 
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::average::{AveragedWeights, Ema};
+use tch_amp::accumulation::Accumulation;
+use tch_amp::average::{AveragedWeights, Averaging};
 use tch_amp::gradients::clip_grad_norm;
 use tch_amp::graph::Captured;
-use tch_amp::optim::{Algorithm, MasterWeights, Optimizer};
+use tch_amp::optim::{Algorithm, MasterWeights, Optimizer, States};
+use tch_amp::recompute::RecomputedT;
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepOutcome};
 use tch_amp::schedule::{CosineAnnealingLr, LinearLr, Schedule, Scheduler, SequentialLr};
 use tch_amp::{Autocast, GradScaler, Result};
@@ -29,7 +31,13 @@ pub struct Program {
     pub masters: MasterWeights,
     pub way: Way,
     pub dropout: bool,
-    pub ema: Option<Ema>,
+    pub averaging: Option<Averaging>,
+    pub states: States,
+    pub scaler: GradScalerConfig,
+    /// The micro-batches of a window, if gradients are accumulated.
+    pub micro_batches: Option<usize>,
+    pub recomputes: bool,
+    pub hidden: i64,
     /// Whether the iteration steps a schedule, in place of the rates of [`lr`].
     pub is_scheduled: bool,
 }
@@ -42,7 +50,16 @@ impl Program {
             masters: MasterWeights::None,
             way: Way::Step,
             dropout: false,
-            ema: None,
+            averaging: None,
+            states: States::F32,
+            scaler: GradScalerConfig {
+                init_scale: 1024.0,
+                growth_interval: 11,
+                ..GradScalerConfig::default()
+            },
+            micro_batches: None,
+            recomputes: false,
+            hidden: 24,
             is_scheduled: false,
         }
     }
@@ -51,7 +68,7 @@ impl Program {
 pub struct Training {
     pub program: Program,
     pub vs: VarStore,
-    model: nn::SequentialT,
+    model: Box<dyn ModuleT>,
     pub xs: Tensor,
     ts: Tensor,
     batches: Vec<Tensor>,
@@ -90,24 +107,28 @@ impl Training {
         let p = vs.root();
         let rate = if program.dropout { 0.3 } else { 0.0 };
         let model = nn::seq_t()
-            .add(nn::linear(&p / "a", 16, 24, Default::default()))
+            .add(nn::linear(&p / "a", 16, program.hidden, Default::default()))
             .add_fn(|x| x.relu())
             .add_fn_t(
                 move |x, train| if rate > 0.0 { x.dropout(rate, train) } else { x.shallow_clone() },
             )
-            .add(nn::linear(&p / "b", 24, 4, Default::default()));
+            .add(nn::linear(&p / "b", program.hidden, 4, Default::default()));
+        let model: Box<dyn ModuleT> = match program.recomputes {
+            true => Box::new(RecomputedT::new(model)),
+            false => Box::new(model),
+        };
         vs.set_kind(program.kind);
         let batch = |_| Tensor::randn([8, 16], (Kind::Float, Device::Cpu)).to_device(device);
         let batches: Vec<_> = (0..4).map(batch).collect();
         let ts = Tensor::randint(4, [8], (Kind::Int64, Device::Cpu)).to_device(device);
-        let mut opt = program.algorithm.master_weights(program.masters).build(&vs, 0.01).unwrap();
-        let config = GradScalerConfig {
-            init_scale: 1024.0,
-            growth_interval: 11,
-            ..GradScalerConfig::default()
-        };
+        let mut opt = program
+            .algorithm
+            .master_weights(program.masters)
+            .states(program.states)
+            .build(&vs, 0.01)
+            .unwrap();
         let scheduler = program.is_scheduled.then(|| warm_up_and_cosine().build(&mut opt).unwrap());
-        let average = program.ema.map(|ema| ema.build(&vs).unwrap());
+        let average = program.averaging.map(|averaging| averaging.build(&vs).unwrap());
         let spikes = SpikeConfig { window: 8, warmup: 4, deviations: 1.0, max_in_a_row: 2 };
         Self {
             program,
@@ -116,7 +137,7 @@ impl Training {
             ts,
             batches,
             opt,
-            scaler: config.build(device).unwrap(),
+            scaler: program.scaler.build(device).unwrap(),
             average,
             spikes: spikes.build().unwrap(),
             scheduler,
@@ -141,12 +162,19 @@ impl Training {
     pub fn iteration(&mut self) -> Result<Tensor> {
         let half = if self.program.kind == Kind::Half { Kind::Half } else { Kind::BFloat16 };
         let region = Autocast::new(self.vs.device()).dtype(half);
-        let loss = region.run(|| {
-            let logits = self.model.forward_t(&self.xs, true);
-            logits.cross_entropy_for_logits(&self.ts)
-        })?;
         self.opt.zero_grad()?;
-        self.scaler.backward(&loss)?;
+        let mut window = self.program.micro_batches.map(Accumulation::of_equal).transpose()?;
+        let mut loss = Tensor::new();
+        for _ in 0..self.program.micro_batches.unwrap_or(1) {
+            loss = region.run(|| {
+                let logits = self.model.forward_t(&self.xs, true);
+                logits.cross_entropy_for_logits(&self.ts)
+            })?;
+            match &mut window {
+                Some(window) => window.backward(&mut self.scaler, &loss)?,
+                None => self.scaler.backward(&loss)?,
+            }
+        }
         let outcome = match self.program.way {
             Way::Step => self.scaler.step(&mut self.opt)?,
             Way::ClipNorm => self.scaler.step_clip_norm(&mut self.opt, 0.5)?,
