@@ -37,8 +37,11 @@ mod running {
         device: Device,
         phase: Phase,
         members: Vec<Arc<dyn Member>>,
-        /// The windows of accumulation that were begun, less those that were completed.
-        windows: i64,
+        /// Tensors that the graph uses, and keeps.
+        kept: Vec<Tensor>,
+        /// Whether a window of accumulation is open, and whether a part of one was outside.
+        window_is_open: bool,
+        window_was_cut: bool,
     }
 
     thread_local! {
@@ -49,25 +52,41 @@ mod running {
     #[derive(Debug)]
     pub(crate) struct Ended {
         pub(crate) members: Vec<Arc<dyn Member>>,
-        /// Whether a window of accumulation was left open.
-        pub(crate) window_is_open: bool,
+        pub(crate) kept: Vec<Tensor>,
+        /// Whether only a part of a window of accumulation was in it.
+        pub(crate) window_was_cut: bool,
     }
 
-    /// Runs an iteration of a graph, also one that panics.
+    /// Runs an iteration of a graph. If one that is captured panics, its members forget it.
     pub(crate) fn during<T>(device: Device, phase: Phase, f: impl FnOnce() -> T) -> (T, Ended) {
         struct Back(Option<Iteration>);
         impl Drop for Back {
             fn drop(&mut self) {
-                ITERATION.set(self.0.take());
+                let ended = ITERATION.replace(self.0.take());
+                if let Some(Iteration { phase: Phase::Capture, members, .. }) = ended {
+                    members.iter().for_each(|member| member.after_failure());
+                }
             }
         }
-        let iteration = Iteration { device, phase, members: Vec::new(), windows: 0 };
+        let iteration = Iteration {
+            device,
+            phase,
+            members: Vec::new(),
+            kept: Vec::new(),
+            window_is_open: false,
+            window_was_cut: false,
+        };
         let back = Back(ITERATION.replace(Some(iteration)));
         let out = f();
         let ended = ITERATION.with_borrow_mut(Option::take);
         drop(back);
-        let ended = ended.map_or((Vec::new(), 0), |ended| (ended.members, ended.windows));
-        (out, Ended { members: ended.0, window_is_open: ended.1 != 0 })
+        let ended = ended.map(|ended| Ended {
+            members: ended.members,
+            kept: ended.kept,
+            window_was_cut: ended.window_was_cut || ended.window_is_open,
+        });
+        let nothing = || Ended { members: Vec::new(), kept: Vec::new(), window_was_cut: false };
+        (out, ended.unwrap_or_else(nothing))
     }
 
     fn now<T>(ask: impl FnOnce(&Iteration) -> T) -> Option<T> {
@@ -111,6 +130,11 @@ mod running {
         now(|iteration| iteration.device).filter(|device| device.is_cuda())
     }
 
+    /// Whether something on this device can be used: if the thread is in an iteration of a graph, that has to be of it.
+    pub(crate) fn is_at_home(at: Device) -> bool {
+        device().is_none_or(|device| device == at)
+    }
+
     /// Whether the thread is in an iteration of a graph of this device.
     pub(crate) fn is_on(at: Device) -> bool {
         device() == Some(at)
@@ -118,22 +142,38 @@ mod running {
 
     /// Adds a part of the iteration to its graph. Does nothing outside of one.
     pub(crate) fn join<M: Member + 'static>(member: &Arc<M>) {
+        if has_joined(member) {
+            return;
+        }
         ITERATION.with_borrow_mut(|iteration| {
-            let Some(Iteration { members, .. }) = iteration else { return };
-            let same = |known: &Arc<dyn Member>| {
-                std::ptr::addr_eq(Arc::as_ptr(known), Arc::as_ptr(member))
-            };
-            if !members.iter().any(same) {
+            if let Some(Iteration { members, .. }) = iteration {
                 members.push(Arc::<M>::clone(member));
             }
         });
     }
 
-    /// Counts a window of accumulation that is begun or completed.
+    /// Whether it belongs to the iteration that the thread is in.
+    pub(crate) fn has_joined<M: Member + 'static>(member: &Arc<M>) -> bool {
+        let same =
+            |known: &Arc<dyn Member>| std::ptr::addr_eq(Arc::as_ptr(known), Arc::as_ptr(member));
+        now(|iteration| iteration.members.iter().any(same)).unwrap_or(false)
+    }
+
+    /// Has the graph keep tensors that its replays use.
+    pub(crate) fn keep<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) {
+        ITERATION.with_borrow_mut(|iteration| {
+            if let Some(Iteration { phase: Phase::Capture, kept, .. }) = iteration {
+                kept.extend(tensors.into_iter().map(Tensor::shallow_clone));
+            }
+        });
+    }
+
+    /// Notes a micro-batch, which may begin a window of accumulation or complete it.
     pub(crate) fn note_window(is_begun: bool, is_completed: bool) {
         ITERATION.with_borrow_mut(|iteration| {
             if let Some(iteration) = iteration {
-                iteration.windows += i64::from(is_begun) - i64::from(is_completed);
+                iteration.window_was_cut |= is_begun == iteration.window_is_open;
+                iteration.window_is_open = !is_completed;
             }
         });
     }
@@ -157,6 +197,11 @@ mod running {
             Ok(())
         }
 
+        /// Fails if a replay would not follow what is there by now. Changes nothing.
+        fn check(&self) -> Result<()> {
+            Ok(())
+        }
+
         /// Gives the device the numbers that the next replay reads.
         fn before_replay(&self) -> Result<()> {
             Ok(())
@@ -173,7 +218,8 @@ mod running {
         changes: AtomicU64,
         last_change: Mutex<&'static str>,
         is_lost: AtomicBool,
-        kept: Mutex<Vec<Tensor>>,
+        /// Whether an iteration of a graph has ever used it.
+        was_joined: AtomicBool,
     }
 
     impl Member for Link {
@@ -190,14 +236,37 @@ mod running {
         /// Joins the graph in whose iteration the thread is. The graph keeps the tensors that it uses.
         pub(crate) fn join<'a>(self: &Arc<Self>, tensors: impl IntoIterator<Item = &'a Tensor>) {
             if is_inside() {
-                self.keep(tensors);
+                self.was_joined.store(true, Ordering::Relaxed);
+                keep(tensors);
                 join(self);
             }
         }
 
-        /// Keeps tensors as long as the graphs that have captured them.
-        pub(crate) fn keep<'a>(&self, tensors: impl IntoIterator<Item = &'a Tensor>) {
-            *lock(&self.kept) = tensors.into_iter().map(Tensor::shallow_clone).collect();
+        /// Gives a state on a device its next numbers: in place if a graph may know it, where replays find them.
+        pub(crate) fn replace(
+            &self,
+            state: &mut Option<Tensor>,
+            next: Tensor,
+            call: &'static str,
+        ) -> Result<()> {
+            let is_known = is_inside() || self.was_joined.load(Ordering::Relaxed);
+            match state {
+                Some(state) if is_known && fits(state, &next) => {
+                    let _own = OutsideRegions::enter();
+                    state.f_copy_(&next)?;
+                    return Ok(());
+                }
+                _ if is_capturing() => return Err(refusal(call, "call it in the warm-up, too")),
+                Some(_) if is_known => self.note_change(call),
+                _ => {}
+            }
+            *state = Some(next);
+            Ok(())
+        }
+
+        /// Whether an iteration is being captured in which it was not used so far.
+        pub(crate) fn begins_capture(self: &Arc<Self>) -> bool {
+            is_capturing() && !has_joined(self)
         }
 
         /// How often iterations were replayed.
@@ -233,22 +302,10 @@ mod running {
         mutex.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives a state on a device its next numbers: in an iteration of a graph in place, where replays find them.
-    pub(crate) fn replace(
-        state: &mut Option<Tensor>,
-        next: Tensor,
-        call: &'static str,
-    ) -> Result<()> {
-        match state {
-            Some(state) if device().is_some() && state.size() == next.size() => {
-                let _own = OutsideRegions::enter();
-                state.f_copy_(&next)?;
-                return Ok(());
-            }
-            _ if is_capturing() => return Err(refusal(call, "call it in the warm-up, too")),
-            _ => *state = Some(next),
-        }
-        Ok(())
+    fn fits(state: &Tensor, next: &Tensor) -> bool {
+        state.size() == next.size()
+            && state.kind() == next.kind()
+            && state.device() == next.device()
     }
 }
 
@@ -276,6 +333,10 @@ mod without {
         false
     }
 
+    pub(crate) fn is_at_home(_at: Device) -> bool {
+        true
+    }
+
     pub(crate) fn note_window(_is_begun: bool, _is_completed: bool) {}
 
     /// Nothing: there are no graphs.
@@ -291,17 +352,22 @@ mod without {
 
         pub(crate) fn note_change(&self, _what: &'static str) {}
 
+        pub(crate) fn replace(
+            &self,
+            state: &mut Option<Tensor>,
+            next: Tensor,
+            _call: &'static str,
+        ) -> Result<()> {
+            *state = Some(next);
+            Ok(())
+        }
+
+        pub(crate) fn begins_capture(self: &Arc<Self>) -> bool {
+            false
+        }
+
         pub(crate) fn take_loss(&self) -> bool {
             false
         }
-    }
-
-    pub(crate) fn replace(
-        state: &mut Option<Tensor>,
-        next: Tensor,
-        _call: &'static str,
-    ) -> Result<()> {
-        *state = Some(next);
-        Ok(())
     }
 }

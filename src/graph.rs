@@ -10,7 +10,7 @@
 use std::panic::Location;
 use std::sync::Arc;
 
-use tch::Device;
+use tch::{Device, Tensor};
 
 use crate::autocast::{clear_autocast_cache, is_autocast_enabled};
 use crate::capture::{self, Ended, Member, Phase};
@@ -23,8 +23,8 @@ use crate::scaler::{Answer, StepOutcome, noted};
 /// `torch.cuda.graph`.
 ///
 /// The first calls of [`replay`](Self::replay) run the iteration as it is, the next one captures it, and from then on
-/// each launches the graph: no call of the iteration is lost, whether it ran or was replayed. On the CPU every call runs
-/// it, so that a program is the same everywhere.
+/// each launches the graph: each call is one iteration of the training. On the CPU every call runs it, so that a program
+/// is the same everywhere.
 ///
 /// # Examples
 ///
@@ -61,6 +61,10 @@ pub struct Captured<T> {
     stage: Stage,
     /// The parts of the iteration that was last run.
     members: Vec<Arc<dyn Member>>,
+    /// How often they had changed then.
+    changes: Vec<u64>,
+    /// Tensors that the captured graph uses.
+    kept: Vec<Tensor>,
     latest: Option<Iteration<T>>,
 }
 
@@ -70,7 +74,7 @@ const WARM_UP: u32 = 3;
 #[derive(Debug)]
 enum Stage {
     WarmUp { iterations: u32 },
-    Captured { at: &'static Location<'static>, changes: Vec<u64> },
+    Captured { at: &'static Location<'static> },
 }
 
 /// What an iteration has returned, and its steps.
@@ -118,18 +122,21 @@ impl<T> Captured<T> {
             _ => None,
         };
         let stage = Stage::WarmUp { iterations: 0 };
-        Ok(Self { device, graph, stage, members: Vec::new(), latest: None })
+        let (members, changes, kept) = (Vec::new(), Vec::new(), Vec::new());
+        Ok(Self { device, graph, stage, members, changes, kept, latest: None })
     }
 
     /// Takes one iteration of the training: runs `iteration`, captures and replays it, or replays it.
     ///
-    /// At least three calls run the iteration, and as many more as it takes until a step was taken where SGD starts its
-    /// momentum. Then it is captured, which synchronizes. From then on `iteration` is not called any more, and nothing
-    /// that it does on the host happens: one launch repeats its work on the device, after a copy of the learning rates
-    /// if they have changed. No replay synchronizes.
+    /// At least three calls run the iteration; with SGD's momentum, further calls run it until a first step has been
+    /// taken. Then it is captured, which synchronizes. From then on `iteration` is not called any more, and nothing that
+    /// it does on the host happens: one launch repeats its work on the device, after a copy of the learning rates if
+    /// they have changed. A replay does not synchronize, except for a
+    /// [`Scheduler`](crate::schedule::Scheduler) in the iteration when the device is a thousand iterations late, or near
+    /// the end of a schedule that ends.
     ///
     /// The iteration has to read its batch from the same tensors each time, drop the gradients by `zero_grad` or one of
-    /// the `backward_step` calls, and leave no window of an
+    /// the `backward_step` calls, step the optimizer itself, and leave no window of an
     /// [`Accumulation`](crate::accumulation::Accumulation) open. Tensors that it reads, and that were made outside of
     /// it, have to live as long as the graph.
     ///
@@ -137,21 +144,23 @@ impl<T> Captured<T> {
     ///
     /// [`Error::Capture`] if the iteration calls what a graph cannot hold, or if something has changed since the
     /// capture that a replay does not follow: options other than learning rates, the scaler's options, a loaded state,
-    /// weights that were written to beside their master weights; or if the call is in another place of the program than
-    /// the one that was captured. No replay has happened then. The error of the iteration, and [`Error::Torch`] if it
-    /// cannot be captured. Its gradients are dropped then, and the iteration is begun anew by the next call.
+    /// weights with master weights that were changed from outside; or if the call is in another place of the program
+    /// than the one that was captured. No replay has happened then. The error of the iteration, and [`Error::Torch`] if
+    /// it cannot be captured. An iteration whose capture fails is lost, and its gradients are dropped; the next call
+    /// runs one as it is.
     #[track_caller]
     pub fn replay(&mut self, iteration: impl FnOnce() -> Result<T>) -> Result<Replay<'_, T>> {
         let at = Location::caller();
         capture::refuse("another graph", "replay one graph after the other")?;
         if is_autocast_enabled(self.device) {
-            let remedy = "open it in the iteration: casts that it keeps would be those of the capture for ever";
+            let remedy =
+                "open it in the iteration: casts that it keeps would stay those of the capture";
             return Err(capture::refusal("a region of autocast that is open already", remedy));
         }
         match &self.stage {
-            Stage::Captured { at: captured, changes } => {
+            Stage::Captured { at: captured } => {
                 check_place(captured, at)?;
-                self.check_changes(changes)?;
+                self.check_changes()?;
                 self.launch()?;
                 self.members.iter().for_each(|member| member.link().note_replay());
             }
@@ -170,9 +179,13 @@ impl<T> Captured<T> {
     }
 
     /// Forgets the captured graph: the next call of [`replay`](Self::replay) runs the iteration, and the one after that
-    /// captures it anew, also in another place of the program.
+    /// captures it anew, also in another place of the program. The memory of the old graph is kept until then.
     pub fn recapture(&mut self) {
-        self.stage = Stage::WarmUp { iterations: WARM_UP - 1 };
+        let iterations = match self.stage {
+            Stage::WarmUp { iterations } => iterations.min(WARM_UP - 1),
+            Stage::Captured { .. } => WARM_UP - 1,
+        };
+        self.stage = Stage::WarmUp { iterations };
     }
 
     /// Returns whether the iteration is captured: never on the CPU.
@@ -184,6 +197,7 @@ impl<T> Captured<T> {
         self.graph.is_some()
             && iterations >= WARM_UP
             && self.members.iter().all(|member| member.is_ready())
+            && self.check_changes().is_ok()
     }
 
     /// Runs an iteration on the graph's stream, like any other.
@@ -194,7 +208,7 @@ impl<T> Captured<T> {
             capture::during(self.device, phase, || noted::during(iteration));
         stream.map_or(Ok(()), OnStream::leave)?;
         self.latest = Some(Iteration { output: output?, answers });
-        self.members = ended.members;
+        self.take_members(ended.members);
         Ok(())
     }
 
@@ -204,42 +218,48 @@ impl<T> Captured<T> {
         iteration: impl FnOnce() -> Result<T>,
         at: &'static Location<'static>,
     ) -> Result<()> {
-        let Some(graph) = &self.graph else { return Ok(()) };
         self.members.iter().try_for_each(|member| member.before_capture())?;
         clear_autocast_cache();
+        // Also after a panic of the iteration.
+        self.recapture();
+        let Some(graph) = &self.graph else { return Ok(()) };
         let stream = OnStream::enter(graph)?;
         let recording = Recording::begin(graph)?;
         let ((output, answers), ended) =
             capture::during(self.device, Phase::Capture, || noted::during(iteration));
         let recorded = recording.end();
-        stream.leave()?;
-        let Ended { members, window_is_open } = ended;
+        let left = stream.leave();
+        let Ended { members, kept, window_was_cut } = ended;
         let checked = output.and_then(|output| {
-            recorded?;
-            refuse_open_window(window_is_open)?;
+            recorded.and(left)?;
+            refuse_cut_window(window_was_cut)?;
             members.iter().try_for_each(|member| member.after_capture())?;
             Ok(output)
         });
         match checked {
             Ok(output) => {
-                let changes = members.iter().map(|member| member.link().changes()).collect();
                 self.latest = Some(Iteration { output, answers });
-                self.members = members;
-                self.stage = Stage::Captured { at, changes };
+                self.kept = kept;
+                self.take_members(members);
+                self.stage = Stage::Captured { at };
                 Ok(())
             }
             Err(error) => {
                 members.iter().for_each(|member| member.after_failure());
-                self.recapture();
                 Err(error)
             }
         }
     }
 
+    fn take_members(&mut self, members: Vec<Arc<dyn Member>>) {
+        self.changes = members.iter().map(|member| member.link().changes()).collect();
+        self.members = members;
+    }
+
     /// Fails if something has changed since the capture that a replay does not follow.
-    fn check_changes(&self, captured: &[u64]) -> Result<()> {
-        for (member, captured) in self.members.iter().zip(captured) {
-            if member.link().changes() != *captured {
+    fn check_changes(&self) -> Result<()> {
+        for (member, known) in self.members.iter().zip(&self.changes) {
+            if member.link().changes() != *known {
                 return Err(capture::changed_since(member.link().last_change()));
             }
         }
@@ -247,6 +267,7 @@ impl<T> Captured<T> {
     }
 
     fn launch(&self) -> Result<()> {
+        self.members.iter().try_for_each(|member| member.check())?;
         self.members.iter().try_for_each(|member| member.before_replay())?;
         self.graph.as_ref().map_or(Ok(()), Graph::replay)
     }
@@ -261,8 +282,8 @@ fn check_place(captured: &Location<'_>, at: &Location<'_>) -> Result<()> {
     Err(Error::Capture { call: "the iteration of another call of `replay`", remedy })
 }
 
-fn refuse_open_window(is_open: bool) -> Result<()> {
-    match is_open {
+fn refuse_cut_window(was_cut: bool) -> Result<()> {
+    match was_cut {
         true => {
             let remedy = "capture a whole window: each micro-batch has a share of its own";
             Err(capture::refusal("a part of a window of accumulation", remedy))

@@ -74,7 +74,11 @@ tamp_graph *tamp_graph_new(int8_t index, char **err) noexcept {
 
 void tamp_graph_free(tamp_graph *graph) noexcept {
   char *err = nullptr;
-  tamp::contained(&err, [&] { delete graph; });
+  tamp::contained(&err, [&] {
+    // The last replay may still read the host memory that is kept for it.
+    if (graph != nullptr && !graph->kept.empty()) graph->guard.synchronizeDevice(graph->device.index());
+    delete graph;
+  });
   free(err);
 }
 
@@ -115,7 +119,13 @@ void tamp_graph_end(tamp_graph *graph, char **err) noexcept {
   tamp::keep_for_replays(nullptr);
   tamp::guarded(err, [&] {
     const c10::DeviceGuard here(graph->device);
-    graph->graph->capture_end();
+    try {
+      graph->graph->capture_end();
+    } catch (...) {
+      // libtorch's allocator may go on asking it whether a stream is captured.
+      static_cast<void>(graph->graph.release());
+      throw;
+    }
   });
 }
 

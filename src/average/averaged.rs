@@ -140,7 +140,7 @@ impl AveragedWeights {
         let device = self.averages[0].device();
         let count = self.count.next(self.averaging, skips, device)?;
         ffi::average_update(&self.averages, &self.parameters, count.weight())?;
-        self.count.replace(count)
+        self.count.replace(count, &self.link)
     }
 
     /// Overwrites the weights of the model with the averages, rounded to their dtype, for good: at the end of a

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::average::{Averaging, Ema};
-use crate::capture;
+use crate::capture::{self, Link};
 use crate::error::Result;
 use crate::ffi::{self, AverageOptions, AverageWeight, Counted, OutsideRegions};
 
@@ -53,13 +53,12 @@ impl Count {
         Ok(Self::Device(ffi::average_count(counted, skips, options)?))
     }
 
-    /// The weight of the last update.
-    /// Replaces the count: in an iteration of a graph in place, where replays find it.
-    pub(super) fn replace(&mut self, next: Self) -> Result<()> {
+    /// Replaces the count: in place if a graph may know it, where replays find it.
+    pub(super) fn replace(&mut self, next: Self, link: &Link) -> Result<()> {
         match (&mut *self, next) {
             (Self::Device(count), Self::Device(next)) => {
                 let mut place = Some(count.shallow_clone());
-                capture::replace(&mut place, next, AVERAGE)?;
+                link.replace(&mut place, next, AVERAGE)?;
                 if let Some(next) = place {
                     *count = next;
                 }
@@ -80,6 +79,7 @@ impl Count {
         }
     }
 
+    /// The weight of the last update.
     pub(super) fn weight(&self) -> AverageWeight<'_> {
         match self {
             Self::Host { weight, .. } => AverageWeight::Host(*weight),

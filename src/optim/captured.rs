@@ -18,11 +18,13 @@ impl Optimizer {
     /// devices or over ranks are refused.
     pub(super) fn enter_graph(&mut self) -> Result<()> {
         let device = capture::device();
+        if let Some(device) = device {
+            self.refuse_elsewhere(device)?;
+        }
         if device.is_some() || self.rates.is_some() {
             self.make_rates(device)?;
         }
-        if let (Some(device), Some(rates)) = (device, &self.rates) {
-            self.refuse_elsewhere(device)?;
+        if let (true, Some(rates)) = (device.is_some(), &self.rates) {
             rates.join(&self.parameters, self.masters != MasterWeights::None);
             self.refuse_first_steps()?;
         }
@@ -82,15 +84,18 @@ impl Optimizer {
     /// synchronizes.
     pub(super) fn note_in_graph(&mut self) -> Result<()> {
         let Some(rates) = &self.rates else { return Ok(()) };
+        let settles = capture::phase() == Some(Phase::Settling);
         let mut is_ready = true;
-        if capture::phase() == Some(Phase::Settling) {
-            for slot in &mut self.slots {
-                if has_momentum(&self.groups[slot.group].algorithm)
-                    && slot.state.tensors.iter().any(Option::is_some)
-                {
-                    is_ready &= !slot.state.first_step.is_ahead()?;
-                }
+        for slot in &mut self.slots {
+            if !has_momentum(&self.groups[slot.group].algorithm)
+                || slot.state.tensors.iter().all(Option::is_none)
+            {
+                continue;
             }
+            if settles {
+                slot.state.first_step.is_ahead()?;
+            }
+            is_ready &= matches!(slot.state.first_step, FirstStep::Taken);
         }
         rates.note_step(self.slots.iter().map(|slot| &slot.state), is_ready)
     }
@@ -112,10 +117,6 @@ impl Optimizer {
         if !before.iter().map(at_rate).eq(self.groups.iter().map(at_rate)) {
             rates.note_change("the options of the optimizer");
         }
-        let lr = |group: &ParamGroup| group.lr;
-        if rates.driver().is_some() && !before.iter().map(lr).eq(self.groups.iter().map(lr)) {
-            rates.note_change("a learning rate that a schedule in the iteration sets");
-        }
         let options = self.step_options();
         if rates.fits(&options) {
             rates.set(&options);
@@ -134,9 +135,36 @@ impl Optimizer {
         }
     }
 
-    /// Has steps read the learning rates of the groups again.
+    /// Whether this schedule sets the learning rates on the device.
+    pub(crate) fn is_driven_by(&self, driver: &Arc<dyn DrivesRates>) -> bool {
+        let known = self.rates.as_deref().and_then(DeviceRates::driver);
+        known.is_some_and(|known| Arc::ptr_eq(&known, driver))
+    }
+
+    /// Has steps read the learning rates of the groups again, as they are.
     pub(super) fn leave_rates_to_host(&self) {
-        self.set_driver(None);
+        if let Some(rates) = &self.rates {
+            rates.set_driver(None);
+            let options = self.step_options();
+            if rates.fits(&options) {
+                rates.set(&options);
+            }
+        }
+    }
+
+    /// Takes the learning rates back from a schedule on the device before the program changes them. Synchronizes if
+    /// there is one.
+    pub(super) fn take_rates_back(&mut self) -> Result<()> {
+        let Some(driver) = self.rates.as_deref().and_then(DeviceRates::driver) else {
+            return Ok(());
+        };
+        // If nothing else has it, its graph and its schedule are gone, and nothing changes the rates any more.
+        if Arc::strong_count(&driver) > 2 {
+            self.note_change("a learning rate or option that a schedule in the iteration sets");
+        }
+        self.take_driven_rates()?;
+        self.leave_rates_to_host();
+        Ok(())
     }
 
     /// Sets the learning rates of the groups to those of the schedule that a device follows. Synchronizes.

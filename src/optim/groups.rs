@@ -72,6 +72,7 @@ impl Optimizer {
         if group > groups {
             return Err(Error::Optimizer(OptimizerError::NoSuchGroup { group, groups }));
         }
+        self.take_rates_back()?;
         self.make_groups(group);
         let patterns = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
         let rule = GroupRule { patterns, group };
@@ -99,7 +100,7 @@ impl Optimizer {
         Ok(self.param_group(group)?.lr)
     }
 
-    /// Sets the learning rate of all groups.
+    /// Sets the learning rate of all groups. Synchronizes if a schedule in an iteration of a graph has set it.
     ///
     /// # Errors
     ///
@@ -163,6 +164,7 @@ impl Optimizer {
 
     /// Sets the learning rate of each group, and its momentum where there is one; none if a value is refused.
     pub(crate) fn set_rates(&mut self, lrs: &[f64], momenta: &[Option<f64>]) -> Result<()> {
+        self.take_rates_back()?;
         let mut groups = self.groups.clone();
         for ((options, &lr), &momentum) in groups.iter_mut().zip(lrs).zip(momenta) {
             options.lr = lr;
@@ -187,6 +189,7 @@ impl Optimizer {
             self.param_group(group)?;
         }
         capture::refuse(SET, OUTSIDE)?;
+        self.take_rates_back()?;
         let mut groups = self.groups.clone();
         for (index, options) in groups.iter_mut().enumerate() {
             if group.is_none_or(|group| group == index) {

@@ -160,7 +160,11 @@ impl DeviceRates {
         is_ready: bool,
     ) -> Result<()> {
         let mut captured = lock(&self.parameters);
-        let Captured { list, stamps, have_masters, .. } = &mut *captured;
+        let Captured { list, stamps, have_masters, trained: captured_before, .. } = &mut *captured;
+        // Other graphs would replay on what has been replaced.
+        if !captured_before.is_empty() && stamps.have_moved(list)? {
+            self.link.note_change("the weights");
+        }
         if *have_masters {
             stamps.take(list)?;
         }
@@ -171,7 +175,7 @@ impl DeviceRates {
             tensors.extend(state.tensors.iter().chain([&state.step, &state.master]).flatten());
         }
         self.most_steps.store(most, Ordering::Relaxed);
-        self.link.keep(tensors);
+        capture::keep(tensors);
         Ok(())
     }
 
@@ -219,13 +223,20 @@ impl Member for DeviceRates {
                 return Err(capture::refusal("a write to the weights after the step", remedy));
             }
         } else {
+            if !trained.is_empty() && stamps.have_moved(list)? {
+                self.link.note_change("the weights");
+            }
             stamps.take(list)?;
         }
-        *trained = list.iter().map(Tensor::requires_grad).collect();
+        let now: Vec<_> = list.iter().map(Tensor::requires_grad).collect();
+        if !trained.is_empty() && *trained != now {
+            self.link.note_change("which parameters are trained");
+        }
+        *trained = now;
         Ok(())
     }
 
-    fn before_replay(&self) -> Result<()> {
+    fn check(&self) -> Result<()> {
         let mut captured = lock(&self.parameters);
         let Captured { list, stamps, have_masters, trained, .. } = &mut *captured;
         let changed = match have_masters {
@@ -239,9 +250,14 @@ impl Member for DeviceRates {
             return Err(capture::changed_since("which parameters are trained"));
         }
         let replays = self.link.replays() - self.counted.load(Ordering::Relaxed);
-        if self.most_steps.load(Ordering::Relaxed).saturating_add(replays) >= MANY_STEPS {
+        let most = self.most_steps.load(Ordering::Relaxed);
+        if most < MANY_STEPS && most.saturating_add(replays) >= MANY_STEPS {
             return Err(capture::changed_since("the number of steps, which has reached 2^24,"));
         }
+        Ok(())
+    }
+
+    fn before_replay(&self) -> Result<()> {
         self.write()
     }
 

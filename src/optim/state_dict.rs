@@ -224,9 +224,9 @@ impl Optimizer {
     pub(crate) fn finish_load(&mut self, loaded: CheckedState) {
         let CheckedState { groups, slots } = loaded;
         self.note_change("the state of the optimizer");
-        self.leave_rates_to_host();
         self.rules.retain(|rule| rule.group < groups.len());
         self.groups = groups;
+        self.leave_rates_to_host();
         for (index, (slot, (group, state))) in self.slots.iter_mut().zip(slots).enumerate() {
             (slot.group, slot.state) = (group, state);
             // The model may be loaded before or after the optimizer: the next step keeps a master only if it rounds to

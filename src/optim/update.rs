@@ -210,6 +210,10 @@ impl Optimizer {
 
     pub(super) fn leave_rates_to_host(&self) {}
 
+    pub(super) fn take_rates_back(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     pub(crate) fn note_change(&self, _what: &'static str) {}
 }
 

@@ -86,7 +86,7 @@ impl AdaptiveScale {
         let Some(number) = &self.number else {
             return outputs.try_map(&mut |output| Ok(output.shallow_clone()));
         };
-        number.join_graph();
+        number.join_graph()?;
         let mut replicas = Replicas::new(number.tensor());
         outputs.try_map(&mut |output| {
             let kind = output.f_kind()?;
@@ -238,7 +238,7 @@ impl AdaptiveScale {
             let remedy = "build the scaler without them, and count skips by `Replay::outcomes`";
             capture::refuse("`max_consecutive_skips` or `error_at_min_scale`", remedy)?;
         }
-        number.join_graph();
+        number.join_graph()?;
         if overflow.is_none() && gives_up {
             overflow = Some(ffi::any_nonzero(&found_infs)?);
         }

@@ -259,8 +259,22 @@ impl Number {
     }
 
     /// Joins the graph in whose iteration the thread is.
-    pub(crate) fn join_graph(&self) {
+    ///
+    /// # Errors
+    ///
+    /// An error if the scale is on another device.
+    pub(crate) fn join_graph(&self) -> Result<()> {
+        if !capture::is_at_home(self.tensor.device()) {
+            let remedy = "make the scaler for the device of the graph";
+            capture::refuse("a scaler of another device", remedy)?;
+        }
         self.link.join([&self.tensor, &self.tracker].into_iter().chain(&self.counts));
+        Ok(())
+    }
+
+    /// Whether an iteration is being captured in which it was not used so far.
+    pub(crate) fn begins_capture(&self) -> bool {
+        self.link.begins_capture()
     }
 
     /// Notes a change that replays do not follow.

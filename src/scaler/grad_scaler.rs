@@ -17,7 +17,7 @@ use crate::ffi;
 use crate::ffi::Gradient;
 use crate::gradients::NonFiniteGradient;
 use crate::optim::AmpOptimizer;
-use crate::scale::{AdaptiveScale, LoadedState, Number};
+use crate::scale::{AdaptiveScale, LoadedState};
 use crate::scaler::iteration::Iteration;
 use crate::scaler::{GradScalerConfig, GradScalerState};
 use crate::tree::{Tree, leaves};
@@ -206,13 +206,25 @@ impl GradScaler {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn scale<T: Tree + ?Sized>(&self, outputs: &T) -> Result<T::Output> {
-        if self.scale.number().is_some_and(Number::take_loss) {
-            self.iteration()?.close();
-        }
+        self.refuse_open_iteration()?;
         let scaled = self.scale.apply(outputs)?;
         // After scaling: if that fails, no backward follows.
         self.iteration()?.note_scale(&leaves(outputs))?;
         Ok(scaled)
+    }
+
+    /// Refuses to capture an iteration that begins with the records of another one, and forgets those of a capture that
+    /// has failed.
+    fn refuse_open_iteration(&self) -> Result<()> {
+        let Some(number) = self.scale.number() else { return Ok(()) };
+        if number.take_loss() {
+            self.iteration()?.close();
+        }
+        if number.begins_capture() && self.iteration()?.is_open() {
+            let remedy = "call `update` after its step, before the next iteration";
+            capture::refuse("the rest of another iteration", remedy)?;
+        }
+        Ok(())
     }
 
     /// Scales a loss and runs backward on it: short for `scaler.scale(&loss)?.f_backward()?`.

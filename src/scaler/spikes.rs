@@ -174,9 +174,9 @@ impl SpikeDetector {
             take_step(optimizer, step)?;
             StepOutcome::known(Taken::Stepped)
         };
-        capture::replace(&mut self.norm, norm, HISTORY)?;
+        self.link.replace(&mut self.norm, norm, HISTORY)?;
         if let Some(loss) = loss {
-            capture::replace(&mut self.loss, loss, HISTORY)?;
+            self.link.replace(&mut self.loss, loss, HISTORY)?;
         }
         self.link.join(self.norm.iter().chain(&self.loss));
         self.watched = None;

@@ -91,6 +91,11 @@ impl DeviceSchedule {
         lock(&self.inner).block.data_ptr() == block.data_ptr()
     }
 
+    /// The same, as an optimizer knows it.
+    pub(super) fn driver(self: &Arc<Self>) -> Arc<dyn DrivesRates> {
+        Arc::<Self>::clone(self)
+    }
+
     /// Notes a change that replays do not follow.
     pub(super) fn note_change(&self, what: &'static str) {
         self.link.note_change(what);
@@ -100,6 +105,10 @@ impl DeviceSchedule {
     pub(super) fn follow(self: &Arc<Self>, found_inf: Option<&Tensor>) -> Result<()> {
         let _own = OutsideRegions::enter();
         let _no_grad = tch::no_grad_guard();
+        if capture::has_joined(self) {
+            let remedy = "step a schedule once in an iteration";
+            return Err(capture::refusal("a second step of one schedule", remedy));
+        }
         let mut inner = lock(&self.inner);
         if !capture::is_capturing() {
             inner.go_on()?;
@@ -113,7 +122,7 @@ impl DeviceSchedule {
         let row = inner.table.f_index_select(0, &inner.taken.f_to_kind(Kind::Int64)?)?;
         let row = row.f_view_as(&inner.block)?;
         inner.block.f_copy_(&row)?;
-        self.link.keep([&inner.block, &inner.table, &inner.taken]);
+        capture::keep([&inner.block, &inner.table, &inner.taken]);
         capture::join(self);
         Ok(())
     }
@@ -188,8 +197,11 @@ impl Inner {
         for _ in 0..taken {
             self.schedule.advance(&mut state.progress, &mut state.rates)?;
         }
-        self.state = state;
-        self.fill()?;
+        let before = std::mem::replace(&mut self.state, state);
+        if let Err(error) = self.fill() {
+            self.state = before;
+            return Err(error);
+        }
         let known = ffi::number_new(taken as f64, Kind::Float, self.taken.device())?;
         let _same = self.taken.f_sub_(&known)?;
         self.skipped = self.skipped.saturating_add(iterations.saturating_sub(taken));

@@ -222,11 +222,9 @@ impl Scheduler {
     /// [`Error::Torch`] if the device fails.
     pub fn catch_up(&mut self) -> Result<()> {
         #[cfg(feature = "graph")]
-        if let Some(device) = &self.device {
+        if self.device.is_some() {
             capture::refuse("catching up with a device", "do it after `replay`")?;
-            let (state, skipped) = device.settle()?;
-            self.applied = Some(state.rates.clone());
-            (self.state, self.skipped) = (state, skipped);
+            self.take_from_device()?;
         }
         self.settle(true)
     }
@@ -299,7 +297,9 @@ impl Scheduler {
             return Ok(());
         }
         let device = match &self.device {
-            Some(device) if device.is_of(&block) => Arc::clone(device),
+            Some(device) if device.is_of(&block) && optimizer.is_driven_by(&device.driver()) => {
+                Arc::clone(device)
+            }
             _ => self.begin_on_device(optimizer, block)?,
         };
         device.follow(answer.flag())
@@ -314,17 +314,34 @@ impl Scheduler {
             let remedy = "call it in the warm-up, too";
             return Err(capture::refusal("the first step of a schedule", remedy));
         }
-        self.catch_up()?;
+        self.take_from_device()?;
+        self.settle(true)?;
         let (state, _) = self.present(Some(optimizer))?;
         let (schedule, groups) = (self.schedule.clone(), optimizer.groups.clone());
         let device = DeviceSchedule::new(schedule, state, groups, block, self.skipped)?;
-        optimizer.set_driver(Some(device.clone()));
+        optimizer.set_driver(Some(device.driver()));
         Ok(Arc::clone(self.device.insert(device)))
+    }
+
+    /// Reads how far the device has come. Synchronizes.
+    fn take_from_device(&mut self) -> Result<()> {
+        if let Some(device) = &self.device {
+            let (state, skipped) = device.settle()?;
+            self.applied = Some(state.rates.clone());
+            (self.state, self.skipped) = (state, skipped);
+        }
+        Ok(())
     }
 
     /// Takes the schedule back from a device whose graph is gone. With a graph, its replays take the steps.
     fn leave_device(&mut self, optimizer: Option<&Optimizer>) -> Result<()> {
-        let Some(device) = &self.device else { return Ok(()) };
+        let Some(device) = &self.device else {
+            // Another schedule may have set the rates in iterations of a graph.
+            if let Some(optimizer) = optimizer {
+                optimizer.set_driver(None);
+            }
+            return Ok(());
+        };
         // The optimizer has it, too.
         if Arc::strong_count(device) > 2 {
             let remedy = "call it in the iteration, or drop the graph";

@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod between;
 mod costs;
 mod planted;
 mod refused;

@@ -199,6 +199,17 @@ impl PerLossScalers {
         self.add(loss_id, loss, optimizer, true)
     }
 
+    /// Begins anew if the capture of an iteration has failed.
+    fn forget_failed_capture(&mut self) {
+        let numbers = self.losses.iter().map(|loss| &loss.scale).chain([&self.sums.scale]);
+        // Each of them has to be told.
+        let lost = numbers.filter_map(AdaptiveScale::number).filter(|number| number.take_loss());
+        if lost.count() > 0 {
+            self.sums.iteration.get_mut().close();
+            self.losses.iter_mut().for_each(Loss::close);
+        }
+    }
+
     fn add(
         &mut self,
         loss_id: usize,
@@ -207,6 +218,7 @@ impl PerLossScalers {
         retain_graph: bool,
     ) -> Result<()> {
         self.loss_mut(loss_id)?;
+        self.forget_failed_capture();
         self.sums.iteration.get_mut().note_rests()?;
         if let Some(record) = self.sums.record(optimizer)? {
             if self.sums.iteration.get_mut().stage(record) == Stage::Stepped {
