@@ -232,6 +232,7 @@ impl Optimizer {
             _ if self.f32_gradients => drop(ffi::gradients_widen(&tensors)?),
             _ => {}
         }
+        self.take_rates_back()?;
         self.known = known;
         self.note_change("the parameters of the optimizer");
         for (name, aliases, tensor, group) in added {

@@ -1,6 +1,6 @@
 //! Replays beside eager iterations, bit by bit.
 
-use tch::Kind;
+use tch::{Device, Kind, Tensor};
 use tch_amp::average::{Averaging, Ema, Swa};
 use tch_amp::optim::{
     Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, RmsProp, Sgd, States,
@@ -9,7 +9,7 @@ use tch_amp::scaler::GradScalerConfig;
 
 use crate::common::{is_set, skipped};
 use crate::gpu;
-use crate::training::{Program, Way, first_difference, train};
+use crate::training::{Program, Training, Way, first_difference, train};
 
 /// Every algorithm, with options that use all of its code.
 fn algorithms() -> [Algorithm; 9] {
@@ -115,6 +115,26 @@ fn masters_are_replayed() {
             let kind = Kind::BFloat16;
             assert_same(Program { kind, masters, ..Program::new(algorithm) }, 40);
         }
+    }
+}
+
+#[test]
+fn on_the_cpu_every_call_runs_the_iteration() {
+    for way in [Way::Step, Way::UnscaleAndClip, Way::UnlessSpike] {
+        let averaging = Some(Ema { decay: 0.9, ..Ema::default() }.into());
+        let program = Program { way, averaging, ..Program::new(AdamW::default()) };
+        let program = Program { is_scheduled: true, micro_batches: Some(2), ..program };
+        let with_graph = train(program, Device::Cpu, 40, true);
+        let mut plain = Training::new(program, Device::Cpu);
+        let mut without = Vec::new();
+        for i in 0..40 {
+            plain.feed(i);
+            let loss = plain.iteration().unwrap();
+            let mut state = plain.state();
+            state.push(loss);
+            without.push(state.iter().map(Tensor::copy).collect());
+        }
+        assert_eq!(first_difference(&with_graph, &without), None, "{way:?}");
     }
 }
 

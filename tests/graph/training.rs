@@ -1,6 +1,7 @@
 //! A small training, the same whether its iterations run or are replayed.
 
 use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
 
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -102,6 +103,9 @@ pub fn warm_up_and_cosine() -> Schedule {
 
 impl Training {
     pub fn new(program: Program, device: Device) -> Self {
+        // The generator belongs to the whole process.
+        static DRAWS: Mutex<()> = Mutex::new(());
+        let draws = DRAWS.lock().unwrap_or_else(PoisonError::into_inner);
         tch::manual_seed(7);
         let mut vs = VarStore::new(device);
         let p = vs.root();
@@ -121,6 +125,7 @@ impl Training {
         let batch = |_| Tensor::randn([8, 16], (Kind::Float, Device::Cpu)).to_device(device);
         let batches: Vec<_> = (0..4).map(batch).collect();
         let ts = Tensor::randint(4, [8], (Kind::Int64, Device::Cpu)).to_device(device);
+        drop(draws);
         let mut opt = program
             .algorithm
             .master_weights(program.masters)
@@ -214,7 +219,8 @@ impl Training {
         let counts = self.spikes.counts().unwrap();
         let counts = [counts.non_finite, counts.loss_spikes, counts.norm_spikes];
         out.push(Tensor::from_slice(&counts.map(|count| count as i64)));
-        out.into_iter().map(|t| t.detach().to_device(Device::Cpu)).collect()
+        // A copy: on the CPU the tensors themselves change later.
+        out.into_iter().map(|t| t.detach().to_device(Device::Cpu).copy()).collect()
     }
 }
 
@@ -235,7 +241,7 @@ pub fn train(
             graph.recapture();
         }
         let replay = graph.replay(|| training.iteration()).unwrap();
-        let loss = replay.output().to_device(Device::Cpu);
+        let loss = replay.output().to_device(Device::Cpu).copy();
         let mut state = training.state();
         state.push(loss);
         out.push(state);
