@@ -104,7 +104,8 @@ uint8_t tamp_arrival_poll(const tamp_arrival *arrival, double *number, char **er
 }
 
 void tamp_arrival_free(tamp_arrival *arrival) noexcept {
-  // libtorch's allocator would note that a capture uses the memory, and ask for that ever after.
+  // If pinned memory is freed during a capture, libtorch records an event in the capture, and later asks for that event,
+  // which is an error.
   if (arrival != nullptr) tamp::keep_if_captured(arrival->copy);
   delete arrival;
 }

@@ -107,8 +107,7 @@ mod running {
 
     /// The error of a replay after a change that it would not follow.
     pub(crate) fn changed_since(what: &'static str) -> Error {
-        let remedy = "it has changed since; call `recapture` on the graph, and replay again";
-        refusal(what, remedy)
+        Error::ChangedSinceCapture { what }
     }
 
     /// Whether the thread is in an iteration of a graph.
@@ -257,7 +256,7 @@ mod running {
                     return Ok(());
                 }
                 _ if is_capturing() => return Err(refusal(call, "call it in the warm-up, too")),
-                Some(_) if is_known => self.note_change(call),
+                Some(_) if is_known => self.note_change("the device or the shape of a state"),
                 _ => {}
             }
             *state = Some(next);

@@ -24,7 +24,8 @@ use crate::scaler::{Answer, StepOutcome, noted};
 ///
 /// The first calls of [`replay`](Self::replay) run the iteration as it is, the next one captures it, and from then on
 /// each launches the graph: each call is one iteration of the training. On the CPU every call runs it, so that a program
-/// is the same everywhere.
+/// is the same everywhere. Dropping it synchronizes if the steps read host memory that it keeps: with stochastic rounding
+/// or low-bit moments.
 ///
 /// # Examples
 ///
@@ -142,10 +143,10 @@ impl<T> Captured<T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Capture`] if the iteration calls what a graph cannot hold, or if something has changed since the
-    /// capture that a replay does not follow: options other than learning rates, the scaler's options, a loaded state,
-    /// weights with master weights that were changed from outside; or if the call is in another place of the program
-    /// than the one that was captured. No replay has happened then. The error of the iteration, and [`Error::Torch`] if
+    /// [`Error::Capture`] if the iteration calls what a graph cannot hold, or if the call is in another place of the
+    /// program than the one that was captured. [`Error::ChangedSinceCapture`] if something has changed that a replay
+    /// does not follow: options other than learning rates, the scaler's options, a loaded state, or weights with master
+    /// weights that were changed from outside. No replay has happened then. The error of the iteration, and [`Error::Torch`] if
     /// it cannot be captured. An iteration whose capture fails is lost, and its gradients are dropped; the next call
     /// runs one as it is.
     #[track_caller]

@@ -106,10 +106,10 @@ void tamp_graph_begin(tamp_graph *graph, char **err) noexcept {
     const c10::DeviceGuard here(graph->device);
     // Events that are asked for during a capture would break it; nothing is on its way after this.
     graph->guard.synchronizeDevice(graph->device.index());
-    // Other threads may use the device meanwhile, for instance to load data.
     graph->graph.reset();
     graph->kept.clear();
     graph->graph = std::make_unique<at::cuda::CUDAGraph>(/*keep_graph=*/false);
+    // Other threads may use the device meanwhile, for instance to load data.
     graph->graph->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
     tamp::keep_for_replays(&graph->kept);
   });

@@ -115,14 +115,25 @@ pub enum Error {
         problem: String,
     },
 
-    /// Something that a graph cannot hold was called in an iteration that is captured, or has changed since.
+    /// Something that a graph cannot hold was called in an iteration that is captured.
     #[cfg(feature = "graph")]
     #[error("{call} cannot be part of an iteration that is captured: {remedy}")]
     Capture {
-        /// The call, or what has changed.
+        /// The call.
         call: &'static str,
         /// What to do instead.
         remedy: String,
+    },
+
+    /// Something has changed since an iteration was captured that its replays would not follow. Nothing was replayed.
+    #[cfg(feature = "graph")]
+    #[error(
+        "since the iteration was captured something has changed that a replay would not follow: {what}; call \
+         `recapture` on the graph, and replay again"
+    )]
+    ChangedSinceCapture {
+        /// What has changed.
+        what: &'static str,
     },
 
     /// libtorch failed, with its own message, or returned something that this crate does not recognize.

@@ -59,6 +59,7 @@ struct Captured {
     stamps: Stamps,
     /// Whether they have master weights, which do not follow what others write to the parameters.
     have_masters: bool,
+    /// Which of them require gradients; empty before the first capture.
     trained: Vec<bool>,
     /// Their gradients before the capture.
     gradients: Snapshot,
@@ -143,8 +144,7 @@ impl DeviceRates {
 }
 
 impl DeviceRates {
-    /// Prepares a step in an iteration of a graph: the optimizer joins it, and a captured step is refused if the states
-    /// of a parameter are still to be made.
+    /// Joins the graph in whose iteration the thread is, with the parameters that the optimizer has by now.
     pub(crate) fn join(self: &Arc<Self>, parameters: &[Tensor], have_masters: bool) {
         let mut captured = lock(&self.parameters);
         captured.list = parameters.iter().map(Tensor::shallow_clone).collect();
@@ -160,9 +160,9 @@ impl DeviceRates {
         is_ready: bool,
     ) -> Result<()> {
         let mut captured = lock(&self.parameters);
-        let Captured { list, stamps, have_masters, trained: captured_before, .. } = &mut *captured;
-        // Other graphs would replay on what has been replaced.
-        if !captured_before.is_empty() && stamps.have_moved(list)? {
+        let Captured { list, stamps, have_masters, trained, .. } = &mut *captured;
+        // Once captured, graphs would go on with the memory that has been replaced.
+        if !trained.is_empty() && stamps.have_moved(list)? {
             self.link.note_change("the weights");
         }
         if *have_masters {
@@ -252,7 +252,7 @@ impl Member for DeviceRates {
         let replays = self.link.replays() - self.counted.load(Ordering::Relaxed);
         let most = self.most_steps.load(Ordering::Relaxed);
         if most < MANY_STEPS && most.saturating_add(replays) >= MANY_STEPS {
-            return Err(capture::changed_since("the number of steps, which has reached 2^24,"));
+            return Err(capture::changed_since("the number of steps, which has reached 2^24"));
         }
         Ok(())
     }
@@ -262,8 +262,8 @@ impl Member for DeviceRates {
     }
 
     fn after_failure(&self) {
-        // They have memory of the graph, in which nothing was computed. A gradient that cannot be dropped is refused by
-        // the next step, whose shape of it nothing has.
+        // They are in memory of the graph, in which nothing was computed. An error is ignored: libtorch only releases
+        // tensors here.
         drop(ffi::gradients_drop(&lock(&self.parameters).list));
     }
 }

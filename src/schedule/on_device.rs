@@ -86,12 +86,7 @@ impl DeviceSchedule {
         Ok(Arc::new(Self { link: Arc::default(), inner: Mutex::new(inner) }))
     }
 
-    /// Whether it writes to these rates.
-    pub(super) fn is_of(&self, block: &Tensor) -> bool {
-        lock(&self.inner).block.data_ptr() == block.data_ptr()
-    }
-
-    /// The same, as an optimizer knows it.
+    /// The schedule as its optimizer knows it.
     pub(super) fn driver(self: &Arc<Self>) -> Arc<dyn DrivesRates> {
         Arc::<Self>::clone(self)
     }

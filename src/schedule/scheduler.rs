@@ -297,9 +297,7 @@ impl Scheduler {
             return Ok(());
         }
         let device = match &self.device {
-            Some(device) if device.is_of(&block) && optimizer.is_driven_by(&device.driver()) => {
-                Arc::clone(device)
-            }
+            Some(device) if optimizer.is_driven_by(&device.driver()) => Arc::clone(device),
             _ => self.begin_on_device(optimizer, block)?,
         };
         device.follow(answer.flag())

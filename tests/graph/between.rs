@@ -11,8 +11,8 @@ use tch_amp::scaler::{GradScalerConfig, PerLossScalers};
 use tch_amp::schedule::{ConstantLr, LinearLr};
 use tch_amp::{Error, GradScaler, Result};
 
-use crate::gpu;
 use crate::training::{Program, Training, Way};
+use crate::{gpu, refusal};
 
 /// A weight of one, whose gradient is one in each iteration: SGD moves it by the learning rate.
 struct Weight {
@@ -41,15 +41,6 @@ impl Weight {
 
 fn near(one: f64, other: f64) -> bool {
     (one - other).abs() < 1e-6
-}
-
-#[track_caller]
-fn refusal<T>(result: Result<T>) -> String {
-    match result {
-        Err(error @ Error::Capture { .. }) => error.to_string(),
-        Err(error) => panic!("another error: {error}"),
-        Ok(_) => panic!("it was not refused"),
-    }
 }
 
 fn replay(graph: &mut Captured<()>, weight: &mut Weight) -> Result<()> {

@@ -15,6 +15,7 @@ mod training;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tch::Device;
+use tch_amp::{Error, Result};
 
 use crate::common::simulation;
 
@@ -35,4 +36,16 @@ fn gpu() -> Option<Gpu> {
     }
     let alone = || ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     common::cuda_or_skip().then(|| Gpu { device: Device::Cuda(0), _alone: alone() })
+}
+
+/// The message of a refusal.
+#[track_caller]
+fn refusal<T>(result: Result<T>) -> String {
+    match result {
+        Err(error @ (Error::Capture { .. } | Error::ChangedSinceCapture { .. })) => {
+            error.to_string()
+        }
+        Err(error) => panic!("another error: {error}"),
+        Ok(_) => panic!("it was not refused"),
+    }
 }

@@ -13,20 +13,10 @@ use tch_amp::loss_scale::{DynamicLossScale, LossScale};
 use tch_amp::optim::{AdamW, MasterWeights, ParamGroup, Sgd};
 use tch_amp::scaler::{GradScalerConfig, StepCounter};
 use tch_amp::schedule::ReduceLrOnPlateau;
-use tch_amp::{Autocast, Error, GradScaler, Result, autocast};
+use tch_amp::{Autocast, GradScaler, Result, autocast};
 
 use crate::training::{Program, Training};
-use crate::{Gpu, gpu};
-
-/// The message of a refusal, which names the call.
-#[track_caller]
-fn refusal<T>(result: Result<T>) -> String {
-    match result {
-        Err(error @ Error::Capture { .. }) => error.to_string(),
-        Err(error) => panic!("another error: {error}"),
-        Ok(_) => panic!("it was not refused"),
-    }
-}
+use crate::{Gpu, gpu, refusal};
 
 /// The CPU, and a device that has graphs.
 fn devices() -> Vec<(Device, Option<Gpu>)> {

@@ -4,10 +4,9 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::graph::Captured;
 use tch_amp::optim::{AdamW, Lion};
 use tch_amp::schedule::{LinearWithWarmup, MultiStepLr, OneCycleLr, Schedule};
-use tch_amp::{Error, Result};
 
-use crate::gpu;
 use crate::training::{Program, Training, overflows, warm_up_and_cosine};
+use crate::{gpu, refusal};
 
 fn weights(training: &Training) -> Vec<Tensor> {
     let mut all: Vec<_> = training.vs.variables().into_iter().collect();
@@ -97,14 +96,6 @@ fn every_kind_of_schedule_and_rate_is_followed() {
     for schedule in schedules {
         // Lion has the weight decay of each learning rate on the device, too.
         same_for(Program::new(Lion { weight_decay: 0.1, ..Lion::default() }), schedule, 50);
-    }
-}
-
-fn refusal<T>(result: Result<T>) -> String {
-    match result {
-        Err(error @ Error::Capture { .. }) => error.to_string(),
-        Err(error) => panic!("another error: {error}"),
-        Ok(_) => panic!("it was not refused"),
     }
 }
 
