@@ -8,6 +8,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/headeronly/version.h>
 
+#include <algorithm>
+
 #include "guarded.h"
 #include "storage.h"
 
@@ -95,10 +97,16 @@ tamp_arrival *tamp_arrival_new(const tamp_tensor *source, char **err) noexcept {
   });
 }
 
-uint8_t tamp_arrival_poll(const tamp_arrival *arrival, double *number, char **err) noexcept {
+uint8_t tamp_arrival_poll(const tamp_arrival *arrival, double *numbers, size_t count, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t {
     if (!tamp::planted("early_read") && !arrival->event.query()) return 0;
-    *number = *arrival->copy.const_data_ptr<float>();
+    const at::Tensor &copy = arrival->copy;
+    TORCH_CHECK(static_cast<size_t>(copy.numel()) == count, "there are ", copy.numel(), " numbers, not ", count);
+    if (copy.scalar_type() == at::kDouble) {
+      std::copy_n(copy.const_data_ptr<double>(), count, numbers);
+    } else {
+      std::copy_n(copy.const_data_ptr<float>(), count, numbers);
+    }
     return 1;
   });
 }

@@ -65,14 +65,14 @@ enum { TAMP_REDUCTION_FP16 = 1, TAMP_REDUCTION_BF16 = 2 };
 // TAMP_REDUCTION_…. Returns what was allowed.
 uint8_t tamp_reduced_precision_reduction(uint8_t allowed, char **err) TAMP_NOEXCEPT;
 
-// An asynchronous copy of a number from a device to the host.
+// An asynchronous copy of numbers from a device to the host.
 typedef struct tamp_arrival tamp_arrival;
 
-// Starts to copy an f32 tensor of one element from a GPU to the host.
+// Starts to copy a contiguous f32 or f64 tensor from a GPU to the host.
 tamp_arrival *tamp_arrival_new(const tamp_tensor *source, char **err) TAMP_NOEXCEPT;
 
-// Returns 0 until the copy is complete. Then it returns 1 and writes the number to `number`.
-uint8_t tamp_arrival_poll(const tamp_arrival *arrival, double *number, char **err) TAMP_NOEXCEPT;
+// Returns 0 until the copy is complete. Then it returns 1 and writes the numbers, which must be `count`, to `numbers`.
+uint8_t tamp_arrival_poll(const tamp_arrival *arrival, double *numbers, size_t count, char **err) TAMP_NOEXCEPT;
 
 // Frees the copy, complete or not.
 void tamp_arrival_free(tamp_arrival *arrival) TAMP_NOEXCEPT;

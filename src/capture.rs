@@ -39,9 +39,14 @@ mod running {
         members: Vec<Arc<dyn Member>>,
         /// Tensors that the graph uses, and keeps.
         kept: Vec<Tensor>,
+        /// The learning rate that the last step has read on the device, until an outcome has it.
+        #[cfg(feature = "insight")]
+        learning_rate: Option<Tensor>,
         /// Whether a window of accumulation is open, and whether a part of one was outside.
         window_is_open: bool,
         window_was_cut: bool,
+        /// What a part that returns no errors could not do.
+        failure: Option<Error>,
     }
 
     thread_local! {
@@ -49,12 +54,14 @@ mod running {
     }
 
     /// What an iteration that has ended was made of.
-    #[derive(Debug)]
+    #[derive(Debug, Default)]
     pub(crate) struct Ended {
         pub(crate) members: Vec<Arc<dyn Member>>,
         pub(crate) kept: Vec<Tensor>,
         /// Whether only a part of a window of accumulation was in it.
         pub(crate) window_was_cut: bool,
+        /// What a part that returns no errors could not do.
+        pub(crate) failure: Option<Error>,
     }
 
     /// Runs an iteration of a graph. If one that is captured panics, its members forget it.
@@ -73,8 +80,11 @@ mod running {
             phase,
             members: Vec::new(),
             kept: Vec::new(),
+            #[cfg(feature = "insight")]
+            learning_rate: None,
             window_is_open: false,
             window_was_cut: false,
+            failure: None,
         };
         let back = Back(ITERATION.replace(Some(iteration)));
         let out = f();
@@ -84,9 +94,9 @@ mod running {
             members: ended.members,
             kept: ended.kept,
             window_was_cut: ended.window_was_cut || ended.window_is_open,
+            failure: ended.failure,
         });
-        let nothing = || Ended { members: Vec::new(), kept: Vec::new(), window_was_cut: false };
-        (out, ended.unwrap_or_else(nothing))
+        (out, ended.unwrap_or_default())
     }
 
     fn now<T>(ask: impl FnOnce(&Iteration) -> T) -> Option<T> {
@@ -165,6 +175,34 @@ mod running {
                 kept.extend(tensors.into_iter().map(Tensor::shallow_clone));
             }
         });
+    }
+
+    /// Has `replay` return the error of a part of the iteration that returns none. Returns it outside of one.
+    pub(crate) fn note_failure(error: Error) -> Option<Error> {
+        ITERATION.with_borrow_mut(|iteration| match iteration {
+            Some(iteration) => {
+                iteration.failure.get_or_insert(error);
+                None
+            }
+            None => Some(error),
+        })
+    }
+
+    /// Notes the learning rate that a step reads on the device.
+    #[cfg(feature = "insight")]
+    pub(crate) fn note_learning_rate(lr: Tensor) {
+        ITERATION.with_borrow_mut(|iteration| {
+            if let Some(iteration) = iteration {
+                iteration.learning_rate = Some(lr);
+            }
+        });
+    }
+
+    /// The learning rate that the step before has read on the device.
+    #[cfg(feature = "insight")]
+    pub(crate) fn take_learning_rate() -> Option<Tensor> {
+        let take = |iteration: &mut Option<Iteration>| iteration.as_mut()?.learning_rate.take();
+        ITERATION.with_borrow_mut(take)
     }
 
     /// Notes a micro-batch, which may begin a window of accumulation or complete it.
@@ -326,6 +364,11 @@ mod without {
 
     pub(crate) fn is_capturing() -> bool {
         false
+    }
+
+    #[cfg(feature = "insight")]
+    pub(crate) fn take_learning_rate() -> Option<Tensor> {
+        None
     }
 
     pub(crate) fn is_on(_at: Device) -> bool {

@@ -208,7 +208,9 @@ impl<T> Captured<T> {
         let ((output, answers), ended) =
             capture::during(self.device, phase, || noted::during(iteration));
         stream.map_or(Ok(()), OnStream::leave)?;
-        self.latest = Some(Iteration { output: output?, answers });
+        let output = output?;
+        ended.failure.map_or(Ok(()), Err)?;
+        self.latest = Some(Iteration { output, answers });
         self.take_members(ended.members);
         Ok(())
     }
@@ -230,8 +232,9 @@ impl<T> Captured<T> {
             capture::during(self.device, Phase::Capture, || noted::during(iteration));
         let recorded = recording.end();
         let left = stream.leave();
-        let Ended { members, kept, window_was_cut } = ended;
+        let Ended { members, kept, window_was_cut, failure } = ended;
         let checked = output.and_then(|output| {
+            failure.map_or(Ok(()), Err)?;
             recorded.and(left)?;
             refuse_cut_window(window_was_cut)?;
             members.iter().try_for_each(|member| member.after_capture())?;

@@ -357,7 +357,8 @@ unsafe extern "C" {
     pub(crate) fn tamp_arrival_new(source: *const Tensor, err: *mut *mut c_char) -> *mut Arrival;
     pub(crate) fn tamp_arrival_poll(
         arrival: *const Arrival,
-        number: *mut f64,
+        numbers: *mut f64,
+        count: usize,
         err: *mut *mut c_char,
     ) -> u8;
     pub(crate) fn tamp_arrival_free(arrival: *mut Arrival);

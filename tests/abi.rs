@@ -92,6 +92,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_statistics", "Statistics"),
         ("tamp_device_memory", "DeviceMemory"),
         ("tamp_counted_gradient", "CountedGradient"),
+        ("tamp_step_number", "StepNumber"),
         ("tamp_recording", "Recording"),
         ("tamp_recorded_tensor", "RecordedTensor"),
         ("tamp_recorded_event", "RecordedEvent"),

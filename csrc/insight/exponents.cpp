@@ -214,7 +214,11 @@ class DeviceCounts {
 
   // The first bin of the row of every number.
   Tensor rows(const Batch &batch) const {
-    const auto host = at::stack({at::tensor(batch.rows, at::kLong), at::tensor(batch.ends, at::kLong)});
+    const auto count = static_cast<int64_t>(batch.rows.size());
+    const Tensor host = at::empty({2, count}, at::TensorOptions(at::kLong).pinned_memory(device_.is_cuda()));
+    std::copy(batch.rows.begin(), batch.rows.end(), host.mutable_data_ptr<int64_t>());
+    std::copy(batch.ends.begin(), batch.ends.end(), host.mutable_data_ptr<int64_t>() + count);
+    tamp::keep_if_captured(host);
     const Tensor both = tamp::on_device(host, device_);
     // repeat_interleave would do the same, but may make the host wait.
     const Tensor pieces = at::searchsorted(both.select(0, 1), positions_.narrow(0, 0, batch.size), /*out_int32=*/false,
@@ -245,24 +249,26 @@ Tensor exponent_by_frexp(const Tensor &scale) {
 
 // Counts all gradients once. Returns a row of bins for each layer, on `home`.
 Tensor count_all(const std::vector<Group> &groups, int64_t rows, const tamp_tensor *scale, at::Device home) {
-  Tensor on_cpu = at::zeros({rows * TAMP_BINS}, at::kLong);
+  Tensor on_cpu;
   std::vector<DeviceCounts> devices;
-  // Numbers in [0.5, 1) have the exponent 0 for frexp, and -1 here.
-  Tensor exponent = at::ones({}, at::kInt);
-  if (scale != nullptr) exponent = exponent_by_frexp(tamp::tensor(scale));
-  const Tensor none = at::ones({}, at::kInt);
+  const Tensor exponent = scale == nullptr ? Tensor() : exponent_by_frexp(tamp::tensor(scale));
   for (const auto &group : groups) {
-    const Tensor &subtracted = group.unscaled ? none : exponent;
+    // Numbers in [0.5, 1) have the exponent 0 for frexp, and -1 here.
+    const bool scaled = exponent.defined() && !group.unscaled;
     if (group.device.is_cpu()) {
-      count_on_cpu(group, subtracted.item<int>() - 1, on_cpu.mutable_data_ptr<int64_t>());
+      if (!on_cpu.defined()) on_cpu = at::zeros({rows * TAMP_BINS}, at::kLong);
+      count_on_cpu(group, scaled ? exponent.item<int>() - 1 : 0, on_cpu.mutable_data_ptr<int64_t>());
       continue;
     }
     size_t at = 0;
     while (at < devices.size() && devices[at].device() != group.device) ++at;
     if (at == devices.size()) devices.emplace_back(group.device, rows);
-    devices[at].add(group, tamp::on_device(subtracted, group.device).neg().add_(kBinOfZero));
+    const auto options = at::TensorOptions(at::kInt).device(group.device);
+    devices[at].add(group, scaled ? tamp::on_device(exponent, group.device).neg().add_(kBinOfZero)
+                                  : at::full({}, kBinOfZero - 1, options));
   }
-  Tensor sum = tamp::on_device(on_cpu, home);
+  Tensor sum = on_cpu.defined() ? tamp::on_device(on_cpu, home)
+                                : at::zeros({rows * TAMP_BINS}, at::TensorOptions(at::kLong).device(home));
   for (const auto &device : devices) sum = sum.add(tamp::on_device(device.sum(), home));
   return sum;
 }

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
-#include <limits>
 #include <memory>
 #include <vector>
 
@@ -14,10 +13,11 @@ namespace {
 
 using at::Tensor;
 
-at::Device device_of(const tamp_tensor *history, const tamp_tensor *const *numbers) {
+at::Device device_of(const tamp_tensor *history, const tamp_step_number *numbers) {
   if (history != nullptr && !tamp::tensor(history).is_cpu()) return tamp::tensor(history).device();
   for (int i = 0; i < TAMP_STEP_NUMBERS; ++i) {
-    if (numbers[i] != nullptr && !tamp::tensor(numbers[i]).is_cpu()) return tamp::tensor(numbers[i]).device();
+    const tamp_tensor *number = numbers[i].on_device;
+    if (number != nullptr && !tamp::tensor(number).is_cpu()) return tamp::tensor(number).device();
   }
   return at::kCPU;
 }
@@ -26,8 +26,8 @@ at::Device device_of(const tamp_tensor *history, const tamp_tensor *const *numbe
 
 extern "C" {
 
-tamp_tensor *tamp_history_record(const tamp_tensor *history, int64_t length, int64_t row,
-                                 const tamp_tensor *const *numbers, char **err) noexcept {
+tamp_tensor *tamp_history_record(const tamp_tensor *history, int64_t length, int64_t row, tamp_tensor *count,
+                                 const tamp_step_number *numbers, char **err) noexcept {
   return tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     const at::Device device = device_of(history, numbers);
@@ -35,16 +35,23 @@ tamp_tensor *tamp_history_record(const tamp_tensor *history, int64_t length, int
     const auto options = at::TensorOptions(device.is_mps() ? at::kFloat : at::kDouble).device(device);
     std::vector<Tensor> all;
     for (int i = 0; i < TAMP_STEP_NUMBERS; ++i) {
-      all.push_back(numbers[i] == nullptr
-                        ? at::full({}, std::numeric_limits<double>::quiet_NaN(), options)
-                        : tamp::on_device(tamp::tensor(numbers[i]).detach().reshape({}), device).to(options.dtype()));
+      const auto &[on_device, on_host] = numbers[i];
+      all.push_back(on_device == nullptr
+                        ? at::full({}, on_host, options)
+                        : tamp::on_device(tamp::tensor(on_device).detach().reshape({}), device).to(options.dtype()));
     }
     const Tensor step = at::stack(all);
     Tensor rows = history == nullptr ? at::zeros({length, TAMP_STEP_NUMBERS}, options)
                                      : tamp::on_device(tamp::tensor(history), device).to(options.dtype());
+    const Tensor place = count == nullptr ? Tensor() : tamp::tensor(count).remainder(length).to(at::kLong).reshape({1});
     auto given = std::make_unique<Tensor>(rows);
     // Everything has been allocated.
-    rows.select(0, row).copy_(step);
+    if (count == nullptr) {
+      rows.select(0, row).copy_(step);
+    } else {
+      rows.index_copy_(0, place, step.unsqueeze(0));
+      tamp::tensor(count).add_(1);
+    }
     return tamp::give(std::move(given));
   });
 }

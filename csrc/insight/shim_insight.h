@@ -214,14 +214,30 @@ tamp_tensor *tamp_exponents_count(const tamp_tensor *counts, const tamp_counted_
 // These functions keep a history of steps.
 
 // The numbers of a step in a history: the scale, the flag that is not zero if the step was skipped, the norm of the
-// gradients, and the loss. What is not known is NaN.
-enum { TAMP_STEP_SCALE = 0, TAMP_STEP_FLAG = 1, TAMP_STEP_NORM = 2, TAMP_STEP_LOSS = 3, TAMP_STEP_NUMBERS = 4 };
+// gradients, the loss, the learning rate, and a sum of TAMP_STEP_HAS_…, which says what was known.
+enum {
+  TAMP_STEP_SCALE = 0,
+  TAMP_STEP_FLAG = 1,
+  TAMP_STEP_NORM = 2,
+  TAMP_STEP_LOSS = 3,
+  TAMP_STEP_RATE = 4,
+  TAMP_STEP_KNOWN = 5,
+  TAMP_STEP_NUMBERS = 6
+};
+enum { TAMP_STEP_HAS_NORM = 1, TAMP_STEP_HAS_LOSS = 2, TAMP_STEP_HAS_VERDICT = 4 };
 
-// Writes the numbers of a step to a row of `history`, an f64 tensor of `length` rows, or to a new one without it. Each
-// number has one element on any device, or is null. Returns the history, which is moved to the device of the first
-// number that is not on the CPU if it was on the CPU. Does not synchronize. On failure the history is as before.
-tamp_tensor *tamp_history_record(const tamp_tensor *history, int64_t length, int64_t row,
-                                 const tamp_tensor *const *numbers, char **err) TAMP_NOEXCEPT;
+// A number of a step: a tensor of one element on any device, or without one a number of the host.
+typedef struct tamp_step_number {
+  const tamp_tensor *on_device;
+  double on_host;
+} tamp_step_number;
+
+// Writes the TAMP_STEP_NUMBERS numbers of a step to a row of `history`, an f64 tensor of `length` rows, or to a new one
+// without it: to the given row, or to that of `count`, an f64 tensor of one element on the device of the history, modulo
+// `length`, which is increased by one then. Returns the history, which is moved to the device of the first number that
+// is not on the CPU if it was on the CPU. Does not synchronize. On failure the history is as before.
+tamp_tensor *tamp_history_record(const tamp_tensor *history, int64_t length, int64_t row, tamp_tensor *count,
+                                 const tamp_step_number *numbers, char **err) TAMP_NOEXCEPT;
 
 #ifdef __cplusplus
 }

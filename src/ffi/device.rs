@@ -54,32 +54,39 @@ pub(crate) fn set_reduced_precision_reduction([fp16, bf16]: [bool; 2]) -> Result
     Ok([sys::REDUCTION_FP16, sys::REDUCTION_BF16].map(|bit| before & bit != 0))
 }
 
-/// An asynchronous copy of a number from a device to the host.
+/// An asynchronous copy of `N` numbers from a device to the host.
 #[derive(Debug)]
-pub(crate) struct Arrival(*mut sys::Arrival);
+pub(crate) struct Arrival<const N: usize = 1>(*mut sys::Arrival);
 
 // SAFETY: it owns a tensor and an event of libtorch, which are not bound to a thread.
-unsafe impl Send for Arrival {}
+unsafe impl<const N: usize> Send for Arrival<N> {}
 
-impl Arrival {
-    /// Starts to copy an f32 tensor of one element to the host. Does not synchronize.
+impl<const N: usize> Arrival<N> {
+    /// Starts to copy a contiguous f32 or f64 tensor of `N` elements to the host. Does not synchronize.
     pub(crate) fn new(source: &Tensor) -> Result<Self> {
         // SAFETY: `source` is a live tensor, and `err` is valid for a write.
         call(|err| unsafe { sys::tamp_arrival_new(source.as_ptr(), err) }).map(Self)
     }
 
-    /// Returns the number, or `None` if it has not arrived yet. Never synchronizes.
-    pub(crate) fn poll(&self) -> Result<Option<f64>> {
-        let mut number = 0.0;
-        // SAFETY: the pointer came from `tamp_arrival_new`, which succeeded, and is freed in `drop` only; `number` is
-        // valid for a write.
-        let has_arrived =
-            call(|err| unsafe { sys::tamp_arrival_poll(self.0, &mut number, err) })? != 0;
-        Ok(has_arrived.then_some(number))
+    /// Returns the numbers, or `None` if they have not arrived yet. Never synchronizes.
+    pub(crate) fn poll_all(&self) -> Result<Option<[f64; N]>> {
+        let mut numbers = [0.0; N];
+        let array = numbers.as_mut_ptr();
+        // SAFETY: the pointer came from `tamp_arrival_new`, which succeeded, and is freed in `drop` only; the array is
+        // valid for `N` writes.
+        let arrived = call(|err| unsafe { sys::tamp_arrival_poll(self.0, array, N, err) })? != 0;
+        Ok(arrived.then_some(numbers))
     }
 }
 
-impl Drop for Arrival {
+impl Arrival {
+    /// Returns the number, or `None` if it has not arrived yet. Never synchronizes.
+    pub(crate) fn poll(&self) -> Result<Option<f64>> {
+        Ok(self.poll_all()?.map(|[number]| number))
+    }
+}
+
+impl<const N: usize> Drop for Arrival<N> {
     fn drop(&mut self) {
         // SAFETY: the pointer came from `tamp_arrival_new`, and is not used any more.
         unsafe { sys::tamp_arrival_free(self.0) }

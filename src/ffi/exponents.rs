@@ -81,54 +81,103 @@ pub(crate) fn exponents_read(counts: &Tensor) -> Result<ExponentCounts> {
     })
 }
 
-/// The numbers of a step, as far as they are known.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct StepNumbers<'a> {
-    pub(crate) scale: Option<&'a Tensor>,
-    /// Not zero if the step was skipped.
-    pub(crate) flag: Option<&'a Tensor>,
-    pub(crate) norm: Option<&'a Tensor>,
-    pub(crate) loss: Option<&'a Tensor>,
+/// A number of a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum StepNumber<'a> {
+    Host(f64),
+    Device(&'a Tensor),
 }
 
-/// The numbers of a step on the host; NaN for what is not known.
+/// The numbers of a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepNumbers<'a> {
+    pub(crate) scale: StepNumber<'a>,
+    /// Not zero if the step was skipped.
+    pub(crate) flag: StepNumber<'a>,
+    pub(crate) norm: Option<&'a Tensor>,
+    pub(crate) loss: Option<&'a Tensor>,
+    pub(crate) learning_rate: StepNumber<'a>,
+    /// Whether the step may have been skipped as a spike.
+    pub(crate) is_judged: bool,
+}
+
+/// The numbers of a step on the host.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ReadNumbers {
     pub(crate) scale: f64,
-    pub(crate) flag: f64,
-    pub(crate) norm: f64,
-    pub(crate) loss: f64,
+    pub(crate) is_skipped: bool,
+    pub(crate) norm: Option<f64>,
+    pub(crate) loss: Option<f64>,
+    pub(crate) learning_rate: f64,
+    pub(crate) is_judged: bool,
 }
 
-/// Writes the numbers of a step to a row of a history, or begins one of `length` rows: see `tamp_history_record`.
+/// Where the next row of a history is: known to the host, or counted by an f64 tensor on the device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum NextRow<'a> {
+    Host(usize),
+    Device(&'a Tensor),
+}
+
+/// Writes the numbers of a step to the next row of a history, or begins one of `length` rows: see `tamp_history_record`.
 pub(crate) fn history_record(
     history: Option<&Tensor>,
     length: usize,
-    row: usize,
+    next: NextRow<'_>,
     numbers: StepNumbers<'_>,
 ) -> Result<Tensor> {
+    let raw = raw_numbers(numbers);
+    let (row, count) = match next {
+        NextRow::Host(row) => (row, ptr::null_mut()),
+        NextRow::Device(count) => (0, super::pointer(count)),
+    };
     assert!(row < length, "the history has this row");
-    let mut raw = [ptr::null(); sys::STEP_NUMBERS];
-    raw[sys::STEP_SCALE] = optional(numbers.scale);
-    raw[sys::STEP_FLAG] = optional(numbers.flag);
-    raw[sys::STEP_NORM] = optional(numbers.norm);
-    raw[sys::STEP_LOSS] = optional(numbers.loss);
     let (history, length, row) = (optional(history), length as i64, row as i64);
     let raw = raw.as_ptr();
-    // SAFETY: the array has a number for each of STEP_NUMBERS, null or live; the history is null or live, is changed
-    // through libtorch's own handle, which aliases freely, and `err` is valid for a write.
-    given(call(|err| unsafe { sys::tamp_history_record(history, length, row, raw, err) })?)
+    // SAFETY: the array has STEP_NUMBERS numbers, whose tensors are null or live; the history and the count are null or
+    // live, are changed through libtorch's own handles, which alias freely, and `err` is valid for a write.
+    given(call(|err| unsafe { sys::tamp_history_record(history, length, row, count, raw, err) })?)
+}
+
+fn raw_numbers(numbers: StepNumbers<'_>) -> [sys::StepNumber; sys::STEP_NUMBERS] {
+    let StepNumbers { scale, flag, norm, loss, learning_rate, is_judged } = numbers;
+    let known = [
+        (norm.is_some(), sys::STEP_HAS_NORM),
+        (loss.is_some(), sys::STEP_HAS_LOSS),
+        (is_judged, sys::STEP_HAS_VERDICT),
+    ];
+    let known = known.iter().filter(|(has, _)| *has).map(|(_, mark)| mark).sum::<u8>();
+    let or_none = |number: Option<&'_ Tensor>| sys::StepNumber {
+        on_device: optional(number),
+        on_host: f64::NAN,
+    };
+    let raw = |number: StepNumber<'_>| match number {
+        StepNumber::Host(on_host) => sys::StepNumber { on_device: ptr::null(), on_host },
+        StepNumber::Device(tensor) => or_none(Some(tensor)),
+    };
+    let mut all = [raw(StepNumber::Host(known.into())); sys::STEP_NUMBERS];
+    all[sys::STEP_SCALE] = raw(scale);
+    all[sys::STEP_FLAG] = raw(flag);
+    all[sys::STEP_NORM] = or_none(norm);
+    all[sys::STEP_LOSS] = or_none(loss);
+    all[sys::STEP_RATE] = raw(learning_rate);
+    all
 }
 
 /// Brings all rows of a history to the host. Synchronizes on a device.
 pub(crate) fn history_read(history: &Tensor) -> Result<Vec<ReadNumbers>> {
     let numbers = super::numbers_read(&[history])?;
     let rows = numbers.chunks_exact(sys::STEP_NUMBERS);
-    let row = |row: &[f64]| ReadNumbers {
-        scale: row[sys::STEP_SCALE],
-        flag: row[sys::STEP_FLAG],
-        norm: row[sys::STEP_NORM],
-        loss: row[sys::STEP_LOSS],
+    let row = |row: &[f64]| {
+        let has = |mark: u8| row[sys::STEP_KNOWN] as u8 & mark != 0;
+        ReadNumbers {
+            scale: row[sys::STEP_SCALE],
+            is_skipped: row[sys::STEP_FLAG] != 0.0,
+            norm: has(sys::STEP_HAS_NORM).then_some(row[sys::STEP_NORM]),
+            loss: has(sys::STEP_HAS_LOSS).then_some(row[sys::STEP_LOSS]),
+            learning_rate: row[sys::STEP_RATE],
+            is_judged: has(sys::STEP_HAS_VERDICT),
+        }
     };
     Ok(rows.map(row).collect())
 }

@@ -84,6 +84,8 @@ impl Optimizer {
     /// synchronizes.
     pub(super) fn note_in_graph(&mut self) -> Result<()> {
         let Some(rates) = &self.rates else { return Ok(()) };
+        #[cfg(feature = "insight")]
+        rates.note_learning_rate()?;
         let settles = capture::phase() == Some(Phase::Settling);
         let mut is_ready = true;
         for slot in &mut self.slots {

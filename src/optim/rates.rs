@@ -179,6 +179,16 @@ impl DeviceRates {
         Ok(())
     }
 
+    /// Notes the learning rate of the first group for what records the step.
+    #[cfg(feature = "insight")]
+    pub(crate) fn note_learning_rate(&self) -> Result<()> {
+        if capture::is_inside() {
+            let _own = OutsideRegions::enter();
+            capture::note_learning_rate(self.block().f_select(0, 0)?.f_select(0, 0)?);
+        }
+        Ok(())
+    }
+
     /// The replays since the last call, each of which may have been a step of every parameter.
     pub(crate) fn take_replays(&self) -> u64 {
         let replays = self.link.replays();

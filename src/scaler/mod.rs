@@ -6,6 +6,7 @@
 
 mod checkpoint;
 mod claim;
+mod counter;
 pub(crate) mod grad_scaler;
 mod iteration;
 mod outcome;
@@ -17,13 +18,14 @@ mod transaction;
 
 pub use crate::error::ScalerError;
 pub use crate::scale::{GradScalerConfig, GradScalerState};
+pub use counter::StepCounter;
 pub(crate) use grad_scaler::GradScaler;
 #[cfg(feature = "distributed")]
 pub(crate) use grad_scaler::{Agreement, Averaged};
+pub use outcome::StepOutcome;
 #[cfg(feature = "graph")]
 pub(crate) use outcome::noted;
 pub(crate) use outcome::{Answer, Taken};
-pub use outcome::{StepCounter, StepOutcome};
 pub use per_loss::PerLossScalers;
 pub use spikes::{SpikeConfig, SpikeCounts, SpikeDetector};
 pub use transaction::Unscaled;

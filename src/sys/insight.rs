@@ -141,7 +141,19 @@ pub(crate) const STEP_SCALE: usize = 0;
 pub(crate) const STEP_FLAG: usize = 1;
 pub(crate) const STEP_NORM: usize = 2;
 pub(crate) const STEP_LOSS: usize = 3;
-pub(crate) const STEP_NUMBERS: usize = 4;
+pub(crate) const STEP_RATE: usize = 4;
+pub(crate) const STEP_KNOWN: usize = 5;
+pub(crate) const STEP_NUMBERS: usize = 6;
+pub(crate) const STEP_HAS_NORM: u8 = 1;
+pub(crate) const STEP_HAS_LOSS: u8 = 2;
+pub(crate) const STEP_HAS_VERDICT: u8 = 4;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepNumber {
+    pub(crate) on_device: *const Tensor,
+    pub(crate) on_host: f64,
+}
 
 unsafe extern "C" {
     pub(crate) fn tamp_reference_new(err: *mut *mut c_char) -> *mut Reference;
@@ -208,7 +220,8 @@ unsafe extern "C" {
         history: *const Tensor,
         length: i64,
         row: i64,
-        numbers: *const *const Tensor,
+        count: *mut Tensor,
+        numbers: *const StepNumber,
         err: *mut *mut c_char,
     ) -> *mut Tensor;
 }

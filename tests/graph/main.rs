@@ -7,6 +7,7 @@ mod common;
 mod between;
 mod costs;
 mod planted;
+mod records;
 mod refused;
 mod replays;
 mod schedules;

@@ -9,9 +9,10 @@ use tch_amp::accumulation::Accumulation;
 use tch_amp::average::{AveragedWeights, Averaging};
 use tch_amp::gradients::clip_grad_norm;
 use tch_amp::graph::Captured;
+use tch_amp::insight::{ScaleHealth, ScaleHistory};
 use tch_amp::optim::{Algorithm, MasterWeights, Optimizer, States};
 use tch_amp::recompute::RecomputedT;
-use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepOutcome};
+use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepCounter, StepOutcome};
 use tch_amp::schedule::{CosineAnnealingLr, LinearLr, Schedule, Scheduler, SequentialLr};
 use tch_amp::{Autocast, GradScaler, Result};
 
@@ -66,6 +67,13 @@ impl Program {
     }
 }
 
+/// What an iteration records.
+pub struct Records {
+    pub steps: StepCounter,
+    pub history: ScaleHistory,
+    pub health: ScaleHealth,
+}
+
 pub struct Training {
     pub program: Program,
     pub vs: VarStore,
@@ -78,6 +86,7 @@ pub struct Training {
     pub average: Option<AveragedWeights>,
     pub spikes: SpikeDetector,
     pub scheduler: Option<Scheduler>,
+    pub records: Option<Records>,
     /// The learning rate of the next iteration, if it is not that of [`lr`].
     pub lr: Option<f64>,
     /// The outcome of the last iteration that was run or captured.
@@ -146,6 +155,7 @@ impl Training {
             average,
             spikes: spikes.build().unwrap(),
             scheduler,
+            records: None,
             lr: None,
             last: None,
             vs,
@@ -180,6 +190,9 @@ impl Training {
                 None => self.scaler.backward(&loss)?,
             }
         }
+        if let Some(records) = &mut self.records {
+            records.health.observe(&self.scaler)?;
+        }
         let outcome = match self.program.way {
             Way::Step => self.scaler.step(&mut self.opt)?,
             Way::ClipNorm => self.scaler.step_clip_norm(&mut self.opt, 0.5)?,
@@ -193,6 +206,11 @@ impl Training {
                 self.scaler.step_unless_spike(&mut self.opt, 0.5, &mut self.spikes)?
             }
         };
+        if let Some(records) = &mut self.records {
+            records.history.set_loss(&loss)?;
+            records.history.record(&self.scaler, &outcome, self.opt.lr(0)?)?;
+            records.steps.record(&outcome);
+        }
         self.scaler.update()?;
         if let Some(average) = &mut self.average {
             average.update(&outcome)?;

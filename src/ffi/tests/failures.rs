@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use crate::autocast::{AutocastState, autocast_dtype};
 use crate::error::ScalerError;
 #[cfg(feature = "insight")]
-use crate::ffi::exponents::{CountedGradient, StepNumbers};
+use crate::ffi::exponents::{CountedGradient, NextRow, StepNumber, StepNumbers};
 use crate::function::Function;
 use crate::gradients::ClipNorm;
 use crate::scaler::{GradScalerConfig, PerLossScalers};
@@ -179,8 +179,17 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         {
             let counted = CountedGradient { parameter: &w, row: 0, unscaled: false };
             fails(&|| ffi::exponents::exponents_count(None, &[counted], 1, None).map(drop));
-            let numbers = StepNumbers::default();
-            fails(&|| ffi::exponents::history_record(None, 1, 0, numbers).map(drop));
+            let one = StepNumber::Host(1.0);
+            let numbers = StepNumbers {
+                scale: one,
+                flag: one,
+                norm: Some(&w),
+                loss: None,
+                learning_rate: one,
+                is_judged: false,
+            };
+            let next = NextRow::Host(0);
+            fails(&|| ffi::exponents::history_record(None, 1, next, numbers).map(drop));
         }
         #[cfg(feature = "distributed")]
         {

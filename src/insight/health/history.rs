@@ -1,18 +1,18 @@
 //! The scale, the skips and the norms of the last steps.
 
-use std::collections::VecDeque;
 use std::fmt;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::report::{PowerOfTwo, Verdict};
 use crate::GradScaler;
-use crate::capture;
+use crate::capture::{self, Link};
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result};
 use crate::ffi;
-use crate::ffi::exponents::{self, ReadNumbers, StepNumbers};
+use crate::ffi::exponents::{self, NextRow, ReadNumbers, StepNumber, StepNumbers};
 use crate::scaler::{StepOutcome, Taken};
 
 /// The most steps that a history can remember.
@@ -56,15 +56,29 @@ const COLUMNS: [&str; 5] = ["scale", "skipped", "norm", "loss", "learning_rate"]
 pub struct ScaleHistory {
     capacity: usize,
     /// All steps that were ever recorded.
-    total: u64,
-    /// Steps that the host has completely, the oldest first.
-    settled: VecDeque<StepRecord>,
-    /// Later steps, whose numbers are in the rows of `ring`.
-    open: VecDeque<Open>,
+    total: Total,
+    /// Loaded steps, the oldest first.
+    loaded: Vec<StepRecord>,
+    /// Where the ring begins: the number of all steps before.
+    begun: u64,
     /// The row of a step is its number, counted from 0, modulo the capacity.
     ring: Option<Tensor>,
     /// The loss of the step that is recorded next.
     loss: Option<Tensor>,
+    /// What it shares with the graphs that add to it in their replays.
+    link: Arc<Link>,
+}
+
+/// A number of steps.
+#[derive(Debug)]
+enum Total {
+    Host(u64),
+    /// From the first iteration of a graph on the device counts: an f64.
+    #[cfg_attr(
+        not(feature = "graph"),
+        expect(dead_code, reason = "without graphs the host counts")
+    )]
+    Device(Tensor),
 }
 
 /// A step in a [`HistoryReport`].
@@ -107,17 +121,6 @@ pub struct HistoryReport {
     pub steps: Vec<StepRecord>,
 }
 
-/// What the host knows of a step.
-#[derive(Clone, Copy, Debug)]
-struct Open {
-    learning_rate: f64,
-    taken: Option<Taken>,
-    /// Whether the step may have been skipped as a spike.
-    judged: bool,
-    has_norm: bool,
-    has_loss: bool,
-}
-
 impl ScaleHistory {
     /// Creates a history of the last `capacity` steps.
     ///
@@ -128,8 +131,15 @@ impl ScaleHistory {
         if !(1..=MOST_STEPS).contains(&capacity) {
             return Err(Error::out_of_range("capacity", capacity as f64, "from 1 to 1048576"));
         }
-        let (settled, open) = (VecDeque::new(), VecDeque::new());
-        Ok(Self { capacity, total: 0, settled, open, ring: None, loss: None })
+        Ok(Self {
+            capacity,
+            total: Total::Host(0),
+            loaded: Vec::new(),
+            begun: 0,
+            ring: None,
+            loss: None,
+            link: Arc::default(),
+        })
     }
 
     /// Sets the loss of the step that is recorded next: the unscaled loss, a tensor with one element on any device.
@@ -152,44 +162,81 @@ impl ScaleHistory {
     /// [`step_clip_norm`](GradScaler::step_clip_norm) or [`step_unless_spike`](GradScaler::step_unless_spike); the loss
     /// is the one that a spike detector watched, or that of [`set_loss`](Self::set_loss). Never synchronizes.
     ///
+    /// In an iteration that a graph captures (feature `graph`), every replay records its step. The learning rate is then
+    /// the one on the device, an f32, of the optimizer's first group, in place of `learning_rate`.
+    ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the scaler was updated already, and [`Error::Torch`] if memory runs out. The
-    /// history is then as before.
+    /// [`Error::InvalidArgument`] if the scaler was updated already, [`Error::Capture`] if the first record is in the
+    /// iteration that is captured, or if the step has no learning rate on the device, and [`Error::Torch`] if memory
+    /// runs out. The history is then as before.
     pub fn record(
         &mut self,
         scaler: &GradScaler,
         outcome: &StepOutcome,
         learning_rate: f64,
     ) -> Result<()> {
-        capture::refuse(
-            "a row of a history of scales",
-            "its row is one of the host; record iterations without a graph",
-        )?;
         let scale = scaler.scale_number();
         if scale.is_some() && !scaler.is_between_step_and_update() && !outcome.has_no_gradients() {
             let problem = "is recorded between step and update, which changes the scale";
             return Err(Error::InvalidArgument { name: "history", problem: problem.to_owned() });
         }
+        #[cfg(feature = "graph")]
+        self.enter_graph(outcome)?;
         let judged = outcome.judged();
-        let norm = outcome.total_norm().or_else(|| judged.map(|judged| &judged.norm));
-        let loss = judged.and_then(|judged| judged.loss.as_ref()).or(self.loss.as_ref());
-        let numbers = StepNumbers { scale, flag: outcome.flag(), norm, loss };
-        let row = (self.total % self.capacity as u64) as usize;
-        let ring = exponents::history_record(self.ring.as_ref(), self.capacity, row, numbers)?;
-        let (taken, judged) = (outcome.known_taken(), judged.is_some());
-        let (has_norm, has_loss) = (norm.is_some(), loss.is_some());
-        self.ring = Some(ring);
-        self.loss = None;
-        self.open.push_back(Open { learning_rate, taken, judged, has_norm, has_loss });
-        self.total += 1;
-        // The row of the step before belongs to this one now.
-        if self.open.len() > self.capacity {
-            self.open.pop_front();
+        let is_skipped = outcome.known_taken() == Some(Taken::Skipped);
+        let numbers = StepNumbers {
+            scale: scale.map_or(StepNumber::Host(1.0), StepNumber::Device),
+            flag: outcome
+                .flag()
+                .map_or(StepNumber::Host(f64::from(u8::from(is_skipped))), StepNumber::Device),
+            norm: outcome.total_norm().or_else(|| judged.map(|judged| &judged.norm)),
+            loss: judged.and_then(|judged| judged.loss.as_ref()).or(self.loss.as_ref()),
+            learning_rate: outcome
+                .learning_rate()
+                .map_or(StepNumber::Host(learning_rate), StepNumber::Device),
+            is_judged: judged.is_some(),
+        };
+        let next = match &self.total {
+            Total::Host(total) => NextRow::Host(self.row(*total)),
+            Total::Device(total) => NextRow::Device(total),
+        };
+        let ring = exponents::history_record(self.ring.as_ref(), self.capacity, next, numbers)?;
+        if let Total::Host(total) = &mut self.total {
+            *total += 1;
         }
-        let room = self.capacity - self.open.len();
-        self.settled.drain(..self.settled.len().saturating_sub(room));
+        self.link.join(std::iter::once(&ring).chain(self.total.tensor()));
+        (self.ring, self.loss) = (Some(ring), None);
         Ok(())
+    }
+
+    /// In an iteration of a graph has the device count the steps, and refuses what replays would not follow.
+    #[cfg(feature = "graph")]
+    fn enter_graph(&mut self, outcome: &StepOutcome) -> Result<()> {
+        let Some(device) = capture::device() else { return Ok(()) };
+        let may_be_missing = outcome.has_no_gradients() && !capture::is_capturing();
+        if outcome.learning_rate().is_none() && !may_be_missing {
+            let remedy = "record the outcome of a step of one of `tch_amp::optim` in the same iteration, once";
+            return Err(capture::refusal("a learning rate of the host in a history", remedy));
+        }
+        let is_elsewhere = |tensor: &Tensor| tensor.device() != device;
+        if self.total.tensor().is_some_and(is_elsewhere) {
+            let remedy = "make a history for each device";
+            return Err(capture::refusal("a history of another device's steps", remedy));
+        }
+        if capture::is_capturing() && self.ring.as_ref().is_none_or(is_elsewhere) {
+            let remedy = "record a step in the warm-up, too";
+            return Err(capture::refusal("the first step of a history", remedy));
+        }
+        if let Total::Host(total) = self.total {
+            self.total = Total::Device(ffi::number_new(total as f64, Kind::Double, device)?);
+        }
+        Ok(())
+    }
+
+    /// The row of the step after this many.
+    fn row(&self, before: u64) -> usize {
+        (before % self.capacity as u64) as usize
     }
 
     /// Reports the last steps. Synchronizes.
@@ -198,27 +245,39 @@ impl ScaleHistory {
     ///
     /// [`Error::Torch`] if the numbers cannot be read from the device.
     pub fn report(&mut self) -> Result<HistoryReport> {
-        if let (Some(ring), false) = (&self.ring, self.open.is_empty()) {
-            let rows = exponents::history_read(ring)?;
-            let first = self.total - self.open.len() as u64;
-            let read = |(step, open): (u64, &Open)| {
-                let row = (step % self.capacity as u64) as usize;
-                open.settle(step + 1, rows.get(row).copied())
-            };
-            let settled: Vec<_> = (first..).zip(&self.open).map(read).collect();
-            self.settled.extend(settled);
-            self.open.clear();
-        }
-        Ok(HistoryReport { total: self.total, steps: self.settled.iter().copied().collect() })
+        capture::refuse("a report of a history", "make it after `replay`")?;
+        let total = self.total.read()?;
+        let first = self.begun.max(total.saturating_sub(self.capacity as u64));
+        let rows = self.ring.as_ref().map(exponents::history_read).transpose()?.unwrap_or_default();
+        let recorded = (first..total).filter_map(|step| Some((step, rows.get(self.row(step))?)));
+        let recorded: Vec<_> = recorded.map(|(step, row)| StepRecord::new(step + 1, row)).collect();
+        let room = self.capacity - recorded.len();
+        let loaded = &self.loaded[self.loaded.len().saturating_sub(room)..];
+        Ok(HistoryReport { total, steps: [loaded, &recorded].concat() })
     }
 
     /// Continues from a saved history, of which the last steps are kept.
     fn resume(&mut self, saved: HistoryReport) {
-        let HistoryReport { total, steps } = saved;
-        let left_out = steps.len().saturating_sub(self.capacity);
-        self.settled = steps.into_iter().skip(left_out).collect();
-        (self.total, self.ring) = (total, None);
-        self.open.clear();
+        self.link.note_change("a history of the scale");
+        (self.total, self.begun) = (Total::Host(saved.total), saved.total);
+        (self.loaded, self.ring) = (saved.steps, None);
+    }
+}
+
+impl Total {
+    fn tensor(&self) -> Option<&Tensor> {
+        match self {
+            Self::Host(_) => None,
+            Self::Device(total) => Some(total),
+        }
+    }
+
+    /// Synchronizes if the device counts.
+    fn read(&self) -> Result<u64> {
+        match self {
+            Self::Host(total) => Ok(*total),
+            Self::Device(total) => Ok(ffi::numbers_read(&[total])?[0] as u64),
+        }
     }
 }
 
@@ -260,26 +319,19 @@ fn column(name: &str, saved: &Tensor) -> Result<Vec<f64>> {
     }
 }
 
-impl Open {
-    fn settle(&self, step: u64, numbers: Option<ReadNumbers>) -> StepRecord {
-        let nan = f64::NAN;
-        let unknown = ReadNumbers { scale: nan, flag: nan, norm: nan, loss: nan };
-        let ReadNumbers { scale, flag, norm, loss } = numbers.unwrap_or(unknown);
-        let is_skipped = match self.taken {
-            Some(taken) => taken == Taken::Skipped,
-            None => flag != 0.0,
-        };
-        let is_finite =
-            (!self.has_norm || norm.is_finite()) && (!self.has_loss || loss.is_finite());
-        let cause = if self.judged && is_finite { SkipCause::Spike } else { SkipCause::Overflow };
-        StepRecord {
+impl StepRecord {
+    fn new(step: u64, numbers: &ReadNumbers) -> Self {
+        let ReadNumbers { scale, is_skipped, norm, loss, learning_rate, is_judged } = *numbers;
+        let is_finite = [norm, loss].into_iter().flatten().all(f64::is_finite);
+        let cause = if is_judged && is_finite { SkipCause::Spike } else { SkipCause::Overflow };
+        let finite = |number: Option<f64>| number.filter(|number| number.is_finite());
+        Self {
             step,
-            // A disabled scaler has no number.
-            scale: if scale.is_nan() { 1.0 } else { scale },
+            scale,
             skipped: is_skipped.then_some(cause),
-            norm: norm.is_finite().then_some(norm),
-            loss: loss.is_finite().then_some(loss),
-            learning_rate: self.learning_rate,
+            norm: finite(norm),
+            loss: finite(loss),
+            learning_rate,
         }
     }
 }

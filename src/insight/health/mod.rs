@@ -5,12 +5,13 @@ mod report;
 
 use std::cmp::Ordering;
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use tch::Tensor;
 use tch::nn::VarStore;
 
 use crate::GradScaler;
-use crate::capture;
+use crate::capture::{self, Link};
 use crate::error::{Error, GradientError, Result};
 use crate::ffi::exponents::{self, CountedGradient};
 use crate::ffi::{self, OutsideRegions};
@@ -62,16 +63,14 @@ pub struct ScaleHealth {
     /// The layer of each parameter, by its place in `layers`.
     rows: Vec<usize>,
     layers: Vec<String>,
-    seen: Option<Seen>,
-}
-
-/// What has been observed.
-#[derive(Debug)]
-struct Seen {
-    counts: Tensor,
+    counts: Option<Tensor>,
     /// A copy of the scale of the last observation; `None` if the scaler was disabled.
     scale: Option<Tensor>,
+    /// What it shares with the graphs that observe in their replays.
+    link: Arc<Link>,
 }
+
+const OBSERVATION: &str = "the first observation of gradients";
 
 impl ScaleHealth {
     /// Creates counts for the parameters that `vs` has now. A layer is a module: the name of a parameter without its
@@ -106,7 +105,8 @@ impl ScaleHealth {
         };
         let rows = variables.iter().map(|(name, _)| row_of(name)).collect();
         let (names, parameters) = variables.into_iter().unzip();
-        Self { parameters, names, rows, layers, seen: None }
+        let (counts, scale, link) = (None, None, Arc::default());
+        Self { parameters, names, rows, layers, counts, scale, link }
     }
 
     /// Counts the exponents of the gradients as they are now, between backward and the optimizer's step. They may be
@@ -116,27 +116,31 @@ impl ScaleHealth {
     ///
     /// Never synchronizes, except where a gradient is on the CPU and the scale on a GPU. On a GPU two million elements
     /// are counted at once, with about twenty kernel launches and up to 128 MiB of memory, however many parameters they
-    /// belong to.
+    /// belong to. In an iteration that a graph captures (feature `graph`), every replay counts its gradients.
     ///
     /// # Errors
     ///
     /// [`ScalerError::AlreadyStepped`] after the step, [`GradientError::Unsupported`] for a gradient of another dtype
-    /// or layout, [`Error::InvalidArgument`] if there are no gradients, and [`Error::Torch`] if memory runs out. The
-    /// counts are then as before.
+    /// or layout, [`Error::InvalidArgument`] if there are no gradients, [`Error::Capture`] if the first observation is in
+    /// the iteration that is captured, and [`Error::Torch`] if memory runs out. The counts are then as before.
     pub fn observe(&mut self, scaler: &GradScaler) -> Result<()> {
-        capture::refuse("a report of an iteration", "make it of an iteration without a graph")?;
         let _own = OutsideRegions::enter();
         let names = &self.names;
         let name = Box::new(|index: usize, _| names.get(index).cloned());
         let gradients = Gradients::of(self.parameters.as_slice().into(), name)?;
         let counted = self.counted(&gradients, scaler)?;
         let scale = scaler.scale_number();
-        let before = self.seen.as_ref().map(|seen| &seen.counts);
+        let before = self.counts.as_ref();
         let counts = exponents::exponents_count(before, &counted, self.layers.len(), scale)?;
         let scale = scale.map(Tensor::f_detach_copy).transpose()?;
         drop(counted);
         drop(gradients);
-        self.seen = Some(Seen { counts, scale });
+        self.link.replace(&mut self.counts, counts, OBSERVATION)?;
+        match scale {
+            Some(scale) => self.link.replace(&mut self.scale, scale, OBSERVATION)?,
+            None => self.scale = None,
+        }
+        self.link.join(self.counts.iter().chain(&self.scale));
         Ok(())
     }
 
@@ -156,6 +160,10 @@ impl ScaleHealth {
                 let parameter = gradients.describe(index);
                 return Err(Error::Gradient(GradientError::Unsupported { parameter, problem }));
             }
+            if !capture::is_at_home(self.parameters[index].device()) {
+                let remedy = "keep the parameters on the device of the graph";
+                capture::refuse("counting gradients on another device", remedy)?;
+            }
             let unscaled = unscaled.contains(&gradient.parameter());
             let (parameter, row) = (&self.parameters[index], self.rows[index]);
             counted.push(CountedGradient { parameter, row, unscaled });
@@ -174,19 +182,24 @@ impl ScaleHealth {
     ///
     /// [`Error::Torch`] if the counts cannot be read from the device.
     pub fn report(&self) -> Result<HealthReport> {
-        let Some(Seen { counts, scale }) = &self.seen else {
-            return Ok(HealthReport::new(1.0, Default::default(), &self.layers));
+        capture::refuse("a report of gradients", "make it after `replay`")?;
+        let counts = self.counts.as_ref().map(exponents::exponents_read).transpose()?;
+        let counts = counts.filter(|counts| counts.observed > 0);
+        let scale = match (&counts, &self.scale) {
+            (Some(_), Some(scale)) => ffi::numbers_read(&[scale])?[0],
+            _ => 1.0,
         };
-        let scale = match scale {
-            Some(scale) => ffi::numbers_read(&[scale])?[0],
-            None => 1.0,
-        };
-        Ok(HealthReport::new(scale, exponents::exponents_read(counts)?, &self.layers))
+        Ok(HealthReport::new(scale, counts.unwrap_or_default(), &self.layers))
     }
 
     /// Forgets what was observed.
     pub fn clear(&mut self) {
-        self.seen = None;
+        let _own = OutsideRegions::enter();
+        // In place, since a graph may add to them.
+        if self.counts.as_mut().is_some_and(|counts| counts.f_zero_().is_err()) {
+            self.link.note_change("the counts of gradients");
+            self.counts = None;
+        }
     }
 }
 
