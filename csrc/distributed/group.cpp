@@ -10,6 +10,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <future>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -50,6 +51,21 @@ void turn_off_flight_recorder() {
     const bool is_set = getenv("TORCH_FR_BUFFER_SIZE") != nullptr || getenv("TORCH_NCCL_TRACE_BUFFER_SIZE") != nullptr;
     if (!is_set) setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/0);
   });
+}
+
+// How long a group that ends waits for the end of a backend.
+constexpr milliseconds kEnd(1000);
+
+// Ends a backend in a thread of its own, and waits for that at most as long. It may take forever: Gloo's waits for the
+// operations of this rank that have begun, and NCCL's for a thread that may read from the store of a host that is gone.
+void end(c10::intrusive_ptr<c10d::Backend> backend, milliseconds wait) {
+  std::promise<void> ended;
+  const std::future<void> is_over = ended.get_future();
+  std::thread([last = std::move(backend), ended = std::move(ended)]() mutable {
+    last.reset();
+    ended.set_value();
+  }).detach();
+  is_over.wait_for(wait);
 }
 
 // Blocks until a collective is complete; on a GPU, has the current stream wait for it.
@@ -191,13 +207,16 @@ void Group::watch(const c10::intrusive_ptr<c10d::Store> &store) {
 
 Group::~Group() {
   operations_->fail("the group has ended");
-  for (const auto &[type, backend] : backendTypeToBackend_) {
+  deviceTypeToBackend_.clear();
+  for (auto &[type, backend] : backendTypeToBackend_) {
+    if (type == BackendType::GLOO) continue;
     try {
       // Without this, NCCL's backend aborts what other ranks are still receiving, and warns of it.
-      if (type != BackendType::GLOO) backend->shutdown();
+      backend->shutdown();
     } catch (const std::exception &) {
       // Another rank has ended, which its own calls say.
     }
+    end(std::move(backend), kEnd);
   }
 }
 
@@ -215,11 +234,10 @@ void Group::close() {
     auto *gloo = dynamic_cast<ProcessGroupGloo *>(backend.get());
     if (gloo == nullptr) {
       backend->abort();
-      continue;
+    } else {
+      for (const auto &context : Connections::of(*gloo)) context->closeConnections();
     }
-    for (const auto &context : Connections::of(*gloo)) context->closeConnections();
-    // The end of a backend waits for the operations of this rank that have begun, which may take until their timeout.
-    std::thread([last = std::move(backend)]() mutable { last.reset(); }).detach();
+    end(std::move(backend), milliseconds(0));
   }
   operations_->fail("the group has failed");
 }
