@@ -4,13 +4,19 @@
 
 mod common;
 
+use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng};
-use tch_amp::optim::{Adagrad, AdamW, Algorithm, Lion, Muon, Optimizer, RmsProp, Sgd};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder, Rng};
+use tch_amp::optim::{
+    Adagrad, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, OptimizerBuilder, RmsProp,
+    Sgd, States,
+};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
@@ -30,9 +36,14 @@ struct Shuffled {
 
 impl Shuffled {
     fn new(device: Device, algorithm: Algorithm) -> Self {
-        let vs = VarStore::new(device);
-        let net = nn::linear(vs.root(), 4, 3, Default::default());
-        let opt = algorithm.build(&vs, 0.1);
+        Self::with(device, Kind::Float, algorithm.master_weights(MasterWeights::None))
+    }
+
+    fn with(device: Device, kind: Kind, builder: OptimizerBuilder) -> Self {
+        let mut vs = VarStore::new(device);
+        let net = nn::linear(vs.root(), 4, 24, Default::default());
+        vs.set_kind(kind);
+        let opt = builder.build(&vs, 0.1);
         let config =
             GradScalerConfig { init_scale: 64.0, growth_interval: 2, ..Default::default() };
         let scaler = config.build(device).unwrap();
@@ -46,6 +57,7 @@ impl Shuffled {
             let rows = Tensor::randperm(8, (Kind::Int64, Device::Cpu)).to_device(self.vs.device());
             let xs = self.data.index_select(0, &rows.slice(0, 0, 4, 1)).dropout(0.5, true);
             let overflow = if self.step % 3 == 2 { f64::INFINITY } else { 1.0 };
+            let xs = xs.to_kind(self.net.ws.kind());
             let loss = xs.apply(&self.net).square().mean(Kind::Float);
             self.opt.zero_grad().unwrap();
             self.scaler.backward(&(&loss * overflow)).unwrap();
@@ -57,7 +69,7 @@ impl Shuffled {
         losses
     }
 
-    fn save(&mut self, path: &std::path::Path) {
+    fn checkpoint(&mut self) -> Checkpoint {
         let mut checkpoint = Checkpoint::new();
         checkpoint.add("model", &self.vs).unwrap();
         checkpoint.add("optimizer", &mut self.opt).unwrap();
@@ -67,11 +79,18 @@ impl Shuffled {
             checkpoint.add("rng_device", Rng(self.vs.device())).unwrap();
         }
         checkpoint.add_value("step", &self.step).unwrap();
-        checkpoint.save(path).unwrap();
+        checkpoint
+    }
+
+    fn save(&mut self, path: &std::path::Path) {
+        self.checkpoint().save(path).unwrap();
     }
 
     fn load(&mut self, path: &std::path::Path) {
-        let checkpoint = Checkpoint::load(path).unwrap();
+        self.restore(&Checkpoint::load(path).unwrap());
+    }
+
+    fn restore(&mut self, checkpoint: &Checkpoint) {
         self.step = checkpoint.value("step").unwrap();
         let mut rng = Rng(Device::Cpu);
         let mut restore = checkpoint
@@ -151,6 +170,94 @@ fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
             }
         }
     });
+}
+
+/// The folder of a run that another test kills, and which of [`low_bit`] it is.
+const FOLDER: &str = "TCH_AMP_KILLED_FOLDER";
+const CASE: &str = "TCH_AMP_KILLED_CASE";
+
+const KILLED_STEPS: i64 = 40;
+
+/// Runs with moments of fewer bits.
+fn low_bit() -> [(Kind, OptimizerBuilder); 4] {
+    let adamw = AdamW { weight_decay: 0.1, ..AdamW::default() };
+    let half = |states| adamw.master_weights(MasterWeights::Remainder).states(states);
+    [
+        (Kind::Float, adamw.states(States::EightBit)),
+        (Kind::Float, adamw.states(States::BFloat16)),
+        (Kind::BFloat16, half(States::EightBit)),
+        (Kind::BFloat16, half(States::BFloat16)),
+    ]
+}
+
+/// Begins a run, or goes on from its newest checkpoint, and saves each step.
+#[test]
+#[ignore = "a program that another test starts"]
+fn a_run_that_is_killed() {
+    let Some(folder) = std::env::var_os(FOLDER).map(PathBuf::from) else { return };
+    let case: usize = std::env::var(CASE).unwrap().parse().unwrap();
+    let (kind, builder) = low_bit()[case];
+    let folder = CheckpointFolder::new(folder).unwrap();
+    tch::manual_seed(7);
+    let mut run = Shuffled::with(Device::Cpu, kind, builder);
+    if let Some(found) = folder.latest().unwrap() {
+        run.restore(&found.checkpoint);
+    }
+    while run.step < KILLED_STEPS {
+        run.train(1);
+        folder.save(run.step as u64, &run.checkpoint()).unwrap();
+        println!("saved {}", run.step);
+        std::io::stdout().flush().unwrap();
+    }
+}
+
+/// Starts the run, and kills it when it has saved a few steps. Returns whether it has ended before.
+fn run_and_kill(folder: &Folder, case: usize, after: usize) -> bool {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["a_run_that_is_killed", "--exact", "--ignored", "--nocapture"]);
+    command.env(FOLDER, &folder.0).env(CASE, case.to_string());
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut saved = lines.filter(|line| line.as_ref().unwrap().starts_with("saved "));
+    if saved.by_ref().take(after).count() == after {
+        // Somewhere in the next steps or their saves.
+        std::thread::sleep(std::time::Duration::from_micros(700 * after as u64));
+        child.kill().unwrap();
+    }
+    child.wait().unwrap().success()
+}
+
+#[test]
+fn a_killed_run_with_low_bit_moments_resumes_bit_by_bit() {
+    let _alone = ALONE.lock().unwrap();
+    for (case, (kind, builder)) in low_bit().into_iter().enumerate() {
+        tch::manual_seed(7);
+        let mut whole = Shuffled::with(Device::Cpu, kind, builder);
+        whole.train(KILLED_STEPS);
+        let folder = Folder::new();
+        let mut kills = 0;
+        for after in [2, 6, 11, KILLED_STEPS as usize + 1] {
+            if run_and_kill(&folder, case, after) {
+                break;
+            }
+            kills += 1;
+        }
+        assert_eq!(kills, 3, "{case}");
+        let latest = CheckpointFolder::new(&folder.0).unwrap().latest().unwrap().unwrap();
+        let mut resumed = Shuffled::with(Device::Cpu, kind, builder);
+        resumed.restore(&latest.checkpoint);
+        assert_eq!(resumed.step, KILLED_STEPS);
+        for (name, weight) in whole.vs.variables() {
+            assert_eq!(bits(&resumed.vs.variables()[&name]), bits(&weight), "{case}: {name}");
+        }
+        let [expected, found] = [&mut whole, &mut resumed].map(|run| run.opt.state_dict().unwrap());
+        for (name, state) in expected.state {
+            for (entry, tensor) in state {
+                let there = bits(&found.state[&name][&entry]);
+                assert_eq!(there, bits(&tensor), "{case}: {entry} of {name}");
+            }
+        }
+    }
 }
 
 /// The tests share the generators of the process.
