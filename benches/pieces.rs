@@ -115,7 +115,7 @@ impl Training {
         let params: Vec<_> =
             (0..parameters).map(|i| vs.root().add("w", matrix(i, 3), true)).collect();
         let optimizer = piece.optimizer(&vs);
-        let average = Ema::new(DECAY).build(&vs).unwrap();
+        let average = Ema { decay: DECAY, ..Ema::default() }.build(&vs).unwrap();
         let fresh = matrix(1, 5);
         for param in &params {
             (param * &fresh).sum(Kind::Float).backward();

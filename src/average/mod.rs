@@ -18,7 +18,7 @@
 //! let net = nn::linear(vs.root(), 4, 1, Default::default());
 //! let mut opt = AdamW::default().build(&vs, 1e-2)?;
 //! let mut scaler = GradScaler::new(Device::Cpu)?;
-//! let mut ema = Ema { warmup: true, ..Ema::new(0.99) }.build(&vs)?;
+//! let mut ema = Ema { decay: 0.99, warmup: true, ..Ema::default() }.build(&vs)?;
 //! for _ in 0..10 {
 //!     let loss = net.forward(&Tensor::randn([8, 4], (Kind::Float, Device::Cpu))).square().mean(Kind::Float);
 //!     opt.zero_grad()?;

@@ -19,7 +19,7 @@ use crate::average::AveragedWeights;
 ///
 /// let vs = nn::VarStore::new(Device::Cpu);
 /// let w = vs.root().ones("w", &[1]);
-/// let mut ema = Ema::new(0.75).build(&vs)?;
+/// let mut ema = Ema { decay: 0.75, ..Ema::default() }.build(&vs)?;
 /// for value in [1.0, 5.0] {
 ///     tch::no_grad(|| w.shallow_clone().fill_(value));
 ///     ema.advance()?;
@@ -48,13 +48,6 @@ pub struct Ema {
 impl Default for Ema {
     fn default() -> Self {
         Self { decay: 0.999, warmup: false, debias: false, use_buffers: false }
-    }
-}
-
-impl Ema {
-    /// Makes options with this decay.
-    pub fn new(decay: f64) -> Self {
-        Self { decay, ..Self::default() }
     }
 }
 

@@ -22,7 +22,7 @@ const RECORD: usize = 16;
 /// use tch_amp::distributed::{Mean, ProcessGroup, Store};
 ///
 /// let group = ProcessGroup::new(&Store::in_process()?, 0, 1)?;
-/// let (mut loss, mut accuracy) = (Mean::new(), Mean::new());
+/// let (mut loss, mut accuracy) = (Mean::default(), Mean::default());
 /// loss.add(&Tensor::from(0.5f32), 3)?; // the mean over a batch of 3
 /// loss.add(&Tensor::from(1.5f32), 1)?;
 /// accuracy.add_values(&Tensor::from_slice(&[true, false, true, true]))?;
@@ -38,11 +38,6 @@ pub struct Mean {
 }
 
 impl Mean {
-    /// Makes a mean without examples.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Adds a batch by its mean, a real tensor of one element, and its number of examples. A mean over no examples is
     /// ignored, whatever its value.
     ///

@@ -17,7 +17,7 @@ use crate::schedule::rates::Rates;
 /// ```
 /// use tch_amp::schedule::{ConstantLr, ExponentialLr, SequentialLr};
 ///
-/// let schedule = SequentialLr::new(ConstantLr::default()).then_at(5, ExponentialLr::new(0.9));
+/// let schedule = SequentialLr::new(ConstantLr::default()).then_at(5, ExponentialLr { gamma: 0.9 });
 /// assert_eq!(schedule.milestones(), [5]);
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -36,7 +36,7 @@ pub struct SequentialLr {
 /// ```
 /// use tch_amp::schedule::{ChainedScheduler, ConstantLr, ExponentialLr};
 ///
-/// let schedule = ChainedScheduler::new(ConstantLr::default()).and(ExponentialLr::new(0.9));
+/// let schedule = ChainedScheduler::new(ConstantLr::default()).and(ExponentialLr { gamma: 0.9 });
 /// assert_eq!(schedule.schedules().len(), 2);
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

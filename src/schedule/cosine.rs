@@ -17,7 +17,7 @@ use crate::schedule::rates::Rates;
 pub struct CosineAnnealingLr {
     /// The number of steps from the first learning rate to the minimum; at least 1.
     pub t_max: u64,
-    /// The minimum; at least 0. Defaults to 0.
+    /// The minimum; at least 0. In PyTorch it defaults to 0.
     #[serde(default)]
     pub eta_min: f64,
 }
@@ -41,13 +41,6 @@ pub struct CosineAnnealingWarmRestarts {
 
 fn one() -> u64 {
     1
-}
-
-impl CosineAnnealingLr {
-    /// Makes the options, with the minimum 0.
-    pub fn new(t_max: u64) -> Self {
-        Self { t_max, eta_min: 0.0 }
-    }
 }
 
 impl CosineAnnealingWarmRestarts {

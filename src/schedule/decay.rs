@@ -12,7 +12,7 @@ use crate::schedule::rates::Rates;
 pub struct StepLr {
     /// Period of learning rate decay, in steps; at least 1.
     pub step_size: u64,
-    /// Multiplicative factor of learning rate decay; at least 0. Defaults to 0.1.
+    /// Multiplicative factor of learning rate decay; at least 0. In PyTorch it defaults to 0.1.
     #[serde(default = "tenth")]
     pub gamma: f64,
 }
@@ -23,7 +23,7 @@ pub struct StepLr {
 pub struct MultiStepLr {
     /// The numbers of steps after which the learning rate is multiplied. One that is listed twice counts twice.
     pub milestones: Vec<u64>,
-    /// Multiplicative factor of learning rate decay; at least 0. Defaults to 0.1.
+    /// Multiplicative factor of learning rate decay; at least 0. In PyTorch it defaults to 0.1.
     #[serde(default = "tenth")]
     pub gamma: f64,
 }
@@ -73,27 +73,6 @@ pub struct PolynomialLr {
 
 fn tenth() -> f64 {
     0.1
-}
-
-impl StepLr {
-    /// Makes the options, with the default `gamma`.
-    pub fn new(step_size: u64) -> Self {
-        Self { step_size, gamma: tenth() }
-    }
-}
-
-impl MultiStepLr {
-    /// Makes the options, with the default `gamma`.
-    pub fn new(milestones: impl Into<Vec<u64>>) -> Self {
-        Self { milestones: milestones.into(), gamma: tenth() }
-    }
-}
-
-impl ExponentialLr {
-    /// Makes the options.
-    pub fn new(gamma: f64) -> Self {
-        Self { gamma }
-    }
 }
 
 impl Default for ConstantLr {

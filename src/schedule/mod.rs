@@ -33,8 +33,8 @@
 //! let mut scaler = GradScaler::new(Device::Cpu)?;
 //!
 //! let warmup = LinearLr { start_factor: 0.01, total_iters: 100, ..Default::default() };
-//! let mut scheduler =
-//!     SequentialLr::new(warmup).then_at(100, CosineAnnealingLr::new(900)).build(&mut opt)?;
+//! let cosine = CosineAnnealingLr { t_max: 900, eta_min: 0.0 };
+//! let mut scheduler = SequentialLr::new(warmup).then_at(100, cosine).build(&mut opt)?;
 //! for gradient in [1.0, f64::INFINITY, 1.0] {
 //!     opt.zero_grad()?;
 //!     scaler.backward(&(&w * gradient).sum(None))?;
@@ -153,7 +153,7 @@ impl Schedule {
     /// let mut opt = nn::AdamW::default().build(&vs, 0.1)?;
     /// let mut scaler = GradScaler::new(Device::Cpu)?;
     ///
-    /// let mut scheduler = Schedule::from(ExponentialLr::new(0.5)).build_for_lrs(&[0.1])?;
+    /// let mut scheduler = Schedule::from(ExponentialLr { gamma: 0.5 }).build_for_lrs(&[0.1])?;
     /// scaler.backward(&w.sum(None))?;
     /// scheduler.record(&scaler.step(&mut opt)?)?;
     /// scaler.update()?;

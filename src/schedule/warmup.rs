@@ -37,11 +37,6 @@ pub struct InverseSqrtLr {
 }
 
 impl LinearWithWarmup {
-    /// Makes the options.
-    pub fn new(warmup_steps: u64, total_steps: u64) -> Self {
-        Self { warmup_steps, total_steps }
-    }
-
     fn factor(&self, step: u64) -> f64 {
         if step < self.warmup_steps {
             return step as f64 / self.warmup_steps as f64;
@@ -52,11 +47,6 @@ impl LinearWithWarmup {
 }
 
 impl InverseSqrtLr {
-    /// Makes the options.
-    pub fn new(warmup_steps: u64) -> Self {
-        Self { warmup_steps }
-    }
-
     fn factor(&self, step: u64) -> f64 {
         let warmup = self.warmup_steps as f64;
         if step < self.warmup_steps {

@@ -295,8 +295,9 @@ const JOBS: &[Job] = &[
                 }
                 let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1).unwrap();
                 let mut scaler = scaler(device, 1024.0);
-                let mut ema =
-                    Ema { warmup: true, debias: true, ..Ema::new(0.9) }.build(&vs).unwrap();
+                let mut ema = Ema { decay: 0.9, warmup: true, debias: true, ..Ema::default() }
+                    .build(&vs)
+                    .unwrap();
                 let mut swa = Swa::default().build(&vs).unwrap();
                 for _ in 0..3 {
                     (&w * 100.0).sum(kind).backward();

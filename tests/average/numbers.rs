@@ -40,8 +40,8 @@ fn random_averages_have_pytorchs_bits() {
     assert_eq!(theirs.len(), cases.len());
     for (i, ((kind, decay, updates), theirs)) in cases.iter().zip(&theirs).enumerate() {
         let (vs, w) = model(*kind, updates[0].len() as i64);
-        let averaging: Averaging =
-            decay.map_or_else(|| Swa::default().into(), |decay| Ema::new(decay).into());
+        let averaging: Averaging = decay
+            .map_or_else(|| Swa::default().into(), |decay| Ema { decay, ..Ema::default() }.into());
         let mut average = averaging.build(&vs).unwrap();
         for (numbers, expected) in updates.iter().zip(theirs) {
             set(&w, numbers);
@@ -76,7 +76,7 @@ fn warmup_and_debiasing_are_weighted_means() {
     let mut rng = Rng::new(4);
     for warmup in [false, true] {
         for debias in [false, true] {
-            let ema = Ema { warmup, debias, ..Ema::new(0.97) };
+            let ema = Ema { decay: 0.97, warmup, debias, ..Ema::default() };
             let (vs, w) = model(Kind::Double, 1);
             let mut average = ema.build(&vs).unwrap();
             let mut updates = Vec::new();
@@ -112,7 +112,7 @@ fn a_skipped_step_leaves_the_averages_alone() {
     let (vs, w) = model(Kind::Float, 3);
     let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-    let mut average = Ema::new(0.5).build(&vs).unwrap();
+    let mut average = Ema { decay: 0.5, ..Ema::default() }.build(&vs).unwrap();
     for gradient in [1.0, f64::INFINITY, f64::NAN, 1.0] {
         opt.zero_grad().unwrap();
         scaler.backward(&(&w * gradient).sum(Kind::Float)).unwrap();
@@ -147,7 +147,7 @@ fn many_layouts_and_sizes_are_averaged() {
     let other = Tensor::rand([31, 20], (Kind::Float, Device::Cpu));
     variables[1].set_data(&other.transpose(0, 1));
     variables[2].set_data(&Tensor::rand([6, 16], (Kind::Float, Device::Cpu)).slice(1, 0, 16, 2));
-    let mut average = Ema::new(0.75).build(&vs).unwrap();
+    let mut average = Ema { decay: 0.75, ..Ema::default() }.build(&vs).unwrap();
     average.advance().unwrap();
     let before: Vec<_> = variables.iter().map(|w| w.detach().copy()).collect();
     // The average keeps its order in memory.
@@ -178,7 +178,7 @@ fn an_average_in_f64_follows_a_model_that_is_cast() {
                 let set = |numbers: &[f64]| set(&w, numbers);
                 let of_w = || values(&w.to_device(Device::Cpu));
                 set(&start);
-                let mut average = Ema::new(decay).build(&vs).unwrap();
+                let mut average = Ema { decay, ..Ema::default() }.build(&vs).unwrap();
                 average.advance().unwrap();
                 let mut expected = of_w();
                 vs.set_kind(kind);

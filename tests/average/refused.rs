@@ -10,7 +10,7 @@ use super::{model, set, values};
 fn options_outside_their_range_are_refused() {
     let (vs, _) = model(Kind::Float, 1);
     for decay in [1.0, -0.1, f64::NAN, f64::INFINITY] {
-        let error = Ema::new(decay).build(&vs).unwrap_err();
+        let error = Ema { decay, ..Ema::default() }.build(&vs).unwrap_err();
         assert!(error.to_string().starts_with("decay is "), "{error}");
     }
     let error = Ema::default().build(&VarStore::new(Device::Cpu)).unwrap_err();
@@ -28,7 +28,7 @@ fn a_model_that_has_changed_is_refused_as_a_whole() {
     let mut vs = VarStore::new(Device::Cpu);
     let first = vs.root().zeros("a", &[2]);
     let mut second = vs.root().zeros("b", &[2]);
-    let mut average = Ema::new(0.5).build(&vs).unwrap();
+    let mut average = Ema { decay: 0.5, ..Ema::default() }.build(&vs).unwrap();
     average.advance().unwrap();
     set(&first, &[4.0, 4.0]);
     let own = second.data();

@@ -14,9 +14,9 @@ use crate::common::tensors::{TIES, Tie, tie, tied};
 fn a_restored_average_continues_with_the_same_numbers() {
     let mut rng = Rng::new(8);
     let options: [Averaging; 4] = [
-        Ema::new(0.9).into(),
-        Ema { warmup: true, ..Ema::new(0.99) }.into(),
-        Ema { debias: true, ..Ema::new(0.99) }.into(),
+        Ema { decay: 0.9, ..Ema::default() }.into(),
+        Ema { decay: 0.99, warmup: true, ..Ema::default() }.into(),
+        Ema { decay: 0.99, debias: true, ..Ema::default() }.into(),
         Swa::default().into(),
     ];
     for averaging in options {
@@ -66,7 +66,7 @@ fn the_statistics_are_saved_as_well() {
 
 #[test]
 fn a_tied_weight_is_saved_under_every_name_and_restored_from_any() {
-    let average = |vs: &VarStore| Ema::new(0.5).build(vs).unwrap();
+    let average = |vs: &VarStore| Ema { decay: 0.5, ..Ema::default() }.build(vs).unwrap();
     for way in TIES {
         let (vs, w) = tied(way, &[3.0], Kind::Float, Device::Cpu);
         let mut saved = average(&vs);

@@ -89,7 +89,7 @@ fn train(masters: MasterWeights, kind: Kind, looks: bool) -> (Vec<f64>, Vec<f64>
     vs.set_kind(kind);
     let mut opt = AdamW::default().master_weights(masters).build(&vs, 1e-3).unwrap();
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-    let mut average = Ema { debias: true, ..Ema::new(0.9) }.build(&vs).unwrap();
+    let mut average = Ema { decay: 0.9, debias: true, ..Ema::default() }.build(&vs).unwrap();
     for _ in 0..12 {
         opt.zero_grad().unwrap();
         scaler.backward(&(&w * &w * 0.3).sum(Kind::Float)).unwrap();

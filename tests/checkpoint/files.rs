@@ -286,7 +286,7 @@ fn an_averaged_model_becomes_averages_and_back() {
         [("averaged.pt", "ema"), ("averaged.old.pt", "ema"), ("bare_averaged.pt", "model")]
     {
         let (vs, linear, _norm) = wide();
-        let mut ema = Ema::new(0.5).build(&vs).unwrap();
+        let mut ema = Ema { decay: 0.5, ..Ema::default() }.build(&vs).unwrap();
         let checkpoint = files.load(file);
         let restored = checkpoint.restore().add(part, &mut ema).apply().unwrap();
         assert_eq!(restored, Restored::default(), "{file}");
@@ -310,7 +310,7 @@ fn an_averaged_model_becomes_averages_and_back() {
 }
 
 fn built(vs: &VarStore) -> AveragedWeights {
-    Ema { debias: true, ..Ema::new(0.5) }.build(vs).unwrap()
+    Ema { decay: 0.5, debias: true, ..Ema::default() }.build(vs).unwrap()
 }
 
 #[test]

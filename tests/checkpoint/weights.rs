@@ -169,7 +169,7 @@ fn averages_are_saved_while_they_are_swapped_in() {
     for_each_device(|device| {
         let folder = Folder::new();
         let net = Net::new(device);
-        let mut ema = Ema::new(0.5).build(&net.vs).unwrap();
+        let mut ema = Ema { decay: 0.5, ..Ema::default() }.build(&net.vs).unwrap();
         for _ in 0..2 {
             for mut variable in net.vs.trainable_variables() {
                 drop(tch::no_grad(|| variable.g_add_scalar_(1.0)));

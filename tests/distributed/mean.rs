@@ -26,7 +26,7 @@ fn every_example_counts_once() {
         let values: Vec<_> = batches.concat().concat();
         let expected = values.iter().sum::<f64>() / values.len() as f64;
         let results = ranks(size, |group| {
-            let (mut by_means, mut by_values) = (Mean::new(), Mean::new());
+            let (mut by_means, mut by_values) = (Mean::default(), Mean::default());
             for (i, batch) in batches[group.rank()].iter().enumerate() {
                 let kind = [Kind::Float, Kind::Double, Kind::BFloat16][i % 3];
                 let batch = Tensor::from_slice(batch).to_kind(kind);
@@ -51,14 +51,14 @@ fn every_example_counts_once() {
 #[test]
 fn sums_are_wider_than_the_batches() {
     ranks(2, |group| {
-        let mut mean = Mean::new();
+        let mut mean = Mean::default();
         mean.add_values(&Tensor::full([9, 9], 60_000.0, (Kind::Half, Device::Cpu))).unwrap();
         mean.add(&Tensor::full([1, 1], i64::from(i32::MAX), (Kind::Int, Device::Cpu)), 81).unwrap();
         let both = (60_000.0 + f64::from(i32::MAX)) / 2.0;
         assert_eq!(mean.reduce(&group).unwrap(), both);
         // Nothing is consumed.
         assert_eq!(mean.reduce(&group).unwrap(), both);
-        let mut right = Mean::new();
+        let mut right = Mean::default();
         right.add_values(&Tensor::from_slice(&[true, group.rank() == 0])).unwrap();
         assert_eq!(right.reduce(&group).unwrap(), 0.75);
     });
@@ -68,10 +68,10 @@ fn sums_are_wider_than_the_batches() {
 fn a_nan_of_any_rank_and_a_mean_of_nothing_are_nan() {
     for broken in 0..3 {
         let results = ranks(3, |group| {
-            let (mut mean, empty) = (Mean::new(), Mean::new());
+            let (mut mean, empty) = (Mean::default(), Mean::default());
             let value = if group.rank() == broken { f64::NAN } else { 1.0 };
             mean.add(&Tensor::from(value), 2).unwrap();
-            let mut infinite = Mean::new();
+            let mut infinite = Mean::default();
             let value = if group.rank() == broken { f64::INFINITY } else { 1.0 };
             infinite.add(&Tensor::from(value), 2).unwrap();
             [mean, empty, infinite].map(|mean| mean.reduce(&group).unwrap())
@@ -85,7 +85,7 @@ fn a_nan_of_any_rank_and_a_mean_of_nothing_are_nan() {
 #[test]
 fn unusable_batches_are_refused_and_other_calls_are_named() {
     ranks(2, |group| {
-        let mut mean = Mean::new();
+        let mut mean = Mean::default();
         mean.add(&Tensor::from(2f32), 1).unwrap();
         for refused in [
             mean.add(&Tensor::new(), 1),
@@ -115,7 +115,7 @@ fn an_evaluation_sees_every_example_exactly_once() {
             let sampler = SamplerConfig { pad: false, ..Default::default() }
                 .build(&group, data.len())
                 .unwrap();
-            let mut mean = Mean::new();
+            let mut mean = Mean::default();
             for batch in sampler.indices().unwrap().split(2, 0) {
                 let values = Tensor::from_slice(&data).index_select(0, &batch);
                 mean.add(&values.mean(Kind::Double), values.numel() as u64).unwrap();

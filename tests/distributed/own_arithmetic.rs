@@ -23,7 +23,7 @@ const JOBS: &[Job] = &[
             let found = ranks(2, |group| {
                 let mut results = Results::default();
                 within(&mut || {
-                    let mut mean = Mean::new();
+                    let mut mean = Mean::default();
                     mean.add(&Tensor::from(70000.3f32), 3).unwrap();
                     mean.add(&Tensor::from(0.1f32), 5).unwrap();
                     mean.add_values(&large(CPU, F32)).unwrap();

@@ -48,7 +48,7 @@ fn train(device: Device, masters: MasterWeights, host: Host) -> (Vec<Vec<u8>>, f
     let mut opt = AdamW::default().master_weights(masters).build(&vs, 1e-3).unwrap();
     let config = GradScalerConfig { init_scale: 1024.0, growth_interval: 50, ..Default::default() };
     let (mut scaler, mut counter) = (config.build(device).unwrap(), StepCounter::default());
-    let mut averages = Ema::new(0.99).build(&vs).unwrap();
+    let mut averages = Ema { decay: 0.99, ..Ema::default() }.build(&vs).unwrap();
     let xs = (Tensor::arange(64 * 16, (Kind::Float, device)) * 0.3).cos().view([64, 16]);
     let mut late = 0;
     for iteration in 0..iterations(device) {

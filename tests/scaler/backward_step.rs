@@ -121,7 +121,7 @@ fn one_outcome_serves_a_schedule_and_a_counter() {
         let w = leaf(&[1.0; 3], Kind::Float, device);
         let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
         let mut scaler = GradScaler::new(device).unwrap();
-        let mut schedule = ExponentialLr::new(0.5).build(&mut opt).unwrap();
+        let mut schedule = ExponentialLr { gamma: 0.5 }.build(&mut opt).unwrap();
         let mut counter = StepCounter::default();
         for factor in [1.0, INF, 1.0] {
             let outcome = scaler.backward_step(&mut opt, &(&w * factor).sum(None)).unwrap();

@@ -49,10 +49,10 @@ fn part(kind: usize, rng: &mut Rng, groups: usize) -> Schedule {
     let share = |rng: &mut Rng| *rng.pick(&[0.1, 0.3, 0.5, 0.9, 0.99, 1.0]);
     let low = |rng: &mut Rng| *rng.pick(&[0.0, 1e-5, 3e-3]);
     match kind {
-        0 => StepLr { gamma: share(rng), ..StepLr::new(count(rng, 9)) }.into(),
+        0 => StepLr { step_size: count(rng, 9), gamma: share(rng) }.into(),
         1 => {
             let milestones: Vec<_> = (0..4).map(|_| rng.below(20) as u64).collect();
-            MultiStepLr { gamma: share(rng), ..MultiStepLr::new(milestones) }.into()
+            MultiStepLr { milestones, gamma: share(rng) }.into()
         }
         2 => ConstantLr { factor: share(rng), total_iters: count(rng, 20) }.into(),
         3 => {
@@ -64,14 +64,12 @@ fn part(kind: usize, rng: &mut Rng, groups: usize) -> Schedule {
             }
             .into()
         }
-        4 => ExponentialLr::new(share(rng)).into(),
+        4 => ExponentialLr { gamma: share(rng) }.into(),
         5 => {
             let power = *rng.pick(&[0.5, 1.0, 2.0, 3.7]);
             PolynomialLr { total_iters: count(rng, 40), power }.into()
         }
-        6 => {
-            CosineAnnealingLr { eta_min: low(rng), ..CosineAnnealingLr::new(count(rng, 30)) }.into()
-        }
+        6 => CosineAnnealingLr { t_max: count(rng, 30), eta_min: low(rng) }.into(),
         7 => {
             let cosine = CosineAnnealingWarmRestarts {
                 eta_min: low(rng),
@@ -80,8 +78,9 @@ fn part(kind: usize, rng: &mut Rng, groups: usize) -> Schedule {
             CosineAnnealingWarmRestarts { t_mult: count(rng, 3), ..cosine }.into()
         }
         8 => one_cycle(rng, groups).into(),
-        9 => InverseSqrtLr::new(count(rng, 20)).into(),
-        _ => LinearWithWarmup::new(rng.below(20) as u64, count(rng, 60)).into(),
+        9 => InverseSqrtLr { warmup_steps: count(rng, 20) }.into(),
+        _ => LinearWithWarmup { warmup_steps: rng.below(20) as u64, total_steps: count(rng, 60) }
+            .into(),
     }
 }
 

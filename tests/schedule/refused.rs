@@ -14,27 +14,27 @@ use crate::common::tensors::leaf;
 
 #[test]
 fn options_outside_their_range_are_named_and_the_optimizer_is_unchanged() {
-    let good = || ExponentialLr::new(0.5);
+    let good = || ExponentialLr { gamma: 0.5 };
     let cycle = || OneCycleLr::new(0.1, 100);
     let cases: Vec<(Schedule, &str)> = vec![
-        (StepLr::new(0).into(), "step_size"),
-        (StepLr { gamma: -0.1, ..StepLr::new(2) }.into(), "gamma"),
-        (ExponentialLr::new(f64::NAN).into(), "gamma"),
+        (StepLr { step_size: 0, gamma: 0.1 }.into(), "step_size"),
+        (StepLr { step_size: 2, gamma: -0.1 }.into(), "gamma"),
+        (ExponentialLr { gamma: f64::NAN }.into(), "gamma"),
         (ConstantLr { factor: 0.0, ..Default::default() }.into(), "factor"),
         (ConstantLr { total_iters: 0, ..Default::default() }.into(), "total_iters"),
         (LinearLr { start_factor: 1.5, ..Default::default() }.into(), "start_factor"),
         (LinearLr { end_factor: -0.5, ..Default::default() }.into(), "end_factor"),
         (LinearLr { total_iters: 0, ..Default::default() }.into(), "total_iters"),
         (PolynomialLr { power: f64::INFINITY, ..Default::default() }.into(), "power"),
-        (CosineAnnealingLr::new(0).into(), "t_max"),
-        (CosineAnnealingLr { eta_min: -1.0, ..CosineAnnealingLr::new(5) }.into(), "eta_min"),
+        (CosineAnnealingLr { t_max: 0, eta_min: 0.0 }.into(), "t_max"),
+        (CosineAnnealingLr { t_max: 5, eta_min: -1.0 }.into(), "eta_min"),
         (CosineAnnealingWarmRestarts::new(0).into(), "t_0"),
         (
             CosineAnnealingWarmRestarts { t_mult: 0, ..CosineAnnealingWarmRestarts::new(1) }.into(),
             "t_mult",
         ),
-        (LinearWithWarmup::new(3, 0).into(), "total_steps"),
-        (InverseSqrtLr::new(0).into(), "warmup_steps"),
+        (LinearWithWarmup { warmup_steps: 3, total_steps: 0 }.into(), "total_steps"),
+        (InverseSqrtLr { warmup_steps: 0 }.into(), "warmup_steps"),
         (OneCycleLr::new(0.1, 0).into(), "total_steps"),
         (OneCycleLr { max_lr: vec![0.1; 3], ..cycle() }.into(), "max_lr"),
         (OneCycleLr { max_lr: vec![], ..cycle() }.into(), "max_lr"),
@@ -51,7 +51,10 @@ fn options_outside_their_range_are_named_and_the_optimizer_is_unchanged() {
         (SequentialLr::new(good()).then_at(4, SequentialLr::new(good())).into(), "schedules"),
         (SequentialLr::new(ChainedScheduler::new(good())).into(), "schedules"),
         (ChainedScheduler::new(good()).and(ChainedScheduler::new(good())).into(), "schedules"),
-        (ChainedScheduler::new(good()).and(StepLr::new(0)).into(), "step_size"),
+        (
+            ChainedScheduler::new(good()).and(StepLr { step_size: 0, gamma: 0.1 }).into(),
+            "step_size",
+        ),
     ];
     for (schedule, argument) in cases {
         let mut opt = optimizer(true, &[0.1, 0.2]);
@@ -100,7 +103,7 @@ fn momentum_is_cycled_only_where_there_is_one() {
 
 #[test]
 fn learning_rates_that_no_optimizer_takes_are_refused() {
-    let schedule = || Schedule::from(ExponentialLr::new(0.5));
+    let schedule = || Schedule::from(ExponentialLr { gamma: 0.5 });
     for lrs in [&[][..], &[-0.1], &[0.1, f64::NAN], &[f64::INFINITY]] {
         let error = schedule().build_for_lrs(lrs).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { name: "lrs", .. }), "{lrs:?}");
@@ -126,7 +129,7 @@ fn a_cycle_that_has_ended_is_an_error_and_nothing_changes() {
 #[test]
 fn groups_that_are_added_later_are_refused() {
     let mut opt = optimizer(false, &[0.1]);
-    let mut scheduler = ExponentialLr::new(0.5).build(&mut opt).unwrap();
+    let mut scheduler = ExponentialLr { gamma: 0.5 }.build(&mut opt).unwrap();
     let later = leaf(&[1.0], Kind::Float, Device::Cpu);
     opt.add_param_group(vec![("later", later)]).unwrap();
     let error = scheduler.advance(&mut opt).unwrap_err();

@@ -79,9 +79,9 @@ fn a_plateau_continues() {
 fn a_state_of_another_schedule_is_refused_and_nothing_changes() {
     let mut one = optimizer(false, &[0.1]);
     let mut two = optimizer(false, &[0.1, 0.2]);
-    let mut scheduler = ExponentialLr::new(0.5).build(&mut one).unwrap();
+    let mut scheduler = ExponentialLr { gamma: 0.5 }.build(&mut one).unwrap();
     scheduler.advance(&mut one).unwrap();
-    let groups = saved(&mut ExponentialLr::new(0.5).build(&mut two).unwrap());
+    let groups = saved(&mut ExponentialLr { gamma: 0.5 }.build(&mut two).unwrap());
     let error = groups.restore().add("scheduler", &mut scheduler).apply().unwrap_err();
     assert!(matches!(error, Error::InvalidArgument { .. }), "{error:?}");
     let cycle = CosineAnnealingWarmRestarts::new(5).build(&mut one).unwrap();
@@ -111,13 +111,13 @@ fn a_position_outside_of_its_cycle_is_refused() {
 #[test]
 fn the_momentum_of_a_restored_optimizer_stays() {
     let mut opt = optimizer(true, &[0.1]);
-    let mut scheduler = ExponentialLr::new(0.5).build(&mut opt).unwrap();
+    let mut scheduler = ExponentialLr { gamma: 0.5 }.build(&mut opt).unwrap();
     opt.set_momentum(0.7).unwrap();
     scheduler.advance(&mut opt).unwrap();
     let mut checkpoint = saved(&mut scheduler);
     checkpoint.add("opt", &mut opt).unwrap();
     let mut new_opt = optimizer(true, &[0.3]);
-    let mut new = ExponentialLr::new(0.5).build(&mut new_opt).unwrap();
+    let mut new = ExponentialLr { gamma: 0.5 }.build(&mut new_opt).unwrap();
     let restore = checkpoint.restore().add("scheduler", &mut new);
     restore.add("opt", &mut new_opt).apply().unwrap();
     new.advance(&mut new_opt).unwrap();
@@ -130,7 +130,7 @@ fn steps_whose_outcome_is_unknown_are_forgotten_by_a_restore() {
         let w = leaf(&[1.0], Kind::Float, device);
         let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
         let mut scaler = GradScaler::new(device).unwrap();
-        let mut scheduler = ExponentialLr::new(0.5).build(&mut opt).unwrap();
+        let mut scheduler = ExponentialLr { gamma: 0.5 }.build(&mut opt).unwrap();
         let mut checkpoint = saved(&mut scheduler);
         checkpoint.add("opt", &mut opt).unwrap();
         let mut step = |opt: &mut Optimizer, factor: f64| {
@@ -190,7 +190,7 @@ fn a_longer_schedule_goes_on_from_the_saved_steps_and_rates() {
             assert_eq!((resumed.lrs(), resumed.steps()), (whole.lrs(), whole.steps()));
         }
     }
-    let cosine = |t_max| CosineAnnealingLr::new(t_max).into();
+    let cosine = |t_max| CosineAnnealingLr { t_max, eta_min: 0.0 }.into();
     let (saved, mut resumed, mut opt) = prolonged(cosine, 5);
     assert_eq!(resumed.lrs(), saved);
     resumed.advance(&mut opt).unwrap();

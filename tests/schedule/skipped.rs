@@ -14,7 +14,7 @@ fn a_schedule_advances_by_the_steps_that_were_taken() {
         let w = leaf(&[1.0], Kind::Float, device);
         let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
         let mut scaler = GradScaler::new(device).unwrap();
-        let mut scheduler = ExponentialLr::new(0.5).build(&mut opt).unwrap();
+        let mut scheduler = ExponentialLr { gamma: 0.5 }.build(&mut opt).unwrap();
         let mut rng = Rng::new(3);
         let mut taken = 0;
         for step in 0..40 {
@@ -47,7 +47,8 @@ fn without_an_optimizer_the_program_sets_the_rates() {
     let w = leaf(&[1.0], Kind::Float, Device::Cpu);
     let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-    let mut scheduler = Schedule::from(ExponentialLr::new(0.5)).build_for_lrs(&[1.0, 4.0]).unwrap();
+    let mut scheduler =
+        Schedule::from(ExponentialLr { gamma: 0.5 }).build_for_lrs(&[1.0, 4.0]).unwrap();
     for gradient in [1.0, f64::NAN, 1.0] {
         opt.zero_grad().unwrap();
         scaler.backward(&(&w * Tensor::from(gradient)).sum(None)).unwrap();

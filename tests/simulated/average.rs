@@ -44,10 +44,10 @@ fn iterate(
 fn averages_on_a_device_are_those_of_the_cpu() {
     let Some(_simulation) = Simulation::find() else { return };
     let options: [Averaging; 5] = [
-        Ema::new(0.75).into(),
-        Ema { warmup: true, ..Ema::new(0.9) }.into(),
-        Ema { debias: true, ..Ema::new(0.9) }.into(),
-        Ema { warmup: true, debias: true, ..Ema::new(0.9) }.into(),
+        Ema { decay: 0.75, ..Ema::default() }.into(),
+        Ema { decay: 0.9, warmup: true, ..Ema::default() }.into(),
+        Ema { decay: 0.9, debias: true, ..Ema::default() }.into(),
+        Ema { decay: 0.9, warmup: true, debias: true, ..Ema::default() }.into(),
         Swa::default().into(),
     ];
     for averaging in options {
@@ -75,7 +75,8 @@ fn averaging_neither_synchronizes_nor_launches_for_each_weight() {
         let weights: Vec<_> = (0..count).map(|i| vs.root().ones(&format!("w{i}"), &[8])).collect();
         let mut opt = Sgd::default().build(&vs, 0.1).unwrap();
         let mut scaler = GradScaler::new(device).unwrap();
-        let mut average = Ema { warmup: true, debias: true, ..Ema::new(0.9) }.build(&vs).unwrap();
+        let mut average =
+            Ema { decay: 0.9, warmup: true, debias: true, ..Ema::default() }.build(&vs).unwrap();
         let mut outcome = None;
         for _ in 0..2 {
             opt.zero_grad().unwrap();
@@ -97,7 +98,7 @@ fn swapping_copies_no_weight() {
     let Some(simulation) = Simulation::find() else { return };
     let vs = VarStore::new(Device::Cuda(0));
     let w = vs.root().ones("w", &[1 << 16]);
-    let mut average = Ema::new(0.5).build(&vs).unwrap();
+    let mut average = Ema { decay: 0.5, ..Ema::default() }.build(&vs).unwrap();
     average.advance().unwrap();
     let (_, counts) = simulation.count(|| {
         let _swapped = average.swap_in().unwrap();

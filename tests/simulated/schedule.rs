@@ -23,7 +23,7 @@ impl Training {
         let w = Tensor::ones([8], (Kind::Float, DEVICE)).set_requires_grad(true);
         let mut opt = AdamW::default().build(&[w.shallow_clone()], 1.0).unwrap();
         let scaler = GradScaler::new(DEVICE).unwrap();
-        let scheduler = ExponentialLr::new(0.5).build(&mut opt).unwrap();
+        let scheduler = ExponentialLr { gamma: 0.5 }.build(&mut opt).unwrap();
         Self { w, opt, scaler, scheduler }
     }
 
@@ -85,7 +85,7 @@ fn a_checkpoint_has_the_outcomes_that_were_open() {
     let mut checkpoint = Checkpoint::new();
     checkpoint.add("scheduler", &mut training.scheduler).unwrap();
     let opt = &mut training.opt;
-    let mut new = ExponentialLr::new(0.5).build(opt).unwrap();
+    let mut new = ExponentialLr { gamma: 0.5 }.build(opt).unwrap();
     checkpoint.restore().add("scheduler", &mut new).apply().unwrap();
     assert_eq!((new.steps(), new.lrs()), (3, &[0.125][..]));
     // The first step sets the rate, although the optimizer has another.

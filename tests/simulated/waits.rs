@@ -241,12 +241,12 @@ const CALLS: &[(&str, Prepared)] = &[
         call(move || outcome.total_norm().map(Tensor::size))
     }),
     ("scheduler.step(&mut fused, &outcome)?", |mut t| {
-        let mut scheduler = StepLr::new(2).build(&mut t.fused).unwrap();
+        let mut scheduler = StepLr { step_size: 2, gamma: 0.1 }.build(&mut t.fused).unwrap();
         let outcome = t.step();
         call(move || scheduler.step(&mut t.fused, &outcome).unwrap())
     }),
     ("ema.update(&outcome)?", |mut t| {
-        let mut ema = Ema::new(0.9).build(&t.vs).unwrap();
+        let mut ema = Ema { decay: 0.9, ..Ema::default() }.build(&t.vs).unwrap();
         let outcome = t.step();
         call(move || ema.update(&outcome).unwrap())
     }),

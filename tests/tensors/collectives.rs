@@ -39,10 +39,10 @@ fn every_collective() {
 
 #[test]
 fn every_mean() {
-    let taken = with_each_kind("Mean::add_values", |tensor| Mean::new().add_values(&tensor));
+    let taken = with_each_kind("Mean::add_values", |tensor| Mean::default().add_values(&tensor));
     assert_takes("Mean::add_values", &taken, &DENSE);
     let taken = with_each_kind("Mean::add", |tensor| {
-        let mut mean = Mean::new();
+        let mut mean = Mean::default();
         mean.add(&tensor, 3)?;
         assert_eq!(mean.count(), 3);
         mean.add(&tensor, 4)

@@ -20,10 +20,10 @@ fn averaged_weights() {
             let vs = VarStore::new(Device::Cpu);
             let other = vs.root().ones("other", &[2]);
             let mut w = vs.root().zeros("w", &[2, 3]);
-            let mut average = Ema::new(0.5).build(&vs)?;
+            let mut average = Ema { decay: 0.5, ..Ema::default() }.build(&vs)?;
             let replaced = no_grad(|| w.f_set_data(&tensor)).is_ok();
             if early {
-                average = Ema::new(0.5).build(&vs)?;
+                average = Ema { decay: 0.5, ..Ema::default() }.build(&vs)?;
             }
             let before = numbers(&other);
             let moved = average.advance();

@@ -83,17 +83,15 @@ impl<'a> Trainer<'a> {
             ranks.shard(&mut optimizer)?;
         }
         let warm_up = (steps / 10).max(1);
-        let cosine = CosineAnnealingLr {
-            eta_min: 0.1 * options.lr,
-            ..CosineAnnealingLr::new((steps - warm_up).max(1))
-        };
+        let cosine =
+            CosineAnnealingLr { t_max: (steps - warm_up).max(1), eta_min: 0.1 * options.lr };
         let warm_up_lr =
             LinearLr { start_factor: 0.01, total_iters: warm_up, ..Default::default() };
         let schedule =
             SequentialLr::new(warm_up_lr).then_at(warm_up, cosine).build(&mut optimizer)?;
         let mut scaler = precision.skipping_scaler()?;
         scaler.name_parameters(&vs)?;
-        let ema = Ema { warmup: true, ..Ema::new(options.ema) }.build(&vs)?;
+        let ema = Ema { decay: options.ema, warmup: true, ..Ema::default() }.build(&vs)?;
         let region = Region::new(precision.region(), &options.common);
         Ok(Self {
             options,

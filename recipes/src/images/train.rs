@@ -273,10 +273,7 @@ pub fn averages_after(options: &Options, step: u64) -> bool {
 fn schedule(options: &Options) -> Schedule {
     let (warm_up, before) = phases(options);
     let rise = LinearLr { start_factor: 0.1, total_iters: warm_up, ..Default::default() };
-    let fall = CosineAnnealingLr {
-        eta_min: LAST_LR * options.lr,
-        ..CosineAnnealingLr::new(before - warm_up)
-    };
+    let fall = CosineAnnealingLr { t_max: before - warm_up, eta_min: LAST_LR * options.lr };
     let last = ConstantLr { factor: LAST_LR, total_iters: u64::MAX };
     SequentialLr::new(rise).then_at(warm_up, fall).then_at(before, last).into()
 }
