@@ -13,6 +13,7 @@ pub(crate) use without::*;
 mod running {
     use std::cell::RefCell;
     use std::fmt::Debug;
+    use std::mem;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -20,6 +21,7 @@ mod running {
 
     use crate::error::{Error, Result};
     use crate::ffi::OutsideRegions;
+    use crate::panics::Exchanged;
 
     /// How an iteration of a graph is run.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,37 +68,43 @@ mod running {
 
     /// Runs an iteration of a graph. If one that is captured panics, its members forget it.
     pub(crate) fn during<T>(device: Device, phase: Phase, f: impl FnOnce() -> T) -> (T, Ended) {
-        struct Back(Option<Iteration>);
-        impl Drop for Back {
-            fn drop(&mut self) {
-                let ended = ITERATION.replace(self.0.take());
-                if let Some(Iteration { phase: Phase::Capture, members, .. }) = ended {
-                    members.iter().for_each(|member| member.after_failure());
-                }
+        let iteration = Exchanged::new(&ITERATION, Some(Iteration::new(device, phase)));
+        let out = f();
+        (out, iteration.end().flatten().map(Iteration::end).unwrap_or_default())
+    }
+
+    impl Iteration {
+        fn new(device: Device, phase: Phase) -> Self {
+            Self {
+                device,
+                phase,
+                members: Vec::new(),
+                kept: Vec::new(),
+                #[cfg(feature = "insight")]
+                learning_rate: None,
+                window_is_open: false,
+                window_was_cut: false,
+                failure: None,
             }
         }
-        let iteration = Iteration {
-            device,
-            phase,
-            members: Vec::new(),
-            kept: Vec::new(),
-            #[cfg(feature = "insight")]
-            learning_rate: None,
-            window_is_open: false,
-            window_was_cut: false,
-            failure: None,
-        };
-        let back = Back(ITERATION.replace(Some(iteration)));
-        let out = f();
-        let ended = ITERATION.with_borrow_mut(Option::take);
-        drop(back);
-        let ended = ended.map(|ended| Ended {
-            members: ended.members,
-            kept: ended.kept,
-            window_was_cut: ended.window_was_cut || ended.window_is_open,
-            failure: ended.failure,
-        });
-        (out, ended.unwrap_or_default())
+
+        fn end(mut self) -> Ended {
+            Ended {
+                members: mem::take(&mut self.members),
+                kept: mem::take(&mut self.kept),
+                window_was_cut: self.window_was_cut || self.window_is_open,
+                failure: self.failure.take(),
+            }
+        }
+    }
+
+    impl Drop for Iteration {
+        fn drop(&mut self) {
+            // One that has ended has no members any more.
+            if self.phase == Phase::Capture {
+                self.members.iter().for_each(|member| member.after_failure());
+            }
+        }
     }
 
     fn now<T>(ask: impl FnOnce(&Iteration) -> T) -> Option<T> {

@@ -110,6 +110,7 @@ pub(crate) mod watched {
 
     use super::{AmpOptimizer, Step};
     use crate::error::Result;
+    use crate::panics::Exchanged;
 
     /// Is told of each step before it is taken.
     type Watch = Rc<dyn Fn(&dyn AmpOptimizer, &Step<'_>) -> Result<()>>;
@@ -125,13 +126,7 @@ pub(crate) mod watched {
 
     /// Runs `f`, and tells `watch` of the steps that the thread takes meanwhile.
     pub(crate) fn during<T>(watch: Watch, f: impl FnOnce() -> T) -> T {
-        struct Back(Option<Watch>);
-        impl Drop for Back {
-            fn drop(&mut self) {
-                WATCH.set(self.0.take());
-            }
-        }
-        let _back = Back(WATCH.replace(Some(watch)));
+        let _watched = Exchanged::new(&WATCH, Some(watch));
         f()
     }
 }

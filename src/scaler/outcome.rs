@@ -210,6 +210,7 @@ pub(crate) mod noted {
     use super::{Answer, Pending, StepOutcome};
     use crate::error::Result;
     use crate::ffi::OutsideRegions;
+    use crate::panics::Exchanged;
 
     thread_local! {
         static NOTED: RefCell<Option<Vec<Answer>>> = const { RefCell::new(None) };
@@ -222,17 +223,9 @@ pub(crate) mod noted {
 
     /// Runs an iteration, and returns the answers of its steps.
     pub(crate) fn during<T>(f: impl FnOnce() -> T) -> (T, Vec<Answer>) {
-        struct Back(Option<Vec<Answer>>);
-        impl Drop for Back {
-            fn drop(&mut self) {
-                NOTED.set(self.0.take());
-            }
-        }
-        let back = Back(NOTED.replace(Some(Vec::new())));
+        let noted = Exchanged::new(&NOTED, Some(Vec::new()));
         let out = f();
-        let noted = NOTED.with_borrow_mut(Option::take);
-        drop(back);
-        (out, noted.unwrap_or_default())
+        (out, noted.end().flatten().unwrap_or_default())
     }
 
     impl StepOutcome {
