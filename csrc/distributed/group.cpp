@@ -61,11 +61,15 @@ constexpr milliseconds kEnd(1000);
 void end(c10::intrusive_ptr<c10d::Backend> backend, milliseconds wait) {
   std::promise<void> ended;
   const std::future<void> is_over = ended.get_future();
-  std::thread([last = std::move(backend), ended = std::move(ended)]() mutable {
-    last.reset();
-    ended.set_value();
-  }).detach();
-  is_over.wait_for(wait);
+  try {
+    std::thread([last = std::move(backend), ended = std::move(ended)]() mutable {
+      last.reset();
+      ended.set_value();
+    }).detach();
+    is_over.wait_for(wait);
+  } catch (const std::exception &) {
+    // No thread could be started, and the backend has ended here.
+  }
 }
 
 // Blocks until a collective is complete; on a GPU, has the current stream wait for it.
