@@ -31,23 +31,16 @@ pub struct CosineAnnealingLr {
 pub struct CosineAnnealingWarmRestarts {
     /// The number of steps of the first cycle; at least 1.
     pub t_0: u64,
-    /// The factor from the length of a cycle to that of the next one; at least 1. Defaults to 1.
+    /// The factor from the length of a cycle to that of the next one; at least 1. In PyTorch it defaults to 1.
     #[serde(default = "one")]
     pub t_mult: u64,
-    /// The minimum; at least 0. Defaults to 0.
+    /// The minimum; at least 0. In PyTorch it defaults to 0.
     #[serde(default)]
     pub eta_min: f64,
 }
 
 fn one() -> u64 {
     1
-}
-
-impl CosineAnnealingWarmRestarts {
-    /// Makes the options, with cycles of the same length and the minimum 0.
-    pub fn new(t_0: u64) -> Self {
-        Self { t_0, t_mult: one(), eta_min: 0.0 }
-    }
 }
 
 fn check_eta_min(eta_min: f64) -> Result<()> {

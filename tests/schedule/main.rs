@@ -71,11 +71,8 @@ fn part(kind: usize, rng: &mut Rng, groups: usize) -> Schedule {
         }
         6 => CosineAnnealingLr { t_max: count(rng, 30), eta_min: low(rng) }.into(),
         7 => {
-            let cosine = CosineAnnealingWarmRestarts {
-                eta_min: low(rng),
-                ..CosineAnnealingWarmRestarts::new(count(rng, 8))
-            };
-            CosineAnnealingWarmRestarts { t_mult: count(rng, 3), ..cosine }.into()
+            let (eta_min, t_0, t_mult) = (low(rng), count(rng, 8), count(rng, 3));
+            CosineAnnealingWarmRestarts { t_0, t_mult, eta_min }.into()
         }
         8 => one_cycle(rng, groups).into(),
         9 => InverseSqrtLr { warmup_steps: count(rng, 20) }.into(),

@@ -28,11 +28,8 @@ fn options_outside_their_range_are_named_and_the_optimizer_is_unchanged() {
         (PolynomialLr { power: f64::INFINITY, ..Default::default() }.into(), "power"),
         (CosineAnnealingLr { t_max: 0, eta_min: 0.0 }.into(), "t_max"),
         (CosineAnnealingLr { t_max: 5, eta_min: -1.0 }.into(), "eta_min"),
-        (CosineAnnealingWarmRestarts::new(0).into(), "t_0"),
-        (
-            CosineAnnealingWarmRestarts { t_mult: 0, ..CosineAnnealingWarmRestarts::new(1) }.into(),
-            "t_mult",
-        ),
+        (CosineAnnealingWarmRestarts { t_0: 0, t_mult: 1, eta_min: 0.0 }.into(), "t_0"),
+        (CosineAnnealingWarmRestarts { t_0: 1, t_mult: 0, eta_min: 0.0 }.into(), "t_mult"),
         (LinearWithWarmup { warmup_steps: 3, total_steps: 0 }.into(), "total_steps"),
         (InverseSqrtLr { warmup_steps: 0 }.into(), "warmup_steps"),
         (OneCycleLr::new(0.1, 0).into(), "total_steps"),

@@ -84,7 +84,8 @@ fn a_state_of_another_schedule_is_refused_and_nothing_changes() {
     let groups = saved(&mut ExponentialLr { gamma: 0.5 }.build(&mut two).unwrap());
     let error = groups.restore().add("scheduler", &mut scheduler).apply().unwrap_err();
     assert!(matches!(error, Error::InvalidArgument { .. }), "{error:?}");
-    let cycle = CosineAnnealingWarmRestarts::new(5).build(&mut one).unwrap();
+    let cycle =
+        CosineAnnealingWarmRestarts { t_0: 5, t_mult: 1, eta_min: 0.0 }.build(&mut one).unwrap();
     let cycle = saved(&mut { cycle });
     let error = cycle.restore().add("scheduler", &mut scheduler).apply().unwrap_err();
     assert!(matches!(error, Error::Checkpoint(_)), "{error:?}");
@@ -94,7 +95,8 @@ fn a_state_of_another_schedule_is_refused_and_nothing_changes() {
 #[test]
 fn a_position_outside_of_its_cycle_is_refused() {
     let mut opt = optimizer(false, &[0.1]);
-    let mut scheduler = CosineAnnealingWarmRestarts::new(5).build(&mut opt).unwrap();
+    let mut scheduler =
+        CosineAnnealingWarmRestarts { t_0: 5, t_mult: 1, eta_min: 0.0 }.build(&mut opt).unwrap();
     for (position, length) in [(u64::MAX, u64::MAX), (5, 5), (0, 0)] {
         let state = json!({
             "last_epoch": 3, "base_lrs": [0.1], "_last_lr": [0.1], "T_cur": position, "T_i": length,
