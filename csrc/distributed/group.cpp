@@ -54,21 +54,31 @@ void turn_off_flight_recorder() {
 }
 
 // How long a group that ends waits for the end of a backend.
-constexpr milliseconds kEnd(1000);
+constexpr milliseconds kEnd(5000);
 
-// Ends a backend in a thread of its own, and waits for that at most as long. It may take forever: Gloo's waits for the
-// operations of this rank that have begun, and NCCL's for a thread that may read from the store of a host that is gone.
-void end(c10::intrusive_ptr<c10d::Backend> backend, milliseconds wait) {
-  std::promise<void> ended;
-  const std::future<void> is_over = ended.get_future();
+// Has a thread end a backend, by `how` first, and waits for it for at most `wait`. It may take forever: Gloo's end waits
+// for the operations of this rank that have begun, and NCCL's for other ranks and for a thread that may read from the
+// store of a host that is gone.
+template <typename F>
+void end(c10::intrusive_ptr<c10d::Backend> backend, milliseconds wait, F how) noexcept {
+  // Owned by the thread. Without one it is lost, because its end might not return.
+  c10d::Backend *last = backend.release();
   try {
-    std::thread([last = std::move(backend), ended = std::move(ended)]() mutable {
-      last.reset();
+    std::promise<void> ended;
+    const std::future<void> is_over = ended.get_future();
+    std::thread([last, how, ended = std::move(ended)]() mutable {
+      auto owned = c10::intrusive_ptr<c10d::Backend>::reclaim(last);
+      try {
+        how(*owned);
+      } catch (const std::exception &) {
+        // Another rank has ended, which its own calls say.
+      }
+      owned.reset();
       ended.set_value();
     }).detach();
     is_over.wait_for(wait);
   } catch (const std::exception &) {
-    // No thread could be started, and the backend has ended here.
+    // No thread could be started.
   }
 }
 
@@ -213,14 +223,8 @@ Group::~Group() {
   operations_->fail("the group has ended");
   deviceTypeToBackend_.clear();
   for (auto &[type, backend] : backendTypeToBackend_) {
-    if (type == BackendType::GLOO) continue;
-    try {
-      // Without this, NCCL's backend aborts what other ranks are still receiving, and warns of it.
-      backend->shutdown();
-    } catch (const std::exception &) {
-      // Another rank has ended, which its own calls say.
-    }
-    end(std::move(backend), kEnd);
+    // Without this, NCCL's backend aborts what other ranks are still receiving, and warns of it.
+    if (type != BackendType::GLOO) end(std::move(backend), kEnd, [](c10d::Backend &nccl) { nccl.shutdown(); });
   }
 }
 
@@ -237,11 +241,11 @@ void Group::close() {
   for (auto &[type, backend] : backends) {
     auto *gloo = dynamic_cast<ProcessGroupGloo *>(backend.get());
     if (gloo == nullptr) {
-      backend->abort();
-    } else {
-      for (const auto &context : Connections::of(*gloo)) context->closeConnections();
+      end(std::move(backend), kEnd, [](c10d::Backend &nccl) { nccl.abort(); });
+      continue;
     }
-    end(std::move(backend), milliseconds(0));
+    for (const auto &context : Connections::of(*gloo)) context->closeConnections();
+    end(std::move(backend), milliseconds(0), [](c10d::Backend &) {});
   }
   operations_->fail("the group has failed");
 }
