@@ -14,6 +14,7 @@ mod running {
     use std::cell::RefCell;
     use std::fmt::Debug;
     use std::mem;
+    use std::ops::Deref;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -33,21 +34,26 @@ mod running {
         Capture,
     }
 
+    /// Which capture something was made in.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) struct CaptureId(u64);
+
     /// The iteration of a graph that the thread is in.
     #[derive(Debug)]
     struct Iteration {
         device: Device,
         phase: Phase,
+        id: CaptureId,
         members: Vec<Arc<dyn Member>>,
         /// Tensors that the graph uses, and keeps.
         kept: Vec<Tensor>,
-        /// The learning rate that the last step has read on the device, until an outcome has it.
+        /// Where the last step has read the learning rate on the device, until an outcome takes it.
         #[cfg(feature = "insight")]
         learning_rate: Option<Tensor>,
         /// Whether a window of accumulation is open, and whether a part of one was outside.
         window_is_open: bool,
         window_was_cut: bool,
-        /// What a part that returns no errors could not do.
+        /// The error of a part whose function cannot return one.
         failure: Option<Error>,
     }
 
@@ -62,7 +68,7 @@ mod running {
         pub(crate) kept: Vec<Tensor>,
         /// Whether only a part of a window of accumulation was in it.
         pub(crate) window_was_cut: bool,
-        /// What a part that returns no errors could not do.
+        /// The error of a part whose function cannot return one.
         pub(crate) failure: Option<Error>,
     }
 
@@ -75,9 +81,11 @@ mod running {
 
     impl Iteration {
         fn new(device: Device, phase: Phase) -> Self {
+            static COUNT: AtomicU64 = AtomicU64::new(0);
             Self {
                 device,
                 phase,
+                id: CaptureId(COUNT.fetch_add(1, Ordering::Relaxed)),
                 members: Vec::new(),
                 kept: Vec::new(),
                 #[cfg(feature = "insight")]
@@ -138,6 +146,36 @@ mod running {
         phase() == Some(Phase::Capture)
     }
 
+    /// The capture that the thread is in.
+    pub(crate) fn id() -> Option<CaptureId> {
+        let captured =
+            |iteration: &Iteration| (iteration.phase == Phase::Capture).then_some(iteration.id);
+        now(captured).flatten()
+    }
+
+    /// A tensor that the program gives for the next step.
+    #[derive(Debug)]
+    pub(crate) struct Given {
+        tensor: Tensor,
+        capture: Option<CaptureId>,
+    }
+
+    impl Given {
+        pub(crate) fn new(tensor: Tensor) -> Self {
+            Self { tensor, capture: id() }
+        }
+
+        /// Fails in a capture for a tensor that was given before it: replays would read the same one.
+        pub(crate) fn tensor(&self) -> Result<&Tensor> {
+            match is_capturing() && self.capture != id() {
+                true => {
+                    Err(refusal("a loss that was given before the iteration", "give it inside"))
+                }
+                false => Ok(&self.tensor),
+            }
+        }
+    }
+
     pub(crate) fn phase() -> Option<Phase> {
         now(|iteration| iteration.phase)
     }
@@ -196,7 +234,7 @@ mod running {
         })
     }
 
-    /// Notes the learning rate that a step reads on the device.
+    /// Notes where a step reads the learning rate on the device.
     #[cfg(feature = "insight")]
     pub(crate) fn note_learning_rate(lr: Tensor) {
         ITERATION.with_borrow_mut(|iteration| {
@@ -206,7 +244,7 @@ mod running {
         });
     }
 
-    /// The learning rate that the step before has read on the device.
+    /// Where the step before has read the learning rate on the device.
     #[cfg(feature = "insight")]
     pub(crate) fn take_learning_rate() -> Option<Tensor> {
         let take = |iteration: &mut Option<Iteration>| iteration.as_mut()?.learning_rate.take();
@@ -260,6 +298,7 @@ mod running {
     #[derive(Debug, Default)]
     pub(crate) struct Link {
         replays: AtomicU64,
+        launches: AtomicU64,
         changes: AtomicU64,
         last_change: Mutex<&'static str>,
         is_lost: AtomicBool,
@@ -294,7 +333,7 @@ mod running {
             next: Tensor,
             call: &'static str,
         ) -> Result<()> {
-            let is_known = is_inside() || self.was_joined.load(Ordering::Relaxed);
+            let is_known = self.is_known();
             match state {
                 Some(state) if is_known && fits(state, &next) => {
                     let _own = OutsideRegions::enter();
@@ -321,6 +360,21 @@ mod running {
 
         pub(crate) fn note_replay(&self) {
             self.replays.fetch_add(1, Ordering::Relaxed);
+            self.note_launch();
+        }
+
+        /// How often captured iterations were launched: by the capture itself, and by replays.
+        pub(crate) fn launches(&self) -> u64 {
+            self.launches.load(Ordering::Relaxed)
+        }
+
+        pub(crate) fn note_launch(&self) {
+            self.launches.fetch_add(1, Ordering::Relaxed);
+        }
+
+        /// Whether a graph may know what it belongs to.
+        pub(crate) fn is_known(&self) -> bool {
+            is_inside() || self.was_joined.load(Ordering::Relaxed)
         }
 
         /// Notes that something has changed that captured iterations do not follow.
@@ -340,6 +394,24 @@ mod running {
         /// Whether a capture has failed since the last call.
         pub(crate) fn take_loss(&self) -> bool {
             self.is_lost.swap(false, Ordering::Relaxed)
+        }
+    }
+
+    /// The link of what a program owns. Replays would go on with it after its end.
+    #[derive(Debug, Default)]
+    pub(crate) struct OwnLink(Arc<Link>);
+
+    impl Deref for OwnLink {
+        type Target = Arc<Link>;
+
+        fn deref(&self) -> &Arc<Link> {
+            &self.0
+        }
+    }
+
+    impl Drop for OwnLink {
+        fn drop(&mut self) {
+            self.0.note_change("a part of the iteration, which was dropped");
         }
     }
 
@@ -389,9 +461,25 @@ mod without {
 
     pub(crate) fn note_window(_is_begun: bool, _is_completed: bool) {}
 
+    /// A tensor that the program gives for the next step.
+    #[derive(Debug)]
+    pub(crate) struct Given(Tensor);
+
+    impl Given {
+        pub(crate) fn new(tensor: Tensor) -> Self {
+            Self(tensor)
+        }
+
+        pub(crate) fn tensor(&self) -> Result<&Tensor> {
+            Ok(&self.0)
+        }
+    }
+
     /// Nothing: there are no graphs.
     #[derive(Debug, Default)]
     pub(crate) struct Link;
+
+    pub(crate) type OwnLink = Arc<Link>;
 
     impl Link {
         pub(crate) fn join<'a>(self: &Arc<Self>, _tensors: impl IntoIterator<Item = &'a Tensor>) {}
@@ -401,6 +489,11 @@ mod without {
         }
 
         pub(crate) fn note_change(&self, _what: &'static str) {}
+
+        #[cfg(feature = "insight")]
+        pub(crate) fn is_known(&self) -> bool {
+            false
+        }
 
         pub(crate) fn replace(
             &self,

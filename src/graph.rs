@@ -168,6 +168,7 @@ impl<T> Captured<T> {
             Stage::WarmUp { iterations } if self.captures_next(*iterations) => {
                 self.capture(iteration, at)?;
                 self.launch()?;
+                self.members.iter().for_each(|member| member.link().note_launch());
             }
             Stage::WarmUp { iterations } => {
                 let iterations = *iterations;

@@ -233,9 +233,10 @@ typedef struct tamp_step_number {
 } tamp_step_number;
 
 // Writes the TAMP_STEP_NUMBERS numbers of a step to a row of `history`, an f64 tensor of `length` rows, or to a new one
-// without it: to the given row, or to that of `count`, an f64 tensor of one element on the device of the history, modulo
-// `length`, which is increased by one then. Returns the history, which is moved to the device of the first number that
-// is not on the CPU if it was on the CPU. Does not synchronize. On failure the history is as before.
+// without it. The row is `row`, or with `count`, an f64 tensor of one element on the device of the result, its number
+// modulo `length`; `count` is increased by one afterwards, and `row` ignored. Returns the history, which is moved to the
+// device of the count, or of the first number that is not on the CPU, if it was on the CPU. Does not synchronize. On
+// failure the history is as before.
 tamp_tensor *tamp_history_record(const tamp_tensor *history, int64_t length, int64_t row, tamp_tensor *count,
                                  const tamp_step_number *numbers, char **err) TAMP_NOEXCEPT;
 

@@ -1,7 +1,6 @@
 //! The averages of a model's weights.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
@@ -9,7 +8,7 @@ use tch::{Kind, Tensor};
 use crate::autocast::forgetting_casts;
 use crate::average::progress::Count;
 use crate::average::{Averaging, Ema, Swa};
-use crate::capture::Link;
+use crate::capture::OwnLink;
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ensure};
 use crate::ffi::{self, OutsideRegions};
@@ -40,7 +39,7 @@ pub struct AveragedWeights {
     others: Vec<Variable>,
     count: Count,
     /// What it shares with the graphs that update it in their replays.
-    link: Arc<Link>,
+    link: OwnLink,
 }
 
 /// The statistics of batch normalization, and how many batches they are of where the model counts that: the model's by
@@ -105,7 +104,7 @@ impl AveragedWeights {
         }
         let averages = parameters.iter().map(start).collect::<Result<_>>()?;
         let count = Count::start();
-        let link = Arc::default();
+        let link = OwnLink::default();
         Ok(Self { averaging, names, parameters, averages, statistics, others, count, link })
     }
 
@@ -119,7 +118,7 @@ impl AveragedWeights {
     /// An average keeps its dtype if its variable is cast to a narrower one. Nothing has changed then. If the memory of
     /// a device does not suffice, some averages may have been updated.
     pub fn update(&mut self, outcome: &StepOutcome) -> Result<()> {
-        let skips = outcome.flag();
+        let skips = outcome.flag()?;
         if skips.is_none() && !outcome.is_stepped()? {
             return Ok(());
         }

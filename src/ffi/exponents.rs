@@ -164,9 +164,9 @@ fn raw_numbers(numbers: StepNumbers<'_>) -> [sys::StepNumber; sys::STEP_NUMBERS]
     all
 }
 
-/// Brings all rows of a history to the host. Synchronizes on a device.
-pub(crate) fn history_read(history: &Tensor) -> Result<Vec<ReadNumbers>> {
-    let numbers = super::numbers_read(&[history])?;
+/// Brings the first rows of a history to the host. Synchronizes on a device.
+pub(crate) fn history_read(history: &Tensor, rows: usize) -> Result<Vec<ReadNumbers>> {
+    let numbers = super::numbers_read(&[&history.f_narrow(0, 0, rows as i64)?])?;
     let rows = numbers.chunks_exact(sys::STEP_NUMBERS);
     let row = |row: &[f64]| {
         let has = |mark: u8| row[sys::STEP_KNOWN] as u8 & mark != 0;

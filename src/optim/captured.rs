@@ -186,3 +186,9 @@ impl Optimizer {
         }
     }
 }
+
+impl Drop for Optimizer {
+    fn drop(&mut self) {
+        self.note_change("the optimizer, which was dropped");
+    }
+}

@@ -83,26 +83,31 @@ impl StepCounter {
     }
 
     /// Records the outcome of a step. A step without gradients counts neither as taken nor as skipped.
+    ///
+    /// If it cannot be recorded, the next count returns the error; in an iteration of a graph,
+    /// `graph::Captured::replay` does.
     pub fn record(&mut self, outcome: &StepOutcome) {
         #[cfg(feature = "graph")]
         if self.device.is_some() || capture::device().is_some() {
-            if let Err(error) = self.record_on_device(outcome.answer()) {
-                // Of an iteration it is the error of `replay`, and otherwise that of the next count.
-                self.failure = capture::note_failure(error);
+            if let Some(error) =
+                self.record_on_device(outcome.answer()).err().and_then(capture::note_failure)
+            {
+                self.failure.get_or_insert(error);
             }
             return;
         }
         // Starts the transfer of the answer; an error will occur again when the step is counted.
         drop(outcome.poll());
         self.open.push_back(outcome.answer().clone());
-        drop(self.poll());
+        drop(self.settle());
     }
 
     /// Returns how many of the recorded steps are known to have been taken. Never synchronizes.
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if an answer on a device cannot be read.
+    /// [`Error::Torch`] if an answer on a device cannot be read, [`Error::Capture`] in an iteration of a graph, and the
+    /// error of a step that could not be recorded, once.
     pub fn count(&mut self) -> Result<u64> {
         self.poll()?;
         Ok(self.counts.taken)
@@ -142,8 +147,14 @@ impl StepCounter {
     fn poll(&mut self) -> Result<()> {
         capture::refuse("a count of steps", "read it after `replay`")?;
         #[cfg(feature = "graph")]
+        self.failure.take().map_or(Ok(()), Err)?;
+        self.settle()
+    }
+
+    /// Counts the steps whose outcomes have arrived. Does not synchronize.
+    fn settle(&mut self) -> Result<()> {
+        #[cfg(feature = "graph")]
         if let Some(device) = &mut self.device {
-            self.failure.take().map_or(Ok(()), Err)?;
             self.counts = device.poll()?.unwrap_or(self.counts);
             return Ok(());
         }
@@ -194,7 +205,7 @@ impl StepCounter {
         device.record(answer)?;
         if !capture::is_inside() {
             // Starts a transfer, whose error will occur again when the steps are counted.
-            drop(self.poll());
+            drop(self.settle());
         }
         Ok(())
     }
@@ -217,11 +228,11 @@ mod on_device {
 
     #[derive(Debug)]
     pub(super) struct DeviceCounts {
-        /// Those with which the device has begun.
+        /// The host's counts when the device began.
         base: Counts,
         /// As f64: the steps that were taken and skipped since then, those skipped in a row, and the longest row.
         numbers: Tensor,
-        /// The first two of them, added up, as far as they have arrived.
+        /// The sum of the first two when they last arrived.
         known: u64,
         arrival: Option<Arrival<4>>,
         /// The steps that were recorded, apart from those of captured iterations.
@@ -247,9 +258,17 @@ mod on_device {
     }
 
     impl CapturedSteps {
-        /// The steps of all launches: the capture is followed by one that is no replay.
+        /// The steps of all launches.
         fn recorded(&self) -> u64 {
-            self.steps.load(Ordering::Relaxed) * (self.link.replays() + 1)
+            self.steps.load(Ordering::Relaxed) * self.link.launches()
+        }
+    }
+
+    impl Drop for DeviceCounts {
+        fn drop(&mut self) {
+            for captured in &self.captured {
+                captured.link.note_change("a counter in the iteration, which was dropped");
+            }
         }
     }
 
@@ -312,7 +331,7 @@ mod on_device {
                 let remedy = "make a counter for each device";
                 return Err(capture::refusal("a counter of another device's steps", remedy));
             }
-            let skipped = match answer.flag() {
+            let skipped = match answer.flag()? {
                 Some(flag) => ffi::number_on(&flag.f_squeeze()?, device, Kind::Double)?.f_sign()?,
                 // The host knows.
                 None => {

@@ -82,9 +82,9 @@ pub(crate) enum Taken {
 /// An answer on a device.
 #[derive(Debug)]
 pub(crate) struct Pending {
-    /// Whether the flag is that of whichever replay was last.
+    /// The capture whose replays overwrite the flag.
     #[cfg(feature = "graph")]
-    is_captured: bool,
+    captured: Option<capture::CaptureId>,
     found_inf: Tensor,
     /// Common to all clones.
     transfer: Arc<Mutex<Transfer>>,
@@ -101,7 +101,7 @@ impl Clone for Pending {
     fn clone(&self) -> Self {
         Self {
             #[cfg(feature = "graph")]
-            is_captured: self.is_captured,
+            captured: self.captured,
             found_inf: self.found_inf.shallow_clone(),
             transfer: self.transfer.clone(),
         }
@@ -116,15 +116,30 @@ impl Pending {
     /// Fails for the outcome of a captured step, whose flag each replay overwrites.
     #[cfg(feature = "graph")]
     fn refuse_captured(&self, call: &'static str) -> Result<()> {
-        match self.is_captured {
-            true => Err(capture::refusal(call, "ask one of `Replay::outcomes`")),
-            false => Ok(()),
+        match self.captured {
+            Some(_) => Err(capture::refusal(call, "ask one of `Replay::outcomes`")),
+            None => Ok(()),
         }
     }
 
     #[cfg(not(feature = "graph"))]
     fn refuse_captured(&self, _call: &'static str) -> Result<()> {
         Ok(())
+    }
+
+    /// The flag. Fails outside of the capture whose replays overwrite it, and in a capture for another flag, which
+    /// would be that of one iteration in all replays.
+    fn flag(&self) -> Result<&Tensor> {
+        #[cfg(feature = "graph")]
+        match capture::id() {
+            None => self.refuse_captured("the outcome of a step in a graph")?,
+            here if here == self.captured => {}
+            Some(_) => {
+                let remedy = "pass on the outcome of a step of the same iteration";
+                return Err(capture::refusal("the outcome of another iteration", remedy));
+            }
+        }
+        Ok(&self.found_inf)
     }
 
     /// Reads the answer. Synchronizes, and does not hold up a `poll` of another thread meanwhile.
@@ -180,11 +195,12 @@ impl Answer {
         matches!(self, Self::Known(Taken::NoGradients))
     }
 
-    /// The flag on the device that says whether the step was skipped, if the host does not know.
-    pub(crate) fn flag(&self) -> Option<&Tensor> {
+    /// The flag on the device that says whether the step was skipped, if the host does not know. Fails for one that is
+    /// of another iteration than a graph's.
+    pub(crate) fn flag(&self) -> Result<Option<&Tensor>> {
         match self {
-            Self::Known(_) => None,
-            Self::OnDevice(pending) => Some(&pending.found_inf),
+            Self::Known(_) => Ok(None),
+            Self::OnDevice(pending) => pending.flag().map(Some),
         }
     }
 }
@@ -233,7 +249,7 @@ pub(crate) mod noted {
         pub(crate) fn of(answer: &Answer) -> Result<Self> {
             let _own = OutsideRegions::enter();
             Ok(match answer {
-                Answer::OnDevice(Pending { is_captured: true, found_inf, .. }) => {
+                Answer::OnDevice(Pending { captured: Some(_), found_inf, .. }) => {
                     Self::on_device(found_inf.f_detach_copy()?)
                 }
                 answer => Self::new(answer.clone()),
@@ -251,7 +267,7 @@ impl StepOutcome {
     pub(crate) fn on_device(found_inf: Tensor) -> Self {
         let pending = Pending {
             #[cfg(feature = "graph")]
-            is_captured: capture::is_capturing(),
+            captured: capture::id(),
             found_inf,
             transfer: Arc::default(),
         };
@@ -302,7 +318,7 @@ impl StepOutcome {
     }
 
     /// The flag on a device that says whether the step was skipped, whether or not it has arrived at the host.
-    pub(crate) fn flag(&self) -> Option<&Tensor> {
+    pub(crate) fn flag(&self) -> Result<Option<&Tensor>> {
         self.answer.flag()
     }
 

@@ -1,11 +1,9 @@
 //! Skipping the steps whose loss or gradient norm is far above its recent history.
 
-use std::sync::Arc;
-
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::capture::{self, Link};
+use crate::capture::{self, Given, OwnLink};
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Number, Result, ensure};
 use crate::ffi::{self, OutsideRegions, SpikeOptions};
@@ -75,7 +73,7 @@ impl SpikeConfig {
         ensure("deviations", deviations, holds, "more than 0 and finite")?;
         ensure("window", window.into(), (2..=65536).contains(&window), "from 2 to 65536")?;
         ensure("warmup", warmup.into(), warmup >= 2, "at least 2")?;
-        let link = Arc::default();
+        let link = OwnLink::default();
         Ok(SpikeDetector { config: self, norm: None, loss: None, watched: None, link })
     }
 }
@@ -94,9 +92,9 @@ pub struct SpikeDetector {
     norm: Option<Tensor>,
     loss: Option<Tensor>,
     /// The loss of the next step, detached.
-    watched: Option<Tensor>,
+    watched: Option<Given>,
     /// What it shares with the graphs that add to its histories in their replays.
-    link: Arc<Link>,
+    link: OwnLink,
 }
 
 const HISTORY: &str = "the first step that a detector of spikes judges";
@@ -119,7 +117,8 @@ impl SpikeDetector {
     /// On several ranks give all of them the same loss, such as the mean.
     pub fn watch_loss(&mut self, loss: &Tensor) {
         // Without its graph, which would be kept until the next step. An undefined tensor is refused there.
-        self.watched = Some(loss.f_detach().unwrap_or_else(|_| loss.shallow_clone()));
+        let loss = loss.f_detach().unwrap_or_else(|_| loss.shallow_clone());
+        self.watched = Some(Given::new(loss));
     }
 
     /// Returns the options.
@@ -154,15 +153,14 @@ impl SpikeDetector {
     ) -> Result<StepOutcome> {
         let SpikeConfig { deviations, window, warmup, max_in_a_row } = self.config;
         let options = SpikeOptions { deviations, window, warmup, max_in_a_row };
-        let loss = match &self.watched {
+        let watched = self.watched.as_ref().map(Given::tensor).transpose()?;
+        let loss = match watched {
             Some(loss) => Some(ffi::spikes_judge(self.loss.as_ref(), loss, None, options)?),
             None => None,
         };
         #[cfg(feature = "insight")]
-        let judged = Judged {
-            norm: norm.shallow_clone(),
-            loss: self.watched.as_ref().map(Tensor::shallow_clone),
-        };
+        let judged =
+            Judged { norm: norm.shallow_clone(), loss: watched.map(Tensor::shallow_clone) };
         let norm = ffi::spikes_judge(self.norm.as_ref(), norm, loss.as_ref(), options)?;
         let flag = ffi::spikes_flag(&norm)?;
         let outcome = if flag.device() != Device::Cpu {

@@ -300,7 +300,7 @@ impl Scheduler {
             Some(device) if optimizer.is_driven_by(&device.driver()) => Arc::clone(device),
             _ => self.begin_on_device(optimizer, block)?,
         };
-        device.follow(answer.flag())
+        device.follow(answer.flag()?)
     }
 
     fn begin_on_device(

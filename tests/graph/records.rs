@@ -2,13 +2,14 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
+use tch_amp::average::Swa;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::graph::Captured;
 use tch_amp::insight::{HealthReport, HistoryReport, ScaleHealth, ScaleHistory};
-use tch_amp::optim::{AdamW, Lion};
-use tch_amp::scaler::StepCounter;
-use tch_amp::{Error, Result};
+use tch_amp::optim::{AdamW, Lion, Sgd};
+use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepCounter, StepOutcome};
+use tch_amp::{Error, GradScaler, Result};
 
 use crate::common::simulation::Simulation;
 use crate::training::{Program, Records, Training, Way, lr, overflows, warm_up_and_cosine};
@@ -26,18 +27,26 @@ struct Read {
     health: HealthReport,
 }
 
-fn recorded(program: Program, device: Device) -> Training {
-    let mut training = Training::new(program, device);
-    training.records = Some(Records {
+fn records(training: &Training) -> Records {
+    Records {
         steps: StepCounter::starting_at(100),
         history: ScaleHistory::new(CAPACITY).unwrap(),
         health: ScaleHealth::new(&training.vs),
-    });
+    }
+}
+
+fn recorded(program: Program, device: Device) -> Training {
+    let mut training = Training::new(program, device);
+    training.records = Some(records(&training));
     training
 }
 
 fn take(training: &mut Training, graph: &mut Captured<Tensor>, i: usize) -> Result<()> {
     training.feed(i);
+    take_fed(training, graph)
+}
+
+fn take_fed(training: &mut Training, graph: &mut Captured<Tensor>) -> Result<()> {
     graph.replay(|| training.iteration()).map(drop)
 }
 
@@ -67,14 +76,16 @@ fn read(training: &mut Training) -> Read {
 fn train(program: Program, device: Device, iterations: usize, captures: bool) -> Vec<Read> {
     let mut training = recorded(program, device);
     let mut graph = Captured::new(device).unwrap();
-    let take = |i| {
+    let mut take = |i| {
         if !captures {
             graph.recapture();
         }
         take(&mut training, &mut graph, i).unwrap();
         read(&mut training)
     };
-    (0..iterations).map(take).collect()
+    let out = (0..iterations).map(&mut take).collect();
+    assert_eq!(graph.is_captured(), captures);
+    out
 }
 
 fn same_records(way: Way, iterations: usize) -> Vec<Read> {
@@ -155,6 +166,7 @@ fn the_rates_of_a_schedule_are_recorded() {
             scheduler.advance(&mut plain.opt).unwrap();
         }
     }
+    assert!(graph.is_captured());
     let recorded: Vec<_> =
         read(&mut training).history.steps.iter().map(|step| step.learning_rate).collect();
     assert_eq!(recorded, lrs);
@@ -251,28 +263,25 @@ fn a_capture_that_fails_records_nothing() {
 #[test]
 fn records_that_begin_with_the_capture_are_refused() {
     let Some(gpu) = gpu() else { return };
-    type Begin = fn(&mut Records, &Training);
-    let begins: [(Begin, &str); 3] = [
-        (|records, _| records.steps = StepCounter::default(), "the first step of a counter"),
-        (
-            |records, _| records.history = ScaleHistory::new(4).unwrap(),
-            "the first step of a history",
-        ),
-        (|records, t| records.health = ScaleHealth::new(&t.vs), "the first observation"),
-    ];
-    for (begin, text) in begins {
+    let refused =
+        ["the first step of a counter", "the first step of a history", "the first observation"];
+    for (case, text) in refused.into_iter().enumerate() {
         let mut training = recorded(Program::new(AdamW::default()), gpu.device);
         let mut graph = Captured::new(gpu.device).unwrap();
         for i in 0..3 {
             take(&mut training, &mut graph, i).unwrap();
         }
-        let mut records = training.records.take().unwrap();
-        begin(&mut records, &training);
-        training.records = Some(records);
+        let (old, new) = (training.records.take().unwrap(), records(&training));
+        // What is left of the old ones lives on: if it was dropped, another iteration would be run.
+        training.records = Some(match case {
+            0 => Records { steps: new.steps, ..old },
+            1 => Records { history: new.history, ..old },
+            _ => Records { health: new.health, ..old },
+        });
         let said = refusal(take(&mut training, &mut graph, 3));
         assert!(said.contains(text), "{said}");
         let (taken, skipped, _) = count(&mut training.records.as_mut().unwrap().steps);
-        assert!(matches!((taken, skipped), (0 | 103, 0)), "{taken} and {skipped}");
+        assert_eq!((taken, skipped), (if case == 0 { 100 } else { 103 }, 0));
         graph.recapture();
         for i in 4..8 {
             take(&mut training, &mut graph, i).unwrap();
@@ -330,6 +339,7 @@ fn records_make_the_host_neither_wait_nor_allocate() {
         let (_, counts) = simulation.count(|| steps.count().unwrap());
         assert_eq!(counts.host_syncs, 0, "iteration {i}");
     }
+    assert!(graph.is_captured());
 }
 
 /// Without memory for the record, `replay` fails in an iteration, and the next count after one.
@@ -376,8 +386,323 @@ fn on_the_cpu_the_host_records() {
     for i in 0..8 {
         take(&mut training, &mut graph, i).unwrap();
     }
-    let Read { steps, history, health, .. } = read(&mut training);
-    assert_eq!(steps, "107 steps taken, 1 skipped (at most 1 in a row)");
+    // Exact before anybody counts.
+    let steps = &training.records.as_ref().unwrap().steps;
+    assert_eq!(steps.to_string(), "107 steps taken, 1 skipped (at most 1 in a row)");
+    let Read { history, health, .. } = read(&mut training);
     assert_eq!((history.total, health.observed), (8, 8));
     assert_eq!(history.steps[3].learning_rate, lr(3));
+}
+
+/// A step of one weight, which is recorded.
+fn step(
+    training: &mut Training,
+    record: impl FnOnce(&GradScaler, &StepOutcome) -> Result<()>,
+) -> Result<()> {
+    let loss = training.vs.variables()["a.bias"].sum(Kind::Float);
+    training.opt.zero_grad()?;
+    training.scaler.backward(&loss)?;
+    let outcome = training.scaler.step(&mut training.opt)?;
+    let recorded = record(&training.scaler, &outcome);
+    training.scaler.update()?;
+    recorded
+}
+
+fn plain(device: Device) -> (Training, Captured<()>) {
+    let training = Training::new(Program::new(AdamW::default()), device);
+    (training, Captured::new(device).unwrap())
+}
+
+/// Beside a loop without graphs, whose learning rate is the same f32.
+#[test]
+fn replays_record_what_a_loop_without_graphs_records() {
+    let Some(gpu) = gpu() else { return };
+    let program = Program { way: Way::ClipNorm, ..Program::new(AdamW::default()) };
+    let train = |captures: bool| {
+        let mut training = recorded(program, gpu.device);
+        let mut graph = Captured::new(gpu.device).unwrap();
+        training.lr = Some(0.015625);
+        for i in 0..12 {
+            training.feed(i);
+            match captures {
+                true => take_fed(&mut training, &mut graph).unwrap(),
+                false => drop(training.iteration().unwrap()),
+            }
+        }
+        assert_eq!(graph.is_captured(), captures);
+        read(&mut training)
+    };
+    assert_eq!(train(false), train(true));
+}
+
+#[test]
+fn a_history_that_was_in_no_warm_up_is_refused() {
+    let Some(gpu) = gpu() else { return };
+    let (mut training, mut graph) = plain(gpu.device);
+    let mut history = ScaleHistory::new(4).unwrap();
+    step(&mut training, |scaler, outcome| history.record(scaler, outcome, 0.1)).unwrap();
+    for i in 0..4 {
+        let result = graph.replay(|| {
+            step(&mut training, |scaler, outcome| match i {
+                3 => history.record(scaler, outcome, 0.1),
+                _ => Ok(()),
+            })
+        });
+        if i == 3 {
+            assert!(refusal(result).contains("the first step of a history"));
+        }
+    }
+    assert_eq!(history.report().unwrap().total, 1);
+}
+
+#[test]
+fn a_history_of_another_device_is_refused_and_stays_there() {
+    let Some(gpu) = gpu() else { return };
+    if tch::Cuda::device_count() < 2 {
+        return;
+    }
+    let mut history = ScaleHistory::new(4).unwrap();
+    let (mut other, _) = plain(Device::Cuda(1));
+    let (mut training, mut graph) = plain(gpu.device);
+    let mut record =
+        |scaler: &GradScaler, outcome: &StepOutcome| history.record(scaler, outcome, 0.1);
+    step(&mut other, &mut record).unwrap();
+    let said = refusal(graph.replay(|| step(&mut training, &mut record)));
+    assert!(said.contains("another device"), "{said}");
+    step(&mut other, &mut record).unwrap();
+    step(&mut training, &mut record).unwrap();
+    assert_eq!(history.report().unwrap().total, 3);
+}
+
+/// Nothing of a record remains that fails at any of its allocations, also the first one on the device.
+#[test]
+fn a_record_that_fails_leaves_the_history_as_it_was() {
+    let (Some(gpu), Some(simulation)) = (gpu(), Simulation::find()) else { return };
+    for enabled in [false, true] {
+        let (mut training, mut graph) = plain(gpu.device);
+        training.scaler =
+            GradScalerConfig { enabled, ..Default::default() }.build(gpu.device).unwrap();
+        let mut history = ScaleHistory::new(2).unwrap();
+        let (mut done, mut failures) = (0, 0);
+        for at in 1..20 {
+            let result = graph.replay(|| {
+                step(&mut training, |scaler, outcome| {
+                    simulation.fail_allocation(at);
+                    let result = history.record(scaler, outcome, at as f64);
+                    simulation.fail_allocation(0);
+                    result
+                })
+            });
+            let failed = result.is_err();
+            graph.recapture();
+            failures += u64::from(failed);
+            // One without the graph, which the device counts from the second on.
+            step(&mut training, |scaler, outcome| history.record(scaler, outcome, 0.0)).unwrap();
+            done += 1 + u64::from(!failed);
+            let report = history.report().unwrap();
+            assert_eq!((report.total, report.steps.len() as u64), (done, done.min(2)), "{at}");
+        }
+        assert!(failures > 4, "{failures} allocations were reached");
+    }
+}
+
+#[test]
+fn the_outcome_and_the_loss_of_another_iteration_are_refused() {
+    let Some(gpu) = gpu() else { return };
+    type Record = fn(&mut Training, &mut Records, &mut SpikeDetector, &StepOutcome) -> Result<()>;
+    let records: [(Record, &str); 5] = [
+        (
+            |_, r, _, last| {
+                r.steps.record(last);
+                Ok(())
+            },
+            "the outcome of another iteration",
+        ),
+        (
+            |t, r, _, last| step(t, |scaler, _| r.history.record(scaler, last, 0.1)),
+            "the outcome of another iteration",
+        ),
+        (
+            |t, _, _, last| t.average.as_mut().unwrap().update(last),
+            "the outcome of another iteration",
+        ),
+        (
+            |t, r, _, _| step(t, |scaler, outcome| r.history.record(scaler, outcome, 0.1)),
+            "a loss that was given before",
+        ),
+        (
+            |t, _, spikes, _| {
+                t.opt.zero_grad()?;
+                t.scaler.backward(&t.vs.variables()["a.bias"].sum(Kind::Float))?;
+                drop(t.scaler.step_unless_spike(&mut t.opt, 1.0, spikes)?);
+                t.scaler.update()
+            },
+            "a loss that was given before",
+        ),
+    ];
+    for (case, (record, text)) in records.into_iter().enumerate() {
+        let averaging = Some(Swa::default().into());
+        let mut training =
+            recorded(Program { averaging, ..Program::new(AdamW::default()) }, gpu.device);
+        let mut graph = Captured::new(gpu.device).unwrap();
+        let mut spikes = SpikeConfig::default().build().unwrap();
+        take(&mut training, &mut graph, 0).unwrap();
+        let mut records = training.records.take().unwrap();
+        let loss = Tensor::from(1f32).to_device(gpu.device);
+        for i in 1..4 {
+            let last = training.last.take().unwrap();
+            if case > 2 {
+                records.history.set_loss(&loss).unwrap();
+                spikes.watch_loss(&loss);
+            }
+            training.feed(i);
+            let result = graph.replay(|| {
+                record(&mut training, &mut records, &mut spikes, &last)?;
+                training.iteration()
+            });
+            match i {
+                3 => {
+                    let said = refusal(result);
+                    assert!(said.contains(text), "{case}: {said}");
+                }
+                _ => drop(result.unwrap()),
+            }
+        }
+    }
+}
+
+/// A captured outcome has the flag of the latest replay, which is counted already.
+#[test]
+fn a_captured_outcome_is_counted_by_nobody_outside() {
+    let Some(gpu) = gpu() else { return };
+    let averaging = Some(Swa::default().into());
+    let mut training =
+        recorded(Program { averaging, ..Program::new(AdamW::default()) }, gpu.device);
+    let mut graph = Captured::new(gpu.device).unwrap();
+    for i in 0..5 {
+        take(&mut training, &mut graph, i).unwrap();
+    }
+    let outcome = training.last.take().unwrap();
+    let steps = &mut training.records.as_mut().unwrap().steps;
+    steps.record(&outcome);
+    assert!(refusal(steps.count()).contains("Replay::outcomes"));
+    assert_eq!(count(steps), (105, 0, 0));
+    assert!(refusal(training.average.as_mut().unwrap().update(&outcome)).contains("outcomes"));
+    let mut history = ScaleHistory::new(4).unwrap();
+    let said = refusal(step(&mut training, |scaler, _| history.record(scaler, &outcome, 0.1)));
+    assert!(said.contains("Replay::outcomes"), "{said}");
+}
+
+#[test]
+fn what_an_iteration_uses_and_the_program_drops_is_noticed() {
+    let Some(gpu) = gpu() else { return };
+    type Replace = fn(&mut Training);
+    let replaced: [Replace; 7] = [
+        |t| t.records.as_mut().unwrap().steps = StepCounter::default(),
+        |t| t.records.as_mut().unwrap().history = ScaleHistory::new(4).unwrap(),
+        |t| t.records.as_mut().unwrap().health = ScaleHealth::new(&t.vs),
+        |t| t.average = Some(Swa::default().build(&t.vs).unwrap()),
+        |t| t.spikes = SpikeConfig::default().build().unwrap(),
+        |t| t.opt = AdamW::default().build(&t.vs, 0.01).unwrap(),
+        |t| t.scaler = GradScaler::new(t.vs.device()).unwrap(),
+    ];
+    for (case, replace) in replaced.into_iter().enumerate() {
+        let averaging = Some(Swa::default().into());
+        let program =
+            Program { averaging, way: Way::UnlessSpike, ..Program::new(AdamW::default()) };
+        let mut training = recorded(program, gpu.device);
+        let mut graph = Captured::new(gpu.device).unwrap();
+        for i in 0..5 {
+            take(&mut training, &mut graph, i).unwrap();
+        }
+        replace(&mut training);
+        let said = refusal(take(&mut training, &mut graph, 6));
+        assert!(said.contains("was dropped"), "{case}: {said}");
+        graph.recapture();
+        for i in 6..10 {
+            take(&mut training, &mut graph, i).unwrap();
+        }
+        assert!(graph.is_captured());
+    }
+}
+
+/// Two optimizers with learning rates of their own, whose steps are recorded in histories of few rows.
+#[test]
+fn several_steps_of_an_iteration_are_recorded_in_their_order() {
+    let Some(gpu) = gpu() else { return };
+    let (mut training, mut graph) = plain(gpu.device);
+    let b = Tensor::zeros([4], (Kind::Float, gpu.device)).set_requires_grad(true);
+    let mut other = Sgd::default().build(&[b.shallow_clone()], 0.5).unwrap();
+    let mut histories = [1, 2, 3, 5].map(|n| ScaleHistory::new(n).unwrap());
+    let mut steps = StepCounter::default();
+    for i in 0..12 {
+        let lr = 1.0 / f64::from(1 << i);
+        training.opt.set_lr(lr).unwrap();
+        other.set_lr(lr / 4.0).unwrap();
+        let iteration = graph.replay(|| {
+            let Training { vs, opt, scaler, .. } = &mut training;
+            opt.zero_grad()?;
+            other.zero_grad()?;
+            scaler.backward(&vs.variables()["a.bias"].sum(Kind::Float))?;
+            scaler.backward(&b.sum(Kind::Float))?;
+            for outcome in [scaler.step(opt)?, scaler.step(&mut other)?] {
+                steps.record(&outcome);
+                for history in &mut histories {
+                    history.record(scaler, &outcome, 0.0)?;
+                }
+            }
+            scaler.update()
+        });
+        iteration.unwrap();
+        let expected: Vec<_> =
+            (0..=i).flat_map(|i| [1.0, 0.25].map(|share| share / f64::from(1 << i))).collect();
+        for history in &mut histories {
+            let report = history.report().unwrap();
+            let found: Vec<_> = report.steps.iter().map(|step| step.learning_rate).collect();
+            assert_eq!(report.total, expected.len() as u64);
+            assert_eq!(found, expected[expected.len() - found.len()..], "iteration {i}");
+        }
+    }
+    assert!(graph.is_captured());
+    assert_eq!(count(&mut steps), (24, 0, 0));
+}
+
+/// The first error of several is kept, and told once.
+#[test]
+fn a_failure_is_told_although_other_steps_follow() {
+    let (Some(gpu), Some(simulation)) = (gpu(), Simulation::find()) else { return };
+    let mut training = recorded(Program::new(AdamW::default()), gpu.device);
+    let mut graph = Captured::new(gpu.device).unwrap();
+    take(&mut training, &mut graph, 0).unwrap();
+    training.feed(1);
+    drop(training.iteration().unwrap());
+    let outcome = training.last.take().unwrap();
+    let steps = &mut training.records.as_mut().unwrap().steps;
+    simulation.fail_allocation(1);
+    steps.record(&outcome);
+    simulation.fail_allocation(0);
+    steps.record(&outcome);
+    take(&mut training, &mut graph, 2).unwrap();
+    let steps = &mut training.records.as_mut().unwrap().steps;
+    assert!(matches!(steps.count(), Err(Error::Torch(_))));
+    assert_eq!(count(steps), (104, 0, 0));
+}
+
+#[test]
+fn a_disabled_scaler_that_is_observed_does_not_hide_the_scale_of_replays() {
+    let Some(gpu) = gpu() else { return };
+    let mut training = recorded(Program::new(AdamW::default()), gpu.device);
+    let mut graph = Captured::new(gpu.device).unwrap();
+    for i in 0..5 {
+        take(&mut training, &mut graph, i).unwrap();
+    }
+    training.opt.zero_grad().unwrap();
+    training.vs.variables()["a.bias"].sum(Kind::Float).backward();
+    let health = &mut training.records.as_mut().unwrap().health;
+    health.observe(&GradScaler::disabled()).unwrap();
+    assert_eq!(health.report().unwrap().scale, 1.0);
+    training.opt.zero_grad().unwrap();
+    take(&mut training, &mut graph, 6).unwrap();
+    let report = training.records.as_ref().unwrap().health.report().unwrap();
+    assert_eq!((report.scale, report.observed), (1024.0, 7));
 }

@@ -1,14 +1,15 @@
 //! The scale, the skips and the norms of the last steps.
 
 use std::fmt;
-use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+#[cfg(feature = "graph")]
+use tch::Device;
 use tch::{Kind, Tensor};
 
 use super::report::{PowerOfTwo, Verdict};
 use crate::GradScaler;
-use crate::capture::{self, Link};
+use crate::capture::{self, Given, OwnLink};
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result};
 use crate::ffi;
@@ -64,16 +65,16 @@ pub struct ScaleHistory {
     /// The row of a step is its number, counted from 0, modulo the capacity.
     ring: Option<Tensor>,
     /// The loss of the step that is recorded next.
-    loss: Option<Tensor>,
+    loss: Option<Given>,
     /// What it shares with the graphs that add to it in their replays.
-    link: Arc<Link>,
+    link: OwnLink,
 }
 
 /// A number of steps.
 #[derive(Debug)]
 enum Total {
     Host(u64),
-    /// From the first iteration of a graph on the device counts: an f64.
+    /// From the first iteration of a graph on, the device counts, in an f64.
     #[cfg_attr(
         not(feature = "graph"),
         expect(dead_code, reason = "without graphs the host counts")
@@ -138,7 +139,7 @@ impl ScaleHistory {
             begun: 0,
             ring: None,
             loss: None,
-            link: Arc::default(),
+            link: OwnLink::default(),
         })
     }
 
@@ -154,7 +155,7 @@ impl ScaleHistory {
             let problem = format!("has {elements} elements: pass the mean or sum, which has one");
             return Err(Error::InvalidArgument { name: "loss", problem });
         }
-        self.loss = Some(loss.f_detach()?);
+        self.loss = Some(Given::new(loss.f_detach()?));
         Ok(())
     }
 
@@ -163,13 +164,13 @@ impl ScaleHistory {
     /// is the one that a spike detector watched, or that of [`set_loss`](Self::set_loss). Never synchronizes.
     ///
     /// In an iteration that a graph captures (feature `graph`), every replay records its step. The learning rate is then
-    /// the one on the device, an f32, of the optimizer's first group, in place of `learning_rate`.
+    /// the present one on the device, an f32, of the optimizer's first group, in place of `learning_rate`.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the scaler was updated already, [`Error::Capture`] if the first record is in the
-    /// iteration that is captured, or if the step has no learning rate on the device, and [`Error::Torch`] if memory
-    /// runs out. The history is then as before.
+    /// [`Error::InvalidArgument`] if the scaler was updated already, [`Error::Capture`] if the first record in an
+    /// iteration of a graph is in the capture, or if the outcome, the loss or the learning rate is not of the iteration,
+    /// and [`Error::Torch`] if memory runs out. The history is then as before.
     pub fn record(
         &mut self,
         scaler: &GradScaler,
@@ -181,57 +182,78 @@ impl ScaleHistory {
             let problem = "is recorded between step and update, which changes the scale";
             return Err(Error::InvalidArgument { name: "history", problem: problem.to_owned() });
         }
-        #[cfg(feature = "graph")]
-        self.enter_graph(outcome)?;
+        let begun = self.begin_on_device(outcome)?;
         let judged = outcome.judged();
         let is_skipped = outcome.known_taken() == Some(Taken::Skipped);
+        let given = self.loss.as_ref().map(Given::tensor).transpose()?;
         let numbers = StepNumbers {
             scale: scale.map_or(StepNumber::Host(1.0), StepNumber::Device),
             flag: outcome
-                .flag()
+                .flag()?
                 .map_or(StepNumber::Host(f64::from(u8::from(is_skipped))), StepNumber::Device),
             norm: outcome.total_norm().or_else(|| judged.map(|judged| &judged.norm)),
-            loss: judged.and_then(|judged| judged.loss.as_ref()).or(self.loss.as_ref()),
+            loss: judged.and_then(|judged| judged.loss.as_ref()).or(given),
             learning_rate: outcome
                 .learning_rate()
                 .map_or(StepNumber::Host(learning_rate), StepNumber::Device),
             is_judged: judged.is_some(),
         };
-        let next = match &self.total {
+        let total = begun.as_ref().unwrap_or(&self.total);
+        let next = match total {
             Total::Host(total) => NextRow::Host(self.row(*total)),
             Total::Device(total) => NextRow::Device(total),
         };
         let ring = exponents::history_record(self.ring.as_ref(), self.capacity, next, numbers)?;
+        self.link.join(std::iter::once(&ring).chain(total.tensor()));
+        (self.ring, self.loss) = (Some(ring), None);
+        if let Some(begun) = begun {
+            self.total = begun;
+        }
         if let Total::Host(total) = &mut self.total {
             *total += 1;
+            if *total - self.begun >= self.capacity as u64 {
+                self.loaded = Vec::new();
+            }
         }
-        self.link.join(std::iter::once(&ring).chain(self.total.tensor()));
-        (self.ring, self.loss) = (Some(ring), None);
         Ok(())
     }
 
-    /// In an iteration of a graph has the device count the steps, and refuses what replays would not follow.
+    /// In the first iteration of a graph returns the number of steps for the device to count on. Refuses what replays
+    /// would not follow.
     #[cfg(feature = "graph")]
-    fn enter_graph(&mut self, outcome: &StepOutcome) -> Result<()> {
-        let Some(device) = capture::device() else { return Ok(()) };
-        let may_be_missing = outcome.has_no_gradients() && !capture::is_capturing();
-        if outcome.learning_rate().is_none() && !may_be_missing {
-            let remedy = "record the outcome of a step of one of `tch_amp::optim` in the same iteration, once";
-            return Err(capture::refusal("a learning rate of the host in a history", remedy));
-        }
+    fn begin_on_device(&self, outcome: &StepOutcome) -> Result<Option<Total>> {
+        let Some(device) = capture::device() else { return Ok(None) };
         let is_elsewhere = |tensor: &Tensor| tensor.device() != device;
-        if self.total.tensor().is_some_and(is_elsewhere) {
+        let ring = self.ring.as_ref().filter(|ring| ring.device() != Device::Cpu);
+        if ring.or(self.total.tensor()).is_some_and(is_elsewhere) {
             let remedy = "make a history for each device";
             return Err(capture::refusal("a history of another device's steps", remedy));
         }
-        if capture::is_capturing() && self.ring.as_ref().is_none_or(is_elsewhere) {
+        let is_new = ring.is_none() || self.total.tensor().is_none();
+        if capture::is_capturing() && is_new {
             let remedy = "record a step in the warm-up, too";
             return Err(capture::refusal("the first step of a history", remedy));
         }
-        if let Total::Host(total) = self.total {
-            self.total = Total::Device(ffi::number_new(total as f64, Kind::Double, device)?);
+        if capture::is_capturing() && outcome.has_no_gradients() {
+            let remedy = "record iterations that have gradients";
+            return Err(capture::refusal("the record of a step without gradients", remedy));
         }
-        Ok(())
+        if outcome.learning_rate().is_none() && !outcome.has_no_gradients() {
+            let remedy = "record the outcome of a step of one of `tch_amp::optim` in its iteration";
+            return Err(capture::refusal("a learning rate of the host in a history", remedy));
+        }
+        match self.total {
+            Total::Host(total) => {
+                let count = ffi::number_new(total as f64, Kind::Double, device)?;
+                Ok(Some(Total::Device(count)))
+            }
+            Total::Device(_) => Ok(None),
+        }
+    }
+
+    #[cfg(not(feature = "graph"))]
+    fn begin_on_device(&self, _outcome: &StepOutcome) -> Result<Option<Total>> {
+        Ok(None)
     }
 
     /// The row of the step after this many.
@@ -243,12 +265,14 @@ impl ScaleHistory {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if the numbers cannot be read from the device.
+    /// [`Error::Torch`] if the numbers cannot be read from the device, and [`Error::Capture`] in an iteration of a graph.
     pub fn report(&mut self) -> Result<HistoryReport> {
         capture::refuse("a report of a history", "make it after `replay`")?;
         let total = self.total.read()?;
         let first = self.begun.max(total.saturating_sub(self.capacity as u64));
-        let rows = self.ring.as_ref().map(exponents::history_read).transpose()?.unwrap_or_default();
+        let used = total.min(self.capacity as u64) as usize;
+        let read = |ring| exponents::history_read(ring, used);
+        let rows = self.ring.as_ref().map(read).transpose()?.unwrap_or_default();
         let recorded = (first..total).filter_map(|step| Some((step, rows.get(self.row(step))?)));
         let recorded: Vec<_> = recorded.map(|(step, row)| StepRecord::new(step + 1, row)).collect();
         let room = self.capacity - recorded.len();
@@ -258,9 +282,11 @@ impl ScaleHistory {
 
     /// Continues from a saved history, of which the last steps are kept.
     fn resume(&mut self, saved: HistoryReport) {
+        let HistoryReport { total, mut steps } = saved;
         self.link.note_change("a history of the scale");
-        (self.total, self.begun) = (Total::Host(saved.total), saved.total);
-        (self.loaded, self.ring) = (saved.steps, None);
+        (self.total, self.begun) = (Total::Host(total), total);
+        self.loaded = steps.split_off(steps.len().saturating_sub(self.capacity));
+        self.ring = None;
     }
 }
 

@@ -5,13 +5,12 @@ mod report;
 
 use std::cmp::Ordering;
 use std::collections::HashSet;
-use std::sync::Arc;
 
 use tch::Tensor;
 use tch::nn::VarStore;
 
 use crate::GradScaler;
-use crate::capture::{self, Link};
+use crate::capture::{self, OwnLink};
 use crate::error::{Error, GradientError, Result};
 use crate::ffi::exponents::{self, CountedGradient};
 use crate::ffi::{self, OutsideRegions};
@@ -67,7 +66,7 @@ pub struct ScaleHealth {
     /// A copy of the scale of the last observation; `None` if the scaler was disabled.
     scale: Option<Tensor>,
     /// What it shares with the graphs that observe in their replays.
-    link: Arc<Link>,
+    link: OwnLink,
 }
 
 const OBSERVATION: &str = "the first observation of gradients";
@@ -105,7 +104,7 @@ impl ScaleHealth {
         };
         let rows = variables.iter().map(|(name, _)| row_of(name)).collect();
         let (names, parameters) = variables.into_iter().unzip();
-        let (counts, scale, link) = (None, None, Arc::default());
+        let (counts, scale, link) = (None, None, OwnLink::default());
         Self { parameters, names, rows, layers, counts, scale, link }
     }
 
@@ -136,9 +135,10 @@ impl ScaleHealth {
         drop(counted);
         drop(gradients);
         self.link.replace(&mut self.counts, counts, OBSERVATION)?;
-        match scale {
-            Some(scale) => self.link.replace(&mut self.scale, scale, OBSERVATION)?,
-            None => self.scale = None,
+        match (scale, &self.scale) {
+            (Some(scale), _) => self.link.replace(&mut self.scale, scale, OBSERVATION)?,
+            (None, Some(known)) if self.link.is_known() => ffi::number_set(known, 1.0)?,
+            (None, _) => self.scale = None,
         }
         self.link.join(self.counts.iter().chain(&self.scale));
         Ok(())
@@ -180,7 +180,7 @@ impl ScaleHealth {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if the counts cannot be read from the device.
+    /// [`Error::Torch`] if the counts cannot be read from the device, and [`Error::Capture`] in an iteration of a graph.
     pub fn report(&self) -> Result<HealthReport> {
         capture::refuse("a report of gradients", "make it after `replay`")?;
         let counts = self.counts.as_ref().map(exponents::exponents_read).transpose()?;
@@ -194,12 +194,20 @@ impl ScaleHealth {
 
     /// Forgets what was observed.
     pub fn clear(&mut self) {
-        let _own = OutsideRegions::enter();
-        // In place, since a graph may add to them.
-        if self.counts.as_mut().is_some_and(|counts| counts.f_zero_().is_err()) {
-            self.link.note_change("the counts of gradients");
-            self.counts = None;
+        // In place if a graph adds to them.
+        if self.link.is_known() && self.zero().is_ok() {
+            return;
         }
+        self.link.note_change("the counts of gradients");
+        (self.counts, self.scale) = (None, None);
+    }
+
+    fn zero(&mut self) -> Result<()> {
+        let _own = OutsideRegions::enter();
+        if let Some(counts) = &mut self.counts {
+            let _same = counts.f_zero_()?;
+        }
+        Ok(())
     }
 }
 
