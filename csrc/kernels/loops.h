@@ -85,6 +85,13 @@ TAMP_INLINE void narrow(float x, c10::BFloat16 &out) {
 }
 TAMP_INLINE void narrow(float x, c10::Half &out) { out = c10::Half(x); }
 
+// Cuts a number off to bf16 after the dither was added. Infinity and the NaN have no lower bits that could carry.
+TAMP_INLINE void cut_off(float x, uint32_t dither, c10::BFloat16 &out) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  out.x = static_cast<uint16_t>((x != x ? 0x7fc00000U : bits + dither) >> 16);
+}
+
 // The unsigned integer that holds the bits of a number.
 template <typename T>
 using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>;

@@ -1,4 +1,4 @@
-// The steps of Adam and AdamW with low-bit moments. Every instruction set computes the same bits.
+// The steps of Adam and AdamW with low-bit moments, in the same bits on every CPU, and the tables of the dither.
 
 #include <cstring>
 
@@ -290,10 +290,12 @@ class Gradients {
   bool is_plain_;
 };
 
-// Cuts a number off to bf16 after the dither was added. Infinity and the NaN have no lower bits that could carry.
-TAMP_INLINE uint16_t cut_off(float x, uint32_t dither) {
-  const uint32_t word = x != x ? 0x7fc00000U : bits(x) + dither;
-  return static_cast<uint16_t>(word >> 16);
+// Fills a table with the upper `count` bits of the dither's words. `of_step` is the word of element 0.
+void fill(uint32_t (&dither)[kDitherPeriod], uint32_t of_step, int count) {
+  const bool is_nearest = planted("nearest");
+  for (uint32_t i = 0; i < kDitherPeriod; ++i) {
+    dither[i] = is_nearest ? 1U << (count - 1) : (of_step + i * Dither::kIndex) >> (32 - count);
+  }
 }
 
 }  // namespace
@@ -318,15 +320,9 @@ LowBit::LowBit(const Adam &o, uint64_t step, int width)
       maximize(o.maximize) {
   const auto now = static_cast<uint32_t>(step);
   const bool is_coded = width == 8;
-  for (uint32_t i = 0; i < kDitherPeriod; ++i) {
-    const uint32_t exp_avg_word = now * Dither::kExpAvg + i * Dither::kIndex;
-    const uint32_t exp_avg_sq_word = now * Dither::kExpAvgSq + i * Dither::kIndex;
-    exp_avg_dither[i] = is_coded ? (exp_avg_word >> 13) - kOneSixteenth : exp_avg_word >> 16;
-    exp_avg_sq_dither[i] = exp_avg_sq_word >> (is_coded ? 12 : 16);
-    if (!planted("nearest")) continue;
-    exp_avg_dither[i] = is_coded ? (1 << 18) - kOneSixteenth : 1 << 15;
-    exp_avg_sq_dither[i] = is_coded ? 1 << 19 : 1 << 15;
-  }
+  fill(exp_avg_dither, now * Dither::kExpAvg, is_coded ? 19 : 16);
+  fill(exp_avg_sq_dither, now * Dither::kExpAvgSq, is_coded ? 20 : 16);
+  for (uint32_t &offset : exp_avg_dither) offset -= is_coded ? kOneSixteenth : 0;
 }
 
 void update(const LowBit &c, const GradientScale &scale, const EightBitSlice &x) {
@@ -356,8 +352,8 @@ void update(const LowBit &c, const GradientScale &scale, const BFloat16Slice &x)
         const float exp_avg_sq = __builtin_fmaf(c.beta2, widen(exp_avg_sqs[j]), added);
         const float step = c.minus_step_size * exp_avg / (__builtin_sqrtf(exp_avg_sq) + c.eps);
         parameter[j] = __builtin_fmaf(parameter[j], c.keep, step);
-        exp_avgs[j].x = cut_off(exp_avg, c.exp_avg_dither[j]);
-        exp_avg_sqs[j].x = cut_off(exp_avg_sq, c.exp_avg_sq_dither[j]);
+        cut_off(exp_avg, c.exp_avg_dither[j], exp_avgs[j]);
+        cut_off(exp_avg_sq, c.exp_avg_sq_dither[j], exp_avg_sqs[j]);
       }
     });
   }
