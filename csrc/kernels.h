@@ -144,8 +144,8 @@ struct Slice {
   const c10::BFloat16 *orthogonal = nullptr;  // the orthogonalized momentum of Muon
 };
 
-// Low-bit moments of Adam and AdamW, as docs/low_bit_states.md defines them. With 8 bits, 32 consecutive elements of a
-// tensor are a block, which has one exponent.
+// Low-bit moments, as docs/low_bit_states.md defines them: those of Adam and AdamW, and Muon's momentum in bf16. With 8
+// bits, 32 consecutive elements of a tensor are a block, which has one exponent.
 constexpr int64_t kCodeBlock = 32;
 // The index of an element enters the dither modulo this.
 constexpr int64_t kDitherPeriod = 256;
@@ -154,7 +154,7 @@ constexpr int64_t code_blocks(int64_t numbers) { return (numbers + kCodeBlock - 
 
 // The multipliers of the dither. In step t, the word of element i is t * kExpAvg or t * kExpAvgSq, plus
 // (i mod kDitherPeriod) * kIndex, in 32-bit arithmetic; its upper bits are added to a number before its lower bits are
-// dropped.
+// dropped. Muon's momentum is a first moment, too.
 struct Dither {
   static constexpr uint32_t kIndex = 0x9e3779b9, kExpAvg = 0xbb67ae85, kExpAvgSq = 0x6a09e667;
 };
@@ -175,6 +175,14 @@ struct LowBit {
   alignas(64) uint32_t exp_avg_dither[kDitherPeriod], exp_avg_sq_dither[kDitherPeriod];
 };
 
+// The options and the dither table of a step of Muon with a bf16 momentum buffer.
+struct LowBitMuon {
+  LowBitMuon(const Muon &options, uint64_t step);
+
+  Muon options;
+  alignas(64) uint32_t dither[kDitherPeriod];
+};
+
 // A range of the memory of a parameter, its gradient and its moments, which begins at a multiple of kDitherPeriod.
 struct EightBitSlice {
   float *parameter;
@@ -189,8 +197,16 @@ struct BFloat16Slice {
   c10::BFloat16 *exp_avg, *exp_avg_sq;
   int64_t n;
 };
+struct MuonSlice {
+  float *parameter;
+  const float *gradient;
+  c10::BFloat16 *momentum_buffer;
+  const c10::BFloat16 *orthogonal;
+  int64_t n;
+};
 void update(const LowBit &options, const GradientScale &scale, const EightBitSlice &slice);
 void update(const LowBit &options, const GradientScale &scale, const BFloat16Slice &slice);
+void update(const LowBitMuon &options, const GradientScale &scale, const MuonSlice &slice);
 
 // Convert half-precision numbers to f32, and back, rounded to nearest with ties to even.
 template <typename T>

@@ -81,13 +81,15 @@ void check_layout(const Entry &e) {
   for (const auto &state : e.states) check(state);
 }
 
-// Checks low-bit moments, which are in the order of the parameter's elements.
+// Checks low-bit moments, which are in the order of the parameter's elements. Muon has one, its momentum.
 void check_moments(const Entry &e) {
   TORCH_CHECK(e.dtype() == at::kFloat && e.master.kind != TAMP_MASTER_STOCHASTIC, "a parameter that is ",
               e.parameter.scalar_type(), " has no low-bit moments; build the optimizer after the model has its dtype");
   const bool has_codes = e.kept_as == TAMP_STATES_EIGHT_BIT;
+  const bool is_muon = e.options->algorithm == TAMP_OPTIM_MUON;
+  TORCH_CHECK(!is_muon || !has_codes, "Muon has no 8-bit moments");
   check_state(e.parameter, e.states[kExpAvg], has_codes ? at::kChar : at::kBFloat16);
-  check_state(e.parameter, e.states[kExpAvgSq], has_codes ? at::kByte : at::kBFloat16);
+  if (!is_muon) check_state(e.parameter, e.states[kExpAvgSq], has_codes ? at::kByte : at::kBFloat16);
   for (const auto &state : e.states) {
     if (!state.defined()) continue;
     check_memory(state, "the optimizer's state");

@@ -66,15 +66,13 @@ void lion(const tamp_optim_options &o, const Tensor &parameter, const Tensor &gr
   move(o, parameter, between);
 }
 
-void muon(const tamp_optim_options &o, double factor, const Tensor &parameter, const Tensor &gradient,
-          const Tensor &buffer, const Tensor &orthogonal) {
-  buffer.lerp_(gradient, 1 - o.momentum);
+}  // namespace
+
+void move_along(const tamp_optim_options &o, double factor, const Tensor &parameter, const Tensor &orthogonal) {
   decay(o, parameter);
   if (has_device_rates(o)) return move(o, parameter, orthogonal, factor);
   parameter.add_(orthogonal, -factor);
 }
-
-}  // namespace
 
 bool is_composed(uint8_t algorithm) {
   return algorithm == TAMP_OPTIM_RMSPROP || algorithm == TAMP_OPTIM_LION || algorithm == TAMP_OPTIM_MUON;
@@ -155,7 +153,8 @@ void ComposedStep::compute(const std::vector<Tensor> &rows, const Prepared &scal
   if (o.algorithm == TAMP_OPTIM_RMSPROP) {
     rmsprop(o, parameter, gradient, between, states);
   } else if (o.algorithm == TAMP_OPTIM_MUON) {
-    muon(o, batch_.rate, parameter, gradient, states[kMomentumBuffer], rows.back());
+    states[kMomentumBuffer].lerp_(gradient, 1 - o.momentum);
+    move_along(o, batch_.rate, parameter, rows.back());
   } else {
     lion(o, parameter, gradient, between, states[kExpAvg]);
   }

@@ -14,6 +14,10 @@ namespace tamp::optim {
 // Whether a step of this algorithm is composed of libtorch's operations.
 bool is_composed(uint8_t algorithm);
 
+// Moves a parameter along the orthogonalized momentum of Muon. `factor` is the learning rate or, with rates on the
+// device, the factor of theirs.
+void move_along(const tamp_optim_options &o, double factor, const at::Tensor &parameter, const at::Tensor &orthogonal);
+
 // How the gradients are unscaled and when the step is skipped, in numbers on the device. Each may be undefined.
 struct Prepared {
   Unscaling unscaling;

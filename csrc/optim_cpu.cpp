@@ -87,8 +87,9 @@ class Correction {
   double beta_ = -1, step_ = -1, value_ = 0;
 };
 
-// What a step with low-bit moments takes. It has tables of the dither, which parameters share.
+// What a step with low-bit moments takes. It has tables of the dither, which parameters of Adam and AdamW share.
 using LowBit = std::shared_ptr<const tamp::kernels::LowBit>;
+using LowBitMuon = std::shared_ptr<const tamp::kernels::LowBitMuon>;
 
 struct Corrections {
   Correction beta1, beta2;
@@ -101,7 +102,7 @@ struct Corrections {
 
 // What an update takes besides memory: the options of its algorithm.
 using Update = std::variant<tamp::kernels::Adam, tamp::kernels::Sgd, tamp::kernels::Adagrad, tamp::kernels::RmsProp,
-                            tamp::kernels::Lion, tamp::kernels::Muon, LowBit>;
+                            tamp::kernels::Lion, tamp::kernels::Muon, LowBit, LowBitMuon>;
 
 Update low_bit_of(const Entry &e, const tamp::kernels::Adam &adam, Corrections &last) {
   const uint64_t step = exact_step_of(e);
@@ -132,8 +133,11 @@ Update update_of(const Entry &e, Corrections &corrections) {
     }
     case TAMP_OPTIM_LION:
       return tamp::kernels::Lion{o.lr, o.beta1, o.beta2, o.weight_decay, maximize};
-    case TAMP_OPTIM_MUON:
-      return tamp::kernels::Muon{o.lr, e.rate, o.momentum, o.weight_decay};
+    case TAMP_OPTIM_MUON: {
+      const tamp::kernels::Muon muon = {o.lr, e.rate, o.momentum, o.weight_decay};
+      if (!e.is_low_bit()) return muon;
+      return std::make_shared<const tamp::kernels::LowBitMuon>(muon, exact_step_of(e));
+    }
     default: {
       tamp::kernels::Adam adam = {};
       adam.lr = o.lr;
@@ -166,6 +170,13 @@ tamp::kernels::Slice<T> slice(const Entry &e, T *parameter, const T *gradient, i
   return out;
 }
 
+void step_low_bit(const Entry &e, const tamp::kernels::LowBitMuon &options, const GradientScale &scale,
+                  float *parameter, const float *gradient, int64_t begin, int64_t n) {
+  auto *buffer = memory_from<c10::BFloat16>(e.states[kMomentumBuffer], begin);
+  const auto *orthogonal = memory_from<c10::BFloat16>(e.orthogonal, begin);
+  tamp::kernels::update(options, scale, {parameter, gradient, buffer, orthogonal, n});
+}
+
 // Updates with low-bit moments.
 void step_low_bit(const Entry &e, const tamp::kernels::LowBit &options, const GradientScale &scale, float *parameter,
                   const float *gradient, int64_t begin, int64_t n) {
@@ -184,7 +195,8 @@ template <typename T>
 void apply(const Entry &e, const Update &update, const GradientScale &scale, T *parameter, const T *gradient,
            int64_t begin, int64_t n) {
   const auto step = [&](const auto &options) {
-    if constexpr (!std::is_same_v<std::decay_t<decltype(options)>, LowBit>) {
+    using Options = std::decay_t<decltype(options)>;
+    if constexpr (!std::is_same_v<Options, LowBit> && !std::is_same_v<Options, LowBitMuon>) {
       tamp::kernels::update(options, scale, slice<T>(e, parameter, gradient, begin, n));
     } else if constexpr (std::is_same_v<T, float>) {
       step_low_bit(e, *options, scale, parameter, gradient, begin, n);

@@ -241,8 +241,11 @@ class OneDevice {
     std::vector<Launch> out;
     for (auto &batch : batches(entries)) {
       Launch &launch = out.emplace_back();
-      if (batch.kept_as != TAMP_STATES_PLAIN) launch.low_bit.emplace(batch, low_bit_rows_);
-      if (is_composed(batch.options->algorithm)) launch.composed.emplace(batch, rows_);
+      if (batch.kept_as != TAMP_STATES_PLAIN) {
+        launch.low_bit.emplace(batch, low_bit_rows_);
+      } else if (is_composed(batch.options->algorithm)) {
+        launch.composed.emplace(batch, rows_);
+      }
       launch.batch = std::move(batch);
     }
     return out;

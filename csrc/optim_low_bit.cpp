@@ -1,4 +1,4 @@
-// The step of Adam and AdamW with low-bit moments, on devices other than the CPU.
+// The step with low-bit moments, on devices other than the CPU.
 
 #include "optim_low_bit.h"
 
@@ -98,7 +98,10 @@ void LowBitRows::allocate(at::Device device) {
 }
 
 LowBitStep::LowBitStep(const Batch &batch, LowBitRows &rows)
-    : batch_(batch), is_coded_(batch.kept_as == TAMP_STATES_EIGHT_BIT) {
+    : batch_(batch),
+      is_coded_(batch.kept_as == TAMP_STATES_EIGHT_BIT),
+      is_muon_(batch.options->algorithm == TAMP_OPTIM_MUON) {
+  places_ = is_muon_ ? std::vector<int>{kMomentumBuffer} : std::vector<int>{kExpAvg, kExpAvgSq};
   for (const auto &pieces : batch_.pieces()) rows.reserve(pieces.numbers, is_coded_);
 }
 
@@ -119,7 +122,7 @@ void LowBitStep::add(const Pieces &pieces, const LowBitRows &rows) {
   chunk.pieces = static_cast<int64_t>(pieces.list.size());
   for (const auto &piece : pieces.list) {
     const Tensor &like = batch_.parameters[piece.tensor];
-    chunk.has_tail |= piece.count % kCodeBlock != 0;
+    chunk.has_tail |= !is_muon_ && piece.count % kCodeBlock != 0;
     const auto state = [&](int place, const Tensor &before, const Tensor &after, const Tensor &part) {
       const auto in = [&](const Tensor &row) {
         if (place != kExponents) return piece.in(row, like);
@@ -133,9 +136,11 @@ void LowBitStep::add(const Pieces &pieces, const LowBitRows &rows) {
     chunk.in.add(piece.in(rows.gradient, like), piece.of(batch_.gradients[piece.tensor]));
     const auto *before = is_coded_ ? rows.old_codes : rows.old_bf16;
     const auto *after = is_coded_ ? rows.new_codes : rows.new_bf16;
-    for (const int place : {kExpAvg, kExpAvgSq}) {
+    for (const int place : places_) {
       state(place, before[place], after[place], piece.of(batch_.states[place][piece.tensor]));
     }
+    // In the row of the second moments.
+    if (is_muon_) chunk.in.add(piece.in(numbers(rows.words.squares), like), piece.of(batch_.orthogonal[piece.tensor]));
     if (!is_coded_) continue;
     const Tensor &exponents = batch_.states[kExponents][piece.tensor];
     state(kExponents, before[kExponents], after[kExponents], piece.of_blocks(exponents, kCodeBlock));
@@ -166,13 +171,16 @@ void LowBitStep::upload(const std::vector<Pieces> &cuts) {
 // Computes in f64 on the device, because only the device knows the steps, what the loops take from the host.
 Tensor LowBitStep::step_numbers() const {
   const tamp_optim_options &o = *batch_.options;
-  const Tensor step = at::stack(batch_.steps).view({-1}).add_(1), exponent = step.to(at::kDouble);
+  const Tensor step = at::stack(batch_.steps).view({-1}).add_(1);
+  const auto words = [&](uint32_t of_step) { return step.mul(int64_t{of_step}).to(at::kInt); };
+  // Muon only reads the column of these words.
+  if (is_muon_) return words(kernels::Dither::kExpAvg).unsqueeze(1).expand({-1, 4});
+  const Tensor exponent = step.to(at::kDouble);
   const Tensor correction1 = at::pow(o.beta1, exponent).neg_().add_(1);
   const Tensor root2 = at::pow(o.beta2, exponent).neg_().add_(1).sqrt_();
   const Tensor along = has_device_rates(o) ? root2.mul(device_rate(o)).neg_() : root2.mul(-o.lr);
   const Tensor step_size = along.div_(correction1).to(at::kFloat);
   const Tensor eps = root2.mul(o.eps).to(at::kFloat);
-  const auto words = [&](uint32_t of_step) { return step.mul(int64_t{of_step}).to(at::kInt); };
   return at::stack({step_size.view(at::kInt), eps.view(at::kInt), words(kernels::Dither::kExpAvg),
                     words(kernels::Dither::kExpAvgSq)},
                    1);
@@ -189,7 +197,7 @@ LowBitStep::Views LowBitStep::views(const Chunk &chunk) const {
   out.squares = numbers(out.words.squares);
   const auto *before = is_coded_ ? rows_.old_codes : rows_.old_bf16;
   const auto *after = is_coded_ ? rows_.new_codes : rows_.new_bf16;
-  for (const int place : {kExpAvg, kExpAvgSq}) {
+  for (const int place : places_) {
     out.before.push_back(part(before[place]));
     out.after.push_back(part(after[place]));
   }
@@ -216,7 +224,7 @@ void LowBitStep::unscale(const Views &x, const Prepared &scale) const {
 void LowBitStep::decode(const Views &x) const {
   if (is_coded_) return codes::decode({x.before[kExpAvg], x.before[kExpAvgSq], x.before[kExponents]}, x.words);
   x.moments.copy_(x.before[kExpAvg]);
-  x.squares.copy_(x.before[kExpAvgSq]);
+  if (!is_muon_) x.squares.copy_(x.before[kExpAvgSq]);
 }
 
 void LowBitStep::encode(const Views &x) const {
@@ -227,14 +235,22 @@ void LowBitStep::encode(const Views &x) const {
     return codes::encode(x.words, offsets, largest, after);
   }
   Tensor mask = x.mask;
-  for (const auto &row : {x.words.moments, x.words.squares}) {
+  for (const int place : places_) {
+    const Tensor &row = place == kExpAvg ? x.words.moments : x.words.squares;
     at::ne_out(mask, numbers(row), numbers(row));
     row.masked_fill_(mask, kNaN);
+    place == kExpAvg ? offsets.add_to_exp_avg(row, x.words.spare) : offsets.add_to_exp_avg_sq(row, x.words.spare);
+    x.after[place].view(at::kShort).copy_(row.bitwise_right_shift_(16));
   }
-  offsets.add_to_exp_avg_sq(x.words.squares, x.words.spare);
-  offsets.add_to_exp_avg(x.words.moments, x.words.spare);
-  x.after[kExpAvg].view(at::kShort).copy_(x.words.moments.bitwise_right_shift_(16));
-  x.after[kExpAvgSq].view(at::kShort).copy_(x.words.squares.bitwise_right_shift_(16));
+}
+
+// Updates the momentum in place, and writes the new parameter to `to`, like `update`.
+void LowBitStep::update_by_muon(const Views &x, const Tensor &to) const {
+  const tamp_optim_options &o = *batch_.options;
+  x.moments.lerp_(x.gradient, 1 - o.momentum);
+  if (!to.is_same(x.parameter)) to.copy_(x.parameter);
+  const Tensor &orthogonal = x.squares;
+  move_along(o, batch_.rate, to, orthogonal);
 }
 
 // Updates the moments in place, and writes the new parameter to `to`, which may be the old one or the gradient.
@@ -277,7 +293,8 @@ void LowBitStep::run(const Prepared &scale) const {
     chunk.in.run();
     unscale(x, scale);
     decode(x);
-    update(x, scale.skip.defined() ? x.gradient : x.parameter);
+    const Tensor &to = scale.skip.defined() ? x.gradient : x.parameter;
+    is_muon_ ? update_by_muon(x, to) : update(x, to);
     encode(x);
     if (scale.skip.defined()) {
       Tensor parameter = x.parameter;

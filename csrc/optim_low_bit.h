@@ -1,4 +1,4 @@
-// The step of Adam and AdamW with low-bit moments, on devices other than the CPU.
+// The step with low-bit moments, on devices other than the CPU.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,7 +32,7 @@ struct LowBitRows {
 
 // The step of a batch: its tensors are copied to scratch memory a chunk at a time, where it computes what the loops of
 // kernels/low_bit.cpp compute on the CPU, bit by bit but for one case: a fused multiply-add is a product and a sum in
-// f64, which rounds twice and differs about once in 2^29.
+// f64, which rounds twice and differs about once in 2^29. For Muon, it takes the operations of `ComposedStep`.
 class LowBitStep {
  public:
   // Reserves scratch memory. `prepare` follows when it has been allocated.
@@ -63,11 +63,13 @@ class LowBitStep {
   Views views(const Chunk &chunk) const;
   void unscale(const Views &x, const Prepared &scale) const;
   void update(const Views &x, const at::Tensor &to) const;
+  void update_by_muon(const Views &x, const at::Tensor &to) const;
   void decode(const Views &x) const;
   void encode(const Views &x) const;
 
   Batch batch_;
-  bool is_coded_;
+  bool is_coded_, is_muon_;
+  std::vector<int> places_;  // of the states that have an element for each of the parameter's
   std::vector<Chunk> chunks_;
   LowBitRows rows_;
   at::Tensor ends_;     // i32: for each piece, the tile after its last one

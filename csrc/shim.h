@@ -460,8 +460,8 @@ enum {
   TAMP_MASTER_STOCHASTIC = 3,  // from the bf16 parameter; the result is rounded stochastically
 };
 
-// How the states of a parameter are kept. Adam and AdamW can keep low-bit moments if their arithmetic is f32. Such
-// moments are contiguous, and `step` is an i64.
+// How the states of a parameter are kept. Where the arithmetic is f32, Adam and AdamW can keep low-bit moments, and
+// Muon a bf16 momentum_buffer. Such moments are contiguous, and `step` is an i64.
 enum {
   TAMP_STATES_PLAIN = 0,      // in the dtype of the arithmetic
   TAMP_STATES_BFLOAT16 = 1,   // rounded by a dither
@@ -472,8 +472,8 @@ enum {
 // gradient has the parameter's dtype or is f32.
 typedef struct tamp_optim_parameter {
   tamp_tensor *parameter;
-  // The number of steps, one element: an f32, or an i64 with low-bit moments; null for SGD, Lion and Muon without
-  // stochastic rounding.
+  // The number of steps, one element: an f32, or an i64 with low-bit moments; null for SGD, Lion and Muon with neither
+  // these nor stochastic rounding.
   tamp_tensor *step;
   // For Adam and AdamW exp_avg, exp_avg_sq and, with AMSGrad, max_exp_avg_sq; for SGD with momentum and for Muon the
   // momentum_buffer; for Adagrad the sum; for RMSprop square_avg, with momentum the momentum_buffer and, if it is

@@ -325,6 +325,10 @@ LowBit::LowBit(const Adam &o, uint64_t step, int width)
   for (uint32_t &offset : exp_avg_dither) offset -= is_coded ? kOneSixteenth : 0;
 }
 
+LowBitMuon::LowBitMuon(const Muon &o, uint64_t step) : options(o) {
+  fill(dither, static_cast<uint32_t>(step) * Dither::kExpAvg, 16);
+}
+
 void update(const LowBit &c, const GradientScale &scale, const EightBitSlice &x) {
   const Gradients gradients(c, scale);
   alignas(64) float room[kDitherPeriod];

@@ -53,7 +53,9 @@ use crate::optim::Optimizer;
 /// matrices, and up to 10 (18 in f64) for each of 2^20 numbers or of the largest matrix.
 ///
 /// With low-bit moments ([`States`](crate::optim::States)) a step takes up to 132 launches, up to 120 more for each
-/// further 2^20 elements, and up to 51 MiB of scratch memory. Parameters that are not contiguous are copied in addition.
+/// further 2^20 elements, and up to 51 MiB of scratch memory. With a low-bit momentum, Muon takes up to 46 launches for
+/// the matrices whose learning rates are adjusted alike, up to 37 more for each further 2^20 elements, and those of the
+/// orthogonalization. Parameters that are not contiguous are copied in addition.
 ///
 /// A gradient whose memory layout differs from its parameter's is copied in addition. While gradients on GPUs are
 /// converted to f32, all of them exist twice.

@@ -22,7 +22,8 @@ use crate::optim::config::non_negative;
 /// one of the two to the other starts with a new state.
 ///
 /// The products of matrices are computed in bf16, as in PyTorch. A step allocates the orthogonalized momenta of all
-/// matrices, 2 bytes for each of their numbers, before it changes anything.
+/// matrices, 2 bytes for each of their numbers, before it changes anything. With
+/// [`States::BFloat16`](crate::optim::States::BFloat16) the momentum takes 2 bytes for each number instead of 4.
 ///
 /// Source: Jordan et al., *Muon: An optimizer for hidden layers in neural networks*,
 /// <https://kellerjordan.github.io/posts/muon/>; for the learning rate that matches AdamW's Liu et al., *Muon is

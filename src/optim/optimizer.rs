@@ -432,7 +432,7 @@ impl OptimizerBuilder {
         Self { masters, ..self }
     }
 
-    /// Sets how Adam or AdamW stores its moments, for example in 8 bits.
+    /// Sets how Adam, AdamW or Muon stores its moments, for example in 8 bits.
     pub fn states(self, states: States) -> Self {
         Self { states, ..self }
     }
@@ -500,7 +500,7 @@ build!(AdamW Adam Sgd Adagrad RmsProp Lion Muon);
 macro_rules! states {
     ($($config:ident)*) => {$(
         impl $config {
-            /// Sets how the optimizer stores its moments, for example in 8 bits. Set the algorithm's own options first:
+            /// Sets how the optimizer stores its moments, for example in bf16. Set the algorithm's own options first:
             /// the builder that is returned has no methods for them.
             pub fn states(self, states: States) -> OptimizerBuilder {
                 Algorithm::from(self).master_weights(MasterWeights::None).states(states)
@@ -509,4 +509,4 @@ macro_rules! states {
     )*};
 }
 
-states!(AdamW Adam);
+states!(AdamW Adam Muon);

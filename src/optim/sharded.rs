@@ -10,7 +10,7 @@ use tch::{Device, Kind};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::error::{Error, Result};
-use crate::ffi::{self, KeptAs};
+use crate::ffi;
 use crate::optim::shards::{Ranks, Shards};
 use crate::optim::state::{ParameterState, used};
 use crate::optim::{MasterWeights, Optimizer, Step};
@@ -96,12 +96,9 @@ impl Optimizer {
         let moment = bytes(master.state_kind().unwrap_or_else(|| parameter.kind()));
         let (count, kept_as) = (ffi::numel(parameter) as u64, self.states.of(parameter));
         let masters = count.saturating_mul(master.kind().map_or(0, bytes));
-        if kept_as != KeptAs::Plain {
-            return kept_as.moment_bytes(count).saturating_add(masters);
-        }
         let used = used(&self.algorithm(index), kept_as);
         let moments = used.into_iter().filter(|used| *used).count() as u64;
-        count.saturating_mul(moments * moment).saturating_add(masters).max(count)
+        kept_as.moment_bytes(count, moments, moment).saturating_add(masters).max(count)
     }
 
     /// Steps the parameters of this rank and exchanges them. Nothing changes unless the step can be taken on all ranks.

@@ -112,9 +112,9 @@ pub(crate) fn uses_steps(algorithm: &Algorithm) -> bool {
     !matches!(algorithm, Algorithm::Sgd(_) | Algorithm::Lion(_) | Algorithm::Muon(_))
 }
 
-/// Whether the steps of a parameter are counted.
-pub(crate) fn counts_steps(algorithm: &Algorithm, master: Master) -> bool {
-    uses_steps(algorithm) || matches!(master, Master::Stochastic { .. })
+/// Whether the steps of a parameter are counted: for the arithmetic, the dither or the random rounding.
+pub(crate) fn counts_steps(algorithm: &Algorithm, kept_as: KeptAs, master: Master) -> bool {
+    uses_steps(algorithm) || kept_as != KeptAs::Plain || matches!(master, Master::Stochastic { .. })
 }
 
 /// Whether the state has everything that a step of the parameter needs.
@@ -126,7 +126,7 @@ pub(crate) fn is_complete(
 ) -> bool {
     let mut tensors = state.tensors.iter().zip(used(algorithm, kept_as));
     tensors.all(|(tensor, used)| tensor.is_some() || !used)
-        && (state.step.is_some() || !counts_steps(algorithm, master))
+        && (state.step.is_some() || !counts_steps(algorithm, kept_as, master))
         && match master.kind() {
             Some(_) => state.master.is_some(),
             None => state.loaded.is_none(),
@@ -161,7 +161,7 @@ impl<'a> Wanted<'a> {
             parameter,
             kept_as,
             kind: master.state_kind(),
-            step: counts_steps(algorithm, master),
+            step: counts_steps(algorithm, kept_as, master),
             tensors: used(algorithm, kept_as),
             value: initial(algorithm),
             master,

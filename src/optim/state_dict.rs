@@ -135,7 +135,8 @@ impl Optimizer {
     ///
     /// Moments that were saved in another mode of [`States`](crate::optim::States) are converted, f32 to fewer bits by
     /// rounding to nearest. In 8 bits, an `exp_avg_sq` of zero becomes the lowest value of its block's window (at most
-    /// 2^-31 of the block's largest), and an `exp_avg` larger than any that a step can store is cut off.
+    /// 2^-31 of the block's largest), and an `exp_avg` larger than any that a step can store is cut off. Muon
+    /// counts steps for the dither of a bf16 momentum, from 0 if the saved state has no count.
     ///
     /// # Errors
     ///
@@ -205,9 +206,10 @@ impl Optimizer {
                 .ok_or_else(|| refuse("is in no group of the state".to_owned()))?;
             let algorithm = groups[group].algorithm.of(slot.is_matrix);
             let master = self.masters.of(parameter, index);
+            let kept_as = self.states.of(parameter);
             let entries = state.get(&slot.name);
             let entries = entries
-                .map(|entries| check(entries, &algorithm, parameter, master, &refuse))
+                .map(|entries| check(entries, &algorithm, parameter, kept_as, master, &refuse))
                 .transpose()?;
             places.push(group);
             slots.push(match entries {
@@ -347,6 +349,7 @@ fn check<'a, T: Deref<Target: Saved>>(
     entries: &'a BTreeMap<String, T>,
     algorithm: &Algorithm,
     parameter: &Tensor,
+    kept_as: KeptAs,
     master: Master,
     refuse: &dyn Fn(String) -> Error,
 ) -> Result<CheckedTensors<'a, T::Target>> {
@@ -391,7 +394,7 @@ fn check<'a, T: Deref<Target: Saved>>(
     }
     let step = entries.get(STEP).map(Deref::deref);
     let steps = step.map(|step| count(step, refuse)).transpose()?;
-    let step = step.filter(|_| counts_steps(algorithm, master));
+    let step = step.filter(|_| counts_steps(algorithm, kept_as, master));
     let most_steps = steps.map_or(0, |steps| steps.ceil() as u64);
     Ok(CheckedTensors { step, most_steps, tensors, exponents, master: of_shape(MASTER)? })
 }

@@ -12,7 +12,7 @@ use tch_amp::loss_scale::{
     DynamicLossScale, LossScale as _, StaticLossScale, all_finite, select_tree,
 };
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Lion, MasterWeights, Muon, Optimizer, RmsProp, Sgd, States,
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, RmsProp, Sgd, States,
 };
 use tch_amp::policy::KeepF32;
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, SpikeConfig};
@@ -513,11 +513,16 @@ const JOBS: &[Job] = &[
         name: "low-bit moments",
         entries: &["tamp_optim_step", "tamp_codes_decode", "tamp_codes_encode"],
         run: |device, within, results| {
-            for states in [States::EightBit, States::BFloat16] {
+            for (algorithm, states) in [
+                (Algorithm::from(AdamW::default()), States::EightBit),
+                (AdamW::default().into(), States::BFloat16),
+                (Muon::default().into(), States::BFloat16),
+            ] {
                 let start: Tensor = Tensor::arange(5000, (F32, device)) * 1e-3;
-                let weights = start.sin().set_requires_grad(true);
+                let weights = start.sin().view([100, 50]).set_requires_grad(true);
                 let build = |states| {
-                    AdamW::default().states(states).build(&[weights.shallow_clone()], 1e-2)
+                    let builder = algorithm.master_weights(MasterWeights::None).states(states);
+                    builder.build(&[weights.shallow_clone()], 1e-2)
                 };
                 let mut opt = build(states).unwrap();
                 let mut scaler = scaler(device, 512.0);

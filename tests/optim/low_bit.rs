@@ -7,17 +7,24 @@ mod losses;
 use std::collections::BTreeMap;
 use std::process::Command;
 
-use emulation::{Moments, Options, decoded, largest_code};
+use emulation::{Moments, Momentum, Options, decoded, largest_code};
 use tch::{Device, Kind, Tensor, nn};
 use tch_amp::GradScaler;
 use tch_amp::optim::{
-    Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, ParamGroup, Sgd, States,
+    Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, OptimizerState, ParamGroup, Sgd,
+    States,
 };
 
 use crate::common::bits::{bits, canonical};
 use crate::common::rng::Rng;
 
 const MODES: [States; 2] = [States::EightBit, States::BFloat16];
+
+/// Each algorithm in each of its modes.
+fn cases() -> [(Algorithm, States); 3] {
+    let [eight_bits, bfloat16] = MODES.map(|states| (AdamW::default().into(), states));
+    [eight_bits, bfloat16, (Muon::default().into(), States::BFloat16)]
+}
 
 /// A number of the normal distribution (Box and Muller, 1958).
 fn normal(rng: &mut Rng) -> f64 {
@@ -59,7 +66,7 @@ fn gradients(sizes: &[f32], step: u64, rng: &mut Rng) -> Vec<f32> {
 /// The bits of a parameter's moments, in the order in which the emulation has them.
 fn kept(optimizer: &mut Optimizer, name: &str) -> Vec<Vec<u8>> {
     let state = optimizer.state_dict().unwrap().state;
-    let keys = ["exp_avg", "exp_avg_sq", "exponents"];
+    let keys = ["exp_avg", "exp_avg_sq", "exponents", "momentum_buffer"];
     without_nan_codes(keys.iter().filter_map(|key| state[name].get(*key)).map(bits).collect())
 }
 
@@ -163,6 +170,48 @@ fn a_step_has_the_bits_of_the_definition() {
         // Several chunks of a parallel loop, and a last block of 5 elements.
         compare(adamw.into(), &options, states, 2 * 65536 + 37, 80);
         compare(adam.into(), &of_adam, states, 4097, 60);
+    }
+}
+
+/// A step is that of an optimizer with an f32 momentum, which has that of the emulation before each step.
+#[test]
+fn a_step_of_muon_has_the_bits_of_the_definition() {
+    // Several chunks of a parallel loop, and a last tile of 79 elements.
+    for (size, nesterov) in [([331, 397], true), ([70, 65], false)] {
+        let mut rng = Rng::new(11);
+        let count = (size[0] * size[1]) as usize;
+        let start: Vec<f32> = (0..count).map(|_| normal(&mut rng) as f32).collect();
+        let leaf = || Tensor::from_slice(&start).view(size).set_requires_grad(true);
+        let (parameter, twin) = (leaf(), leaf());
+        let muon = Muon { nesterov, ns_steps: 1, ..Muon::default() };
+        let mut optimizer = build(muon.into(), States::BFloat16, &parameter, 0.1);
+        let mut plain = build(muon.into(), States::F32, &twin, 0.1);
+        let mut momentum = Momentum(vec![0; count]);
+        let sizes = sizes(count, &mut rng);
+        for step in 1..=60 {
+            let mut gradients = gradients(&sizes, step, &mut rng);
+            if step == 58 {
+                gradients[40] = f32::NAN;
+                gradients[99] = f32::INFINITY;
+                gradients[130] = -f32::NAN;
+            }
+            let mut state = plain.state_dict().unwrap();
+            if let Some(entries) = state.state.get_mut("0") {
+                let numbers = Tensor::from_slice(&momentum.numbers()).view(size);
+                drop(entries.insert("momentum_buffer".to_owned(), numbers));
+            }
+            plain.load_state_dict(&state).unwrap();
+            for (parameter, optimizer) in [(&parameter, &mut optimizer), (&twin, &mut plain)] {
+                set_gradient(parameter, &gradients);
+                optimizer.step().unwrap();
+            }
+            momentum.step(muon.momentum, step, &gradients);
+            let words: Vec<_> = momentum.0.iter().flat_map(|word| word.to_le_bytes()).collect();
+            let expected = canonical(Kind::BFloat16, words);
+            assert!(kept(&mut optimizer, "0") == [expected], "the momentum: {size:?}, step {step}");
+            assert!(bits(&parameter) == bits(&twin), "the parameter: {size:?}, step {step}");
+            assert_eq!(parameter.isfinite().all().int64_value(&[]) == 1, step < 58);
+        }
     }
 }
 
@@ -287,7 +336,7 @@ fn a_cap_that_is_one_too_large_breaks_the_bound() {
 /// Half-precision parameters with masters step like f32 parameters, and equal them rounded.
 #[test]
 fn masters_are_stepped_like_f32_parameters() {
-    for states in MODES {
+    for (algorithm, states) in cases() {
         for (kind, masters) in [
             (Kind::BFloat16, MasterWeights::Float),
             (Kind::BFloat16, MasterWeights::Remainder),
@@ -296,9 +345,9 @@ fn masters_are_stepped_like_f32_parameters() {
             let start = Tensor::randn([65, 1039], (Kind::Float, Device::Cpu)).to_kind(kind);
             let half = start.copy().set_requires_grad(true);
             let twin = start.to_kind(Kind::Float).set_requires_grad(true);
-            let builder = AdamW::default().master_weights(masters).states(states);
+            let builder = algorithm.master_weights(masters).states(states);
             let mut optimizer = builder.build(&[half.shallow_clone()], 1e-3).unwrap();
-            let mut plain = build(AdamW::default().into(), states, &twin, 1e-3);
+            let mut plain = build(algorithm, states, &twin, 1e-3);
             for step in 0..8 {
                 let gradient = Tensor::randn([65, 1039], (Kind::Float, Device::Cpu)).to_kind(kind);
                 for (parameter, optimizer) in [(&half, &mut optimizer), (&twin, &mut plain)] {
@@ -308,7 +357,7 @@ fn masters_are_stepped_like_f32_parameters() {
                         .backward();
                     optimizer.step().unwrap();
                 }
-                let context = format!("{states:?} {kind:?} {masters:?} step {step}");
+                let context = format!("{algorithm:?} {states:?} {kind:?} {masters:?} step {step}");
                 let master = optimizer.master_weight(0).unwrap().unwrap();
                 assert_eq!(bits(&master), bits(&twin), "{context}");
                 assert_eq!(kept(&mut optimizer, "0"), kept(&mut plain, "0"), "{context}");
@@ -320,15 +369,15 @@ fn masters_are_stepped_like_f32_parameters() {
 /// A scaler unscales, clips and skips; a step that is skipped changes nothing, not even the step count.
 #[test]
 fn a_scaler_steps_and_skips() {
-    for states in MODES {
-        let start = Tensor::randn([4500], (Kind::Float, Device::Cpu));
+    for (algorithm, states) in cases() {
+        let start = Tensor::randn([90, 50], (Kind::Float, Device::Cpu));
         let scaled = start.copy().set_requires_grad(true);
         let twin = start.copy().set_requires_grad(true);
-        let mut optimizer = build(AdamW::default().into(), states, &scaled, 1e-3);
-        let mut plain = build(AdamW::default().into(), states, &twin, 1e-3);
+        let mut optimizer = build(algorithm, states, &scaled, 1e-3);
+        let mut plain = build(algorithm, states, &twin, 1e-3);
         let mut scaler = GradScaler::new(Device::Cpu).unwrap();
         for step in 0..12 {
-            let gradient = Tensor::randn([4500], (Kind::Float, Device::Cpu)) * 1e-3;
+            let gradient = Tensor::randn([90, 50], (Kind::Float, Device::Cpu)) * 1e-3;
             optimizer.zero_grad().unwrap();
             plain.zero_grad().unwrap();
             let bad = step % 4 == 2;
@@ -354,16 +403,23 @@ fn a_scaler_steps_and_skips() {
 /// The codes are in the order of the elements, so that a state fits a model in another memory format.
 #[test]
 fn the_memory_format_makes_no_difference() {
-    for states in MODES {
-        let start = Tensor::randn([24, 13, 4, 5], (Kind::Float, Device::Cpu));
+    for (algorithm, states) in cases() {
+        let size = match algorithm {
+            Algorithm::Muon(_) => vec![24, 13 * 4 * 5],
+            _ => vec![24, 13, 4, 5],
+        };
+        let start = Tensor::randn(&size, (Kind::Float, Device::Cpu));
         let plain = start.copy().set_requires_grad(true);
-        let other =
-            start.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2]).set_requires_grad(true);
+        let other = match start.dim() {
+            2 => start.tr().contiguous().tr(),
+            _ => start.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2]),
+        };
+        let other = other.set_requires_grad(true);
         assert!(!other.is_contiguous());
-        let mut first = build(AdamW::default().into(), states, &plain, 1e-3);
-        let mut second = build(AdamW::default().into(), states, &other, 1e-3);
+        let mut first = build(algorithm, states, &plain, 1e-3);
+        let mut second = build(algorithm, states, &other, 1e-3);
         for _ in 0..4 {
-            let gradient = Tensor::randn([24, 13, 4, 5], (Kind::Float, Device::Cpu));
+            let gradient = Tensor::randn(&size, (Kind::Float, Device::Cpu));
             for (parameter, optimizer) in [(&plain, &mut first), (&other, &mut second)] {
                 optimizer.zero_grad().unwrap();
                 (parameter * &gradient).sum(Kind::Float).backward();
@@ -377,13 +433,17 @@ fn the_memory_format_makes_no_difference() {
     }
 }
 
-/// An optimizer that has taken some steps, and its parameter.
+/// An AdamW that has taken some steps, and its parameter.
 fn trained(states: States, count: usize) -> (Tensor, Optimizer) {
-    let parameter =
-        Tensor::randn([count as i64], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-    let mut optimizer = build(AdamW::default().into(), states, &parameter, 1e-3);
+    trained_by(AdamW::default().into(), states, &[count as i64])
+}
+
+/// An optimizer that has taken some steps, and its parameter.
+fn trained_by(algorithm: Algorithm, states: States, size: &[i64]) -> (Tensor, Optimizer) {
+    let parameter = Tensor::randn(size, (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let mut optimizer = build(algorithm, states, &parameter, 1e-3);
     for _ in 0..20 {
-        let gradient = Tensor::randn([count as i64], (Kind::Float, Device::Cpu)) * 1e-3;
+        let gradient = Tensor::randn(size, (Kind::Float, Device::Cpu)) * 1e-3;
         set_gradient(&parameter, &floats(&gradient));
         optimizer.step().unwrap();
     }
@@ -433,6 +493,35 @@ fn a_state_is_loaded_bit_by_bit_and_converted_to_other_modes() {
     }
 }
 
+/// Muon counts steps for the dither alone, so that an f32 momentum has no count and a loaded one begins at 0.
+#[test]
+fn a_momentum_is_loaded_bit_by_bit_and_converted_to_the_other_mode() {
+    let muon: Algorithm = Muon::default().into();
+    for from in [States::F32, States::BFloat16] {
+        let (parameter, mut optimizer) = trained_by(muon, from, &[70, 65]);
+        let saved = optimizer.state_dict().unwrap();
+        let buffer = &saved.state["0"]["momentum_buffer"];
+        assert_eq!(saved.state["0"].len(), if from == States::F32 { 1 } else { 2 });
+        for to in [States::F32, States::BFloat16] {
+            let mut other = build(muon, to, &parameter, 1e-3);
+            other.load_state_dict(&saved).unwrap();
+            let loaded = other.state_dict().unwrap();
+            let expected =
+                buffer.to_kind(if to == States::F32 { Kind::Float } else { Kind::BFloat16 });
+            assert_eq!(loaded.state["0"]["momentum_buffer"].kind(), expected.kind());
+            assert_eq!(kept(&mut other, "0"), [bits(&expected)], "{from:?} to {to:?}");
+            let steps =
+                |state: &OptimizerState| Some(state.state["0"].get("step")?.int64_value(&[]));
+            let expected = (from == to && to == States::BFloat16).then_some(20);
+            assert_eq!(steps(&loaded), expected, "{from:?} to {to:?}");
+            set_gradient(&parameter, &vec![1e-3; 70 * 65]);
+            other.step().unwrap();
+            let expected = (to == States::BFloat16).then_some(expected.unwrap_or(0) + 1);
+            assert_eq!(steps(&other.state_dict().unwrap()), expected, "{from:?} to {to:?}");
+        }
+    }
+}
+
 /// The f32 numbers of the moments, exp_avg and exp_avg_sq.
 fn moments(optimizer: &mut Optimizer) -> [Tensor; 2] {
     let state = optimizer.state_dict().unwrap().state.remove("0").unwrap();
@@ -449,8 +538,8 @@ fn moments(optimizer: &mut Optimizer) -> [Tensor; 2] {
 
 #[test]
 fn more_steps_than_an_f32_counts_are_counted() {
-    for states in MODES {
-        let (parameter, mut optimizer) = trained(states, 4096);
+    for (algorithm, states) in cases() {
+        let (parameter, mut optimizer) = trained_by(algorithm, states, &[64, 64]);
         let mut state = optimizer.state_dict().unwrap();
         let many = (1i64 << 24) + 1;
         state.state.get_mut("0").unwrap().insert("step".to_owned(), Tensor::from(many));
@@ -466,8 +555,12 @@ fn more_steps_than_an_f32_counts_are_counted() {
 
 #[test]
 fn moments_take_the_documented_bytes() {
-    for (states, expected) in [(States::EightBit, 2 * 5003 + 157), (States::BFloat16, 4 * 5003)] {
-        let (_parameter, mut optimizer) = trained(states, 5003);
+    for ((algorithm, states), expected) in
+        cases().into_iter().zip([2 * 5005 + 157, 4 * 5005, 2 * 5005])
+    {
+        let (_parameter, mut optimizer) = trained_by(algorithm, states, &[77, 65]);
+        let reported = optimizer.state_report().unwrap().moment_bytes;
+        assert_eq!(reported, expected as u64, "{states:?}");
         let state = optimizer.state_dict().unwrap().state.remove("0").unwrap();
         let bytes = |(key, tensor): (&String, &Tensor)| {
             if key == "step" { 0 } else { tensor.numel() * tensor.kind().elt_size_in_bytes() }
@@ -475,8 +568,11 @@ fn moments_take_the_documented_bytes() {
         assert_eq!(state.iter().map(bytes).sum::<usize>(), expected, "{states:?}");
     }
     // Small tensors keep f32.
-    let (_parameter, mut optimizer) = trained(States::EightBit, 4095);
-    assert_eq!(optimizer.state_dict().unwrap().state["0"]["exp_avg"].kind(), Kind::Float);
+    for (algorithm, states) in cases() {
+        let (_parameter, mut optimizer) = trained_by(algorithm, states, &[63, 65]);
+        let state = optimizer.state_dict().unwrap().state.remove("0").unwrap();
+        assert!(state.values().all(|tensor| tensor.kind() == Kind::Float), "{states:?}");
+    }
 }
 
 #[test]
@@ -486,18 +582,19 @@ fn unsupported_optimizers_and_parameters_are_refused_with_a_remedy() {
         let error = result.unwrap_err().to_string();
         assert!(error.contains(words) && error.contains("States::F32"), "{error}");
     };
-    let algorithms: [Algorithm; 3] = [
-        Lion::default().into(),
-        Muon::default().into(),
-        Sgd { momentum: 0.9, ..Sgd::default() }.into(),
-    ];
+    let algorithms: [Algorithm; 2] =
+        [Lion::default().into(), Sgd { momentum: 0.9, ..Sgd::default() }.into()];
+    let in_eight_bits = Muon::default().states(States::EightBit);
+    says(in_eight_bits.build(&[f32s.shallow_clone()], 0.1), "`States::BFloat16` or");
     for states in MODES {
         for algorithm in algorithms {
             let builder = algorithm.master_weights(MasterWeights::None).states(states);
-            says(builder.build(&[f32s.shallow_clone()], 0.1), "only Adam and AdamW");
+            says(builder.build(&[f32s.shallow_clone()], 0.1), "only Adam, AdamW and Muon");
         }
         let amsgrad = AdamW { amsgrad: true, ..AdamW::default() };
         says(amsgrad.states(states).build(&[f32s.shallow_clone()], 0.1), "amsgrad");
+        let muon = Muon { adamw: amsgrad, ..Muon::default() }.states(States::BFloat16);
+        says(muon.build(&[f32s.shallow_clone()], 0.1), "amsgrad");
         for (kind, masters) in [
             (Kind::Double, MasterWeights::None),
             (Kind::BFloat16, MasterWeights::None),

@@ -151,6 +151,29 @@ impl Moments {
     }
 }
 
+/// The momentum of one matrix of Muon, in bf16.
+#[derive(Clone, Debug)]
+pub struct Momentum(pub Vec<u16>);
+
+impl Momentum {
+    /// The numbers that the buffer stands for.
+    pub fn numbers(&self) -> Vec<f32> {
+        self.0.iter().map(|bits| f32::from_bits(u32::from(*bits) << 16)).collect()
+    }
+
+    /// Takes step `step`, the first of which is 1, with a momentum of more than 0.5.
+    pub fn step(&mut self, momentum: f64, step: u64, gradients: &[f32]) {
+        let rest = (1.0 - momentum) as f32;
+        let numbers = self.numbers().into_iter().zip(gradients);
+        let updated = numbers.map(|(number, gradient)| rest.mul_add(gradient - number, number));
+        let words = updated.enumerate().map(|(index, number)| {
+            let offset = dither(step, 0xbb67_ae85, index) >> 16;
+            if number.is_nan() { 0x7fc0 } else { ((number.to_bits() + offset) >> 16) as u16 }
+        });
+        self.0 = words.collect();
+    }
+}
+
 /// The code of a first moment's size, relative to the stored second one.
 fn relative(size: f32, kept: u32, offset: u32) -> u32 {
     if size.is_nan() {

@@ -4,7 +4,7 @@
 //! run in a process of their own, so that its random numbers are the same in each run.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{AdamW, Optimizer, States};
+use tch_amp::optim::{AdamW, Muon, Optimizer, States};
 
 use super::{build, moments, passes};
 
@@ -294,7 +294,114 @@ fn liveness_program() {
     assert_eq!(left.int64_value(&[]), 0, "first moments of numbers without gradients");
 }
 
-const PROGRAMS: [&str; 2] = ["program", "liveness_program"];
+/// Gradients for a momentum. Unlike second moments, it freezes where gradients hardly change, and not where they are
+/// noise.
+const OF_MOMENTA: [&str; 12] = [
+    "constant",
+    "constant, noise of 1 %",
+    "constant, noise of 10 %",
+    "as much noise",
+    "noise alone",
+    "growing to twice as much",
+    "falling to a tenth",
+    "a slow wave",
+    "square waves",
+    "sparse rows",
+    "spikes of 1000",
+    "a fall of 100-fold at once",
+];
+
+const STEPS_OF_MOMENTA: i64 = 2000;
+
+/// The gradients of a step, one row for each history.
+fn of_momenta(step: i64, size: &Tensor, phase: &Tensor) -> Tensor {
+    let (at, noise) = (step as f64 / STEPS_OF_MOMENTA as f64, randn(&[NUMBERS]));
+    let share = |by: f64| &noise * by + 1.0;
+    let ones = || Tensor::ones([NUMBERS], (Kind::Float, Device::Cpu));
+    let sign = ((phase + step as f64) / 200.0).floor().remainder(2) * 2.0 - 1.0;
+    let rows = rand(NUMBERS / 32).lt(0.02).repeat_interleave_self_int(32, None, None);
+    let rows = [
+        ones(),
+        share(0.01),
+        share(0.1),
+        share(1.0),
+        noise.shallow_clone(),
+        ones() * (1.0 + at),
+        ones() * 0.1f64.powf(at),
+        (phase / 100.0 + 2.0 * std::f64::consts::TAU * at).sin(),
+        sign * share(0.1),
+        rows.to_kind(Kind::Float),
+        share(0.1) * (rand(NUMBERS).lt(1e-3).to_kind(Kind::Float) * 999.0 + 1.0),
+        share(0.1) * if at < 0.5 { 1.0 } else { 0.01 },
+    ];
+    Tensor::stack(&rows, 0) * size
+}
+
+/// The sums over all steps of a momentum in f32 and in bf16, which the weights follow.
+struct Momenta {
+    optimizers: [(Tensor, Optimizer); 2],
+    sums: [Tensor; 2],
+    /// The sum of the sizes in f32.
+    sizes: Tensor,
+}
+
+impl Momenta {
+    fn new(momentum: f64) -> Self {
+        let zeros = |kind| Tensor::zeros([OF_MOMENTA.len() as i64, NUMBERS], (kind, Device::Cpu));
+        let muon = Muon { momentum, ns_steps: 0, ..Muon::default() };
+        let optimizers = [States::F32, States::BFloat16].map(|states| {
+            let parameter = zeros(Kind::Float).set_requires_grad(true);
+            parameter.sum(Kind::Float).backward();
+            let optimizer = build(muon.into(), states, &parameter, 1e-3);
+            (parameter, optimizer)
+        });
+        let sums = [(); 2].map(|()| zeros(Kind::Double));
+        Self { optimizers, sums, sizes: zeros(Kind::Double) }
+    }
+
+    fn add(&mut self, gradient: &Tensor) {
+        for ((parameter, optimizer), sum) in self.optimizers.iter_mut().zip(&mut self.sums) {
+            tch::no_grad(|| parameter.grad().copy_(gradient));
+            optimizer.step().unwrap();
+            let momentum = &optimizer.state_dict().unwrap().state["0"]["momentum_buffer"];
+            *sum += momentum;
+            if momentum.kind() == Kind::Float {
+                self.sizes += momentum.abs();
+            }
+        }
+    }
+
+    /// How far the sums of each history are off, in its sum of sizes.
+    fn off(&self) -> Vec<f64> {
+        let [exact, coded] = &self.sums;
+        let norm = |all: &Tensor| all.norm_scalaropt_dim(2, [1i64], false);
+        Vec::try_from(norm(&(coded - exact)) / norm(&self.sizes)).unwrap()
+    }
+}
+
+/// The momentum of Muon, and how far the sum of its values may be off.
+const MOMENTA: [(f64, f64); 2] = [(0.95, 0.003), (0.99, 0.01)];
+
+#[test]
+#[ignore = "a program that other tests start"]
+fn momentum_program() {
+    tch::manual_seed(4);
+    tch::set_num_threads(1);
+    let (size, phase) = (randn(&[NUMBERS]).exp() * 1e-4, rand(NUMBERS) * 400.0);
+    let mut all = MOMENTA.map(|(momentum, _)| Momenta::new(momentum));
+    for step in 1..=STEPS_OF_MOMENTA {
+        let gradient = of_momenta(step, &size, &phase);
+        all.iter_mut().for_each(|momenta| momenta.add(&gradient));
+    }
+    for (momenta, (momentum, most)) in all.iter().zip(MOMENTA) {
+        for (name, off) in OF_MOMENTA.into_iter().zip(momenta.off()) {
+            println!("{name:<28} momentum {momentum}: off by {off:.5}");
+            assert!(off <= most, "{name}: {off}");
+        }
+    }
+}
+
+const PROGRAMS: [&str; 3] = ["program", "liveness_program", "momentum_program"];
 
 #[test]
 fn updates_follow_those_of_exact_moments() {
