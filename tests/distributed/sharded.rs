@@ -316,18 +316,21 @@ fn moments_of_few_bits_are_divided_and_gathered() {
             for (index, weight) in weights.iter().enumerate() {
                 let places = Tensor::arange(weight.numel() as i64, (Kind::Float, Device::Cpu));
                 let factors: Tensor = (places * 0.7 + (step * 5 + index as i64) as f64).sin();
-                (weight * factors).sum(Kind::Float).backward();
+                (weight * factors.view_as(weight)).sum(Kind::Float).backward();
             }
             opt.step().unwrap();
         }
     };
     let made = || {
-        [4101i64, 5000, 20, 6400]
-            .map(|count| Tensor::ones([count], (Kind::Float, Device::Cpu)).set_requires_grad(true))
+        [vec![4101i64], vec![70, 60], vec![20], vec![80, 80]]
+            .map(|size| Tensor::ones(size, (Kind::Float, Device::Cpu)).set_requires_grad(true))
     };
-    for states in [States::EightBit, States::BFloat16] {
-        let build =
-            |weights: &[Tensor]| AdamW::default().states(states).build(weights, 0.05).unwrap();
+    let (adamw, muon) = (Algorithm::from(AdamW::default()), Algorithm::from(Muon::default()));
+    for (algorithm, states) in
+        [(adamw, States::EightBit), (adamw, States::BFloat16), (muon, States::BFloat16)]
+    {
+        let builder = algorithm.master_weights(MasterWeights::None).states(states);
+        let build = |weights: &[Tensor]| builder.build(weights, 0.05).unwrap();
         let alone = made();
         let mut opt = build(&alone);
         train(&mut opt, &alone, 0..3);

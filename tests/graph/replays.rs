@@ -94,11 +94,14 @@ fn every_mode_of_the_scale_is_replayed() {
 
 #[test]
 fn low_bit_moments_are_replayed() {
-    for states in [States::BFloat16, States::EightBit] {
+    let (adamw, muon) = (Program::new(AdamW::default()), Program::new(Muon::default()));
+    for (program, states) in
+        [(adamw, States::BFloat16), (adamw, States::EightBit), (muon, States::BFloat16)]
+    {
         for (kind, masters) in
             [(Kind::Float, MasterWeights::None), (Kind::BFloat16, MasterWeights::Remainder)]
         {
-            let program = Program { states, kind, masters, ..Program::new(AdamW::default()) };
+            let program = Program { states, kind, masters, ..program };
             assert_same(Program { hidden: 256, ..program }, 40);
         }
     }

@@ -1,13 +1,21 @@
 //! Low-bit moments on GPUs: the bits of the CPU, launches, scratch memory, and no synchronization.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{AdamW, AmpOptimizer, MasterWeights, Optimizer, States, Step};
+use tch_amp::optim::{
+    AdamW, Algorithm, AmpOptimizer, MasterWeights, Muon, Optimizer, States, Step,
+};
 
 use crate::common::bits::bits;
-use crate::common::simulation::Simulation;
+use crate::common::simulation::{Simulation, is_model};
+use crate::muon::{FOR_EACH_GROUP, FOR_EACH_WIDE};
 use crate::training::GPUS;
 
-const STATES: [States; 2] = [States::EightBit, States::BFloat16];
+/// Each algorithm in each of its modes.
+fn cases() -> [(Algorithm, States); 3] {
+    let adamw = AdamW::default().into();
+    let muon = Muon::default().into();
+    [(adamw, States::EightBit), (adamw, States::BFloat16), (muon, States::BFloat16)]
+}
 
 const WEIGHTS: [(Kind, MasterWeights); 4] = [
     (Kind::Float, MasterWeights::None),
@@ -17,12 +25,14 @@ const WEIGHTS: [(Kind, MasterWeights); 4] = [
 ];
 
 /// The launches of a step with everything that a scaler may pass, and of each further chunk of 2^20 elements, as the
-/// guide states them: with f32 parameters, and the most with others.
-fn documented_launches(states: States, kind: Kind) -> (i64, i64) {
-    match (states, kind) {
-        (States::EightBit, Kind::Float) => (124, 89),
-        (States::EightBit, _) => (132, 120),
-        (_, Kind::Float) => (85, 50),
+/// guide states them: with f32 parameters, and the most with others. For Muon without the orthogonalization.
+fn documented_launches((algorithm, states): (Algorithm, States), kind: Kind) -> (i64, i64) {
+    match (algorithm, states, kind) {
+        (Algorithm::Muon(_), _, Kind::Float) => (39, 25),
+        (Algorithm::Muon(_), _, _) => (46, 37),
+        (_, States::EightBit, Kind::Float) => (124, 89),
+        (_, States::EightBit, _) => (132, 120),
+        (_, _, Kind::Float) => (85, 50),
         _ => (93, 81),
     }
 }
@@ -34,7 +44,7 @@ struct Training {
 
 impl Training {
     fn new(
-        states: States,
+        (algorithm, states): (Algorithm, States),
         weights: (Kind, MasterWeights),
         devices: &[Device],
         sizes: &[Vec<i64>],
@@ -45,7 +55,7 @@ impl Training {
             numbers(size, index as f64).to_kind(kind).to_device(device).set_requires_grad(true)
         };
         let parameters: Vec<_> = sizes.iter().enumerate().map(parameter).collect();
-        let builder = AdamW::default().states(states).master_weights(masters);
+        let builder = algorithm.master_weights(masters).states(states);
         let opt = builder.build(&parameters, 0.01).unwrap();
         Self { parameters, opt }
     }
@@ -87,18 +97,20 @@ fn numbers(size: &[i64], seed: f64) -> Tensor {
 #[test]
 fn gpus_have_the_bits_of_the_cpu() {
     let Some(_simulation) = Simulation::find() else { return };
-    let sizes = [vec![4101], vec![70, 65], vec![90, 77], vec![5000]];
-    for states in STATES {
+    // For Muon, the last one is not in a single chunk.
+    let sizes = [vec![4101], vec![70, 65], vec![90, 77], vec![5000], vec![3, 350_001]];
+    for case in cases() {
+        let sizes = if case.0 == AdamW::default().into() { &sizes[..4] } else { &sizes };
         for weights in WEIGHTS {
             let [mut here, mut there] = [&[Device::Cpu][..], &GPUS].map(|devices| {
-                let mut training = Training::new(states, weights, devices, &sizes);
+                let mut training = Training::new(case, weights, devices, sizes);
                 for step in 0..5 {
                     training.backward(step);
                     training.step(step == 2);
                 }
                 training
             });
-            assert!(here.bits() == there.bits(), "{states:?} {weights:?}");
+            assert!(here.bits() == there.bits(), "{case:?} {weights:?}");
         }
     }
 }
@@ -106,31 +118,40 @@ fn gpus_have_the_bits_of_the_cpu() {
 #[test]
 fn a_step_launches_as_documented_and_does_not_synchronize() {
     let Some(simulation) = Simulation::find() else { return };
-    for states in STATES {
+    for case in cases() {
+        let is_muon = case.0 == Muon::default().into();
+        let name = if is_muon { "Muon" } else { "AdamW" };
         for weights in WEIGHTS {
             let count = |sizes: &[Vec<i64>]| {
-                let mut training = Training::new(states, weights, &GPUS[..1], sizes);
+                let mut training = Training::new(case, weights, &GPUS[..1], sizes);
                 training.backward(0);
                 training.step(false);
                 training.backward(1);
                 let ((), plain) = simulation.count(|| training.opt.step().unwrap());
-                assert_eq!(plain.host_syncs, 0, "{states:?} {weights:?}");
+                assert_eq!(plain.host_syncs, 0, "{case:?} {weights:?}");
                 training.backward(2);
                 let ((), scaled) = simulation.count(|| training.step(false));
                 // For the three numbers created here, which a scaler already has on the device.
-                assert_eq!(scaled.host_syncs, 3, "{states:?} {weights:?}");
+                assert_eq!(scaled.host_syncs, 3, "{case:?} {weights:?}");
                 (plain.launches.max(scaled.launches), plain.peak_bytes.max(scaled.peak_bytes))
             };
-            let [few, many] = [2, 60].map(|tensors| count(&vec![vec![5, 1000]; tensors]).0);
-            let [one, three] = [1, 3].map(|chunks| count(&vec![vec![1 << 20]; chunks]));
-            let each = (three.0 - one.0) / 2;
+            let [few, many] = [2, 60].map(|tensors| {
+                let orthogonalized = FOR_EACH_WIDE * tensors as i64 + FOR_EACH_GROUP;
+                let launches = count(&vec![vec![5, 1000]; tensors]).0;
+                if is_muon { launches - orthogonalized } else { launches }
+            });
+            let [one, three] = [1, 3].map(|chunks| count(&vec![vec![1, 1 << 20]; chunks]));
+            // The norm of so many numbers has counters, which are cleared first.
+            let orthogonalized = FOR_EACH_WIDE + FOR_EACH_GROUP + i64::from(!is_model());
+            let each = (three.0 - one.0) / 2 - if is_muon { orthogonalized } else { 0 };
             let mib = three.1 as f64 / f64::from(1 << 20);
-            println!("{states:?} {weights:?}: {few}, {each} for each chunk, {mib:.1} MiB");
-            assert_eq!(few, many, "{states:?} {weights:?}");
-            let documented = documented_launches(states, weights.0);
+            let name = format!("{name} {:?} {weights:?}", case.1);
+            println!("{name}: {few}, {each} for each chunk, {mib:.1} MiB");
+            assert_eq!(few, many, "{name}");
+            let documented = documented_launches(case, weights.0);
             assert!(few <= documented.0 && each <= documented.1, "{few} {each}");
             assert!(weights.0 != Kind::Float || (few, each) == documented, "{few} {each}");
-            assert!(mib <= 64.0, "{states:?} {weights:?}: {mib}");
+            assert!(mib <= 64.0, "{name}: {mib}");
         }
     }
 }
@@ -138,11 +159,11 @@ fn a_step_launches_as_documented_and_does_not_synchronize() {
 #[test]
 fn a_step_that_runs_out_of_memory_changes_nothing() {
     let Some(simulation) = Simulation::find() else { return };
-    for states in STATES {
+    for case in cases() {
         for weights in [WEIGHTS[0], WEIGHTS[2]] {
             for n in 1.. {
                 let sizes = [vec![4101], vec![70, 65]];
-                let mut training = Training::new(states, weights, &GPUS[..1], &sizes);
+                let mut training = Training::new(case, weights, &GPUS[..1], &sizes);
                 training.backward(0);
                 training.step(false);
                 training.backward(1);
@@ -155,7 +176,7 @@ fn a_step_that_runs_out_of_memory_changes_nothing() {
                 }
                 let error = result.unwrap_err();
                 assert!(error.is_out_of_memory(), "{error}");
-                assert!(training.bits() == before, "allocation {n} of {states:?} {weights:?}");
+                assert!(training.bits() == before, "allocation {n} of {case:?} {weights:?}");
             }
         }
     }

@@ -8,9 +8,9 @@ use crate::training::{GPUS, MODES, Training};
 
 /// The launches for each matrix, and for each 2^20 numbers of matrices, as the documentation of `MasterWeights` states
 /// them.
-const FOR_EACH_WIDE: i64 = 17;
+pub const FOR_EACH_WIDE: i64 = 17;
 const FOR_EACH_TALL: i64 = 19;
-const FOR_EACH_GROUP: i64 = 18;
+pub const FOR_EACH_GROUP: i64 = 18;
 
 fn matrices(mode: (Kind, MasterWeights), size: [i64; 2], count: usize) -> Training {
     let mut training =
