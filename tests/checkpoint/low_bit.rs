@@ -3,13 +3,28 @@
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::optim::{AdamW, MasterWeights, Optimizer, States};
+use tch_amp::optim::{AdamW, Algorithm, MasterWeights, Muon, Optimizer, States};
 
 use crate::common::bits::bits;
 use crate::common::files::Folder;
 use crate::common::python::Oracle;
 
 const MODES: [States; 3] = [States::F32, States::BFloat16, States::EightBit];
+
+fn adamw() -> AdamW {
+    AdamW { betas: (0.9, 0.99), weight_decay: 0.1, ..AdamW::default() }
+}
+
+/// Muon steps the weight, and AdamW the bias, which is too small for fewer bits.
+fn muon() -> Muon {
+    Muon { adamw: adamw(), ..Muon::default() }
+}
+
+/// Each algorithm in each of its modes.
+fn cases() -> Vec<(Algorithm, States)> {
+    let by_muon = MODES[..2].iter().map(|states| (muon().into(), *states));
+    MODES.map(|states| (adamw().into(), states)).into_iter().chain(by_muon).collect()
+}
 
 struct Run {
     vs: VarStore,
@@ -18,7 +33,7 @@ struct Run {
 }
 
 impl Run {
-    fn new(states: States, kind: Kind) -> Self {
+    fn new((algorithm, states): (Algorithm, States), kind: Kind) -> Self {
         let mut vs = VarStore::new(Device::Cpu);
         let net = nn::linear(vs.root(), 100, 70, Default::default());
         let places = Tensor::arange(7000, (Kind::Float, Device::Cpu));
@@ -28,7 +43,6 @@ impl Run {
             let _zeros = net.bs.as_ref().unwrap().shallow_clone().zero_();
         });
         vs.set_kind(kind);
-        let adamw = AdamW { betas: (0.9, 0.99), weight_decay: 0.1, ..AdamW::default() };
         let masters = match kind {
             Kind::Float => MasterWeights::None,
             _ => MasterWeights::Remainder,
@@ -36,7 +50,7 @@ impl Run {
         // In Python's order.
         let list = [("weight", &net.ws), ("bias", net.bs.as_ref().unwrap())];
         let list: Vec<_> = list.map(|(name, tensor)| (name, tensor.shallow_clone())).into();
-        let opt = adamw.states(states).master_weights(masters).build(list, 1e-3).unwrap();
+        let opt = algorithm.master_weights(masters).states(states).build(list, 1e-3).unwrap();
         Self { vs, net, opt }
     }
 
@@ -74,18 +88,19 @@ impl Run {
 #[test]
 fn a_resumed_run_has_the_bits_of_one_that_was_not_interrupted() {
     let folder = Folder::new();
-    let path = folder.file("run.safetensors");
-    for states in MODES {
+    for case in cases() {
         for kind in [Kind::Float, Kind::BFloat16] {
-            let mut uninterrupted = Run::new(states, kind);
+            let mut uninterrupted = Run::new(case, kind);
             uninterrupted.train(0..20);
-            let mut first = Run::new(states, kind);
+            let mut first = Run::new(case, kind);
             first.train(0..11);
-            first.save(&path);
-            let mut resumed = Run::new(states, kind);
-            resumed.load(&path);
-            resumed.train(11..20);
-            assert!(resumed.bits() == uninterrupted.bits(), "{states:?} {kind:?}");
+            for path in ["run.safetensors", "run.pt"].map(|name| folder.file(name)) {
+                first.save(&path);
+                let mut resumed = Run::new(case, kind);
+                resumed.load(&path);
+                resumed.train(11..20);
+                assert!(resumed.bits() == uninterrupted.bits(), "{case:?} {kind:?} {path:?}");
+            }
         }
     }
 }
@@ -95,27 +110,39 @@ fn a_resumed_run_has_the_bits_of_one_that_was_not_interrupted() {
 fn python_and_this_crate_exchange_f32_moments() {
     let Some(python) = Oracle::find("low_bit.py") else { return };
     let folder = Folder::new();
-    let [from, to, back] = ["from.pt", "to.pt", "back.pt"].map(|name| folder.file(name));
-    python.run(&["save", from.to_str().unwrap()], "");
-    for states in MODES {
-        let mut run = Run::new(states, Kind::Float);
-        run.load(&from);
-        let state = run.opt.state_dict().unwrap().state;
-        assert_eq!(state["weight"]["step"].double_value(&[]), 60.0);
+    let from = ["save", "save_muon"].map(|command| {
+        let path = folder.file(&format!("{command}.pt"));
+        python.run(&[command, path.to_str().unwrap()], "");
+        path
+    });
+    let [to, back] = ["to.pt", "back.pt"].map(|name| folder.file(name));
+    for case in cases() {
+        let is_muon = matches!(case.0, Algorithm::Muon(_));
+        let steps = |run: &mut Run| {
+            let state = run.opt.state_dict().unwrap().state;
+            let of = |name: &str| Some(state[name].get("step")?.double_value(&[]));
+            [of("bias").unwrap(), of("weight").unwrap_or(0.0)]
+        };
+        // Muon counts its steps here alone, and with fewer bits.
+        let by_muon = if case.1 == States::F32 { 0.0 } else { 5.0 };
+        let mut run = Run::new(case, Kind::Float);
+        run.load(&from[usize::from(is_muon)]);
+        assert_eq!(steps(&mut run), [60.0, if is_muon { 0.0 } else { 60.0 }]);
         run.train(0..5);
         run.save(&to);
-        python.run(&["resume", to.to_str().unwrap(), back.to_str().unwrap()], "");
+        let resume = if is_muon { "resume_muon" } else { "resume" };
+        python.run(&[resume, to.to_str().unwrap(), back.to_str().unwrap()], "");
         run.load(&back);
-        assert_eq!(run.opt.state_dict().unwrap().state["weight"]["step"].double_value(&[]), 66.0);
+        assert_eq!(steps(&mut run), [66.0, if is_muon { by_muon } else { 66.0 }]);
         // The moments in the file are the numbers that the codes stand for: loaded again, they have the same codes.
-        let mut again = Run::new(states, Kind::Float);
+        let mut again = Run::new(case, Kind::Float);
         again.load(&to);
-        let mut other = Run::new(States::F32, Kind::Float);
+        let mut other = Run::new((case.0, States::F32), Kind::Float);
         other.load(&to);
         let saved = folder.file("again.pt");
         again.save(&saved);
-        let mut third = Run::new(States::F32, Kind::Float);
+        let mut third = Run::new((case.0, States::F32), Kind::Float);
         third.load(&saved);
-        assert!(third.bits() == other.bits(), "{states:?}");
+        assert!(third.bits() == other.bits(), "{case:?}");
     }
 }
