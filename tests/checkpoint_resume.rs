@@ -36,12 +36,12 @@ struct Shuffled {
 
 impl Shuffled {
     fn new(device: Device, algorithm: Algorithm) -> Self {
-        Self::with(device, Kind::Float, algorithm.master_weights(MasterWeights::None))
+        Self::with(device, Kind::Float, 24, algorithm.master_weights(MasterWeights::None))
     }
 
-    fn with(device: Device, kind: Kind, builder: OptimizerBuilder) -> Self {
+    fn with(device: Device, kind: Kind, outputs: i64, builder: OptimizerBuilder) -> Self {
         let mut vs = VarStore::new(device);
-        let net = nn::linear(vs.root(), 4, 24, Default::default());
+        let net = nn::linear(vs.root(), 4, outputs, Default::default());
         vs.set_kind(kind);
         let opt = builder.build(&vs, 0.1);
         let config =
@@ -179,15 +179,23 @@ const CASE: &str = "TCH_AMP_KILLED_CASE";
 const KILLED_STEPS: i64 = 40;
 
 /// Runs with moments of fewer bits.
-fn low_bit() -> [(Kind, OptimizerBuilder); 4] {
-    let adamw = AdamW { weight_decay: 0.1, ..AdamW::default() };
+fn low_bit() -> [(Kind, OptimizerBuilder); 6] {
+    let (adamw, muon) = (AdamW { weight_decay: 0.1, ..AdamW::default() }, Muon::default());
     let half = |states| adamw.master_weights(MasterWeights::Remainder).states(states);
+    let muon_in_half = muon.master_weights(MasterWeights::Remainder).states(States::BFloat16);
     [
         (Kind::Float, adamw.states(States::EightBit)),
         (Kind::Float, adamw.states(States::BFloat16)),
+        (Kind::Float, muon.states(States::BFloat16)),
         (Kind::BFloat16, half(States::EightBit)),
         (Kind::BFloat16, half(States::BFloat16)),
+        (Kind::BFloat16, muon_in_half),
     ]
+}
+
+/// A run whose weight is large enough to have such moments.
+fn low_bit_run((kind, builder): (Kind, OptimizerBuilder)) -> Shuffled {
+    Shuffled::with(Device::Cpu, kind, 1100, builder)
 }
 
 /// Begins a run, or goes on from its newest checkpoint, and saves each step.
@@ -196,10 +204,9 @@ fn low_bit() -> [(Kind, OptimizerBuilder); 4] {
 fn a_run_that_is_killed() {
     let Some(folder) = std::env::var_os(FOLDER).map(PathBuf::from) else { return };
     let case: usize = std::env::var(CASE).unwrap().parse().unwrap();
-    let (kind, builder) = low_bit()[case];
     let folder = CheckpointFolder::new(folder).unwrap();
     tch::manual_seed(7);
-    let mut run = Shuffled::with(Device::Cpu, kind, builder);
+    let mut run = low_bit_run(low_bit()[case]);
     if let Some(found) = folder.latest().unwrap() {
         run.restore(&found.checkpoint);
     }
@@ -230,9 +237,9 @@ fn run_and_kill(folder: &Folder, case: usize, after: usize) -> bool {
 #[test]
 fn a_killed_run_with_low_bit_moments_resumes_bit_by_bit() {
     let _alone = ALONE.lock().unwrap();
-    for (case, (kind, builder)) in low_bit().into_iter().enumerate() {
+    for (case, options) in low_bit().into_iter().enumerate() {
         tch::manual_seed(7);
-        let mut whole = Shuffled::with(Device::Cpu, kind, builder);
+        let mut whole = low_bit_run(options);
         whole.train(KILLED_STEPS);
         let folder = Folder::new();
         let mut kills = 0;
@@ -244,13 +251,15 @@ fn a_killed_run_with_low_bit_moments_resumes_bit_by_bit() {
         }
         assert_eq!(kills, 3, "{case}");
         let latest = CheckpointFolder::new(&folder.0).unwrap().latest().unwrap().unwrap();
-        let mut resumed = Shuffled::with(Device::Cpu, kind, builder);
+        let mut resumed = low_bit_run(options);
         resumed.restore(&latest.checkpoint);
         assert_eq!(resumed.step, KILLED_STEPS);
         for (name, weight) in whole.vs.variables() {
             assert_eq!(bits(&resumed.vs.variables()[&name]), bits(&weight), "{case}: {name}");
         }
         let [expected, found] = [&mut whole, &mut resumed].map(|run| run.opt.state_dict().unwrap());
+        // Plain moments have an f32, and Muon's have none.
+        assert_eq!(expected.state["weight"]["step"].kind(), Kind::Int64, "{case}");
         for (name, state) in expected.state {
             for (entry, tensor) in state {
                 let there = bits(&found.state[&name][&entry]);
