@@ -11,7 +11,7 @@ use std::path::Path;
 
 use tch::nn::{self, Init, ModuleT as _};
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{AdamW, Optimizer, States};
+use tch_amp::optim::{AdamW, AdjustLr, Muon, Optimizer, States};
 
 use super::passes;
 use crate::common::is_set;
@@ -38,6 +38,8 @@ struct Training {
     lr: (f64, f64),
     weight_decay: f64,
     clip: Option<f64>,
+    /// Whether Muon steps the matrices, with updates as large as AdamW's.
+    by_muon: bool,
 }
 
 /// What a training has led to.
@@ -77,8 +79,12 @@ impl Training {
 
     /// An optimizer that decays matrices only.
     fn optimizer(&self, states: States, vs: &nn::VarStore) -> Optimizer {
-        let adamw = AdamW { weight_decay: self.weight_decay, ..AdamW::default() };
-        let mut optimizer = adamw.states(states).build(vs, self.lr.0).unwrap();
+        let weight_decay = self.weight_decay;
+        let adamw = AdamW { weight_decay, ..AdamW::default() };
+        let adjust_lr_fn = AdjustLr::MatchRmsAdamW;
+        let muon = Muon { weight_decay, adjust_lr_fn, adamw, ..Muon::default() };
+        let builder = if self.by_muon { muon.states(states) } else { adamw.states(states) };
+        let mut optimizer = builder.build(vs, self.lr.0).unwrap();
         let others = optimizer.assign_group(1, &["*bias", "*norm*"]).unwrap();
         optimizer.set_weight_decay_group(1, 0.0).unwrap();
         assert_eq!(others + matrices(vs).len(), vs.trainable_variables().len(), "{}", self.name);
@@ -124,7 +130,8 @@ impl Training {
         let spread = deviation(&losses(&exact));
         let largest = largest_of(&exact);
         self.print(States::F32, &exact);
-        for states in [States::BFloat16, States::EightBit] {
+        let modes = [States::BFloat16, States::EightBit];
+        for states in modes.into_iter().take(if self.by_muon { 1 } else { 2 }) {
             let coded = runs(states);
             self.print(states, &coded);
             let pairs = losses(&coded).into_iter().zip(losses(&exact));
@@ -435,20 +442,31 @@ impl Model for Cnn<'_> {
     }
 }
 
-#[test]
-#[ignore = "a program that other tests start"]
-fn gpt_program() {
+fn compare_gpts(name: &'static str, by_muon: bool) {
     tch::set_num_threads(1);
     let data = Corpus::new();
     let training = Training {
-        name: "gpt",
+        name,
         steps: long_or_short(500, 5),
         warm_up: long_or_short(50.0, 3.0),
         lr: (2e-3, 1e-4),
         weight_decay: 0.1,
         clip: Some(1.0),
+        by_muon,
     };
     training.compare(|vs| Gpt::new(vs, &data));
+}
+
+#[test]
+#[ignore = "a program that other tests start"]
+fn gpt_program() {
+    compare_gpts("gpt", false);
+}
+
+#[test]
+#[ignore = "a program that other tests start"]
+fn muon_program() {
+    compare_gpts("gpt by Muon", true);
 }
 
 #[test]
@@ -464,6 +482,7 @@ fn cnn_program() {
         lr: (3e-3, 0.0),
         weight_decay: 0.05,
         clip: None,
+        by_muon: false,
     };
     training.compare(|vs| Cnn::new(vs, &data));
 }
@@ -471,7 +490,7 @@ fn cnn_program() {
 /// Prints the losses.
 #[test]
 fn losses_are_those_of_f32_moments() {
-    for program in ["gpt_program", "cnn_program"] {
+    for program in ["gpt_program", "cnn_program", "muon_program"] {
         let test = format!("low_bit::losses::{program}");
         assert!(passes(&test, ("TCH_AMP_PLANTED_FAULT", "none")), "{program}");
     }
