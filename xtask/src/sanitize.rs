@@ -33,14 +33,13 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let workspace = Workspace::announced(None)?;
     let others: Vec<_> = args.rest();
     if others.is_empty() {
-        compile(&workspace)?;
         return sanitize(&workspace);
     }
     check(&workspace, true, &others)
 }
 
 /// The part that every run of the tests includes.
-pub(crate) fn sanitize(workspace: &Workspace) -> Result<()> {
+fn sanitize(workspace: &Workspace) -> Result<()> {
     if !cfg!(target_os = "linux") {
         eprintln!("WARNING: the sanitizers are SKIPPED: they are set up for Linux only");
         return Ok(());

@@ -1,5 +1,6 @@
 //! `cargo xtask test`: every check, then every test.
 
+use std::env;
 use std::process::Command;
 
 use anyhow::{Result, ensure};
@@ -102,7 +103,6 @@ fn check(steps: &mut Steps) -> Result<Workspace> {
 }
 
 fn test(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
-    steps.run("tests under sanitizers", || sanitize::sanitize(workspace))?;
     // Clippy has checked the examples, which no test runs as programs of their own.
     let mut tests = on_cpu(workspace, |_| true)?;
     let beside = Beside::start("cargo test", tests.arg("--lib"))?;
@@ -112,6 +112,14 @@ fn test(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
     let finished = beside.finish();
     simulated?;
     finished?;
-    steps.run("tests on the real host code of CUDA", || on_null_cuda::test(workspace))?;
-    steps.run("examples in the documentation", || show(workspace.cargo_test().arg("--doc")))
+    // What counts on the real host code uses one core, too.
+    let mut sanitized = Command::new(env::current_exe()?);
+    let sanitized = Beside::start("tests under sanitizers", sanitized.arg("sanitize"))?;
+    let mut examples = workspace.cargo_test();
+    let examples = Beside::start("examples in the documentation", examples.arg("--doc"))?;
+    let on_cuda =
+        steps.run("tests on the real host code of CUDA", || on_null_cuda::test(workspace));
+    let finished = [sanitized, examples].map(Beside::finish);
+    on_cuda?;
+    finished.into_iter().collect()
 }
