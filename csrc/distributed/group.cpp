@@ -53,8 +53,8 @@ void turn_off_flight_recorder() {
   });
 }
 
-// How long a group that ends waits for the end of a backend.
-constexpr milliseconds kEnd(5000);
+// How long a group waits for the end of a backend: one that is dropped, and one that has failed.
+constexpr milliseconds kEnd(5000), kAbort(1000);
 
 // Has a thread end a backend, by `how` first, and waits for it for at most `wait`. It may take forever: Gloo's end waits
 // for the operations of this rank that have begun, and NCCL's for other ranks and for a thread that may read from the
@@ -241,7 +241,7 @@ void Group::close() {
   for (auto &[type, backend] : backends) {
     auto *gloo = dynamic_cast<ProcessGroupGloo *>(backend.get());
     if (gloo == nullptr) {
-      end(std::move(backend), kEnd, [](c10d::Backend &nccl) { nccl.abort(); });
+      end(std::move(backend), kAbort, [](c10d::Backend &nccl) { nccl.abort(); });
       continue;
     }
     for (const auto &context : Connections::of(*gloo)) context->closeConnections();
