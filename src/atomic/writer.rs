@@ -49,7 +49,7 @@ impl<F: DiskFile> Writer<F> {
         if written == 0 && !data.is_empty() {
             return Err(ErrorKind::WriteZero.into());
         }
-        self.background.written(written as u64, &self.file)?;
+        self.background.written(written as u64, &self.file).map_err(final_error)?;
         Ok(written)
     }
 }
@@ -74,6 +74,14 @@ impl<F: DiskFile> Seek for Writer<F> {
 }
 
 impl<F: DiskFile> Target for Writer<F> {}
+
+/// An error after bytes were written. If it were an interruption, the caller would write them again.
+fn final_error(error: io::Error) -> io::Error {
+    match error.kind() {
+        ErrorKind::Interrupted => io::Error::other(error.to_string()),
+        _ => error,
+    }
+}
 
 fn copy(error: &io::Error) -> io::Error {
     let kept = || io::Error::new(error.kind(), error.to_string());
