@@ -145,10 +145,10 @@ impl<T> Captured<T> {
     ///
     /// [`Error::Capture`] if the iteration calls what a graph cannot hold, or if the call is in another place of the
     /// program than the one that was captured. [`Error::ChangedSinceCapture`] if something has changed that a replay
-    /// does not follow: options other than learning rates, the scaler's options, a loaded state, or weights with master
-    /// weights that were changed from outside. No replay has happened then. The error of the iteration, and [`Error::Torch`] if
-    /// it cannot be captured. An iteration whose capture fails is lost, and its gradients are dropped; the next call
-    /// runs one as it is.
+    /// does not follow: options other than learning rates, the scaler's options, a loaded state, weights with master
+    /// weights that were changed from outside, or a part of the iteration, such as its optimizer, that was dropped. No
+    /// replay has happened then. The error of the iteration, and [`Error::Torch`] if it cannot be captured. An iteration
+    /// whose capture fails is lost, and its gradients are dropped; the next call runs one as it is.
     #[track_caller]
     pub fn replay(&mut self, iteration: impl FnOnce() -> Result<T>) -> Result<Replay<'_, T>> {
         let at = Location::caller();

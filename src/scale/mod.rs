@@ -43,6 +43,14 @@ pub(crate) struct LoadedState {
     skips: u32,
 }
 
+impl Drop for AdaptiveScale {
+    fn drop(&mut self) {
+        if let Some(number) = self.number() {
+            number.note_change("the scaler, which was dropped");
+        }
+    }
+}
+
 impl AdaptiveScale {
     pub(crate) fn new(device: Device, config: GradScalerConfig) -> Result<Self> {
         config.check()?;

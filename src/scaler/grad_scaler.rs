@@ -79,14 +79,6 @@ pub struct GradScaler {
     pub(super) agreement: Option<Arc<dyn Agreement>>,
 }
 
-impl Drop for GradScaler {
-    fn drop(&mut self) {
-        if let Some(number) = self.scale.number() {
-            number.note_change("the scaler, which was dropped");
-        }
-    }
-}
-
 impl GradScalerConfig {
     /// Makes a scaler whose scale is on `device`, which should be the device of the loss.
     ///

@@ -281,6 +281,15 @@ impl Scheduler {
 }
 
 #[cfg(feature = "graph")]
+impl Drop for Scheduler {
+    fn drop(&mut self) {
+        if let Some(device) = &self.device {
+            device.note_change("the schedule, which was dropped");
+        }
+    }
+}
+
+#[cfg(feature = "graph")]
 impl Scheduler {
     /// Follows a step in an iteration of a graph, where the device looks the learning rates up.
     fn follow_on_device(

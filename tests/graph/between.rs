@@ -274,13 +274,16 @@ fn the_rest_of_another_iteration_is_not_captured() {
 }
 
 #[test]
-fn losses_with_scales_of_their_own_forget_a_failed_capture() {
+fn losses_with_scales_of_their_own_forget_a_failed_capture_and_are_noticed_when_dropped() {
     let Some(gpu) = gpu() else { return };
     let mut weight = Weight::new(gpu.device, 0.25);
     let config = GradScalerConfig { init_scale: 64.0, ..Default::default() };
     let mut scalers = PerLossScalers::with_configs(gpu.device, &[config; 2]).unwrap();
     let mut graph = Captured::new(gpu.device).unwrap();
     for i in 0..10 {
+        if i == 9 {
+            scalers = PerLossScalers::with_configs(gpu.device, &[config; 2]).unwrap();
+        }
         let result = graph.replay(|| {
             weight.opt.zero_grad()?;
             for id in 0..2 {
@@ -292,9 +295,13 @@ fn losses_with_scales_of_their_own_forget_a_failed_capture() {
             }
             scalers.update()
         });
-        assert_eq!(result.is_ok(), i != 3, "{i}");
+        match i {
+            3 => assert!(matches!(result, Err(Error::Torch(_)))),
+            9 => assert!(refusal(result).contains("the scaler, which was dropped")),
+            _ => drop(result.unwrap()),
+        }
+        assert_eq!(scalers.get_scale(0).unwrap(), 64.0);
     }
-    assert_eq!(scalers.get_scale(0).unwrap(), 64.0);
 }
 
 #[test]

@@ -139,3 +139,21 @@ fn a_schedule_that_a_graph_takes_is_taken_by_nobody_else() {
     assert_eq!(scheduler.steps(), 9);
     assert_eq!(training.opt.lr(0).unwrap(), scheduler.lrs()[0]);
 }
+
+#[test]
+fn a_schedule_that_was_dropped_is_noticed() {
+    let Some(gpu) = gpu() else { return };
+    let mut training = Training::new(Program::new(AdamW::default()), gpu.device);
+    training.scheduler = Some(warm_up_and_cosine().build(&mut training.opt).unwrap());
+    let mut graph = Captured::new(gpu.device).unwrap();
+    for i in 0..6 {
+        if i == 5 {
+            training.scheduler = None;
+        }
+        let result = graph.replay(|| training.iteration());
+        match i {
+            5 => assert!(refusal(result).contains("the schedule, which was dropped")),
+            _ => assert!(result.is_ok()),
+        }
+    }
+}
