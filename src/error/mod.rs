@@ -115,9 +115,10 @@ pub enum Error {
         problem: String,
     },
 
-    /// Something that a graph cannot hold was called in an iteration that is captured.
+    /// Something that a graph cannot hold was called in an iteration of a graph, or the outcome of a captured step was
+    /// used outside of its iteration.
     #[cfg(feature = "graph")]
-    #[error("{call} cannot be part of an iteration that is captured: {remedy}")]
+    #[error("a captured iteration does not allow {call}: {remedy}")]
     Capture {
         /// The call.
         call: &'static str,
