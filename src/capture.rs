@@ -49,7 +49,7 @@ mod running {
         kept: Vec<Tensor>,
         /// Where the last step has read the learning rate on the device, until an outcome takes it.
         #[cfg(feature = "insight")]
-        learning_rate: Option<Tensor>,
+        learning_rate: Option<IterationTensor>,
         /// Whether a window of accumulation is open, and whether a part of one was outside.
         window_is_open: bool,
         window_was_cut: bool,
@@ -153,26 +153,30 @@ mod running {
         now(captured).flatten()
     }
 
-    /// A tensor that the program gives for the next step.
+    /// A tensor that belongs to the iteration in which it was given or made.
     #[derive(Debug)]
-    pub(crate) struct Given {
+    pub(crate) struct IterationTensor {
         tensor: Tensor,
         capture: Option<CaptureId>,
     }
 
-    impl Given {
+    impl IterationTensor {
         pub(crate) fn new(tensor: Tensor) -> Self {
             Self { tensor, capture: id() }
         }
 
-        /// Fails in a capture for a tensor that was given before it: replays would read the same one.
-        pub(crate) fn tensor(&self) -> Result<&Tensor> {
-            match is_capturing() && self.capture != id() {
-                true => {
-                    Err(refusal("a loss that was given before the iteration", "give it inside"))
-                }
-                false => Ok(&self.tensor),
+        /// Fails in a capture for a tensor that is not of it: replays would read the same one.
+        pub(crate) fn get(&self, what: &'static str) -> Result<&Tensor> {
+            if is_capturing() && self.capture != id() {
+                return Err(refusal(what, "give that of the same iteration, inside of it"));
             }
+            Ok(&self.tensor)
+        }
+    }
+
+    impl Clone for IterationTensor {
+        fn clone(&self) -> Self {
+            Self { tensor: self.tensor.shallow_clone(), capture: self.capture }
         }
     }
 
@@ -237,6 +241,7 @@ mod running {
     /// Notes where a step reads the learning rate on the device.
     #[cfg(feature = "insight")]
     pub(crate) fn note_learning_rate(lr: Tensor) {
+        let lr = IterationTensor::new(lr);
         ITERATION.with_borrow_mut(|iteration| {
             if let Some(iteration) = iteration {
                 iteration.learning_rate = Some(lr);
@@ -246,7 +251,7 @@ mod running {
 
     /// Where the step before has read the learning rate on the device.
     #[cfg(feature = "insight")]
-    pub(crate) fn take_learning_rate() -> Option<Tensor> {
+    pub(crate) fn take_learning_rate() -> Option<IterationTensor> {
         let take = |iteration: &mut Option<Iteration>| iteration.as_mut()?.learning_rate.take();
         ITERATION.with_borrow_mut(take)
     }
@@ -447,7 +452,7 @@ mod without {
     }
 
     #[cfg(feature = "insight")]
-    pub(crate) fn take_learning_rate() -> Option<Tensor> {
+    pub(crate) fn take_learning_rate() -> Option<IterationTensor> {
         None
     }
 
@@ -461,17 +466,24 @@ mod without {
 
     pub(crate) fn note_window(_is_begun: bool, _is_completed: bool) {}
 
-    /// A tensor that the program gives for the next step.
+    /// A tensor that belongs to the iteration in which it was given or made.
     #[derive(Debug)]
-    pub(crate) struct Given(Tensor);
+    pub(crate) struct IterationTensor(Tensor);
 
-    impl Given {
+    impl IterationTensor {
         pub(crate) fn new(tensor: Tensor) -> Self {
             Self(tensor)
         }
 
-        pub(crate) fn tensor(&self) -> Result<&Tensor> {
+        pub(crate) fn get(&self, _what: &'static str) -> Result<&Tensor> {
             Ok(&self.0)
+        }
+    }
+
+    #[cfg(feature = "insight")]
+    impl Clone for IterationTensor {
+        fn clone(&self) -> Self {
+            Self(self.0.shallow_clone())
         }
     }
 

@@ -34,7 +34,7 @@ pub struct StepOutcome {
     judged: Option<Judged>,
     /// In an iteration of a graph, the learning rate on the device.
     #[cfg(feature = "insight")]
-    learning_rate: Option<Tensor>,
+    learning_rate: Option<capture::IterationTensor>,
 }
 
 /// What a detector of spikes has judged.
@@ -132,7 +132,9 @@ impl Pending {
     fn flag(&self) -> Result<&Tensor> {
         #[cfg(feature = "graph")]
         match capture::id() {
-            None => self.refuse_captured("the outcome of a step in a graph")?,
+            None => {
+                self.refuse_captured("the outcome of a captured step outside of its iteration")?
+            }
             here if here == self.captured => {}
             Some(_) => {
                 let remedy = "pass on the outcome of a step of the same iteration";
@@ -213,7 +215,7 @@ impl Clone for StepOutcome {
             #[cfg(feature = "insight")]
             judged: self.judged.clone(),
             #[cfg(feature = "insight")]
-            learning_rate: self.learning_rate.as_ref().map(Tensor::shallow_clone),
+            learning_rate: self.learning_rate.clone(),
         }
     }
 }
@@ -302,10 +304,11 @@ impl StepOutcome {
         self.judged.as_ref()
     }
 
-    /// In an iteration of a graph, the learning rate on the device.
+    /// In an iteration of a graph, the learning rate on the device. Fails in a capture for that of another iteration.
     #[cfg(feature = "insight")]
-    pub(crate) fn learning_rate(&self) -> Option<&Tensor> {
-        self.learning_rate.as_ref()
+    pub(crate) fn learning_rate(&self) -> Result<Option<&Tensor>> {
+        let lr = self.learning_rate.as_ref();
+        lr.map(|lr| lr.get("the outcome of another iteration")).transpose()
     }
 
     /// Whether the step was taken, if the host has the answer.

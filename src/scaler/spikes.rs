@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::capture::{self, Given, OwnLink};
+use crate::capture::{self, IterationTensor, OwnLink};
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Number, Result, ensure};
 use crate::ffi::{self, OutsideRegions, SpikeOptions};
@@ -92,7 +92,7 @@ pub struct SpikeDetector {
     norm: Option<Tensor>,
     loss: Option<Tensor>,
     /// The loss of the next step, detached.
-    watched: Option<Given>,
+    watched: Option<IterationTensor>,
     /// What it shares with the graphs that add to its histories in their replays.
     link: OwnLink,
 }
@@ -118,7 +118,7 @@ impl SpikeDetector {
     pub fn watch_loss(&mut self, loss: &Tensor) {
         // Without its graph, which would be kept until the next step. An undefined tensor is refused there.
         let loss = loss.f_detach().unwrap_or_else(|_| loss.shallow_clone());
-        self.watched = Some(Given::new(loss));
+        self.watched = Some(IterationTensor::new(loss));
     }
 
     /// Returns the options.
@@ -153,7 +153,8 @@ impl SpikeDetector {
     ) -> Result<StepOutcome> {
         let SpikeConfig { deviations, window, warmup, max_in_a_row } = self.config;
         let options = SpikeOptions { deviations, window, warmup, max_in_a_row };
-        let watched = self.watched.as_ref().map(Given::tensor).transpose()?;
+        let watched = self.watched.as_ref();
+        let watched = watched.map(|loss| loss.get("the loss of another iteration")).transpose()?;
         let loss = match watched {
             Some(loss) => Some(ffi::spikes_judge(self.loss.as_ref(), loss, None, options)?),
             None => None,

@@ -528,7 +528,7 @@ fn the_outcome_and_the_loss_of_another_iteration_are_refused() {
         ),
         (
             |t, r, _, _| step(t, |scaler, outcome| r.history.record(scaler, outcome, 0.1)),
-            "a loss that was given before",
+            "the loss of another iteration",
         ),
         (
             |t, _, spikes, _| {
@@ -537,7 +537,7 @@ fn the_outcome_and_the_loss_of_another_iteration_are_refused() {
                 drop(t.scaler.step_unless_spike(&mut t.opt, 1.0, spikes)?);
                 t.scaler.update()
             },
-            "a loss that was given before",
+            "the loss of another iteration",
         ),
     ];
     for (case, (record, text)) in records.into_iter().enumerate() {
@@ -705,4 +705,27 @@ fn a_disabled_scaler_that_is_observed_does_not_hide_the_scale_of_replays() {
     take(&mut training, &mut graph, 6).unwrap();
     let report = training.records.as_ref().unwrap().health.report().unwrap();
     assert_eq!((report.scale, report.observed), (1024.0, 7));
+}
+
+/// A disabled scaler's steps are known to the host, but not the learning rate and the norm.
+#[test]
+fn a_known_outcome_of_another_iteration_is_refused_by_a_history() {
+    let Some(gpu) = gpu() else { return };
+    let (mut training, mut graph) = plain(gpu.device);
+    training.scaler = GradScaler::disabled();
+    let mut history = ScaleHistory::new(4).unwrap();
+    let mut last = None;
+    for i in 0..4 {
+        let result = graph.replay(|| {
+            step(&mut training, |scaler, outcome| {
+                let outcome = last.replace(outcome.clone()).unwrap_or_else(|| outcome.clone());
+                history.record(scaler, &outcome, 0.1)
+            })
+        });
+        match i {
+            3 => assert!(refusal(result).contains("the outcome of another iteration")),
+            _ => assert!(result.is_ok()),
+        }
+    }
+    assert_eq!(history.report().unwrap().total, 3);
 }

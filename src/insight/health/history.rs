@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 
 use super::report::{PowerOfTwo, Verdict};
 use crate::GradScaler;
-use crate::capture::{self, Given, OwnLink};
+use crate::capture::{self, IterationTensor, OwnLink};
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result};
 use crate::ffi;
@@ -65,7 +65,7 @@ pub struct ScaleHistory {
     /// The row of a step is its number, counted from 0, modulo the capacity.
     ring: Option<Tensor>,
     /// The loss of the step that is recorded next.
-    loss: Option<Given>,
+    loss: Option<IterationTensor>,
     /// What it shares with the graphs that add to it in their replays.
     link: OwnLink,
 }
@@ -155,7 +155,7 @@ impl ScaleHistory {
             let problem = format!("has {elements} elements: pass the mean or sum, which has one");
             return Err(Error::InvalidArgument { name: "loss", problem });
         }
-        self.loss = Some(Given::new(loss.f_detach()?));
+        self.loss = Some(IterationTensor::new(loss.f_detach()?));
         Ok(())
     }
 
@@ -185,7 +185,8 @@ impl ScaleHistory {
         let begun = self.begin_on_device(outcome)?;
         let judged = outcome.judged();
         let is_skipped = outcome.known_taken() == Some(Taken::Skipped);
-        let given = self.loss.as_ref().map(Given::tensor).transpose()?;
+        let given = self.loss.as_ref();
+        let given = given.map(|loss| loss.get("the loss of another iteration")).transpose()?;
         let numbers = StepNumbers {
             scale: scale.map_or(StepNumber::Host(1.0), StepNumber::Device),
             flag: outcome
@@ -194,7 +195,7 @@ impl ScaleHistory {
             norm: outcome.total_norm().or_else(|| judged.map(|judged| &judged.norm)),
             loss: judged.and_then(|judged| judged.loss.as_ref()).or(given),
             learning_rate: outcome
-                .learning_rate()
+                .learning_rate()?
                 .map_or(StepNumber::Host(learning_rate), StepNumber::Device),
             is_judged: judged.is_some(),
         };
@@ -238,7 +239,7 @@ impl ScaleHistory {
             let remedy = "record iterations that have gradients";
             return Err(capture::refusal("the record of a step without gradients", remedy));
         }
-        if outcome.learning_rate().is_none() && !outcome.has_no_gradients() {
+        if outcome.learning_rate()?.is_none() && !outcome.has_no_gradients() {
             let remedy = "record the outcome of a step of one of `tch_amp::optim` in its iteration";
             return Err(capture::refusal("a learning rate of the host in a history", remedy));
         }
