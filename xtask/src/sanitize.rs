@@ -20,6 +20,10 @@ const TESTS: [&str; 4] = ["--lib", "--test=tensors", "--test=optim", "--test=sca
 const FLAGS: &str = "-fsanitize=address,undefined -fno-sanitize=vptr \
                      -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1";
 
+/// An option of the crate's own profile, with which cargo keeps this build in files of its own: those of the other one
+/// may be running. It is what cargo's default means without incremental compilation.
+const OWN_FILES: &str = "profile.dev.package.tch-amp.codegen-units=16";
+
 /// The reports that the planted faults of `src/ffi/tests/sanitized.rs` must cause.
 const PLANTED: [(&str, &str); 4] = [
     ("writes_behind_memory", "heap-buffer-overflow"),
@@ -121,7 +125,7 @@ fn check(workspace: &Workspace, leaks: bool, tests: &[String]) -> Result<()> {
 /// `cargo test` with the C++ under sanitizers. The options exclude libtorch itself, which is built without them.
 fn cargo(workspace: &Workspace, leaks: bool) -> Result<Command> {
     let mut cargo = workspace.cargo_test();
-    cargo.args(["--package", "tch-amp"]);
+    cargo.args(["--package", "tch-amp", "--config", OWN_FILES]);
     let leaks = u8::from(leaks);
     let options = format!("detect_leaks={leaks}:detect_odr_violation=0:alloc_dealloc_mismatch=0");
     // Only for the tests, not for cargo and compilers, which the libraries would slow down.
