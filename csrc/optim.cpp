@@ -101,9 +101,12 @@ void check_moments(const Entry &e) {
               "8-bit moments have a u8 for each 32 numbers; load a state to repair them");
 }
 
-Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options) {
-  const at::Tensor &parameter = tamp::tensor(given.parameter);
-  Entry out = {options + given.options, given.first_step != 0, given.many_steps != 0, parameter, {}, {}, {}, {}};
+// Fills an empty entry.
+void fill(Entry &out, const tamp_optim_parameter &given, const tamp_optim_options *options) {
+  out.options = options + given.options;
+  out.first_step = given.first_step != 0;
+  out.many_steps = given.many_steps != 0;
+  out.parameter = tamp::tensor(given.parameter);
   check_memory(out.parameter, "a parameter");
   const bool has_rates = tamp::optim::has_device_rates(*out.options);
   TORCH_CHECK(!has_rates || tamp::tensor(out.options->rates).device() == out.parameter.device(),
@@ -130,7 +133,6 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
   if (out.is_low_bit()) check_moments(out);
   check_step(out);
   check_layout(out);
-  return out;
 }
 
 // Checks that an argument of a step is one number, which the kernels of a GPU read as f32.
@@ -158,6 +160,7 @@ bool is_never_trained(const Tensor &parameter) { return parameter.requires_grad(
 
 // Returns what a step will do with a parameter: TAMP_STEP_TAKEN, or the reason why it is not taken.
 uint8_t answer(const tamp_optim_parameter &given) {
+  if (given.elsewhere != 0) return TAMP_STEP_LEFT_OUT;
   const Tensor &parameter = tamp::tensor(given.parameter);
   const tamp_gradient gradient = tamp::inspect(parameter);
   if (gradient.gradient == 0) return is_never_trained(parameter) ? TAMP_STEP_REFUSED : TAMP_STEP_LEFT_OUT;
@@ -176,7 +179,7 @@ void refuse_overlapping(const tamp_optim_parameter *parameters, size_t count, ui
   std::vector<size_t> places;
   for (size_t i = 0; i < count; ++i) {
     const Tensor &parameter = tamp::tensor(parameters[i].parameter);
-    if (!tamp::is_shared(parameter)) continue;
+    if (parameters[i].elsewhere != 0 || !tamp::is_shared(parameter)) continue;
     shared.push_back(&parameter);
     places.push_back(i);
   }
@@ -220,8 +223,8 @@ void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const
     cpu.reserve(count);
     for (size_t i = 0; i < count; ++i) {
       if (answers[i] != TAMP_STEP_TAKEN) continue;
-      Entry e = entry(parameters[i], options);
-      (is_on_cpu(e.parameter) ? cpu : other).push_back(std::move(e));
+      auto &entries = is_on_cpu(tamp::tensor(parameters[i].parameter)) ? cpu : other;
+      fill(entries.emplace_back(), parameters[i], options);
     }
     // The CPU comes first, because only its part can still fail, and then it has changed nothing.
     const tamp::optim::DeviceStep devices(other, *scale);

@@ -13,8 +13,8 @@ namespace tamp::optim {
 
 // A parameter and everything that its update reads and writes.
 struct Entry {
-  const tamp_optim_options *options;
-  bool first_step, many_steps;
+  const tamp_optim_options *options = nullptr;
+  bool first_step = false, many_steps = false;
   at::Tensor parameter, gradient, step;
   at::Tensor states[kStates];  // by StatePlace; undefined where an algorithm has none
   Master master;

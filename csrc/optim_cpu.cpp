@@ -155,82 +155,110 @@ Update update_of(const Entry &e, Corrections &corrections) {
   }
 }
 
-// The memory of `t` from element `begin` on, or null for an undefined tensor.
+// The memory of an entry's tensors, or null for an undefined one.
+struct Memory {
+  void *parameter, *master, *states[kStates];
+  const void *gradient, *orthogonal;
+};
+
+// Returns the memory of the tensors, which the loops only read and write: copy-on-write memory must not be copied inside
+// a parallel loop.
+Memory memory_of(const Entry &e) {
+  const auto memory = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
+  Memory out = {memory(e.parameter), memory(e.master.tensor), {}, e.gradient.const_data_ptr(), memory(e.orthogonal)};
+  std::transform(std::begin(e.states), std::end(e.states), std::begin(out.states), memory);
+  return out;
+}
+
+// The update of one parameter.
+struct Task {
+  const Entry &entry;
+  Memory memory;
+  Update update;
+};
+
+// The memory from element `begin` on, or null.
 template <typename T>
-T *memory_from(const Tensor &t, int64_t begin) {
-  return t.defined() ? static_cast<T *>(t.data_ptr()) + begin : nullptr;
+T *from(void *memory, int64_t begin) {
+  return memory == nullptr ? nullptr : static_cast<T *>(memory) + begin;
+}
+
+template <typename T>
+const T *from(const void *memory, int64_t begin) {
+  return memory == nullptr ? nullptr : static_cast<const T *>(memory) + begin;
 }
 
 // `n` elements from `begin` on. The parameter's numbers and the gradient may be in buffers instead of their tensors.
 template <typename T>
-tamp::kernels::Slice<T> slice(const Entry &e, T *parameter, const T *gradient, int64_t begin, int64_t n) {
+tamp::kernels::Slice<T> slice(const Memory &memory, T *parameter, const T *gradient, int64_t begin, int64_t n) {
   tamp::kernels::Slice<T> out = {parameter, gradient, {}, n};
-  for (int i = 0; i < kStates; ++i) out.states[i] = memory_from<T>(e.states[i], begin);
-  out.orthogonal = memory_from<c10::BFloat16>(e.orthogonal, begin);
+  for (int i = 0; i < kStates; ++i) out.states[i] = from<T>(memory.states[i], begin);
+  out.orthogonal = from<c10::BFloat16>(memory.orthogonal, begin);
   return out;
 }
 
-void step_low_bit(const Entry &e, const tamp::kernels::LowBitMuon &options, const GradientScale &scale,
+void step_low_bit(const Task &task, const tamp::kernels::LowBitMuon &options, const GradientScale &scale,
                   float *parameter, const float *gradient, int64_t begin, int64_t n) {
-  auto *buffer = memory_from<c10::BFloat16>(e.states[kMomentumBuffer], begin);
-  const auto *orthogonal = memory_from<c10::BFloat16>(e.orthogonal, begin);
+  auto *buffer = from<c10::BFloat16>(task.memory.states[kMomentumBuffer], begin);
+  const auto *orthogonal = from<c10::BFloat16>(task.memory.orthogonal, begin);
   tamp::kernels::update(options, scale, {parameter, gradient, buffer, orthogonal, n});
 }
 
 // Updates with low-bit moments.
-void step_low_bit(const Entry &e, const tamp::kernels::LowBit &options, const GradientScale &scale, float *parameter,
+void step_low_bit(const Task &task, const tamp::kernels::LowBit &options, const GradientScale &scale, float *parameter,
                   const float *gradient, int64_t begin, int64_t n) {
-  if (e.kept_as == TAMP_STATES_BFLOAT16) {
-    auto *exp_avg = memory_from<c10::BFloat16>(e.states[kExpAvg], begin);
-    auto *exp_avg_sq = memory_from<c10::BFloat16>(e.states[kExpAvgSq], begin);
+  const auto &states = task.memory.states;
+  if (task.entry.kept_as == TAMP_STATES_BFLOAT16) {
+    auto *exp_avg = from<c10::BFloat16>(states[kExpAvg], begin);
+    auto *exp_avg_sq = from<c10::BFloat16>(states[kExpAvgSq], begin);
     return tamp::kernels::update(options, scale, {parameter, gradient, exp_avg, exp_avg_sq, n});
   }
-  auto *exp_avg = memory_from<int8_t>(e.states[kExpAvg], begin);
-  auto *exp_avg_sq = memory_from<uint8_t>(e.states[kExpAvgSq], begin);
-  auto *exponents = memory_from<uint8_t>(e.states[kExponents], begin / tamp::kernels::kCodeBlock);
+  auto *exp_avg = from<int8_t>(states[kExpAvg], begin);
+  auto *exp_avg_sq = from<uint8_t>(states[kExpAvgSq], begin);
+  auto *exponents = from<uint8_t>(states[kExponents], begin / tamp::kernels::kCodeBlock);
   tamp::kernels::update(options, scale, {parameter, gradient, exp_avg, exp_avg_sq, exponents, n});
 }
 
 template <typename T>
-void apply(const Entry &e, const Update &update, const GradientScale &scale, T *parameter, const T *gradient,
-           int64_t begin, int64_t n) {
+void apply(const Task &task, const GradientScale &scale, T *parameter, const T *gradient, int64_t begin, int64_t n) {
   const auto step = [&](const auto &options) {
     using Options = std::decay_t<decltype(options)>;
     if constexpr (!std::is_same_v<Options, LowBit> && !std::is_same_v<Options, LowBitMuon>) {
-      tamp::kernels::update(options, scale, slice<T>(e, parameter, gradient, begin, n));
+      tamp::kernels::update(options, scale, slice<T>(task.memory, parameter, gradient, begin, n));
     } else if constexpr (std::is_same_v<T, float>) {
-      step_low_bit(e, *options, scale, parameter, gradient, begin, n);
+      step_low_bit(task, *options, scale, parameter, gradient, begin, n);
     }
   };
-  std::visit(step, update);
+  std::visit(step, task.update);
 }
 
 // Updates a half-precision parameter in f32, in blocks that stay in the first-level cache.
 template <typename Half>
-void run_in_blocks(const Entry &e, const Update &update, const GradientScale &scale, const tamp::Chunk &chunk) {
+void run_in_blocks(const Task &task, const GradientScale &scale, const tamp::Chunk &chunk) {
   namespace kernels = tamp::kernels;
   constexpr int64_t kBlock = 256;
   alignas(64) float numbers[kBlock], gradients[kBlock];
+  const auto &[e, memory, update] = task;
   const bool remains = e.master.kind == TAMP_MASTER_REMAINDER;
   const bool is_random = e.master.kind == TAMP_MASTER_STOCHASTIC;
   const uint64_t seed = is_random ? tamp::seed_of_step(e.master.seed, *e.step.const_data_ptr<float>()) : 0;
   for (int64_t begin = chunk.begin; begin < chunk.end; begin += kBlock) {
     const int64_t n = std::min(kBlock, chunk.end - begin);
-    Half *parameter = memory_from<Half>(e.parameter, begin);
-    int16_t *rest = remains ? memory_from<int16_t>(e.master.tensor, begin) : nullptr;
+    Half *parameter = from<Half>(memory.parameter, begin);
+    int16_t *rest = remains ? from<int16_t>(memory.master, begin) : nullptr;
     float *number = numbers;
     if (e.master.kind == TAMP_MASTER_FLOAT) {
-      number = memory_from<float>(e.master.tensor, begin);
+      number = from<float>(memory.master, begin);
     } else if constexpr (std::is_same_v<Half, c10::BFloat16>) {
       remains ? kernels::join(parameter, rest, numbers, n) : kernels::widen(parameter, numbers, n);
     }
     const float *gradient = gradients;
     if (e.gradient.scalar_type() == at::kFloat) {
-      gradient = e.gradient.const_data_ptr<float>() + begin;
+      gradient = from<float>(memory.gradient, begin);
     } else {
-      kernels::widen(e.gradient.const_data_ptr<Half>() + begin, gradients, n);
+      kernels::widen(from<Half>(memory.gradient, begin), gradients, n);
     }
-    apply<float>(e, update, scale, number, gradient, begin, n);
+    apply<float>(task, scale, number, gradient, begin, n);
     if (e.master.kind == TAMP_MASTER_FLOAT) {
       kernels::narrow(number, parameter, n);
     } else if constexpr (std::is_same_v<Half, c10::BFloat16>) {
@@ -240,27 +268,17 @@ void run_in_blocks(const Entry &e, const Update &update, const GradientScale &sc
   }
 }
 
-void run(const Entry &e, const Update &update, const GradientScale &scale, const tamp::Chunk &chunk) {
-  if (e.master.kind != TAMP_MASTER_NONE) {
-    const bool is_bf16 = e.parameter.scalar_type() == at::kBFloat16;
-    const auto in_blocks = is_bf16 ? run_in_blocks<c10::BFloat16> : run_in_blocks<c10::Half>;
-    return in_blocks(e, update, scale, chunk);
+void run(const Task &task, const GradientScale &scale, const tamp::Chunk &chunk) {
+  const at::ScalarType dtype = task.entry.parameter.scalar_type();
+  if (task.entry.master.kind != TAMP_MASTER_NONE) {
+    const auto in_blocks = dtype == at::kBFloat16 ? run_in_blocks<c10::BFloat16> : run_in_blocks<c10::Half>;
+    return in_blocks(task, scale, chunk);
   }
-  tamp::with_floating(e.parameter.scalar_type(), [&](auto *type) {
+  tamp::with_floating(dtype, [&](auto *type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const auto *gradient = static_cast<const T *>(e.gradient.const_data_ptr()) + chunk.begin;
-    const int64_t n = chunk.end - chunk.begin;
-    apply<T>(e, update, scale, memory_from<T>(e.parameter, chunk.begin), gradient, chunk.begin, n);
+    const auto [begin, n] = std::pair(chunk.begin, chunk.end - chunk.begin);
+    apply<T>(task, scale, from<T>(task.memory.parameter, begin), from<T>(task.memory.gradient, begin), begin, n);
   });
-}
-
-// Copies copy-on-write memory, which must not happen inside a parallel loop. The loops only read the pointers.
-void materialize(const Entry &e) {
-  e.parameter.mutable_data_ptr();
-  if (e.master.tensor.defined()) e.master.tensor.mutable_data_ptr();
-  for (const auto &state : e.states) {
-    if (state.defined()) state.mutable_data_ptr();
-  }
 }
 
 GradientScale scale_of(const tamp_optim_scale &scale) {
@@ -291,10 +309,10 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
   const Unscaling unscaling = unscaling_of(scale);
   std::vector<std::pair<size_t, Entry>> originals;  // the entries that are not aligned, with their places in `work`
   std::vector<int64_t> sizes;
-  std::vector<Update> updates;
+  std::vector<Task> tasks;
   Corrections corrections;
   sizes.reserve(work.size());
-  updates.reserve(work.size());
+  tasks.reserve(work.size());
   for (size_t i = 0; i < work.size(); ++i) {
     if (!is_aligned(work[i])) {
       originals.emplace_back(i, work[i]);
@@ -304,15 +322,14 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
     }
   }
   orthogonalize(work, unscaling, /*is_skipped=*/false);
-  for (size_t i = 0; i < work.size(); ++i) {
-    materialize(work[i]);
-    sizes.push_back(work[i].parameter.numel());
-    updates.push_back(update_of(work[i], corrections));
+  for (const auto &e : work) {
+    sizes.push_back(e.parameter.numel());
+    tasks.push_back({e, memory_of(e), update_of(e, corrections)});
   }
   const auto parts = tamp::chunks(sizes);
   tamp::for_each(parts, tamp::From::kEnd, [&](int64_t i) {
     const tamp::Chunk &chunk = parts[static_cast<size_t>(i)];
-    run(work[chunk.tensor], updates[chunk.tensor], scale, chunk);
+    run(tasks[chunk.tensor], scale, chunk);
   });
   for (const auto &[i, original] : originals) copy_back(original, work[i]);
   for (const auto &e : work) {

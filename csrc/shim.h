@@ -488,6 +488,7 @@ typedef struct tamp_optim_parameter {
   uint8_t complete;     // whether all of the state exists that the options require
   uint8_t many_steps;   // whether there may be 2^24 steps or more, of which f32 does not have every number
   uint8_t kept_as;      // TAMP_STATES_…
+  uint8_t elsewhere;    // whether another rank steps it, so that it is left out here
 } tamp_optim_parameter;
 
 // How the gradients are unscaled before the update, and whether there is one. Each tensor may be null.
@@ -500,7 +501,7 @@ typedef struct tamp_optim_scale {
 // What a step does with a parameter, or why the whole step cannot be taken.
 enum {
   TAMP_STEP_TAKEN = 0,
-  TAMP_STEP_LEFT_OUT = 1,    // the parameter has no gradient or is frozen
+  TAMP_STEP_LEFT_OUT = 1,    // the parameter has no gradient, is frozen, or is stepped elsewhere
   TAMP_STEP_REFUSED = 2,     // no step can take such a gradient, or a parameter in the memory of another
   TAMP_STEP_STALE = 3,       // the parameter does not fit its stamp: its master has to be renewed first
   TAMP_STEP_INCOMPLETE = 4,  // some of the parameter's state has to be made first

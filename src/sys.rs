@@ -201,6 +201,7 @@ pub(crate) struct OptimParameter {
     pub(crate) complete: u8,
     pub(crate) many_steps: u8,
     pub(crate) kept_as: u8,
+    pub(crate) elsewhere: u8,
 }
 
 #[repr(C)]

@@ -147,6 +147,30 @@ pub(crate) struct OptimParameter<'a> {
     pub(crate) elsewhere: bool,
 }
 
+impl OptimParameter<'_> {
+    fn raw(&self, stamp: *mut sys::Stamp) -> sys::OptimParameter {
+        sys::OptimParameter {
+            parameter: pointer(self.parameter),
+            step: optional(self.step),
+            states: self.states.map(optional),
+            master: optional(self.kept),
+            stamp,
+            seed: self.master.seed(),
+            options: u32::try_from(self.options).unwrap_or(u32::MAX),
+            masters: self.master.code(),
+            first_step: self.first_step.into(),
+            complete: self.complete.into(),
+            many_steps: self.many_steps.into(),
+            kept_as: self.kept_as.code(),
+            elsewhere: self.elsewhere.into(),
+        }
+    }
+}
+
+fn optional(tensor: Option<&Tensor>) -> *mut sys::Tensor {
+    tensor.map_or(ptr::null_mut(), pointer)
+}
+
 /// How the gradients are unscaled and clipped for the update, and the flag that skips it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct OptimScale<'a> {
@@ -185,30 +209,17 @@ impl StepAnswer {
 /// Steps the parameters that have gradients and that no other rank steps, and takes new stamps of those with master
 /// weights. The `rates` of each of the options, two f32 on the device, stand for their learning rate; there may be none.
 /// Changes nothing if any answer is neither `Taken` nor `LeftOut`, or if `found_inf` is not zero.
-pub(crate) fn optim_step(
-    parameters: &[OptimParameter<'_>],
+pub(crate) fn optim_step<'a>(
+    parameters: impl ExactSizeIterator<Item = OptimParameter<'a>>,
     options: &[OptimOptions],
     rates: &[Tensor],
     scale: OptimScale<'_>,
     stamps: &mut Stamps,
 ) -> Result<Vec<StepAnswer>> {
-    assert!(parameters.iter().all(|given| given.options < options.len()), "an index of options");
-    let optional = |tensor: Option<&Tensor>| tensor.map_or(ptr::null_mut(), pointer);
-    let raw = parameters.iter().zip(stamps.of_each(parameters.len()));
-    let raw = raw.filter(|(given, _)| !given.elsewhere);
-    let raw = raw.map(|(given, stamp)| sys::OptimParameter {
-        parameter: pointer(given.parameter),
-        step: optional(given.step),
-        states: given.states.map(optional),
-        master: optional(given.kept),
-        stamp,
-        seed: given.master.seed(),
-        options: u32::try_from(given.options).unwrap_or(u32::MAX),
-        masters: given.master.code(),
-        first_step: given.first_step.into(),
-        complete: given.complete.into(),
-        many_steps: given.many_steps.into(),
-        kept_as: given.kept_as.code(),
+    let stamps = stamps.of_each(parameters.len());
+    let raw = parameters.zip(stamps).map(|(parameter, stamp)| {
+        assert!(parameter.options < options.len(), "an index of options");
+        parameter.raw(stamp)
     });
     let raw: Vec<_> = raw.collect();
     let rates = |index: usize| rates.get(index);
@@ -219,20 +230,17 @@ pub(crate) fn optim_step(
         clip: optional(scale.clip),
         found_inf: optional(scale.found_inf),
     };
-    let mut answers = vec![sys::STEP_LEFT_OUT; raw.len()];
-    let (array, count, out) = (raw.as_ptr(), raw.len(), answers.as_mut_ptr());
+    let mut raw_answers = vec![sys::STEP_LEFT_OUT; raw.len()];
+    let (array, count, out) = (raw.as_ptr(), raw.len(), raw_answers.as_mut_ptr());
     // SAFETY: both arrays have `count` elements, each parameter names options that exist and a stamp of its own; the
-    // borrows keep every tensor alive, and tensors are changed in place only through libtorch's own handles, which
-    // alias freely.
+    // borrows, which are of one lifetime for all parameters, keep every tensor alive, and tensors are changed in place
+    // only through libtorch's own handles, which alias freely.
     call(|err| unsafe { sys::tamp_optim_step(array, count, options.as_ptr(), &scale, out, err) })?;
-    let mut answers = answers.into_iter().map(StepAnswer::of);
-    let answer = |given: &OptimParameter<'_>| match given.elsewhere {
-        true => Ok(StepAnswer::LeftOut),
-        false => {
-            answers.next().unwrap_or_else(|| Err(Error::Torch("a step gave no answer".into())))
-        }
-    };
-    parameters.iter().map(answer).collect()
+    let mut answers = Vec::with_capacity(count);
+    for answer in raw_answers {
+        answers.push(StepAnswer::of(answer)?);
+    }
+    Ok(answers)
 }
 
 /// Returns the f32 numbers that consist of a bf16 parameter and its remainder.

@@ -143,8 +143,7 @@ impl Optimizer {
                 elsewhere: *elsewhere,
             }
         });
-        let parameters: Vec<_> = parameters.collect();
-        ffi::optim_step(&parameters, &options, &rates, step.scale(), &mut self.stamps)
+        ffi::optim_step(parameters, &options, &rates, step.scale(), &mut self.stamps)
     }
 
     /// Whether the momentum buffer of each parameter starts with its gradient.
