@@ -64,6 +64,11 @@ impl Region {
         }))
     }
 
+    /// Whether the plan keeps the whole model in f32.
+    pub fn is_planned_f32(&self) -> bool {
+        self.plan.as_ref().is_some_and(|plan| plan.dtype.is_none())
+    }
+
     /// Takes the plan if it holds on all ranks, and no plan otherwise.
     fn takes_plan(&mut self, ranks: &Ranks) -> Result<bool> {
         let planned = self.plan.as_ref().and_then(|plan| self.plain.plan(plan).ok());

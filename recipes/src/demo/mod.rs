@@ -3,6 +3,7 @@
 pub mod digits;
 pub mod gpt;
 mod process;
+mod speed;
 
 use crate::{Ranks, print, writable};
 use anyhow::{Context, Result, ensure};

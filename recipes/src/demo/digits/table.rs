@@ -1,13 +1,11 @@
 //! The results as a table and as one sentence.
 
 use super::train::RunResult;
+use crate::demo::speed;
 use crate::precision_name;
 use crate::report::{mebibytes, or_dash};
 use tch_amp::Amp;
 use tch_amp::insight::html::Table;
-
-/// Medians within this ratio of each other are not reported as different.
-const SAME_SPEED: f64 = 1.1;
 
 const HEADER: [&str; 7] = [
     "run",
@@ -31,7 +29,7 @@ fn row(run: &RunResult) -> [String; HEADER.len()] {
         precision_name(run.precision).to_owned(),
         format!("{:.4}", run.final_loss),
         format!("{:.2} %", run.accuracy),
-        format!("{:.2}", run.step_ms(0.5)),
+        format!("{:.2}", run.step_ms()),
         mebibytes(run.peak_memory),
         or_dash(run.final_scale.map(|_| run.skipped())),
         or_dash(run.final_scale),
@@ -48,7 +46,7 @@ pub fn verdict(results: &[RunResult]) -> String {
     let mut sentence = format!(
         "On the held-out digits {}; per step {}",
         compare(&others, |run| accuracy(run, base)),
-        compare(&others, |run| speed(run, base)),
+        compare(&others, |run| speed::in_words(speedup(run, base))),
     );
     if others.iter().all(|run| speedup(run, base) <= 1.0) {
         sentence += ": this network is small; autocast pays off with bigger layers, \
@@ -80,21 +78,8 @@ fn accuracy(run: &RunResult, base: &RunResult) -> String {
     }
 }
 
-fn speed(run: &RunResult, base: &RunResult) -> String {
-    match speedup(run, base) {
-        1.0 => "not measurably faster or slower than fp32".to_owned(),
-        ratio if ratio > 1.0 => format!("{ratio:.1}x faster than fp32 here"),
-        ratio => format!("{:.1}x slower than fp32 here", ratio.recip()),
-    }
-}
-
-/// The ratio of the median step times, or exactly 1 if the middle halves of the times overlap, because other work on
-/// the machine shifts a median as easily as the precision does.
 fn speedup(run: &RunResult, base: &RunResult) -> f64 {
-    let ratio = base.step_ms(0.5) / run.step_ms(0.5);
-    let faster = ratio >= SAME_SPEED && base.step_ms(0.25) > run.step_ms(0.75);
-    let slower = ratio.recip() >= SAME_SPEED && run.step_ms(0.25) > base.step_ms(0.75);
-    if faster || slower { ratio } else { 1.0 }
+    speed::speedup(&run.seconds(), &base.seconds())
 }
 
 #[cfg(test)]

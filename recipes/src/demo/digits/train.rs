@@ -3,6 +3,7 @@
 use super::data::{Digits, Split};
 use super::model;
 use super::options::Options;
+use crate::demo::speed;
 use crate::log::Row;
 use crate::measure::{LOSS, Number, SCALE};
 use crate::memory::PeakMemory;
@@ -88,12 +89,14 @@ impl RunResult {
         self.steps.iter().filter(|step| step.skipped).count()
     }
 
-    /// The time of an iteration in milliseconds: the median for `0.5`, the lower quartile for `0.25`.
-    pub fn step_ms(&self, quantile: f64) -> f64 {
-        let mut times: Vec<f64> = self.steps.iter().map(|step| step.seconds * 1e3).collect();
-        times.sort_by(f64::total_cmp);
-        let index = (quantile * times.len() as f64) as usize;
-        times.get(index).copied().unwrap_or(f64::NAN)
+    /// The seconds that each iteration took.
+    pub fn seconds(&self) -> Vec<f64> {
+        self.steps.iter().map(|step| step.seconds).collect()
+    }
+
+    /// The median time of an iteration in milliseconds.
+    pub fn step_ms(&self) -> f64 {
+        1e3 * speed::quantile(&self.seconds(), 0.5)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::incident::Incident;
 use super::train::{LENGTH, ROWS, Run};
+use crate::demo::speed;
 use crate::precision_name;
 use crate::report::mebibytes;
 use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
@@ -11,12 +12,6 @@ const LAST: usize = 20;
 
 /// One sentence on what bf16 gains, with fp32's run first.
 pub fn verdict(fp32: &Run, bf16: &Run) -> String {
-    let speed = bf16.tokens_per_second() / fp32.tokens_per_second();
-    let speed = if speed >= 1.0 {
-        format!("{speed:.1}x faster")
-    } else {
-        format!("{:.1}x slower", speed.recip())
-    };
     let memory = match (fp32.activations, bf16.activations) {
         (Some(of_fp32), Some(of_bf16)) if of_fp32 > 0 => {
             let share = 100.0 * of_bf16 as f64 / of_fp32 as f64;
@@ -29,9 +24,13 @@ pub fn verdict(fp32: &Run, bf16: &Run) -> String {
         |run: &Run| Run { losses: run.losses[..same].to_vec(), ..run.clone() }.final_loss(LAST);
     let difference = (within(bf16) / within(fp32) - 1.0).abs() * 100.0;
     let plan = bf16.plan.as_ref().map(|plan| format!(" The plan: {plan}.")).unwrap_or_default();
-    format!(
-        "bf16 is {speed} than fp32 here{memory}; the loss is the same within {difference:.1} %.{plan}"
-    )
+    let gain = if bf16.is_planned_f32 {
+        "fp32 is fastest here, and what the plan takes".to_owned()
+    } else {
+        let speedup = speed::speedup(&bf16.seconds, &fp32.seconds);
+        format!("bf16 is {}{memory}", speed::in_words(speedup))
+    };
+    format!("{gain}; the loss is the same within {difference:.1} %.{plan}")
 }
 
 /// The table: bytes per second, milliseconds per step, final loss and memory.
@@ -97,4 +96,48 @@ pub fn loss_plot(runs: &[Run]) -> Plot {
         Spacing::Linear,
         runs.iter().map(series).collect(),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch_amp::Amp;
+
+    fn run(precision: Amp, seconds: [f64; 5]) -> Run {
+        Run {
+            precision,
+            plan: None,
+            is_planned_f32: false,
+            losses: vec![2.0; 4],
+            seconds: seconds.to_vec(),
+            activations: Some(100),
+            sample: String::new(),
+            origin: String::new(),
+            incident: None,
+        }
+    }
+
+    #[test]
+    fn only_times_that_do_not_overlap_are_a_gain() {
+        let fp32 = run(Amp::Off, [2.0, 2.0, 2.1, 2.2, 9.0]);
+        let fast = run(Amp::Bf16, [1.0, 1.0, 1.05, 1.1, 8.0]);
+        let said = verdict(&fp32, &fast);
+        assert!(said.starts_with("bf16 is 2.0x faster than fp32 here and needs 100 %"), "{said}");
+        let noisy = run(Amp::Bf16, [0.5, 0.6, 1.0, 2.0, 9.0]);
+        let said = verdict(&fp32, &noisy);
+        assert!(said.starts_with("bf16 is not measurably faster or slower"), "{said}");
+    }
+
+    #[test]
+    fn a_plan_in_f32_is_no_gain_of_bf16() {
+        let fp32 = run(Amp::Off, [2.0; 5]);
+        let planned = Run {
+            plan: Some("everything is in f32".to_owned()),
+            is_planned_f32: true,
+            ..run(Amp::Bf16, [1.0; 5])
+        };
+        let said = verdict(&fp32, &planned);
+        assert!(said.starts_with("fp32 is fastest here"), "{said}");
+        assert!(!said.contains("faster"), "{said}");
+    }
 }

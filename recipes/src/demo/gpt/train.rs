@@ -2,6 +2,7 @@
 //! precisions train alike.
 
 use super::incident::{self, Incident};
+use crate::demo::speed;
 use crate::gpt::data::Text;
 use crate::gpt::options::Options as Recipe;
 use crate::gpt::train::Trainer;
@@ -41,6 +42,8 @@ pub struct Run {
     pub precision: Amp,
     /// What was measured to be fastest, in a line, if the run was tuned.
     pub plan: Option<String>,
+    /// Whether the plan keeps the whole model in f32.
+    pub is_planned_f32: bool,
     /// The loss of each step, in nats per byte.
     pub losses: Vec<f64>,
     /// The seconds that each step took.
@@ -58,10 +61,7 @@ pub struct Run {
 impl Run {
     /// The median of bytes per second.
     pub fn tokens_per_second(&self) -> f64 {
-        let mut seconds = self.seconds.clone();
-        seconds.sort_by(f64::total_cmp);
-        let median = seconds.get(seconds.len() / 2).copied().unwrap_or(f64::NAN);
-        (ROWS * LENGTH) as f64 / median
+        (ROWS * LENGTH) as f64 / speed::quantile(&self.seconds, 0.5)
     }
 
     /// The mean loss of the last `count` steps.
@@ -85,9 +85,20 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
     let Watched { mut trainer, plan, losses, seconds, activations } = watched;
     let sample = trainer.write(options.sample)?;
     let is_half = options.precision != Amp::Off;
+    let is_planned_f32 = trainer.region.is_planned_f32();
     let incident = is_half.then(|| incident::cause(&mut trainer, text)).transpose()?;
     let (precision, origin) = (options.precision, text.origin.clone());
-    Ok(Run { precision, plan, losses, seconds, activations, sample, origin, incident })
+    Ok(Run {
+        precision,
+        plan,
+        is_planned_f32,
+        losses,
+        seconds,
+        activations,
+        sample,
+        origin,
+        incident,
+    })
 }
 
 /// The options of the recipe: a small model, whose gradients are not accumulated.
