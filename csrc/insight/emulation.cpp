@@ -23,6 +23,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <map>
 #include <memory>
@@ -70,6 +71,9 @@ using NodeNumber = std::pair<uint64_t, uint64_t>;
 
 NodeNumber number_of(const torch::autograd::Node &node) { return {node.thread_id(), node.sequence_nr()}; }
 
+// How many emulations there are in the process. Where there is none, every region asks for no more than this.
+std::atomic<int> emulations{0};
+
 // What a thread and the threads of its backward passes emulate.
 class Emulation : public c10::DebugInfoBase, public std::enable_shared_from_this<Emulation> {
  public:
@@ -79,7 +83,12 @@ class Emulation : public c10::DebugInfoBase, public std::enable_shared_from_this
         device(static_cast<c10::DeviceType>(how.device_type)),
         lower_(how.lower, how.lower + how.lower_count),
         f32_(how.f32, how.f32 + how.f32_count),
-        seed_(how.seed) {}
+        seed_(how.seed) {
+    ++emulations;
+  }
+  Emulation(const Emulation &) = delete;
+  Emulation &operator=(const Emulation &) = delete;
+  ~Emulation() override { --emulations; }
 
   bool rounds() const { return regions == TAMP_REGIONS_EMULATED; }
 
@@ -566,7 +575,7 @@ void tamp_emulation_mark(tamp_emulation *emulation, tamp_tensor *const *tensors,
 }
 
 uint8_t tamp_emulation_regions() noexcept {
-  const auto *emulation = tamp::current();
+  const auto *emulation = tamp::emulations == 0 ? nullptr : tamp::current();
   return emulation == nullptr ? uint8_t{TAMP_REGIONS_AS_GIVEN} : emulation->regions;
 }
 
