@@ -363,3 +363,43 @@ fn a_momentum_that_is_not_started_is_not_captured() {
     }
     assert!(graph.is_captured());
 }
+
+/// From 2^24 steps on, where f32 does not have every number, a step counts otherwise, and has to be captured anew.
+#[test]
+fn a_count_of_steps_that_f32_does_not_have_is_noticed() {
+    let Some(gpu) = gpu() else { return };
+    let begin = || {
+        let w = Tensor::arange(4, (Kind::Float, gpu.device)).set_requires_grad(true);
+        let mut opt = AdamW::default().build(vec![w.shallow_clone()], 0.1).unwrap();
+        opt.backward_step(&w.square().sum(Kind::Float)).unwrap();
+        let mut state = opt.state_dict().unwrap();
+        let step = Tensor::from(16_777_206f32);
+        drop(state.state.get_mut("0").unwrap().insert("step".to_owned(), step));
+        opt.load_state_dict(&state).unwrap();
+        Weight { w, opt }
+    };
+    let iterate = |weight: &mut Weight| {
+        let loss = weight.w.square().sum(Kind::Float);
+        weight.opt.backward_step(&loss)
+    };
+    let (mut weight, mut twin) = (begin(), begin());
+    let mut graph = Captured::new(gpu.device).unwrap();
+    let mut refused = Vec::new();
+    for i in 1..=16 {
+        let mut replay = |weight: &mut Weight| graph.replay(|| iterate(weight)).map(drop);
+        if let Err(error) = replay(&mut weight) {
+            assert!(refusal(Err::<(), _>(error)).contains("the number of steps"));
+            refused.push(i);
+            graph.recapture();
+            graph.replay(|| iterate(&mut weight)).unwrap();
+        }
+        iterate(&mut twin).unwrap();
+        assert!(weight.w.equal(&twin.w), "{i}");
+    }
+    assert_eq!(refused, [11]);
+    let steps = |weight: &mut Weight| {
+        let state = weight.opt.state_dict().unwrap();
+        state.state["0"]["step"].double_value(&[])
+    };
+    assert_eq!([steps(&mut weight), steps(&mut twin)], [16_777_216.0; 2]);
+}
