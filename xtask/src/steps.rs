@@ -2,12 +2,13 @@
 
 use std::fs::{self, File};
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
+use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow};
 
-use crate::workspace;
+use crate::{process, workspace};
 
 /// Prints a heading for each step, with the time that the previous step took.
 ///
@@ -17,36 +18,41 @@ pub(crate) struct Steps {
     current: Option<(String, Instant)>,
 }
 
-/// A command that runs beside the steps, and whose output is shown when it has ended.
+/// Commands that run beside the steps, one after the other, and whose output is shown when they have ended.
 #[derive(Debug)]
 pub(crate) struct Beside {
     name: String,
-    child: Child,
+    running: JoinHandle<Result<()>>,
     output: PathBuf,
 }
 
 impl Beside {
-    /// Starts the command, which writes to a file below `target`.
-    pub(crate) fn start(name: &str, command: &mut Command) -> Result<Self> {
+    /// Starts the commands, which write to a file below `target`. All of them run, also if one fails.
+    pub(crate) fn start(name: &str, commands: impl IntoIterator<Item = Command>) -> Result<Self> {
         let words: Vec<_> = name.split([' ', ',']).filter(|word| !word.is_empty()).collect();
         let folder = workspace::target();
         fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
         let output = folder.join(format!("{}.log", words.join("-")));
         let cannot = || format!("{} cannot be written", output.display());
         let out = File::create(&output).with_context(cannot)?;
-        command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
+        let mut commands: Vec<_> = commands.into_iter().collect();
+        for command in &mut commands {
+            command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out.try_clone()?);
+        }
         println!("\n-- {name} begins, and is shown when it has ended");
-        let child = command.spawn().with_context(|| format!("{name} cannot be started"))?;
-        Ok(Self { name: name.to_owned(), child, output })
+        let running = thread::spawn(move || {
+            let ended = commands.into_iter().map(|mut command| process::run(&mut command));
+            ended.collect::<Vec<_>>().into_iter().collect()
+        });
+        Ok(Self { name: name.to_owned(), running, output })
     }
 
-    /// Waits for the end, shows what was printed, and fails if the command has failed.
-    pub(crate) fn finish(mut self) -> Result<()> {
-        let status = self.child.wait().with_context(|| self.name.clone())?;
+    /// Waits for the end, shows what was printed, and fails if a command has failed.
+    pub(crate) fn finish(self) -> Result<()> {
+        let ended = self.running.join().unwrap_or_else(|_| Err(anyhow!("the run has panicked")));
         let printed = fs::read(&self.output).with_context(|| self.output.display().to_string())?;
         println!("{}", String::from_utf8_lossy(&printed));
-        ensure!(status.success(), "{} failed ({status})", self.name);
-        Ok(())
+        ended.context(self.name)
     }
 }
 
@@ -66,17 +72,24 @@ impl Steps {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use anyhow::anyhow;
 
     #[test]
-    fn what_runs_beside_fails_where_it_is_finished() {
-        let beside = |word: &str| {
-            let mut command = Command::new("sh");
-            Beside::start(word, command.args(["-c", word]))
+    fn what_runs_beside_runs_to_the_end_and_fails_where_it_is_finished() {
+        let begin = |name: &str, words: &[&str]| {
+            let commands = words.iter().map(|word| {
+                let mut command = Command::new("sh");
+                command.args(["-c", word]);
+                command
+            });
+            Beside::start(name, commands.collect::<Vec<_>>()).unwrap()
         };
-        beside("true").unwrap().finish().unwrap();
-        let error = beside("exit 3").unwrap().finish().unwrap_err();
-        assert!(error.to_string().starts_with("exit 3 failed"), "{error}");
+        begin("beside 1", &["true", "true"]).finish().unwrap();
+        let beside = begin("beside 2", &["exit 3", "echo the second"]);
+        let output = beside.output.clone();
+        let error = format!("{:#}", beside.finish().unwrap_err());
+        assert!(error.starts_with("beside 2: `sh -c"), "{error}");
+        assert!(error.contains("exit status: 3"), "{error}");
+        assert_eq!(fs::read_to_string(output).unwrap(), "the second\n");
     }
 
     #[test]

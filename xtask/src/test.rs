@@ -32,8 +32,8 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     }
     let mut beside = Vec::new();
     for pair in PAIRS.into_iter().filter(|pair| all && *pair != locked) {
-        let (name, mut tests) = test_other(&mut steps, pair)?;
-        beside.push(Beside::start(&name, &mut tests)?);
+        let (name, tests) = test_other(&mut steps, pair)?;
+        beside.push(Beside::start(&name, [tests])?);
     }
     let checked = check(&mut steps);
     // Also after a check that has failed: nothing goes on in the background, and one run shows both.
@@ -102,24 +102,26 @@ fn check(steps: &mut Steps) -> Result<Workspace> {
     Ok(workspace)
 }
 
+/// Every test. Those on counted devices use one core, since they count what a whole process does, one after the other,
+/// for about as long as all others use another one.
 fn test(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
     // Clippy has checked the examples, which no test runs as programs of their own.
     let mut tests = on_cpu(workspace, |_| true)?;
-    let beside = Beside::start("cargo test", tests.arg("--lib"))?;
-    // The longest suite, `simulated`, uses one core: its tests count what the whole process does, one after the other.
+    tests.arg("--lib");
+    let mut sanitized = Command::new(env::current_exe()?);
+    sanitized.arg("sanitize");
+    let mut examples = workspace.cargo_test();
+    examples.arg("--doc");
+    let others = Beside::start("all other tests", [tests, sanitized, examples])?;
+    let on_devices = test_on_devices(steps, workspace);
+    let others = others.finish();
+    on_devices?;
+    others
+}
+
+fn test_on_devices(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
     let simulated =
         steps.run("tests on simulated GPUs", || on_simulation::test(workspace, Extent::Whole));
-    let finished = beside.finish();
-    simulated?;
-    finished?;
-    // What counts on the real host code uses one core, too.
-    let mut sanitized = Command::new(env::current_exe()?);
-    let sanitized = Beside::start("tests under sanitizers", sanitized.arg("sanitize"))?;
-    let mut examples = workspace.cargo_test();
-    let examples = Beside::start("examples in the documentation", examples.arg("--doc"))?;
-    let on_cuda =
-        steps.run("tests on the real host code of CUDA", || on_null_cuda::test(workspace));
-    let finished = [sanitized, examples].map(Beside::finish);
-    on_cuda?;
-    finished.into_iter().collect()
+    steps.run("tests on the real host code of CUDA", || on_null_cuda::test(workspace))?;
+    simulated.map(drop)
 }
