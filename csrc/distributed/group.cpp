@@ -82,6 +82,15 @@ void end(c10::intrusive_ptr<c10d::Backend> backend, milliseconds wait, F how) no
   }
 }
 
+// Ends NCCL's backend in order or, if another rank has gone before, without it: half an end would warn of a leak.
+void shut_down(c10d::Backend &nccl) {
+  try {
+    nccl.shutdown();
+  } catch (const std::exception &) {
+    nccl.abort();
+  }
+}
+
 // Blocks until a collective is complete; on a GPU, has the current stream wait for it.
 void finish(const c10::intrusive_ptr<c10d::Work> &work) { work->wait(); }
 
@@ -224,7 +233,7 @@ Group::~Group() {
   deviceTypeToBackend_.clear();
   for (auto &[type, backend] : backendTypeToBackend_) {
     // Without this, NCCL's backend aborts what other ranks are still receiving, and warns of it.
-    if (type != BackendType::GLOO) end(std::move(backend), kEnd, [](c10d::Backend &nccl) { nccl.shutdown(); });
+    if (type != BackendType::GLOO) end(std::move(backend), kEnd, shut_down);
   }
 }
 
