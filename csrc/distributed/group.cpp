@@ -82,9 +82,10 @@ void end(c10::intrusive_ptr<c10d::Backend> backend, milliseconds wait, F how) no
   }
 }
 
-// Ends NCCL's backend in order or, if another rank has gone before, without it: half an end would warn of a leak.
+// Shuts NCCL's backend down or, if that fails, aborts it. A backend that is destroyed without either warns of a leak.
 void shut_down(c10d::Backend &nccl) {
   try {
+    TORCH_CHECK(!tamp::planted("nccl_shutdown"), "a planted failure");
     nccl.shutdown();
   } catch (const std::exception &) {
     nccl.abort();

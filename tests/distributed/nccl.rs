@@ -54,20 +54,20 @@ fn train(group: &ProcessGroup, device: Device) -> Vec<f64> {
 }
 
 /// NCCL refuses two ranks with one GPU of a host, so each says that it is a host of its own.
-fn rank(number: usize, size: usize, port: &str) -> Child {
+fn rank(number: usize, size: usize, port: &str, fault: &str) -> Child {
     let [number, size] = [number, size].map(|number| number.to_string());
     let group = [("WORLD_SIZE", &size[..]), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)];
     let own = [("RANK", &number[..]), ("NCCL_HOSTID", &number), ("NCCL_SOCKET_IFNAME", "lo")];
-    spawn(TASK, &[&group[..], &own[..]].concat())
+    spawn(TASK, &[&group[..], &own[..], &[("TCH_AMP_PLANTED_FAULT", fault)]].concat())
 }
 
-/// Trains over NCCL, on as many ranks, and over Gloo on the CPU.
-fn compare(size: usize) {
+/// Trains over NCCL with a planted fault, on as many ranks, and over Gloo on the CPU.
+fn compare(size: usize, fault: &str) {
     if gpus().is_empty() || is_model() {
         return;
     }
     let port = free_port();
-    let children: Vec<_> = (0..size).map(|number| rank(number, size, &port)).collect();
+    let children: Vec<_> = (0..size).map(|number| rank(number, size, &port, fault)).collect();
     let lines = children.into_iter().map(|child| {
         let output = child.wait_with_output().unwrap();
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -87,10 +87,15 @@ fn compare(size: usize) {
 
 #[test]
 fn one_rank_skips_and_steps_over_nccl_as_over_gloo() {
-    compare(1);
+    compare(1, "none");
 }
 
 #[test]
 fn two_ranks_skip_and_step_over_nccl_as_over_gloo() {
-    compare(2);
+    compare(2, "none");
+}
+
+#[test]
+fn a_rank_whose_shutdown_fails_ends_without_a_warning() {
+    compare(1, "nccl_shutdown");
 }
