@@ -71,7 +71,7 @@ using NodeNumber = std::pair<uint64_t, uint64_t>;
 
 NodeNumber number_of(const torch::autograd::Node &node) { return {node.thread_id(), node.sequence_nr()}; }
 
-// How many emulations there are in the process. Where there is none, every region asks for no more than this.
+// The number of emulations in the process. While it is zero, a region that opens does not look for one of its thread.
 std::atomic<int> emulations{0};
 
 // What a thread and the threads of its backward passes emulate.

@@ -20,8 +20,8 @@ const TESTS: [&str; 4] = ["--lib", "--test=tensors", "--test=optim", "--test=sca
 const FLAGS: &str = "-fsanitize=address,undefined -fno-sanitize=vptr \
                      -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1";
 
-/// An option of the crate's own profile, with which cargo keeps this build in files of its own: those of the other one
-/// may be running. It is what cargo's default means without incremental compilation.
+/// Changes the crate's profile, so that cargo writes this build to other files than the build without sanitizers, whose
+/// programs may be running. 16 is also the compiler's own choice where compilation is not incremental.
 const OWN_FILES: &str = "profile.dev.package.tch-amp.codegen-units=16";
 
 /// The reports that the planted faults of `src/ffi/tests/sanitized.rs` must cause.
