@@ -1,7 +1,8 @@
 // Overrides of autocast's lists. libtorch's lists are kernels that all threads share, so a region that overrides them
-// switches on another dispatch key on its thread, whose kernel comes before autocast's: it casts the inputs of the
-// operators that are overridden and runs them without autocast, and passes all others on. Rules say which calls of an
-// operator are overridden, and how; they are made once, and looking for one allocates nothing.
+// switches on another dispatch key on its thread, which comes before autocast's. Operators that some region overrides
+// have a kernel there, which casts their inputs and runs them without autocast, or passes them on if the thread's region
+// does not override them; libtorch skips the key for all others, so that they cost what they cost in any region. Rules
+// say which calls of an operator are overridden, and how; they are made once, and looking for one allocates nothing.
 //
 // What this crate computes itself is outside of all regions: see regions.h.
 
@@ -170,7 +171,7 @@ std::optional<Found> find(const c10::OperatorHandle &op, c10::ArrayRef<IValue> a
   return Found{rule, found->second.normalizes, *device};
 }
 
-// Called for every operator on a thread with overrides, or that averages running statistics.
+// Called for the operators of the registry on a thread with overrides, or that averages running statistics.
 void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kOverrides);
   const size_t count = op.schema().arguments().size();
@@ -195,16 +196,18 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::St
 
 std::mutex mutex;
 
-// The kernel of the key and all overrides. Neither is ever freed: a captured state may name overrides at any time, and a
-// thread may outlive the statics of this file. The caller interns equal overrides, so that they stay few.
+// The operators with a kernel of this key, and all overrides. None of it is ever freed: a captured state may name
+// overrides at any time, and a thread may outlive the statics of this file. The caller interns equal overrides, so that
+// they stay few.
 struct Registry {
-  Registry() { kernel.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
+  Registry() { others.fallback(torch::CppFunction::makeFallthrough()); }
 
-  torch::Library kernel{torch::Library::IMPL, "_", kOverrides, __FILE__, __LINE__};
+  torch::Library others{torch::Library::IMPL, "_", kOverrides, __FILE__, __LINE__};
+  std::unordered_map<c10::OperatorName, c10::RegistrationHandleRAII> kernels;
   std::vector<std::unique_ptr<const Overrides>> all;
 };
 
-// Registers the kernel at the first call.
+// Has libtorch skip the key at the first call.
 Registry &registry() {
   static auto *const registry = new Registry();
   return *registry;
@@ -242,6 +245,7 @@ uint8_t add(Overrides &to, const std::vector<c10::OperatorName> &known, const ta
     if (!op) continue;
     exists = true;
     if (!can_be_cast(name, op->schema())) continue;
+    intercept(*op);
     auto &override = to[candidate];
     override.measure = measure_of(name, op->schema());
     override.normalizes = normalizes(name, op->schema());
@@ -272,10 +276,17 @@ void set_overrides(uint32_t number) {
   include_kernel(next != nullptr || averages_statistics());
 }
 
-void include_kernel(bool included) {
-  if (included) registry();
-  c10::impl::tls_set_dispatch_key_included(kOverrides, included);
+void intercept(const c10::OperatorHandle &op) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto &kernels = registry().kernels;
+  const c10::OperatorName &name = op.operator_name();
+  if (kernels.count(name) != 0) return;
+  auto kernel = c10::KernelFunction::makeFromBoxedFunction<&run>();
+  kernels.emplace(name, c10::Dispatcher::singleton().registerImpl(name, kOverrides, std::move(kernel), std::nullopt,
+                                                                  nullptr, "tch_amp"));
 }
+
+void include_kernel(bool included) { c10::impl::tls_set_dispatch_key_included(kOverrides, included); }
 
 }  // namespace tamp
 

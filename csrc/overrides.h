@@ -18,7 +18,10 @@ void set_overrides(uint32_t number);
 // The TAMP_RUN_… by which the calling thread overrides a call of an operator, if it does.
 std::optional<uint8_t> overridden(const c10::OperatorHandle &op, c10::ArrayRef<c10::IValue> arguments);
 
-// Sends every operator of the calling thread through the kernel of the overrides, or ends that.
+// Gives an operator the kernel of the overrides.
+void intercept(const c10::OperatorHandle &op);
+
+// Sends the operators that have the kernel of the overrides through it on the calling thread, or ends that.
 void include_kernel(bool included);
 
 }  // namespace tamp

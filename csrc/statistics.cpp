@@ -77,6 +77,15 @@ std::optional<double> count(Buffer *mean, Buffer *variance, bool trains, bool ke
   return momentum;
 }
 
+// Gives all operators that write running statistics the kernel that counts their calls.
+void intercept_normalizations() {
+  auto &operators = c10::Dispatcher::singleton();
+  for (const c10::OperatorName &name : operators.getAllOpNames()) {
+    const auto op = operators.findSchema(name);
+    if (op && normalizes(name.name, op->schema())) intercept(*op);
+  }
+}
+
 }  // namespace
 
 bool is_statistic(const c10::Argument &argument) {
@@ -142,6 +151,7 @@ tamp_statistics *tamp_statistics_begin(tamp_tensor *const *running, tamp_tensor 
       pass->places.emplace(buffer.storage().unsafeGetStorageImpl(), i);
       pass->buffers.push_back({buffer, tamp::tensor(own[i]), variances[i] != 0 ? 1.0 : 0.0});
     }
+    tamp::intercept_normalizations();
     tamp::include_kernel(true);
     pass->outer = std::exchange(tamp::innermost, pass.get());
     return pass.release();

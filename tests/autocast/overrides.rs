@@ -174,6 +174,37 @@ fn other_threads_are_unaffected_and_can_enter_the_state() {
         .unwrap();
 }
 
+/// Operators get their kernel when a region first names them, also while other threads run them. In a region that names
+/// others they are as they were.
+#[test]
+fn operators_that_are_named_elsewhere_meanwhile_are_unaffected() {
+    let _alone = alone();
+    const NAMES: [&str; 6] = ["erfinv", "cosh", "sinh", "lgamma", "digamma", "erfc"];
+    let operators = |x: &Tensor| {
+        [x.erfinv(), x.cosh(), x.sinh(), x.lgamma(), x.digamma(), x.erfc()].map(|y| y.kind())
+    };
+    let ends = std::sync::atomic::AtomicBool::new(false);
+    let share = || Tensor::full([4], 0.5, (F32, Device::Cpu));
+    std::thread::scope(|scope| {
+        let runs = scope.spawn(|| {
+            let x = share();
+            region().prefer_half(["exp"]).run(|| {
+                while !ends.load(std::sync::atomic::Ordering::Relaxed) {
+                    assert_eq!((operators(&x), kind_of_exp(&x)), ([F32; 6], BF16));
+                }
+            })
+        });
+        for (i, name) in NAMES.into_iter().enumerate() {
+            let kinds = region().prefer_half([name]).run(|| operators(&share())).unwrap();
+            assert_eq!(kinds.map(|kind| kind == BF16), std::array::from_fn(|k| k == i), "{name}");
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
+        ends.store(true, std::sync::atomic::Ordering::Relaxed);
+        runs.join().unwrap().unwrap();
+    });
+    region().prefer_half(["exp"]).run(|| assert_eq!(operators(&share()), [F32; 6])).unwrap();
+}
+
 /// What is computed again in the backward pass has the lists of the forward pass, inside of the region and outside.
 #[test]
 fn recomputed_parts_have_the_lists_of_the_forward_pass() {
