@@ -90,6 +90,7 @@ pub(crate) fn test(workspace: &Workspace) -> Result<()> {
     let mut tests = on_simulation::on_counted_devices(workspace, SUITES);
     null_cuda.apply(Numbers::Cpu, &mut tests);
     tests.env("NULL_CUDA_MODEL", &costs).arg("--");
+    on_simulation::skip_parts_on_the_cpu(&mut tests);
     for (name, reason) in LEFT_OUT {
         println!("left out: {name}: {reason}");
         tests.args(["--skip", name]);

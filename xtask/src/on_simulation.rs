@@ -28,6 +28,15 @@ const CPU_ONLY: [&str; 14] = [
     "threads",
 ];
 
+/// Parts of other tests of which the same is true, by what their names begin with.
+const PARTS_ON_THE_CPU: [&str; 5] = [
+    "adam_fp16::",
+    "low_bit::a_step_has_the_bits_of_the_definition",
+    "low_bit::every_set_of_instructions_has_the_same_bits",
+    "low_bit::histories::",
+    "low_bit::losses::",
+];
+
 /// The tests that depend on copies from a device run with copies that arrive immediately, and with copies that arrive
 /// only when the host synchronizes.
 const LAGS: [&str; 2] = ["0", "never"];
@@ -80,13 +89,14 @@ pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
         return Ok(true);
     }
     let on_devices = names.iter().map(String::as_str).filter(|name| !CPU_ONLY.contains(name));
-    show(cargo_test(workspace, &simulation, on_devices).arg("--lib"))?;
+    let mut tests = cargo_test(workspace, &simulation, on_devices);
+    show(skip_parts_on_the_cpu(tests.args(["--lib", "--"])))?;
     show(cargo_test(workspace, &simulation, []).args(OF_CHECKPOINTS))?;
     show(cargo_test(workspace, &simulation, []).args(OF_BUDGETS))?;
     for lag in LAGS {
         println!("\n-- SIMULATED_CUDA_LAG={lag}");
         let mut tests = cargo_test(workspace, &simulation, WITH_EVERY_LAG);
-        show(tests.env("SIMULATED_CUDA_LAG", lag))?;
+        show(skip_parts_on_the_cpu(tests.env("SIMULATED_CUDA_LAG", lag).arg("--")))?;
         let mut tests = cargo_test(workspace, &simulation, []);
         show(tests.args(ABOUT_LAGS).env("SIMULATED_CUDA_LAG", lag))?;
     }
@@ -115,6 +125,14 @@ pub(crate) fn on_counted_devices<'a>(
     }
     fewer_programs(&mut tests);
     tests.env("TCH_AMP_REQUIRE_CUDA", "1").env("TCH_AMP_REQUIRE_SIMULATION", "1");
+    tests
+}
+
+/// Leaves out what another run of the same libtorch tests on the CPU, of programs of tests that follow `--`.
+pub(crate) fn skip_parts_on_the_cpu(tests: &mut Command) -> &mut Command {
+    for name in PARTS_ON_THE_CPU {
+        tests.args(["--skip", name]);
+    }
     tests
 }
 
@@ -155,6 +173,19 @@ mod tests {
             for module in &selected[3..] {
                 let path = format!("tests/{suite}/{}.rs", module.trim_end_matches("::"));
                 assert!(workspace::root().join(&path).is_file(), "{path}");
+            }
+        }
+    }
+
+    #[test]
+    fn parts_on_the_cpu_exist_and_use_no_device() {
+        for name in PARTS_ON_THE_CPU {
+            let (module, function) = name.rsplit_once("::").unwrap();
+            let path = format!("tests/optim/{}.rs", module.replace("::", "/"));
+            let source = fs::read_to_string(workspace::root().join(&path)).unwrap();
+            assert!(function.is_empty() || source.contains(&format!("fn {function}(")), "{name}");
+            for device in ["Cuda", "for_each_device", "gpus("] {
+                assert!(!source.contains(device), "{path} uses {device}");
             }
         }
     }
