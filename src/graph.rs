@@ -66,7 +66,7 @@ pub struct Captured<T> {
     changes: Vec<u64>,
     /// Tensors that the captured graph uses.
     kept: Vec<Tensor>,
-    latest: Option<Iteration<T>>,
+    latest: Option<Latest<T>>,
 }
 
 /// How many iterations run before the capture, at least: kernels are loaded and states made by them.
@@ -78,9 +78,9 @@ enum Stage {
     Captured { at: &'static Location<'static> },
 }
 
-/// What an iteration has returned, and its steps.
+/// What the latest iteration has returned, and its steps.
 #[derive(Debug)]
-struct Iteration<T> {
+struct Latest<T> {
     output: T,
     answers: Vec<Answer>,
 }
@@ -88,7 +88,7 @@ struct Iteration<T> {
 /// An iteration that was run or replayed.
 #[derive(Debug)]
 pub struct Replay<'g, T> {
-    iteration: &'g Iteration<T>,
+    iteration: &'g Latest<T>,
 }
 
 impl<T> Replay<'_, T> {
@@ -211,7 +211,7 @@ impl<T> Captured<T> {
         stream.map_or(Ok(()), OnStream::leave)?;
         let output = output?;
         ended.failure.map_or(Ok(()), Err)?;
-        self.latest = Some(Iteration { output, answers });
+        self.latest = Some(Latest { output, answers });
         self.take_members(ended.members);
         Ok(())
     }
@@ -228,10 +228,10 @@ impl<T> Captured<T> {
         self.recapture();
         let Some(graph) = &self.graph else { return Ok(()) };
         let stream = OnStream::enter(graph)?;
-        let recording = Recording::begin(graph)?;
+        let capturing = Capturing::begin(graph)?;
         let ((output, answers), ended) =
             capture::during(self.device, Phase::Capture, || noted::during(iteration));
-        let recorded = recording.end();
+        let recorded = capturing.end();
         let left = stream.leave();
         let Ended { members, kept, window_was_cut, failure } = ended;
         let checked = output.and_then(|output| {
@@ -243,7 +243,7 @@ impl<T> Captured<T> {
         });
         match checked {
             Ok(output) => {
-                self.latest = Some(Iteration { output, answers });
+                self.latest = Some(Latest { output, answers });
                 self.kept = kept;
                 self.take_members(members);
                 self.stage = Stage::Captured { at };
@@ -318,10 +318,10 @@ impl Drop for OnStream<'_> {
     }
 }
 
-/// The time of a capture.
-struct Recording<'g>(Option<&'g Graph>);
+/// A capture that ends when it is dropped.
+struct Capturing<'g>(Option<&'g Graph>);
 
-impl<'g> Recording<'g> {
+impl<'g> Capturing<'g> {
     fn begin(graph: &'g Graph) -> Result<Self> {
         graph.begin()?;
         Ok(Self(Some(graph)))
@@ -332,7 +332,7 @@ impl<'g> Recording<'g> {
     }
 }
 
-impl Drop for Recording<'_> {
+impl Drop for Capturing<'_> {
     fn drop(&mut self) {
         // Only after a panic of the iteration.
         if let Some(graph) = self.0.take() {

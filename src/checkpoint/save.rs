@@ -56,9 +56,9 @@ impl Checkpoint {
         self.check_parts()?;
         match format {
             Format::Safetensors => {
-                let mut plan = safetensors::Plan::new(&self.parts)?;
+                let mut layout = safetensors::Layout::new(&self.parts)?;
                 replaced(path.as_ref(), &mut |out, note| {
-                    safetensors::write(&mut plan, out).map_err(note)
+                    safetensors::write(&mut layout, out).map_err(note)
                 })
             }
             Format::Torch => {
@@ -72,9 +72,9 @@ impl Checkpoint {
     #[cfg(feature = "distributed")]
     pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {
         self.check_parts()?;
-        let mut plan = safetensors::Plan::new(&self.parts)?;
+        let mut layout = safetensors::Layout::new(&self.parts)?;
         let mut out = io::Cursor::new(Vec::new());
-        match safetensors::write(&mut plan, &mut out) {
+        match safetensors::write(&mut layout, &mut out) {
             Ok(()) => Ok(out.into_inner()),
             Err(Failure::Tensor(error)) => Err(error),
             Err(Failure::File(cause)) => {

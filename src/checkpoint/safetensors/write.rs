@@ -28,13 +28,13 @@ const WHOLE: &str = "the checkpoint";
 
 /// The layout of a file: the tensors in the order of the file, and the header except for the checksums.
 #[derive(Debug)]
-pub(crate) struct Plan<'a> {
+pub(crate) struct Layout<'a> {
     tensors: Vec<Placed<'a>>,
     manifest: Manifest,
     header_len: usize,
 }
 
-impl<'a> Plan<'a> {
+impl<'a> Layout<'a> {
     /// Lays out the parts. Returns an error for anything that the format cannot hold.
     pub(crate) fn new(parts: &'a Parts) -> Result<Self> {
         let tensors = place(named(parts))?;
@@ -52,10 +52,10 @@ impl<'a> Plan<'a> {
         for (name, part) in &manifest.parts {
             read_again(name, part)?;
         }
-        let mut plan = Self { tensors, manifest, header_len: 0 };
-        plan.header_len = plan.header()?.len();
-        check_size(plan.tensors.len(), plan.header_len)?;
-        Ok(plan)
+        let mut layout = Self { tensors, manifest, header_len: 0 };
+        layout.header_len = layout.header()?.len();
+        check_size(layout.tensors.len(), layout.header_len)?;
+        Ok(layout)
     }
 
     /// Computes the checksum of the header, once those of the tensors are known.
@@ -148,19 +148,22 @@ fn read_again(name: &str, part: &PartManifest) -> Result<()> {
 }
 
 /// Writes the tensors and then the header, with the checksums computed on the way.
-pub(crate) fn write(plan: &mut Plan<'_>, out: &mut dyn Target) -> std::result::Result<(), Failure> {
-    let blank = vec![b' '; 8 + plan.header_len];
+pub(crate) fn write(
+    layout: &mut Layout<'_>,
+    out: &mut dyn Target,
+) -> std::result::Result<(), Failure> {
+    let blank = vec![b' '; 8 + layout.header_len];
     out.write_all(&blank)?;
-    for (index, (_, _, entry)) in plan.tensors.iter().enumerate() {
+    for (index, (_, _, entry)) in layout.tensors.iter().enumerate() {
         let mut hash = Xxh3Default::new();
         entry.read(&mut |bytes| {
             hash.update(bytes);
             Ok::<_, Failure>(out.write_all(bytes)?)
         })?;
-        plan.manifest.checksums[index] = Checksum(hash.digest());
+        layout.manifest.checksums[index] = Checksum(hash.digest());
     }
-    plan.sign()?;
-    let header = plan.header()?;
+    layout.sign()?;
+    let header = layout.header()?;
     out.seek(SeekFrom::Start(0))?;
     out.write_all(&(header.len() as u64).to_le_bytes())?;
     Ok(out.write_all(&header)?)
