@@ -156,6 +156,52 @@ fn an_error_in_a_backward_pass_of_one_rank_is_reported_with_its_cause_by_all() {
     }
 }
 
+/// The rank that has panicked has begun a pass whose gradients the others wait for.
+#[test]
+fn a_panic_in_a_forward_pass_of_one_rank_is_reported_with_its_cause_by_all() {
+    for before in [0, 2] {
+        for size in [2, 3] {
+            let guilty = (1 + before) % size;
+            let options = DdpConfig { compare_passes: size != 3, ..Default::default() };
+            let found = messages(size, |group| {
+                let mut model = Model::new(group, options);
+                for _ in 0..before {
+                    model.backward(None).unwrap();
+                }
+                if group.rank() != guilty {
+                    return vec![model.backward(None).unwrap_err()];
+                }
+                let pass = || model.ddp.forward(|| panic!("the cause")).map(|(): ()| ());
+                let panic = catch_unwind(AssertUnwindSafe(pass)).unwrap_err();
+                assert_eq!(*panic.downcast::<&str>().unwrap(), "the cause");
+                vec![model.backward(None).unwrap_err()]
+            });
+            for (rank, messages) in found.iter().enumerate().filter(|(rank, _)| *rank != guilty) {
+                let is_named = messages[0].contains(&format!("rank {guilty} failed first"))
+                    && messages[0].contains("the forward pass panicked: the cause");
+                assert!(is_named, "after {before} of {size}, {rank}: {}", messages[0]);
+            }
+        }
+    }
+}
+
+/// No other rank waits for its gradients.
+#[test]
+fn a_panic_in_a_forward_pass_that_is_not_averaged_leaves_the_group_open() {
+    ranks(2, |group| {
+        let mut model = Model::new(&group, DdpConfig::default());
+        let panics = |ddp: &mut DistributedDataParallel| {
+            let pass = || ddp.forward(|| panic!("on purpose")).map(|(): ()| ());
+            assert!(catch_unwind(AssertUnwindSafe(pass)).is_err());
+        };
+        if group.rank() == 1 {
+            no_grad(|| panics(&mut model.ddp));
+        }
+        model.ddp.no_sync(panics);
+        model.backward(None).unwrap();
+    });
+}
+
 #[test]
 fn an_operation_that_is_interrupted_within_a_message_ends_on_all_ranks() {
     // Connections that are closed at such moments, while large messages go through them, leave a part of one behind.

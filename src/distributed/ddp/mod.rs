@@ -4,6 +4,7 @@ mod averaged;
 mod model;
 mod options;
 
+use std::any::Any;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -142,6 +143,9 @@ impl DistributedDataParallel {
     /// Without gradients nothing else is communicated, so ranks may evaluate different numbers of batches if the model
     /// has no buffers or `broadcast_buffers` is off. Corresponds to calling the module in PyTorch.
     ///
+    /// If `forward` panics and gradients were to be averaged, the other ranks get a [`DistributedError::Communication`]
+    /// with its message, and neither the model nor the group can be used any more. The panic then continues.
+    ///
     /// # Errors
     ///
     /// [`DistributedError::Parameter`] if variables have been added, cast, frozen, unfrozen or resized since this was
@@ -173,7 +177,11 @@ impl DistributedDataParallel {
         })?;
         self.synced_forward = syncs && recorded;
         let begun = self.group.begun();
-        let result = forward();
+        let result = match catch_unwind(AssertUnwindSafe(forward)) {
+            // The others come to the backward pass.
+            Err(panic) if self.synced_forward => self.go_on_with(NAME, panic),
+            result => result.unwrap_or_else(|panic| resume_unwind(panic)),
+        };
         let is_quiet = self.group.begun() == begun;
         self.quiet_forward = Some(is_quiet && self.quiet_forward != Some(false));
         Ok(result)
@@ -350,15 +358,18 @@ impl DistributedDataParallel {
         drop(handle);
         match result {
             Ok(result) => result.map_err(|error| self.ended(pass, error)),
-            Err(panic) => {
-                // The other ranks would wait for this one.
-                let message = panics::message(panic.as_ref());
-                if self.end(&format_args!("the {pass} pass panicked: {message}")) {
-                    self.own.await_reports();
-                }
-                resume_unwind(panic)
-            }
+            Err(panic) => self.go_on_with(pass, panic),
         }
+    }
+
+    /// Goes on with a panic of the program, after it has ended the group, because the other ranks would wait for this
+    /// one.
+    fn go_on_with(&self, pass: &'static str, panic: Box<dyn Any + Send>) -> ! {
+        let message = panics::message(panic.as_ref());
+        if self.end(&format_args!("the {pass} pass panicked: {message}")) {
+            self.own.await_reports();
+        }
+        resume_unwind(panic)
     }
 
     /// The error of a pass that has failed. It has ended the group, unless the ranks disagree before they communicate.
