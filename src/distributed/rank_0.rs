@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 use crate::checkpoint::Checkpoint;
 use crate::distributed::group::ProcessGroup;
 use crate::error::{DistributedError, Error, Result};
+use crate::panics;
 
 /// Precedes the message of an error.
 const FAILED: &str = "failed: ";
@@ -20,12 +21,14 @@ impl ProcessGroup {
     /// timeout if rank 0 fails.
     ///
     /// The other ranks wait for at most the [`timeout`](Self::timeout) of the group. If `work` panics, they get an
-    /// error, and the panic continues on rank 0. `work` must not use the group: a collective in it is a mismatch.
+    /// error with its message, and the panic continues on rank 0. `work` must not use the group: a collective in it is a
+    /// mismatch on all ranks, after which the group can still be used.
     ///
     /// # Errors
     ///
     /// The error of `work` on rank 0, and [`DistributedError::Rank0`] with its message on the others;
-    /// [`DistributedError::Mismatch`] if the ranks call something else, before `work` runs;
+    /// [`DistributedError::Mismatch`] if the ranks call something else, before `work` runs, or if `work` uses the group;
+    /// [`Error::InvalidArgument`] on rank 0 if `work` uses the group and succeeds nonetheless;
     /// [`DistributedError::Communication`] if a rank does not answer, before or after `work`.
     ///
     /// # Examples
@@ -69,14 +72,26 @@ impl ProcessGroup {
             let _order = self.begin();
             self.compare(call, call)?;
         }
+        let begun = self.begun();
         let work = || catch_unwind(AssertUnwindSafe(work));
-        let done = match (self.rank() == 0).then(work).transpose() {
+        let done = (self.rank() == 0).then(work).transpose();
+        // A collective in it has met the end of this call on the other ranks, which have an error and do not wait.
+        let has_met_the_end = self.rank() == 0 && self.size() > 1 && self.begun() != begun;
+        let done = match done {
             Ok(done) => done.transpose(),
             Err(panic) => {
-                drop(self.exchange(call, &format!("{FAILED}a panic")));
+                let message = panics::message(panic.as_ref());
+                if !has_met_the_end {
+                    drop(self.exchange(call, &format!("{FAILED}a panic: {message}")));
+                }
                 resume_unwind(panic)
             }
         };
+        if has_met_the_end {
+            done?;
+            let problem = format!("has used the group, whose other ranks are in {call}");
+            return Err(Error::InvalidArgument { name: "work", problem }.into());
+        }
         let report = match &done {
             Ok(_) => String::new(),
             // With the causes, if it is an error of anyhow.

@@ -3,6 +3,7 @@
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError};
@@ -82,7 +83,7 @@ fn a_panic_of_rank_0_reaches_the_others_as_an_error() {
         let done = catch_unwind(AssertUnwindSafe(|| group.on_rank_0(work)));
         match group.rank() {
             0 => assert_eq!(*done.unwrap_err().downcast::<&str>().unwrap(), "planned"),
-            _ => assert_eq!(message(done.unwrap().unwrap_err()), "a panic"),
+            _ => assert_eq!(message(done.unwrap().unwrap_err()), "a panic: planned"),
         }
         still_works(&group);
     });
@@ -107,6 +108,28 @@ fn nothing_is_done_if_the_ranks_disagree() {
             assert!(is_named, "{refused}");
             still_works(&group);
         });
+    }
+}
+
+/// The other ranks have an error, and rank 0 does not wait for them, whatever the work makes of its own.
+#[test]
+fn work_that_uses_the_group_is_an_error_of_all_ranks_at_once() {
+    type Work = fn(&ProcessGroup) -> Result<()>;
+    let works: [Work; 3] = [
+        ProcessGroup::barrier,
+        |group| group.barrier().or(Ok(())),
+        |group| group.on_rank_0(|| Ok(())).map(drop),
+    ];
+    for work in works {
+        let start = Instant::now();
+        ranks(2, |group| {
+            let error = group.on_rank_0(|| work(&group)).unwrap_err().to_string();
+            let is_named = error.contains("rank 1 calls the end of on_rank_0")
+                || group.rank() == 0 && error.contains("work has used the group");
+            assert!(is_named, "{error}");
+            still_works(&group);
+        });
+        assert!(start.elapsed() < super::TIMEOUT / 2);
     }
 }
 
