@@ -13,6 +13,13 @@ pub(super) const MOST_RANKS: usize = 1 << 16;
 
 const LOCAL_RANK: &str = "LOCAL_RANK";
 
+/// Returns the number of torchrun's attempt, as a text, if its agent serves the store.
+pub(super) fn attempt_of_agent() -> Result<Option<String>> {
+    let serves = optional("TORCHELASTIC_USE_AGENT_STORE")?.is_some_and(|is| is == "True");
+    let attempt = optional("TORCHELASTIC_RESTART_COUNT")?.unwrap_or_default();
+    Ok(serves.then_some(attempt))
+}
+
 /// Returns the rank of this process, and the number of ranks.
 pub(super) fn rank_and_size() -> Result<(usize, usize)> {
     let (rank, size) = (parsed("RANK")?, parsed("WORLD_SIZE")?);

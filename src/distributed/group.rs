@@ -10,7 +10,7 @@ use tch::{Cuda, Device};
 use crate::capture;
 use crate::distributed::deadline::{GRACE, within};
 use crate::distributed::environment::{self, MOST_RANKS, optional};
-use crate::distributed::membership::Membership;
+use crate::distributed::membership::{Membership, UNKNOWN};
 use crate::distributed::rendezvous::job;
 use crate::distributed::store::{Store, is_loopback};
 use crate::error::{DistributedError, Error, Result};
@@ -99,31 +99,39 @@ impl GroupConfig {
             let problem = "is 0, but must be a port that all ranks know, from 1 to 65535";
             return Err(environment::invalid("MASTER_PORT", problem.to_owned()));
         }
-        let agent = optional("TORCHELASTIC_USE_AGENT_STORE")?.is_some_and(|is| is == "True");
-        // torchrun's store remembers the keys of the attempts before a restart.
-        let attempt = optional("TORCHELASTIC_RESTART_COUNT")?.unwrap_or_default();
-        let scoped =
-            |store: Store| if agent { store.of_attempt(&attempt) } else { store.of_rank(0) };
-        let (rank, size) = match environment::rank_and_size() {
+        let (agent, known) = match environment::attempt_of_agent() {
+            Ok(attempt) => (attempt, environment::rank_and_size()),
+            Err(error) => (None, Err(error)),
+        };
+        let open = |rank, timeout| {
+            let store = match (rank == 0 && agent.is_none(), is_loopback(&host)) {
+                (false, _) => Store::connect_within(&host, port, timeout),
+                (true, true) => Store::serve_on_loopback(port),
+                (true, false) => Store::serve(port),
+            };
+            // torchrun's store remembers the keys of the attempts before a restart.
+            store.map(|store| match &agent {
+                Some(attempt) => store.of_attempt(attempt),
+                None => store.of_rank(0),
+            })
+        };
+        let (rank, size) = match known {
             Ok(known) => known,
             Err(error) => {
                 // Otherwise the other ranks would wait for this one.
-                let rank = environment::parsed("RANK").unwrap_or(0);
-                if !agent && rank == 0 {
-                    return Err(error);
-                }
-                return Err(match Store::connect_within(&host, port, GRACE).map(scoped) {
+                let rank = match &error {
+                    Error::Distributed(DistributedError::Environment {
+                        variable: "RANK", ..
+                    }) => UNKNOWN,
+                    _ => environment::parsed("RANK").unwrap_or(UNKNOWN),
+                };
+                return Err(match open(rank, GRACE) {
                     Ok(store) => self.membership_in(&store, rank, MOST_RANKS).refuse(error),
                     Err(_) => error,
                 });
             }
         };
-        let store = match (rank == 0 && !agent, is_loopback(&host)) {
-            (false, _) => Store::connect_within(&host, port, self.timeout)?,
-            (true, true) => Store::serve_on_loopback(port)?,
-            (true, false) => Store::serve(port)?,
-        };
-        self.join(&scoped(store), rank, size)
+        self.join(&open(rank, self.timeout)?, rank, size)
     }
 
     /// The membership of a rank in a new group.

@@ -15,6 +15,9 @@ const ANSWER: Duration = Duration::from_millis(1);
 /// How many characters of a message are reported.
 const LONGEST: usize = 2000;
 
+/// The rank of a process that does not know its own.
+pub(super) const UNKNOWN: usize = usize::MAX;
+
 /// Where a rank belongs.
 #[derive(Clone, Debug)]
 pub(super) struct Membership {

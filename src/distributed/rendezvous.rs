@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::distributed::deadline::{GRACE, within};
 use crate::distributed::environment::optional;
-use crate::distributed::membership::Membership;
+use crate::distributed::membership::{Membership, UNKNOWN};
 use crate::error::{DistributedError, Error, Result};
 
 /// What the last rank to come says to all: they can connect.
@@ -127,7 +127,11 @@ impl Membership {
 
     /// Returns the error of a rank that does not join, after telling it to those of its job that wait.
     pub(super) fn refuse(&self, error: Error) -> Error {
-        let (here, verdict) = (self.clone(), format!("rank {} does not join: {error}", self.rank));
+        let here = self.clone();
+        let verdict = match self.rank {
+            UNKNOWN => format!("a rank does not join: {error}"),
+            rank => format!("rank {rank} does not join: {error}"),
+        };
         // Without the store nobody waits.
         drop(within(2 * GRACE, move || {
             let job_of_rank_0 = || -> Result<bool> {
@@ -137,11 +141,17 @@ impl Membership {
                     _ => true,
                 })
             };
-            if here.rank != 0 && !job_of_rank_0()? {
+            let is_of_job = match here.rank {
+                0 => true,
+                // It may be rank 0 that does not come.
+                UNKNOWN => job_of_rank_0().unwrap_or(true),
+                _ => job_of_rank_0()?,
+            };
+            if !is_of_job {
                 return Ok(());
             }
             here.set_once("verdict", &verdict)?;
-            if here.rank == 0 {
+            if matches!(here.rank, 0 | UNKNOWN) {
                 here.set_once("rank 0", REFUSED)?;
             }
             here.leave()
