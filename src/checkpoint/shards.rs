@@ -22,6 +22,9 @@ pub(super) fn is_index(start: &[u8]) -> bool {
     start.first() == Some(&b'{') && start.get(7) != Some(&0)
 }
 
+/// The name of a model that is alone in its file.
+const MODEL: &str = "model";
+
 /// Opens one of the files.
 type Open = dyn Fn(Arc<Source>) -> Result<Archive>;
 
@@ -45,23 +48,31 @@ pub(super) fn load(index: &Source, open: &Open) -> Result<BTreeMap<String, Part>
         let shard = open(Arc::new(Source::open(&folder.join(file))?))?;
         shard.verify()?;
         let Archive { mut parts, .. } = shard;
-        let (mut found, mut left) = match parts.remove("model") {
+        let (mut found, mut left) = match parts.remove(MODEL) {
             Some(Part::Model(tensors)) => (tensors, BTreeMap::new()),
             Some(Part::State(StatePart { tensors, others, .. })) => (tensors, others),
-            _ => (BTreeMap::new(), BTreeMap::new()),
+            other => {
+                parts.extend(other.map(|other| (MODEL.to_owned(), other)));
+                (BTreeMap::new(), BTreeMap::new())
+            }
         };
         for name in names {
             if let Some((name, entry)) = found.remove_entry(name) {
                 tensors.insert(name, entry);
-            } else if let Some((name, other)) = left.remove_entry(name) {
-                others.insert(name, other);
-            } else {
-                let problem = format!("`{}` is not in `{}`", shown(name), shown(file));
-                return Err(index.damaged(problem).into());
+                continue;
+            }
+            // By its names alone, a part of a model can look like something else.
+            match left.remove_entry(name).or_else(|| parts.remove_entry(name)) {
+                Some((name, Part::Tensor(entry))) => drop(tensors.insert(name, entry)),
+                Some((name, other)) => drop(others.insert(name, other)),
+                None => {
+                    let problem = format!("`{}` is not in `{}`", shown(name), shown(file));
+                    return Err(index.damaged(problem).into());
+                }
             }
         }
     }
-    Ok(BTreeMap::from([("model".to_owned(), Part::model(tensors, others))]))
+    Ok(BTreeMap::from([(MODEL.to_owned(), Part::model(tensors, others))]))
 }
 
 /// Reads the index: the file of each tensor.

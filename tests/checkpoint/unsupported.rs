@@ -41,17 +41,18 @@ fn restored(name: &str, checkpoint: &Checkpoint, skip: &[&str]) -> Restored {
 }
 
 /// Asks for the entry as a variable of the model.
-fn asked(name: &str, checkpoint: &Checkpoint) {
+fn asked(name: &str, checkpoint: &Checkpoint, skip: &[&str]) {
     let (vs, net) = model();
     let other = vs.root().zeros("other", &[4]);
     let before = net.ws.copy();
-    let refused = checkpoint.restore().add("model", &vs).apply();
+    let refused = checkpoint.restore().add("model", &vs).skip(skip).apply();
     assert_eq!(other_part(name, refused), "model/other");
     let refused = checkpoint.restore().add("model", &vs).strict(false).apply();
     assert_eq!(other_part(name, refused), "model/other");
     assert_eq!(net.ws, before, "{name}");
-    let skipped = checkpoint.restore().add("model", &vs).skip(&["other"]).apply().unwrap();
-    assert_eq!(skipped.skipped_keys, ["model/other"], "{name}");
+    let both = [&["other"], skip].concat();
+    let skipped = checkpoint.restore().add("model", &vs).skip(&both).apply().unwrap();
+    assert!(skipped.skipped_keys.contains(&"model/other".to_owned()), "{name}: {skipped:?}");
     assert_eq!(other.sum(Kind::Float).double_value(&[]), 0.0);
 }
 
@@ -91,7 +92,7 @@ fn an_entry_that_is_not_supported_is_left_out_of_pythons_file() {
             assert_eq!(listed, ["model/other"], "{name}");
             restored(name, &file("bare"), &[]);
             if !is_tensor {
-                asked(name, &within);
+                asked(name, &within, &[]);
             }
         }
     }
@@ -111,12 +112,48 @@ fn a_dtype_that_is_not_supported_is_left_out_of_safetensors() {
         let checkpoint = load(&path);
         assert_eq!(restored(name, &checkpoint, &[]).unexpected_keys, ["model/other"], "{name}");
         assert_eq!(restored(name, &checkpoint, &["oth*"]).skipped_keys, ["model/other"], "{name}");
-        asked(name, &checkpoint);
+        asked(name, &checkpoint, &[]);
         let error = checkpoint.tensor("model.other").unwrap_err().to_string();
         assert!(error.contains(name), "{error}");
         count += 1;
     }
     assert_eq!(count, 7, "{printed}");
+}
+
+#[test]
+fn a_model_in_several_files_may_have_other_entries() {
+    let Some(python) = Oracle::find("checkpoint_files.py") else { return };
+    let folder = Folder::new();
+    python.run(&["parts_of_models", folder.0.to_str().unwrap()], "");
+    for name in ["together", "alone", "apart"] {
+        let checkpoint = load(&folder.file(&format!("{name}.bin.index.json")));
+        assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["model"], "{name}");
+        let skip = ["cls_token", "model"];
+        let mut left_out = restored(name, &checkpoint, &skip).unexpected_keys;
+        left_out.sort();
+        let wanted = ["named.other", "other", "state", "step"].map(|name| format!("model/{name}"));
+        assert_eq!(left_out, wanted, "{name}");
+        assert_eq!(checkpoint.value::<i64>("model.step").unwrap(), 3, "{name}");
+        asked(name, &checkpoint, &skip);
+    }
+}
+
+#[test]
+fn an_object_of_torch_script_is_left_out() {
+    let Some(python) = Oracle::find("checkpoint_files.py") else { return };
+    let folder = Folder::new();
+    python.run(&["parts_of_models", folder.0.to_str().unwrap()], "");
+    let (vs, _) = model();
+    let scripted = load(&folder.file("scripted.pt"));
+    scripted.restore().add("linear", &vs).apply().unwrap();
+    assert_eq!(scripted.value::<(i64, f64)>("pair").unwrap(), (1, 2.0));
+    let error = scripted.value::<serde_json::Value>("color").unwrap_err().to_string();
+    assert!(error.contains("a TorchScript object"), "{error}");
+    let quantized = load(&folder.file("quantized.pt"));
+    quantized.restore().add("0", &vs).apply().unwrap();
+    let packed = "1.0._packed_params._packed_params";
+    let error = quantized.value::<serde_json::Value>(packed).unwrap_err().to_string();
+    assert!(error.contains("a TorchScript object"), "{error}");
 }
 
 /// What is damaged is still damage.

@@ -4,6 +4,8 @@ shapes FOLDER: writes a small model and what trains it in every shape in which p
 them, and prints what is in them as JSON.
 unsupported FOLDER: writes files in which one entry is something that this crate does not support, or is in a way that
 is not common, and prints the names of the entries, with `tensor` behind those that are tensors after all.
+parts_of_models FOLDER: writes models in several files, with other entries than tensors among the weights, and models of
+TorchScript with objects that only TorchScript has.
 average FILE: loads an AveragedModel from the part `ema` of FILE, which this crate wrote, and prints it after an update.
 """
 
@@ -20,6 +22,7 @@ import pathlib
 import struct
 import sys
 import types
+import typing
 import uuid
 import warnings
 
@@ -196,6 +199,11 @@ class Options:
 Pair = collections.namedtuple("Pair", "one two")
 
 
+class Point(typing.NamedTuple):
+    one: int
+    two: float
+
+
 class Old:
     """A tensor as PyTorch before 0.4 pickled it."""
 
@@ -245,8 +253,7 @@ def numpy_numbers():
     return {"numpy number": Number(), "numpy array": ndarray(), "numpy list": [1.0, Number()]}
 
 
-def with_attribute():
-    tensor = torch.ones(2)
+def with_attribute(tensor):
     tensor.note = "x"
     return tensor
 
@@ -289,6 +296,11 @@ def odd_values():
         "quantized int32": torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.qint32),
         "quantized parameter": nn.Parameter(quantized, requires_grad=False),
         "quantized list": [quantized, 1],
+        "quantized with attribute": with_attribute(quantized.clone()),
+        "sparse with attribute": with_attribute(torch.eye(2).to_sparse()),
+        "meta with attribute": with_attribute(torch.ones(2, device="meta")),
+        "quantized buffer": nn.Buffer(quantized.clone()),
+        "long size": torch.Size(range(65)),
         "typed storage": torch.FloatStorage([1, 2]),
         "untyped storage": torch.UntypedStorage(4),
         "tuple keys": {("a", 1): 2},
@@ -356,10 +368,10 @@ def odd_values():
         **numpy_numbers(),
         # Tensors in ways that are not common.
         "buffer tensor": nn.Buffer(torch.ones(2)),
-        "attribute tensor": with_attribute(),
+        "attribute tensor": with_attribute(torch.ones(2)),
         "old tensor": Old(torch.ones(2)),
         "parameter tensor": nn.Parameter(torch.ones(2)),
-        "lone parameter tensor": nn.Parameter(with_attribute()),
+        "lone parameter tensor": nn.Parameter(with_attribute(torch.ones(2))),
     }
 
 
@@ -380,6 +392,44 @@ def unsupported(folder):
         print(dtype)
 
 
+class Scripted(nn.Module):
+    """A module with attributes of classes that TorchScript has for itself."""
+
+    pair: Point
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.color, self.pair = model(), Color.RED, Point(1, 2.0)
+
+    def forward(self, x):
+        return self.linear(x) * self.pair.one if self.color == Color.RED else x
+
+
+def parts_of_models(folder):
+    weights = model().state_dict()
+    quantized = torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.quint8)
+    torch.jit.save(torch.jit.script(Scripted()), f"{folder}/scripted.pt")
+    engines = torch.backends.quantized.supported_engines
+    torch.backends.quantized.engine = next(name for name in engines if name != "none")
+    part = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(2, 2)), {nn.Linear})
+    torch.jit.save(torch.jit.script(nn.Sequential(model(), part)), f"{folder}/quantized.pt")
+    one = torch.ones(1)
+    odd = {"other": quantized, "named.other": quantized, "step": 3, "state": {"x": 1, "y": one}, "model": one}
+    shards = {
+        "together": [{**weights, **odd}],
+        "alone": [weights, *[{name: value} for name, value in odd.items()]],
+        # Without a name from which one could tell that it is a model.
+        "apart": [{"cls_token": weights["weight"], **odd}, {"weight": weights["weight"], "bias": weights["bias"]}],
+    }
+    for name, contents in shards.items():
+        files = {}
+        for number, content in enumerate(contents):
+            torch.save(content, f"{folder}/{name}-{number}.bin")
+            files.update(dict.fromkeys(content, f"{name}-{number}.bin"))
+        with open(f"{folder}/{name}.bin.index.json", "w") as file:
+            json.dump({"weight_map": files}, file, indent=2)
+
+
 def average(path):
     saved = torch.load(path, weights_only=True)["ema"]
     wide = nn.Sequential(collections.OrderedDict(linear=model(), norm=nn.BatchNorm1d(2)))
@@ -392,4 +442,5 @@ def average(path):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    {"shapes": shapes, "unsupported": unsupported, "average": average}[sys.argv[1]](*sys.argv[2:])
+    commands = [shapes, unsupported, parts_of_models, average]
+    {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

@@ -17,7 +17,7 @@ use super::machine::{Declared, Id, Machine, Node, Step, Storage, Storages};
 use super::{op, tree};
 use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
-use crate::checkpoint::value::{TensorRef, Text, Value, element_bytes};
+use crate::checkpoint::value::{MAX_DIMS, TensorRef, Text, Value, element_bytes};
 use crate::error::shown;
 
 /// The longest name of a class or a function in bytes. Names are compared at each use, and a pickle could use a long
@@ -28,6 +28,8 @@ const LONGEST_NAME: usize = 512;
 const LONGEST_KEY: usize = 64;
 
 const NOT_PLAIN: &str = "a tensor with hooks, or a conjugated or negated one";
+const OBJECT: &str = "a TorchScript object";
+const LONG_SIZE: &str = "a size of more than 64 dimensions";
 
 /// Reads a pickle.
 pub(crate) fn read(bytes: &[u8], storages: &Storages<'_>, limits: &Limits) -> Step<Value> {
@@ -241,6 +243,8 @@ impl Machine<'_> {
     fn reduce(&mut self) -> Step {
         let (args, function) = (self.pop()?, self.pop()?);
         match (&self.nodes[function], &self.nodes[args]) {
+            // An enum, which TorchScript makes of its value alone.
+            (Node::Global(Global::Module), _) => self.opaque_of(0, OBJECT),
             (&Node::Global(function), Node::Tuple(_)) => self.call(function, args),
             // An unknown function, or something that one has returned.
             (Node::Opaque(what), Node::Tuple(_)) => self.push(Node::Opaque(what.clone())),
@@ -281,7 +285,9 @@ impl Machine<'_> {
                 self.parameter(data, requires_grad, hooks)?
             }
             (Global::TensorClass, []) => self.opaque("a tensor without data"),
-            (Global::TensorClass, &[data, ..]) if matches!(self.nodes[data], Node::Tensor(_)) => {
+            (Global::TensorClass, &[data, ..])
+                if matches!(self.nodes[data], Node::Tensor(_) | Node::Opaque(_)) =>
+            {
                 return self.push_id(data);
             }
             _ => return Err(self.refuse("calls a function with arguments that it does not take")),
@@ -295,7 +301,9 @@ impl Machine<'_> {
     /// Makes a tensor of a class. The attributes that Python code has set on it are ignored.
     fn tensor_of_class(&mut self, function: Id, class: Id, args: Id) -> Step {
         match (&self.nodes[function], &self.nodes[class], &self.nodes[args]) {
-            (_, Node::Opaque(what), _) => self.push(Node::Opaque(what.clone())),
+            (_, Node::Opaque(what), _) | (Node::Opaque(what), ..) => {
+                self.push(Node::Opaque(what.clone()))
+            }
             (&Node::Global(function), Node::Global(Global::TensorClass), Node::Tuple(_))
                 if function != Global::FromType =>
             {
@@ -361,18 +369,18 @@ impl Machine<'_> {
     }
 
     fn ints(&self, tuple: Id) -> Option<Vec<i64>> {
-        let items = self.items(tuple)?;
         // Checked before the tuple is copied: a pickle could refer to a long one again and again.
-        if items.len() > 64 {
-            return None;
-        }
+        let items = self.items(tuple).filter(|items| items.len() <= MAX_DIMS)?;
         items.iter().map(|&id| self.int(id)).collect()
     }
 
     /// `torch.Size`, which becomes a tuple.
     fn size(&mut self, sizes: Id) -> Step<Node> {
+        if self.items(sizes).is_some_and(|items| items.len() > MAX_DIMS) {
+            return Ok(self.opaque(LONG_SIZE));
+        }
         if self.ints(sizes).is_none() {
-            return Err(self.refuse("has a size that is not made of at most 64 integers"));
+            return Err(self.refuse("has a size that is not made of integers"));
         }
         let items: Box<[Id]> = self.items(sizes).unwrap_or_default().into();
         self.spend(items.len() as u64)?;
@@ -411,6 +419,8 @@ impl Machine<'_> {
             (Node::OrderedDict(_), Node::Dict(_)) | (Node::Opaque(_), _) => {}
             (Node::Tensor(_), Node::Tuple(state)) if state.len() == 3 => {}
             (Node::Module(None), Node::Dict(_)) => self.nodes[object] = Node::Module(Some(state)),
+            // What its class makes of another state is unknown, such as the packed weights of a quantized layer.
+            (Node::Module(None), _) => self.nodes[object] = self.opaque(OBJECT),
             _ => return Err(self.refuse("gives attributes to what has none")),
         }
         Ok(())
