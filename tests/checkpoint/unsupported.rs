@@ -4,8 +4,9 @@ use std::path::Path;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::Error;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored};
+use tch_amp::optim::AdamW;
+use tch_amp::{Error, GradScaler};
 
 use crate::common::files::Folder;
 use crate::common::python::Oracle;
@@ -154,6 +155,41 @@ fn an_object_of_torch_script_is_left_out() {
     let packed = "1.0._packed_params._packed_params";
     let error = quantized.value::<serde_json::Value>(packed).unwrap_err().to_string();
     assert!(error.contains("a TorchScript object"), "{error}");
+}
+
+#[test]
+fn what_python_has_put_in_the_place_of_a_part_does_not_cost_the_others() {
+    let Some(python) = Oracle::find("checkpoint_files.py") else { return };
+    let folder = Folder::new();
+    let path = folder.file("run.pt");
+    let (vs, net) = model();
+    let weights: Vec<f32> = (0..6).map(|n| n as f32 / 4.0).collect();
+    tch::no_grad(|| {
+        net.ws.shallow_clone().copy_(&Tensor::from_slice(&weights).view([2, 3]));
+        net.bs.as_ref().unwrap().shallow_clone().copy_(&Tensor::from_slice(&[0.5f32, -0.5]));
+    });
+    let mut opt = AdamW::default().build(&vs, 1e-3).unwrap();
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    let mut saved = Checkpoint::new();
+    saved.add("model", &vs).unwrap();
+    saved.add("optimizer", &mut opt).unwrap();
+    saved.add("scaler", &mut scaler).unwrap();
+    saved.add_value("step", &4).unwrap();
+    saved.add_tensor("mean", &net.ws).unwrap();
+    saved.add_value("epoch", &3).unwrap();
+    saved.save(&path).unwrap();
+    python.run(&["edited", path.to_str().unwrap()], "");
+
+    let edited = load(&path);
+    assert_eq!(restored("edited", &edited, &[]).unexpected_keys, ["model/other"]);
+    assert_eq!(edited.value::<i64>("epoch").unwrap(), 3);
+    assert_eq!(edited.tensor("step").unwrap().double_value(&[]), 5.0);
+    assert_eq!(other_part("mean", edited.tensor("mean")), "mean");
+    let refused = edited.restore().add("optimizer", &mut opt).apply();
+    assert_eq!(other_part("optimizer", refused), "optimizer");
+    assert_eq!(edited.value::<Option<i64>>("scaler").unwrap(), None);
+    let refused = edited.restore().add("scaler", &mut scaler).apply();
+    assert_eq!(other_part("scaler", refused), "scaler");
 }
 
 /// What is damaged is still damage.

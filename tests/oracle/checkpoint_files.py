@@ -6,6 +6,7 @@ unsupported FOLDER: writes files in which one entry is something that this crate
 is not common, and prints the names of the entries, with `tensor` behind those that are tensors after all.
 parts_of_models FOLDER: writes models in several files, with other entries than tensors among the weights, and models of
 TorchScript with objects that only TorchScript has.
+edited FILE: puts other things in the places of the parts of FILE, which this crate wrote.
 average FILE: loads an AveragedModel from the part `ema` of FILE, which this crate wrote, and prints it after an update.
 """
 
@@ -430,6 +431,15 @@ def parts_of_models(folder):
             json.dump({"weight_map": files}, file, indent=2)
 
 
+def edited(path):
+    """Puts other things in the places of the parts that this crate has saved."""
+    saved = torch.load(path, weights_only=True)
+    saved["model"]["other"] = torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.quint8)
+    saved["optimizer"] = torch.optim.Adamax(model().parameters()).state_dict()
+    saved["scaler"], saved["step"], saved["mean"] = None, torch.tensor(5.0), {1, 2}
+    torch.save(saved, path)
+
+
 def average(path):
     saved = torch.load(path, weights_only=True)["ema"]
     wide = nn.Sequential(collections.OrderedDict(linear=model(), norm=nn.BatchNorm1d(2)))
@@ -442,5 +452,5 @@ def average(path):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    commands = [shapes, unsupported, parts_of_models, average]
+    commands = [shapes, unsupported, parts_of_models, edited, average]
     {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

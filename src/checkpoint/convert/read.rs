@@ -73,7 +73,7 @@ impl<'a> Reader<'a> {
             let noted = |what: &str| ours.as_ref()?.get(what)?.get(&name);
             let (kind, names) = (noted("parts").and_then(Value::text), noted("param_names"));
             let part = match kind {
-                Some("averages") => self.averages(&value, noted("averages")),
+                Some("averages") => self.averages(value, noted("averages")),
                 Some(kind) => self.part_of(kind, value, names),
                 None => Ok(self.guess(value)),
             };
@@ -83,15 +83,25 @@ impl<'a> Reader<'a> {
         Ok(parts)
     }
 
-    /// Converts a part whose kind this crate has recorded in the file.
+    /// Converts a part whose kind this crate has recorded in the file. A Python program may have put something
+    /// unsupported in it or in its place, or nothing at all in that of a scaler or an optimizer that it does not have.
     fn part_of(&self, kind: &str, value: Value, names: Option<&Value>) -> Result<Part, Problem> {
         let part = match (kind, value) {
-            ("model", Value::Dict(items)) => self.model(&items),
-            ("optimizer", Value::Dict(items)) => return self.locations.optimizer(&items, names),
-            ("scaler", value) => value.into_plain().ok().as_ref().and_then(scaler),
+            ("model", Value::Dict(items)) => self.model(&items).or_else(|| self.dict(items)),
+            ("optimizer", Value::Dict(items)) => {
+                let part = self.locations.optimizer(&items, names);
+                Some(part.unwrap_or_else(|problem| unknown(&problem)))
+            }
             ("state", Value::Dict(items)) => self.dict(items),
-            ("tensor", Value::Tensor(tensor)) => self.locations.entry(&tensor).map(Part::Tensor),
-            ("value", value) => value.into_plain().ok().map(Part::Value),
+            ("scaler" | "optimizer", Value::None) => Some(Part::Value(Value::None)),
+            ("scaler" | "value", value) => match value.into_plain() {
+                Ok(plain) if kind == "scaler" => scaler(&plain),
+                Ok(plain) => Some(Part::Value(plain)),
+                Err(other) => Some(self.guess(other)),
+            },
+            ("tensor", other @ Value::Tensor(_)) | (_, other @ Value::Opaque(_)) => {
+                Some(self.guess(other))
+            }
             _ => None,
         };
         part.ok_or_else(|| {
@@ -137,11 +147,11 @@ impl<'a> Reader<'a> {
 
     /// Converts averages of a model, which this crate has written as the state of an `AveragedModel`. `noted` are the
     /// values, and `beside` the names of what is not an average.
-    fn averages(&self, value: &Value, noted: Option<&Value>) -> Result<Part, Problem> {
+    fn averages(&self, value: Value, noted: Option<&Value>) -> Result<Part, Problem> {
         let values = noted.and_then(|noted| noted.get("values"));
         let beside = noted.and_then(|noted| noted.get("beside"));
         let beside: Option<BTreeSet<String>> = beside.and_then(|names| names.read().ok());
-        let model = match value {
+        let model = match &value {
             Value::Dict(items) => self.model(items),
             _ => None,
         };
@@ -152,6 +162,10 @@ impl<'a> Reader<'a> {
                     |name: String| name.strip_prefix(MODULE).map(str::to_owned).unwrap_or(name);
                 let tensors = all.into_iter().map(|(name, entry)| (own(name), entry)).collect();
                 Ok(Part::State(StatePart::new(tensors, values.clone())))
+            }
+            // A Python program may have put something unsupported in it.
+            (None, ..) if matches!(value, Value::Dict(_) | Value::Opaque(_)) => {
+                Ok(self.guess(value))
             }
             _ => Err("is recorded as averages, but is something else".to_owned()),
         }
