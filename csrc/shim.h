@@ -241,6 +241,10 @@ void tamp_gradients_narrow(tamp_tensor *const *parameters, size_t count, const u
 // for a nested tensor.
 size_t tamp_sizes(const tamp_tensor *tensor, int64_t *sizes, size_t room, char **err) TAMP_NOEXCEPT;
 
+// Returns 1 if the tensor has a shape and memory with an element for each place of it, and 0 otherwise, as for a sparse
+// or nested tensor and those of other libraries. A tensor that is expanded, conjugated or negated is dense.
+uint8_t tamp_is_dense(const tamp_tensor *tensor, char **err) TAMP_NOEXCEPT;
+
 // Returns 1 if two of `count` tensors have a byte of memory in common, and writes their places to `one` and `other`,
 // which is the later one in memory. Returns 0 if all are apart.
 uint8_t tamp_overlapping(tamp_tensor *const *tensors, size_t count, size_t *one, size_t *other,

@@ -227,6 +227,13 @@ size_t tamp_sizes(const tamp_tensor *tensor, int64_t *sizes, size_t room, char *
   });
 }
 
+uint8_t tamp_is_dense(const tamp_tensor *tensor, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    const at::Tensor &t = tamp::tensor(tensor);
+    return t.defined() && !t.is_nested() && t.layout() == at::kStrided && t.has_storage() ? 1 : 0;
+  });
+}
+
 uint8_t tamp_overlapping(tamp_tensor *const *tensors, size_t count, size_t *one, size_t *other, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t {
     std::vector<const at::Tensor *> all;

@@ -442,6 +442,7 @@ unsafe extern "C" {
         room: usize,
         err: *mut *mut c_char,
     ) -> usize;
+    pub(crate) fn tamp_is_dense(tensor: *const Tensor, err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_overlapping(
         tensors: *const *mut Tensor,
         count: usize,

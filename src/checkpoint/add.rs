@@ -103,7 +103,7 @@ impl Checkpoint {
     /// # Errors
     ///
     /// [`CheckpointError::Unsaveable`] for the name, as in [`add`](Self::add), and for an undefined, sparse or quantized
-    /// tensor.
+    /// tensor or one of more than 64 dimensions.
     pub fn add_tensor(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
         self.insert(vec![(name.to_owned(), Part::Tensor(entry(name, tensor)?))])
     }

@@ -20,6 +20,13 @@ pub(crate) fn sizes(tensor: &Tensor) -> Result<Vec<i64>> {
     }
 }
 
+/// Whether a tensor has a shape and memory with an element for each place of it. Sparse and nested ones and those of
+/// other libraries do not.
+pub(crate) fn is_dense(tensor: &Tensor) -> Result<bool> {
+    // SAFETY: the tensor is alive, and `err` is valid for a write.
+    Ok(call(|err| unsafe { sys::tamp_is_dense(tensor.as_ptr(), err) })? != 0)
+}
+
 /// Returns the places of two of the tensors that have memory in common; `None` if all are apart.
 pub(crate) fn overlapping(tensors: &[Tensor]) -> Result<Option<(usize, usize)>> {
     let pointers = pointers(tensors);

@@ -555,6 +555,7 @@ const JOBS: &[Job] = &[
         entries: &[
             "tamp_elements_read",
             "tamp_elements_write",
+            "tamp_is_dense",
             "tamp_rng_check_state",
             "tamp_rng_state",
             "tamp_rng_set_state",

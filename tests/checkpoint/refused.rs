@@ -154,7 +154,16 @@ fn parts_that_cannot_be_saved_are_named() {
             "{name}"
         );
     }
-    for tensor in [one.view([1]).to_sparse_sparse_dim(1), Tensor::new()] {
+    let square = one.expand([2, 2], false).contiguous();
+    for tensor in [
+        one.view([1]).to_sparse_sparse_dim(1),
+        square.to_sparse_csr(None),
+        square.to_sparse_csc(None),
+        square.to_sparse_bsr([1i64, 1], None),
+        square.to_mkldnn(),
+        one.view(&[1i64; 65][..]),
+        Tensor::new(),
+    ] {
         let refused = checkpoint.add_tensor("x", &tensor);
         assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Unsaveable { .. }))));
     }

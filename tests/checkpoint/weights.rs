@@ -203,7 +203,9 @@ fn weights_that_a_format_cannot_hold_are_refused_and_leave_the_old_file() {
     let complex = Tensor::zeros([2], (Kind::ComplexDouble, Device::Cpu));
     let sparse = Tensor::ones([2], (Kind::Float, Device::Cpu)).to_sparse_sparse_dim(1);
     let undefined = Tensor::new();
-    let cases: [(_, _, &[(&str, &Tensor)]); 13] = [
+    let compressed = one.view([1, 1]).to_sparse_csr(None);
+    let deep = one.view(&[1i64; 65][..]);
+    let cases: [(_, _, &[(&str, &Tensor)]); 19] = [
         ("x", "ends in", &[("a", &one)]),
         ("x.npz", "ends in", &[("a", &one)]),
         ("x.pt", "another tensor", &[("a", &one), ("a", &one)]),
@@ -216,6 +218,12 @@ fn weights_that_a_format_cannot_hold_are_refused_and_leave_the_old_file() {
         ("x.ot", "none of the characters", &[("a\nb", &one)]),
         ("x.ot", "without a name", &[("", &one)]),
         ("x.pt", "dense", &[("a", &one), ("b", &sparse)]),
+        ("x.safetensors", "dense", &[("a", &compressed)]),
+        ("x.pt", "dense", &[("a", &compressed)]),
+        ("x.ot", "dense", &[("a", &compressed)]),
+        ("x.safetensors", "65 dimensions", &[("a", &deep)]),
+        ("x.pt", "65 dimensions", &[("a", &deep)]),
+        ("x.ot", "65 dimensions", &[("a", &deep)]),
         ("x.ot", "undefined", &[("a", &undefined)]),
     ];
     for (name, expected, tensors) in cases {

@@ -9,8 +9,9 @@ use crate::checkpoint::CheckpointError;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::part::{MODULE, Part, StatePart, UPDATES};
 use crate::checkpoint::restore::names::batch_counts;
-use crate::checkpoint::value::Value;
+use crate::checkpoint::value::{MAX_DIMS, Value};
 use crate::error::{Result, unsaveable};
+use crate::ffi;
 use crate::scale::GradScalerState;
 
 /// Collects the tensors and values of a state that is being saved.
@@ -165,10 +166,16 @@ pub(crate) fn entry(name: &str, tensor: &Tensor) -> Result<Entry> {
     if !tensor.defined() {
         return Err(unsaveable(name, "it is an undefined tensor").into());
     }
-    if tensor.is_sparse() || quantized(tensor.f_kind()?) {
+    if !ffi::is_dense(tensor)? || quantized(tensor.f_kind()?) {
         let problem =
             "only dense, unquantized tensors can be saved; use `to_dense` or `dequantize`";
         return Err(unsaveable(name, problem).into());
     }
-    Entry::in_memory(tensor)
+    let entry = Entry::in_memory(tensor)?;
+    // Neither format is read back with more.
+    if entry.size.len() > MAX_DIMS {
+        let problem = format!("it has {} dimensions, more than {MAX_DIMS}", entry.size.len());
+        return Err(unsaveable(name, problem).into());
+    }
+    Ok(entry)
 }
