@@ -125,12 +125,20 @@ fn entries(tensors: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Entry>
     Ok(entries)
 }
 
+/// The names with which libtorch writes a file that it does not read.
+const KEYWORDS: &str = "False None True Ellipsis NoneType and as assert break class continue def del elif else for \
+                        global if import in is not or pass raise return while with __annotations__ __buffers__ \
+                        __parameters__";
+
 /// Returns an error for a name that an attribute of a TorchScript module cannot have. libtorch writes names into the
 /// code of the module as they are, and tch writes `|` instead of dots, and so does not tell the two apart.
 fn check_for_torch_script(tensors: &BTreeMap<String, Tensor>) -> Result<()> {
     let is_bad = |char: char| matches!(char, '|' | '"' | '\\') || char.is_control();
     let problem = |name: &str| match name {
         "" => Some("an `.ot` file has no tensor without a name"),
+        name if KEYWORDS.split(' ').any(|keyword| keyword == name) => {
+            Some("a name in an `.ot` file must not be a keyword of TorchScript")
+        }
         name if name.contains(is_bad) => Some(
             "a name in an `.ot` file has none of the characters `|`, `\"` and `\\`, and no control characters",
         ),

@@ -79,6 +79,28 @@ fn this_crate_opens_the_weights_that_were_saved() {
     }
 }
 
+#[test]
+fn this_crate_opens_weights_of_dtypes_without_a_storage_in_python() {
+    let folder = Folder::new();
+    for kind in [
+        Kind::ComplexHalf,
+        Kind::Float8e5m2,
+        Kind::Float8e4m3fn,
+        Kind::Float8e5m2fnuz,
+        Kind::Float8e4m3fnuz,
+    ] {
+        let weights = (Tensor::arange(4, (Kind::Float, Device::Cpu)) / 8).to_kind(kind);
+        for extension in ["pt", "ot"] {
+            let path = folder.file(&format!("x.{extension}"));
+            save_weights(&path, [("a.b", &weights)]).unwrap();
+            let read = Checkpoint::load(&path).unwrap().tensor("model.a.b").unwrap();
+            assert_eq!(read.kind(), kind, "{extension}");
+            let wide = |t: &Tensor| t.to_kind(Kind::ComplexDouble);
+            assert_eq!(wide(&read), wide(&weights), "{kind:?} {extension}");
+        }
+    }
+}
+
 /// Tensors of every kind that a model may have.
 fn odd() -> Vec<(String, Tensor)> {
     let ramp = || Tensor::arange(6, (Kind::Float, Device::Cpu)).view([2, 3]) / 8;
@@ -205,7 +227,7 @@ fn weights_that_a_format_cannot_hold_are_refused_and_leave_the_old_file() {
     let undefined = Tensor::new();
     let compressed = one.view([1, 1]).to_sparse_csr(None);
     let deep = one.view(&[1i64; 65][..]);
-    let cases: [(_, _, &[(&str, &Tensor)]); 19] = [
+    let cases: [(_, _, &[(&str, &Tensor)]); 21] = [
         ("x", "ends in", &[("a", &one)]),
         ("x.npz", "ends in", &[("a", &one)]),
         ("x.pt", "another tensor", &[("a", &one), ("a", &one)]),
@@ -224,6 +246,8 @@ fn weights_that_a_format_cannot_hold_are_refused_and_leave_the_old_file() {
         ("x.safetensors", "65 dimensions", &[("a", &deep)]),
         ("x.pt", "65 dimensions", &[("a", &deep)]),
         ("x.ot", "65 dimensions", &[("a", &deep)]),
+        ("x.ot", "a keyword", &[("class", &one)]),
+        ("x.ot", "a keyword", &[("None", &one)]),
         ("x.ot", "undefined", &[("a", &undefined)]),
     ];
     for (name, expected, tensors) in cases {

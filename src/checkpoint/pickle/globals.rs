@@ -114,8 +114,18 @@ const QUANTIZED: [(&str, Kind); 5] = [
     ("QInt32Storage", Kind::QInt32),
 ];
 
+/// The storages of the dtypes that have none in Python, as TorchScript names them.
+const OF_TORCH_SCRIPT: [(&str, Kind); 5] = [
+    ("ComplexHalfStorage", Kind::ComplexHalf),
+    ("Float8_e5m2Storage", Kind::Float8e5m2),
+    ("Float8_e4m3fnStorage", Kind::Float8e4m3fn),
+    ("Float8_e5m2fnuzStorage", Kind::Float8e5m2fnuz),
+    ("Float8_e4m3fnuzStorage", Kind::Float8e4m3fnuz),
+];
+
 fn dtype_or_storage(name: &str) -> Option<Global> {
-    if let Some((_, kind)) = QUANTIZED.iter().find(|(storage, _)| *storage == name) {
+    let mut others = QUANTIZED.iter().chain(&OF_TORCH_SCRIPT);
+    if let Some((_, kind)) = others.find(|(storage, _)| *storage == name) {
         return Some(Global::Storage(*kind));
     }
     NAMES.iter().find_map(|&(kind, dtype, storage)| match name {
