@@ -143,10 +143,10 @@ impl Autocast {
     /// overridden.
     ///
     /// Other threads and other regions are not affected. An overridden operator takes about 0.1 µs longer than with
-    /// casts by hand, and an operator that another region of the program overrides 0.1 µs longer than elsewhere; all
-    /// others cost nothing. The first region with a list of names takes 0.5 ms more to look them up among libtorch's
-    /// operators, and the first in a program 4 ms. The list is kept until the program ends, once however often it is
-    /// used.
+    /// casts by hand. An operator that only other regions of the program name takes 0.1 µs longer in this one, and one
+    /// that none names takes no longer. The first region with a list of names takes 0.5 ms more to look them up among
+    /// libtorch's operators, and the first in a program 4 ms. The list is kept until the program ends, once however
+    /// often it is used.
     ///
     /// # Errors
     ///
