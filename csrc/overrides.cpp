@@ -281,6 +281,8 @@ void intercept(const c10::OperatorHandle &op) {
   auto &kernels = registry().kernels;
   const c10::OperatorName &name = op.operator_name();
   if (kernels.count(name) != 0) return;
+  // Other threads may call the operator meanwhile. libtorch writes the kernel before it stops skipping the key, as for
+  // every library that is loaded while others run.
   auto kernel = c10::KernelFunction::makeFromBoxedFunction<&run>();
   kernels.emplace(name, c10::Dispatcher::singleton().registerImpl(name, kOverrides, std::move(kernel), std::nullopt,
                                                                   nullptr, "tch_amp"));

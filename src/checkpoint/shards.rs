@@ -61,7 +61,7 @@ pub(super) fn load(index: &Source, open: &Open) -> Result<BTreeMap<String, Part>
                 tensors.insert(name, entry);
                 continue;
             }
-            // By its names alone, a part of a model can look like something else.
+            // A file with few weights may not have been recognized as a model. Then its entries are parts.
             match left.remove_entry(name).or_else(|| parts.remove_entry(name)) {
                 Some((name, Part::Tensor(entry))) => drop(tensors.insert(name, entry)),
                 Some((name, other)) => drop(others.insert(name, other)),

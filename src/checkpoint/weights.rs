@@ -44,7 +44,7 @@ use crate::ffi::{self, OutsideRegions};
 /// # Errors
 ///
 /// [`CheckpointError::Unsaveable`] for another extension, a name that occurs twice or that the format cannot hold, and
-/// a tensor that is undefined, sparse, quantized or of a dtype that the format lacks; [`CheckpointError::Save`];
+/// a tensor that is undefined, sparse, quantized, of more than 64 dimensions or of a dtype that the format lacks; [`CheckpointError::Save`];
 /// [`Error::Torch`](crate::Error::Torch) if a tensor cannot be read.
 ///
 /// # Examples
@@ -125,8 +125,8 @@ fn entries(tensors: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Entry>
     Ok(entries)
 }
 
-/// The names with which libtorch writes a file that it does not read.
-const KEYWORDS: &str = "False None True Ellipsis NoneType and as assert break class continue def del elif else for \
+/// The reserved names, with which libtorch writes a file that it does not read.
+const RESERVED: &str = "False None True Ellipsis NoneType and as assert break class continue def del elif else for \
                         global if import in is not or pass raise return while with __annotations__ __buffers__ \
                         __parameters__";
 
@@ -136,9 +136,9 @@ fn check_for_torch_script(tensors: &BTreeMap<String, Tensor>) -> Result<()> {
     let is_bad = |char: char| matches!(char, '|' | '"' | '\\') || char.is_control();
     let problem = |name: &str| match name {
         "" => Some("an `.ot` file has no tensor without a name"),
-        name if KEYWORDS.split(' ').any(|keyword| keyword == name) => {
-            Some("a name in an `.ot` file must not be a keyword of TorchScript")
-        }
+        name if RESERVED.split(' ').any(|reserved| reserved == name) => Some(
+            "TorchScript reserves this name; rename the variable, or save the weights as `.safetensors` or `.pt`",
+        ),
         name if name.contains(is_bad) => Some(
             "a name in an `.ot` file has none of the characters `|`, `\"` and `\\`, and no control characters",
         ),

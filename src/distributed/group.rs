@@ -86,7 +86,9 @@ impl GroupConfig {
     ///
     /// # Errors
     ///
-    /// [`DistributedError::Environment`] if a variable is not set, or is invalid;
+    /// [`DistributedError::Environment`] if a variable is not set, or is invalid. The other ranks are told first: rank 0
+    /// serves the store to them for five seconds, and another rank takes up to 15 seconds.
+    ///
     /// [`DistributedError::Store`] if the store cannot be reached, belongs to another job, or cannot be served because
     /// its port is in use; and as for [`join`](Self::join).
     pub fn from_env(&self) -> Result<ProcessGroup> {

@@ -22,7 +22,8 @@ impl ProcessGroup {
     ///
     /// The other ranks wait for at most the [`timeout`](Self::timeout) of the group. If `work` panics, they get an
     /// error with its message, and the panic continues on rank 0. `work` must not use the group: a collective in it is a
-    /// mismatch on all ranks, after which the group can still be used.
+    /// mismatch on all ranks, after which the group can still be used
+    /// if `work` stops there.
     ///
     /// # Errors
     ///
@@ -89,7 +90,9 @@ impl ProcessGroup {
         };
         if has_met_the_end {
             done?;
-            let problem = format!("has used the group, whose other ranks are in {call}");
+            let problem = format!(
+                "has used the group, whose other ranks are in {call}: use it before or after"
+            );
             return Err(Error::InvalidArgument { name: "work", problem }.into());
         }
         let report = match &done {

@@ -1,5 +1,9 @@
 //! Operators for which a region overrides autocast's lists, beside the same with casts by hand.
 
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
 use tch::{Device, Kind, Tensor};
 use tch_amp::autocast::{AutocastError, AutocastState, LOG_PROBABILITIES};
 
@@ -183,25 +187,34 @@ fn operators_that_are_named_elsewhere_meanwhile_are_unaffected() {
     let operators = |x: &Tensor| {
         [x.erfinv(), x.cosh(), x.sinh(), x.lgamma(), x.digamma(), x.erfc()].map(|y| y.kind())
     };
-    let ends = std::sync::atomic::AtomicBool::new(false);
     let share = || Tensor::full([4], 0.5, (F32, Device::Cpu));
-    std::thread::scope(|scope| {
+    let (begun, ends) = (Barrier::new(2), AtomicBool::new(false));
+    let named = std::thread::scope(|scope| {
         let runs = scope.spawn(|| {
             let x = share();
+            let mut all = Vec::new();
             region().prefer_half(["exp"]).run(|| {
-                while !ends.load(std::sync::atomic::Ordering::Relaxed) {
-                    assert_eq!((operators(&x), kind_of_exp(&x)), ([F32; 6], BF16));
+                begun.wait();
+                while !ends.load(Relaxed) {
+                    all.push((operators(&x), kind_of_exp(&x)));
                 }
-            })
+            })?;
+            Ok::<_, Error>(all)
         });
-        for (i, name) in NAMES.into_iter().enumerate() {
-            let kinds = region().prefer_half([name]).run(|| operators(&share())).unwrap();
-            assert_eq!(kinds.map(|kind| kind == BF16), std::array::from_fn(|k| k == i), "{name}");
-            std::thread::sleep(std::time::Duration::from_millis(2));
-        }
-        ends.store(true, std::sync::atomic::Ordering::Relaxed);
-        runs.join().unwrap().unwrap();
+        begun.wait();
+        let named = NAMES.map(|name| {
+            std::thread::sleep(Duration::from_millis(2));
+            region().prefer_half([name]).run(|| operators(&share()))
+        });
+        ends.store(true, Relaxed);
+        let all = runs.join().unwrap().unwrap();
+        assert!(all.iter().all(|kinds| *kinds == ([F32; 6], BF16)), "of {}", all.len());
+        named
     });
+    for (i, kinds) in named.into_iter().enumerate() {
+        let is_half = kinds.unwrap().map(|kind| kind == BF16);
+        assert_eq!(is_half, std::array::from_fn(|k| k == i), "{}", NAMES[i]);
+    }
     region().prefer_half(["exp"]).run(|| assert_eq!(operators(&share()), [F32; 6])).unwrap();
 }
 

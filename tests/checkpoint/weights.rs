@@ -246,8 +246,8 @@ fn weights_that_a_format_cannot_hold_are_refused_and_leave_the_old_file() {
         ("x.safetensors", "65 dimensions", &[("a", &deep)]),
         ("x.pt", "65 dimensions", &[("a", &deep)]),
         ("x.ot", "65 dimensions", &[("a", &deep)]),
-        ("x.ot", "a keyword", &[("class", &one)]),
-        ("x.ot", "a keyword", &[("None", &one)]),
+        ("x.ot", "TorchScript reserves", &[("class", &one)]),
+        ("x.ot", "TorchScript reserves", &[("None", &one)]),
         ("x.ot", "undefined", &[("a", &undefined)]),
     ];
     for (name, expected, tensors) in cases {

@@ -1,15 +1,16 @@
 //! Tensors as bits: two tensors whose bits are equal are bitwise equal, whatever the payloads of their NaNs.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// The elements in row-major order as little-endian bytes, with every NaN replaced by the same one.
 pub fn bits(tensor: &Tensor) -> Vec<u8> {
-    let plain = tensor.detach().resolve_conj().resolve_neg().contiguous();
+    let plain = tensor.detach().to_device(Device::Cpu).resolve_conj().resolve_neg().contiguous();
     let mut bytes = vec![0; plain.numel() * plain.kind().elt_size_in_bytes()];
     plain.copy_data_u8(&mut bytes, plain.numel());
     // libtorch looks at millions of numbers faster than the loop of a debug build.
+    let is_real = matches!(plain.kind(), Kind::Half | Kind::BFloat16 | Kind::Float | Kind::Double);
     let has_nans = || plain.isnan().any().int64_value(&[]) != 0;
-    if plain.is_floating_point() && !has_nans() { bytes } else { canonical(plain.kind(), bytes) }
+    if is_real && !has_nans() { bytes } else { canonical(plain.kind(), bytes) }
 }
 
 /// `bytes` with every NaN replaced by the same one.

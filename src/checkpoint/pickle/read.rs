@@ -243,7 +243,7 @@ impl Machine<'_> {
     fn reduce(&mut self) -> Step {
         let (args, function) = (self.pop()?, self.pop()?);
         match (&self.nodes[function], &self.nodes[args]) {
-            // An enum, which TorchScript makes of its value alone.
+            // TorchScript calls the class of an enum with the value itself instead of a tuple.
             (Node::Global(Global::Module), _) => self.opaque_of(0, OBJECT),
             (&Node::Global(function), Node::Tuple(_)) => self.call(function, args),
             // An unknown function, or something that one has returned.

@@ -144,7 +144,8 @@ impl DistributedDataParallel {
     /// has no buffers or `broadcast_buffers` is off. Corresponds to calling the module in PyTorch.
     ///
     /// If `forward` panics and gradients were to be averaged, the other ranks get a [`DistributedError::Communication`]
-    /// with its message, and neither the model nor the group can be used any more. The panic then continues.
+    /// with its message, and neither the model nor the group can be used any more. The panic then continues. An `Err`
+    /// that `forward` returns is a result like any other, which the other ranks do not hear of.
     ///
     /// # Errors
     ///
@@ -178,8 +179,8 @@ impl DistributedDataParallel {
         self.synced_forward = syncs && recorded;
         let begun = self.group.begun();
         let result = match catch_unwind(AssertUnwindSafe(forward)) {
-            // The others come to the backward pass.
-            Err(panic) if self.synced_forward => self.go_on_with(NAME, panic),
+            // The others would wait for this one in the backward pass.
+            Err(panic) if self.synced_forward => self.end_and_resume(NAME, panic),
             result => result.unwrap_or_else(|panic| resume_unwind(panic)),
         };
         let is_quiet = self.group.begun() == begun;
@@ -358,13 +359,12 @@ impl DistributedDataParallel {
         drop(handle);
         match result {
             Ok(result) => result.map_err(|error| self.ended(pass, error)),
-            Err(panic) => self.go_on_with(pass, panic),
+            Err(panic) => self.end_and_resume(pass, panic),
         }
     }
 
-    /// Goes on with a panic of the program, after it has ended the group, because the other ranks would wait for this
-    /// one.
-    fn go_on_with(&self, pass: &'static str, panic: Box<dyn Any + Send>) -> ! {
+    /// Ends the group, because the other ranks would wait for this one, and goes on with a panic of the program.
+    fn end_and_resume(&self, pass: &'static str, panic: Box<dyn Any + Send>) -> ! {
         let message = panics::message(panic.as_ref());
         if self.end(&format_args!("the {pass} pass panicked: {message}")) {
             self.own.await_reports();
