@@ -4,6 +4,7 @@ use std::path::Path;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
+use tch_amp::average::{AveragedWeights, Ema};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored};
 use tch_amp::optim::AdamW;
 use tch_amp::{Error, GradScaler};
@@ -157,6 +158,10 @@ fn an_object_of_torch_script_is_left_out() {
     assert!(error.contains("a TorchScript object"), "{error}");
 }
 
+fn average_of(vs: &VarStore) -> AveragedWeights {
+    Ema { decay: 0.5, debias: true, ..Ema::default() }.build(vs).unwrap()
+}
+
 #[test]
 fn what_python_has_put_in_the_place_of_a_part_does_not_cost_the_others() {
     let Some(python) = Oracle::find("checkpoint_files.py") else { return };
@@ -177,6 +182,10 @@ fn what_python_has_put_in_the_place_of_a_part_does_not_cost_the_others() {
     saved.add_value("step", &4).unwrap();
     saved.add_tensor("mean", &net.ws).unwrap();
     saved.add_value("epoch", &3).unwrap();
+    let mut average = average_of(&vs);
+    (0..3).for_each(|_| average.advance().unwrap());
+    saved.add("with others", &mut average).unwrap();
+    saved.add("updated", &mut average).unwrap();
     saved.save(&path).unwrap();
     python.run(&["edited", path.to_str().unwrap()], "");
 
@@ -190,6 +199,21 @@ fn what_python_has_put_in_the_place_of_a_part_does_not_cost_the_others() {
     assert_eq!(edited.value::<Option<i64>>("scaler").unwrap(), None);
     let refused = edited.restore().add("scaler", &mut scaler).apply();
     assert_eq!(other_part("scaler", refused), "scaler");
+    drop(net.ws.data().fill_(2.0));
+    average.advance().unwrap();
+    for (name, updates, unexpected) in
+        [("with others", 3, vec!["with others/note", "with others/other"]), ("updated", 4, vec![])]
+    {
+        let mut other = average_of(&vs);
+        let restored = edited.restore().add(name, &mut other).strict(false).apply().unwrap();
+        assert_eq!(
+            (restored.unexpected_keys, other.updates().unwrap()),
+            (unexpected.into_iter().map(str::to_owned).collect(), updates)
+        );
+        other.advance().unwrap();
+        let goes_on = other.average("weight") == average.average("weight");
+        assert_eq!(goes_on, updates == 3, "{name}");
+    }
 }
 
 /// What is damaged is still damage.

@@ -437,6 +437,8 @@ def edited(path):
     saved["model"]["other"] = torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.quint8)
     saved["optimizer"] = torch.optim.Adamax(model().parameters()).state_dict()
     saved["scaler"], saved["step"], saved["mean"] = None, torch.tensor(5.0), {1, 2}
+    saved["with others"].update({"module.other": saved["model"]["other"], "module.note": "x"})
+    saved["updated"]["n_averaged"] += 1
     torch.save(saved, path)
 
 

@@ -7,10 +7,11 @@ use std::sync::Arc;
 use super::KEY;
 use super::optimizer::{Locations, Problem, is_pair};
 use crate::checkpoint::limits::MAX_PARTS;
-use crate::checkpoint::part::{MODULE, Part, StatePart};
+use crate::checkpoint::part::{MODULE, Part, StatePart, UPDATES};
 use crate::checkpoint::source::Source;
 use crate::checkpoint::value::{Items, Text, Value, get};
 use crate::error::{sentence, shown};
+use crate::optim::Saved;
 
 type Parts = BTreeMap<String, Part>;
 
@@ -84,7 +85,8 @@ impl<'a> Reader<'a> {
     }
 
     /// Converts a part whose kind this crate has recorded in the file. A Python program may have put something
-    /// unsupported in it or in its place, or nothing at all in that of a scaler or an optimizer that it does not have.
+    /// unsupported in it or in its place, a tensor in that of a number, or None in that of a scaler or an optimizer that
+    /// it does not use. Any other part of another kind is an error.
     fn part_of(&self, kind: &str, value: Value, names: Option<&Value>) -> Result<Part, Problem> {
         let part = match (kind, value) {
             ("model", Value::Dict(items)) => self.model(&items).or_else(|| self.dict(items)),
@@ -146,29 +148,39 @@ impl<'a> Reader<'a> {
     }
 
     /// Converts averages of a model, which this crate has written as the state of an `AveragedModel`. `noted` are the
-    /// values, and `beside` the names of what is not an average.
+    /// values, and `beside` the names of what is not an average. If a Python program has updated the averages since, the
+    /// values no longer hold, and the state is one from Python.
     fn averages(&self, value: Value, noted: Option<&Value>) -> Result<Part, Problem> {
-        let values = noted.and_then(|noted| noted.get("values"));
-        let beside = noted.and_then(|noted| noted.get("beside"));
-        let beside: Option<BTreeSet<String>> = beside.and_then(|names| names.read().ok());
-        let model = match &value {
-            Value::Dict(items) => self.model(items),
-            _ => None,
+        let other = || "is recorded as averages, but is something else".to_owned();
+        let items = match value {
+            Value::Dict(items) => items,
+            Value::Opaque(what) => return Ok(unknown(&what)),
+            _ => return Err(other()),
         };
-        match (model, values, beside) {
-            (Some(Part::Model(mut all)), Some(values @ Value::Map(_)), Some(beside)) => {
-                all.retain(|name, _| !beside.contains(name));
-                let own =
-                    |name: String| name.strip_prefix(MODULE).map(str::to_owned).unwrap_or(name);
-                let tensors = all.into_iter().map(|(name, entry)| (own(name), entry)).collect();
-                Ok(Part::State(StatePart::new(tensors, values.clone())))
+        let noted = |what: &str| noted.and_then(|noted| noted.get(what));
+        let values = noted("values").filter(|values| matches!(values, Value::Map(_)));
+        let beside = noted("beside").and_then(|names| names.read::<BTreeSet<String>>().ok());
+        let (values, beside) = values.zip(beside).ok_or_else(other)?;
+        let part = self.model(&items).or_else(|| self.dict(items)).ok_or_else(too_many)?;
+        let (tensors, others) = match part {
+            Part::Model(tensors) => (tensors, BTreeMap::new()),
+            Part::State(StatePart { tensors, values: Value::Map(values), mut others, .. }) => {
+                let values = values.into_iter();
+                others.extend(values.map(|(name, value)| (name.to_string(), Part::Value(value))));
+                (tensors, others)
             }
-            // A Python program may have put something unsupported in it.
-            (None, ..) if matches!(value, Value::Dict(_) | Value::Opaque(_)) => {
-                Ok(self.guess(value))
-            }
-            _ => Err("is recorded as averages, but is something else".to_owned()),
+            part => return Ok(part),
+        };
+        let updates = tensors.get(UPDATES).filter(|updates| updates.numel() == 1);
+        let updates = updates.and_then(|updates| updates.item().ok());
+        if updates != values.get(UPDATES).and_then(|updates| updates.read().ok()) {
+            return Ok(Part::model(tensors, others));
         }
+        let own = |name: String| name.strip_prefix(MODULE).map(str::to_owned).unwrap_or(name);
+        let averages = tensors.into_iter().filter(|(name, _)| !beside.contains(name));
+        let averages = averages.map(|(name, entry)| (own(name), entry)).collect();
+        let others = others.into_iter().map(|(name, other)| (own(name), other)).collect();
+        Ok(Part::State(StatePart { others, ..StatePart::new(averages, values.clone()) }))
     }
 
     fn single(&self, name: &str, value: Value) -> Parts {
