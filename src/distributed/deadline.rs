@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 
-/// How long a rank waits after a failure for the others to report it, too.
+/// How long a rank waits after a failure for the others: to report it, too, or to be told.
 pub(super) const GRACE: Duration = Duration::from_secs(5);
 
 /// Runs a call that talks to a store, and fails if it takes longer than this. If the process that serves the store is

@@ -86,8 +86,8 @@ impl GroupConfig {
     ///
     /// # Errors
     ///
-    /// [`DistributedError::Environment`] if a variable is not set, or is invalid. The other ranks are told first: rank 0
-    /// serves the store to them for five seconds, and another rank takes up to 15 seconds.
+    /// [`DistributedError::Environment`] if a variable is not set, or is invalid. If `RANK` is set, the other
+    /// ranks are told first: rank 0 serves the store to them for five seconds, and another rank takes up to 15 seconds.
     ///
     /// [`DistributedError::Store`] if the store cannot be reached, belongs to another job, or cannot be served because
     /// its port is in use; and as for [`join`](Self::join).
@@ -119,6 +119,8 @@ impl GroupConfig {
         };
         let (rank, size) = match known {
             Ok(known) => known,
+            // This is no rank of a group, but a program that was started by hand.
+            Err(error) if std::env::var_os("RANK").is_none() => return Err(error),
             Err(error) => {
                 // Otherwise the other ranks would wait for this one.
                 let rank = match &error {

@@ -15,7 +15,7 @@ const ANSWER: Duration = Duration::from_millis(1);
 /// How many characters of a message are reported.
 const LONGEST: usize = 2000;
 
-/// The rank of a process that does not know its own.
+/// The rank of a process whose own is not known, because its variable is wrong.
 pub(super) const UNKNOWN: usize = usize::MAX;
 
 /// Where a rank belongs.

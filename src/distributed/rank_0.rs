@@ -22,8 +22,7 @@ impl ProcessGroup {
     ///
     /// The other ranks wait for at most the [`timeout`](Self::timeout) of the group. If `work` panics, they get an
     /// error with its message, and the panic continues on rank 0. `work` must not use the group: a collective in it is a
-    /// mismatch on all ranks, after which the group can still be used
-    /// if `work` stops there.
+    /// mismatch on all ranks, after which the group can still be used if `work` stops there.
     ///
     /// # Errors
     ///

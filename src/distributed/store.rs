@@ -1,9 +1,11 @@
 //! Stores.
 
 use std::collections::HashMap;
-use std::net::TcpListener;
+use std::io::ErrorKind;
+use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::distributed::deadline::{GRACE, within};
 use crate::error::{DistributedError, Error, Result};
@@ -11,6 +13,9 @@ use crate::ffi::distributed as ffi;
 
 /// How long a rank waits for a store, as in PyTorch.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(300);
+
+/// How long a rank waits before it tries again to reach a store.
+const RETRY: Duration = Duration::from_millis(100);
 
 /// A dictionary that all ranks share, through which they find each other: c10d's `TCPStore` or `HashStore`.
 ///
@@ -99,7 +104,10 @@ impl Store {
     pub(super) fn connect_within(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         check(port)?;
         let name = host.to_owned();
-        let connect = move || ffi::Store::connect(&name, port, timeout);
+        let connect = move || {
+            let left = await_server(&name, port, timeout)?;
+            ffi::Store::connect(&name, port, left)
+        };
         let store = within(timeout.saturating_add(GRACE), connect)
             .map_err(|error| unusable(host, port, &error))?;
         Ok(Self::new(store, Some((host, port)), is_loopback(host)))
@@ -182,6 +190,23 @@ fn check(port: u16) -> Result<()> {
         return Err(Error::InvalidArgument { name: "port", problem });
     }
     Ok(())
+}
+
+/// Waits until something listens at this address, and returns the time that is left. libtorch tries less and less often,
+/// at last each minute, so that a rank would miss a store that is served for seconds.
+fn await_server(host: &str, port: u16, timeout: Duration) -> Result<Duration> {
+    let start = Instant::now();
+    loop {
+        let tried = TcpStream::connect((host, port));
+        let left = timeout.saturating_sub(start.elapsed());
+        match tried {
+            Ok(_) => return Ok(left.max(RETRY)),
+            Err(error) if left.is_zero() || error.kind() == ErrorKind::InvalidInput => {
+                return Err(Error::Torch(error.to_string()));
+            }
+            Err(_) => thread::sleep(RETRY.min(left)),
+        }
+    }
 }
 
 fn unusable(host: &str, port: u16, error: &dyn std::fmt::Display) -> Error {
