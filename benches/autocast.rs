@@ -67,7 +67,7 @@ fn overrides(count: usize) {
     let [plain, other, named, named_elsewhere, by_hand, overridden] = times.map(median);
     println!("\nneg of 4 numbers: {plain:.0} ns; {other:.0} ns in a region that overrides others;");
     println!(
-        "relu, which another region overrides: {named:.0} ns; {named_elsewhere:.0} ns in that region;"
+        "relu, which another region overrides: {named:.0} ns; {named_elsewhere:.0} ns in a region that overrides others;"
     );
     println!("in f32 {by_hand:.0} ns by hand, and {overridden:.0} ns overridden");
     println!(

@@ -121,7 +121,7 @@ IValue cast(const IValue &value, at::ScalarType dtype, c10::DeviceType device) {
 using Statistics = c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 2>;
 
 // Casts the arguments of a normalization. Its statistics stay in their own dtype unless the computation is in f32: in
-// half precision they would stop to move. libtorch's kernels take a half-precision input beside parameters and
+// half precision they would stop moving. libtorch's kernels take a half-precision input beside parameters and
 // statistics in f32, and so the input alone is cast to half precision.
 Statistics cast_normalization(const c10::FunctionSchema &schema, IValue *values, bool f32, at::ScalarType dtype,
                               c10::DeviceType device) {
