@@ -8,11 +8,14 @@
 
 #include "overrides.h"
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -48,6 +51,7 @@ struct Override {
   std::vector<Rule> rules;  // of which the last that applies counts
   Measure measure;
   bool normalizes;  // whether it writes running statistics
+  bool pointwise;   // whether its backward is, too, and has no products
 
   // The rule for a call, or null.
   const Rule *find(c10::ArrayRef<IValue> arguments) const;
@@ -146,6 +150,76 @@ void write_back(const Statistics &copied) {
   for (const auto &[statistic, copy] : copied) statistic.copy_(copy);
 }
 
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// Calls `f` for the nodes that the calling thread has made for a tensor since its sequence number was `since`.
+template <typename F>
+void for_each_node(const at::Tensor &t, uint64_t since, const F &f) {
+  const uint64_t thread = at::RecordFunction::currentThreadId();
+  c10::SmallVector<Node *, 8> seen;
+  const auto see = [&](Node *node) {
+    // A node that adds to the gradient of a leaf has the largest number.
+    const bool is_new = node != nullptr && node->thread_id() == thread && node->sequence_nr() >= since &&
+                        node->sequence_nr() != std::numeric_limits<uint64_t>::max();
+    if (is_new && std::find(seen.begin(), seen.end(), node) == seen.end()) seen.push_back(node);
+  };
+  see(t.grad_fn().get());
+  for (size_t i = 0; i < seen.size(); ++i) {
+    for (const auto &edge : seen[i]->next_edges()) see(edge.function.get());
+    f(*seen[i]);
+  }
+}
+
+// The sequence number of the calling thread when it began to run a node without autocast.
+thread_local uint64_t node_began = 0;
+
+void run_without_autocast(const at::Tensor &t, uint64_t since);
+
+// Switches autocast off for a node. The engine gives each node the state of the thread that began the backward pass, so
+// that the next one has that again.
+class BeforeNode final : public torch::autograd::FunctionPreHook {
+ public:
+  variable_list operator()(const variable_list &grads) override {
+    const auto local = c10::impl::tls_local_dispatch_key_set();
+    set_excluded(local, local.excluded_ | c10::autocast_dispatch_keyset);
+    node_began = at::sequence_number::peek();
+    return grads;
+  }
+};
+
+// Passes this on to what a node has recorded for second derivatives.
+class AfterNode final : public torch::autograd::FunctionPostHook {
+ public:
+  variable_list operator()(const variable_list &outputs, const variable_list &) override {
+    for (const auto &t : outputs) run_without_autocast(t, node_began);
+    return outputs;
+  }
+};
+
+// Has the nodes that were made for a tensor run without autocast. What an operator computed in f32 has products in its
+// backward, which autocast casts in a backward pass inside of a region, whichever operator they belong to.
+void run_without_autocast(const at::Tensor &t, uint64_t since) {
+  if (!t.defined() || !t.requires_grad() || !c10::GradMode::is_enabled()) return;
+  for_each_node(t, since, [](Node &node) {
+    const auto &known = node.pre_hooks();
+    const auto is_ours = [](const auto &hook) { return dynamic_cast<const BeforeNode *>(hook.get()) != nullptr; };
+    if (std::any_of(known.begin(), known.end(), is_ours)) return;
+    node.add_pre_hook(std::make_unique<BeforeNode>());
+    node.add_post_hook(std::make_unique<AfterNode>());
+  });
+}
+
+void run_without_autocast(c10::ArrayRef<IValue> results, uint64_t since) {
+  for (const IValue &result : results) {
+    if (result.isTensor()) {
+      run_without_autocast(result.toTensor(), since);
+    } else if (result.isList()) {
+      run_without_autocast(result.toListRef(), since);
+    }
+  }
+}
+
 // Replaces the arguments of an attention, which have been cast, by its result.
 void compose(torch::jit::Stack *stack, size_t count) {
   const c10::impl::ExcludeDispatchKeyGuard no_overrides(kOverrides);
@@ -157,7 +231,7 @@ void compose(torch::jit::Stack *stack, size_t count) {
 // What is to be done with a call.
 struct Found {
   const Rule *rule;
-  bool normalizes;
+  bool normalizes, pointwise;
   c10::DeviceType device;
 };
 
@@ -168,7 +242,7 @@ std::optional<Found> find(const c10::OperatorHandle &op, c10::ArrayRef<IValue> a
   const auto device = autocast_device(arguments);
   const Rule *rule = device ? found->second.find(arguments) : nullptr;
   if (rule == nullptr) return std::nullopt;
-  return Found{rule, found->second.normalizes, *device};
+  return Found{rule, found->second.normalizes, found->second.pointwise, *device};
 }
 
 // Called for the operators of the registry on a thread with overrides, or that averages running statistics.
@@ -178,7 +252,7 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::St
   const CountedCall call(op, stack->data() + (stack->size() - count));
   const auto found = find(op, c10::ArrayRef<IValue>(stack->data() + (stack->size() - count), count));
   if (!found) return op.redispatchBoxed(below, stack);
-  const auto [rule, normalizes, device] = *found;
+  const auto [rule, normalizes, pointwise, device] = *found;
   const bool f32 = rule->run_as == TAMP_RUN_F32;
   const auto dtype = f32 ? at::kFloat : at::autocast::get_autocast_dtype(device);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -190,8 +264,12 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::St
     for (size_t i = 0; i < count; ++i) first[i] = cast(first[i], dtype, device);
   }
   if (rule->run_as == TAMP_RUN_COMPOSED) return compose(stack, count);
+  const uint64_t began = at::sequence_number::peek();
   op.redispatchBoxed(below - c10::autocast_dispatch_keyset, stack);
   write_back(copied);
+  if (!f32 || pointwise) return;
+  const size_t results = op.schema().returns().size();
+  run_without_autocast(c10::ArrayRef<IValue>(stack->data() + (stack->size() - results), results), began);
 }
 
 std::mutex mutex;
@@ -249,6 +327,7 @@ uint8_t add(Overrides &to, const std::vector<c10::OperatorName> &known, const ta
     auto &override = to[candidate];
     override.measure = measure_of(name, op->schema());
     override.normalizes = normalizes(name, op->schema());
+    override.pointwise = op->hasTag(at::Tag::pointwise);
     override.rules.push_back(rule);
     added = true;
   }

@@ -8,13 +8,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::autocast::{AutocastGuard, is_autocast_enabled};
+use tch_amp::autocast::{AutocastGuard, Plan, Rule, RunAs, is_autocast_enabled};
 use tch_amp::checkpoint::Rng;
 use tch_amp::function::{FunctionError, FunctionResult};
 use tch_amp::recompute::{Recomputed, RecomputedT, checkpointed};
 use tch_amp::{Autocast, Error, GradScaler};
 
-use common::bits::bits;
+use common::bits::{bits, from_hex, hex};
+use common::python::Oracle;
 
 /// Held by tests that use random numbers: the generator is that of the process.
 static RANDOM: Mutex<()> = Mutex::new(());
@@ -149,6 +150,111 @@ fn the_second_run_has_the_autocast_state_of_the_first() {
     let y: Tensor = Autocast::new(Device::Cpu).run(|| checkpointed(&[eye()], f)).unwrap().unwrap();
     y.sum(Kind::Float).backward();
     assert_eq!(seen.load(Ordering::Relaxed), 2);
+}
+
+/// Regions that keep a product in f32 within another region, and whether the backward pass is inside of that, too.
+fn regions_of_products() -> Vec<(&'static str, Autocast, Option<Autocast>)> {
+    let (half, f32) =
+        (Autocast::new(Device::Cpu).dtype(Kind::BFloat16), Plan::new(Device::Cpu).unwrap());
+    let narrow = Rule { below: Some(1 << 20), ..Rule::new("matmul", RunAs::F32) };
+    let narrow = Plan { dtype: Some(Kind::BFloat16), rules: vec![narrow], ..f32.clone() };
+    vec![
+        ("switched off inside", half, Some(Autocast::new(Device::Cpu).enabled(false))),
+        ("a plan in f32 inside", half, Some(Autocast::new(Device::Cpu).plan(&f32).unwrap())),
+        ("kept in f32", half.keep_in_f32(["matmul"]), None),
+        ("kept in f32 inside", half, Some(half.keep_in_f32(["matmul"]))),
+        ("a plan", half.plan(&narrow).unwrap(), None),
+        ("fp16", half.dtype(Kind::Half).keep_in_f32(["matmul"]), None),
+        ("half", half, None),
+    ]
+}
+
+/// The factors of a product.
+fn factors() -> (Tensor, Tensor) {
+    tch::manual_seed(7);
+    let draw = |size: [i64; 2]| Tensor::randn(size, (Kind::Float, Device::Cpu)) * 300;
+    (draw([5, 8]), draw([8, 3]))
+}
+
+/// The bits of the gradients of a product with values for which fp16 is too small.
+fn gradients_of_a_product(
+    regions: (Autocast, Option<Autocast>),
+    recomputed: bool,
+    is_inside: bool,
+) -> Vec<Vec<u8>> {
+    let (outer, inner) = regions;
+    let (x, w) = factors();
+    let (x, w) = (x.set_requires_grad(true), w.set_requires_grad(true));
+    let weight = w.shallow_clone();
+    let product = move |x: &[&Tensor]| -> FunctionResult<Tensor> {
+        let product = || x[0].f_matmul(&weight);
+        Ok(inner.map_or_else(|| Ok(product()), |region| region.run(product))??)
+    };
+    let forward = || match recomputed {
+        true => checkpointed(&[&x], product).unwrap(),
+        false => product(&[&x]).unwrap(),
+    };
+    let loss = |y: &Tensor| y.to_kind(Kind::Float).square().sum(Kind::Float);
+    match is_inside {
+        true => outer.run(|| loss(&forward()).backward()).unwrap(),
+        false => loss(&outer.run(forward).unwrap()).backward(),
+    }
+    [x, w].iter().map(|x| bits(&x.grad())).collect()
+}
+
+/// The second run has the state of the first, and its backward pass that of the backward pass around it.
+#[test]
+fn what_a_region_keeps_in_f32_has_gradients_in_f32() {
+    let _random = random();
+    let off = (Autocast::new(Device::Cpu).enabled(false), None);
+    let exact = gradients_of_a_product(off, false, false);
+    for (name, outer, inner) in regions_of_products() {
+        let regions = (outer, inner);
+        for is_inside in [false, true] {
+            let plain = gradients_of_a_product(regions, false, is_inside);
+            assert!(
+                gradients_of_a_product(regions, true, is_inside) == plain,
+                "{name}, {is_inside}"
+            );
+            // As in PyTorch, autocast casts products of a backward pass inside of a region, but for what a rule keeps.
+            let is_exact = name != "half"
+                && !(is_inside && name.ends_with("inside") && name != "kept in f32 inside");
+            assert_eq!(plain == exact, is_exact, "{name}, {is_inside}");
+        }
+    }
+}
+
+/// Both kinds of PyTorch's checkpointing, and a backward pass in the region for the kind that is the counterpart.
+#[test]
+fn gradients_are_those_of_pytorchs_checkpointing() {
+    let Some(oracle) = Oracle::find("recompute.py") else { return };
+    let _random = random();
+    let (x, w) = factors();
+    let answers = oracle.run(&[], &format!("{}\n{}\n", hex(&x), hex(&w)));
+    let half = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+    let off = Some(Autocast::new(Device::Cpu).enabled(false));
+    let ours = |off_inside: bool, is_inside| {
+        let regions = (half, off.filter(|_| off_inside));
+        gradients_of_a_product(regions, true, is_inside)
+    };
+    let cases = [true, false].into_iter().flat_map(|reentrant| {
+        [true, false].into_iter().flat_map(move |off_inside| {
+            [false, true].map(|is_inside| (reentrant, off_inside, is_inside))
+        })
+    });
+    let mut compared = 0;
+    for ((reentrant, off_inside, is_inside), line) in cases.zip(answers.lines()) {
+        if reentrant || !is_inside {
+            let theirs: Vec<_> = line.split(' ').map(from_hex).collect();
+            let same = ours(off_inside, is_inside) == theirs;
+            assert!(
+                same,
+                "reentrant: {reentrant}, off inside: {off_inside}, backward inside: {is_inside}"
+            );
+            compared += 1;
+        }
+    }
+    assert_eq!(compared, 6);
 }
 
 /// Two outputs of two inputs and a weight.

@@ -131,8 +131,9 @@ impl Autocast {
     }
 
     /// Runs these operators in f32 inside the region, forward and backward, whatever autocast's lists say: their inputs
-    /// in half precision are cast to f32, and their results are f32. Regions inside inherit this, and can override it;
-    /// the last call for an operator wins. In a region that is switched off it has no effect. PyTorch has no
+    /// in half precision are cast to f32, and their results are f32. That holds for a backward pass inside of the
+    /// region and for second derivatives, too. Regions inside inherit this, and can override it; the last call for an
+    /// operator wins. In a region that is switched off it has no effect. PyTorch has no
     /// counterpart.
     ///
     /// An operator has the name that libtorch gives it, such as `softmax`, or `extension::scan` for one of an

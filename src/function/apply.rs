@@ -143,8 +143,10 @@ impl<F: Function> ffi::Recorded for Applied<F> {
         node: &ffi::Node<'_>,
         grad_outputs: &[ffi::Borrowed],
     ) -> std::result::Result<Vec<Option<Tensor>>, String> {
-        let ctx = BackwardContext { node, saved: self.saved, values: &self.values };
-        let backward = || self.function.backward(&ctx, &GradOutputs(grad_outputs));
+        let backward = |around| {
+            let ctx = BackwardContext { node, saved: self.saved, values: &self.values, around };
+            self.function.backward(&ctx, &GradOutputs(grad_outputs))
+        };
         match callback(|| self.autocast.restore(backward)) {
             Ok(Ok(grads)) => Ok(grads.into_vec()),
             Ok(Err(error)) => Err(format!("backward failed: {}", chain(&*error))),

@@ -62,7 +62,8 @@ use random::RandomStates;
 ///
 /// Both runs have the autocast state of the call and the same random numbers: the generator of the CPU and those of the
 /// inputs' devices are set back for the second run, and continue afterwards as if it had not happened
-/// (`preserve_rng_state` in PyTorch). Calls may be nested. If no gradients are recorded, under `tch::no_grad` for
+/// (`preserve_rng_state` in PyTorch). The backward pass through the second run has the autocast state of the backward
+/// pass around it, so that a part that a region inside keeps in f32 has gradients in f32. Calls may be nested. If no gradients are recorded, under `tch::no_grad` for
 /// instance, `f` simply runs. Does not synchronize.
 ///
 /// `f` must compute the same both times:
@@ -184,7 +185,7 @@ where
             outputs.as_mut_slice().iter().map(Tensor::shallow_clone).collect()
         };
         check_same(&first.outputs, &outputs)?;
-        run_backward(outputs, grads)?;
+        ctx.in_state_of_pass(|| run_backward(outputs, grads))??;
         let gradient =
             |input: &Tensor| (input.defined() && input.grad().defined()).then(|| input.grad());
         Ok(std::iter::once(None).chain(inputs.iter().map(gradient)).collect())

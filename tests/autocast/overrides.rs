@@ -81,6 +81,59 @@ fn operators_stay_in_f32_forward_and_backward() {
     assert_eq!(seen(), OUTSIDE);
 }
 
+/// The gradients of `f` and those of a penalty on them, all of them within `region`.
+fn differentiated(
+    device: Device,
+    region: Autocast,
+    f: impl Fn(&Tensor, &Tensor) -> Tensor,
+) -> [Tensor; 4] {
+    let (a, b) = (random_on(device, 1), random_on(device, 2));
+    let first = region.run(|| {
+        let loss = f(&a, &b).to_kind(F32).square().sum(F32);
+        let first = Tensor::run_backward(&[loss], &[&a, &b], true, true);
+        let penalty: Tensor = first.iter().map(|g| g.to_kind(F32).square().sum(F32)).sum();
+        penalty.backward();
+        first
+    });
+    let first = first.unwrap();
+    [first[0].detach(), first[1].detach(), a.grad(), b.grad()]
+}
+
+/// A backward pass inside of the region has autocast on, which would cast the products in it, and so has one inside of
+/// a custom function. This holds for second derivatives, too.
+#[test]
+fn operators_stay_in_f32_in_a_backward_pass_inside_of_the_region() {
+    let _alone = alone();
+    let products: [(&str, Operator); 6] = [
+        ("matmul", |a, b| a.matmul(b)),
+        ("linear", |a, b| a.linear(b, Some(b.select(0, 0)))),
+        ("addmm", |a, b| a.addmm(a, b)),
+        ("bmm", |a, b| a.unsqueeze(0).bmm(&b.unsqueeze(0))),
+        ("conv2d", |a, b| {
+            a.view([1, 2, 2, 4]).conv2d(&b.view([2, 2, 2, 2]), None::<Tensor>, 1, 0, 1, 1)
+        }),
+        ("linalg_inv", |a, b| Tensor::linalg_inv(&(a + b + Tensor::eye(4, (F32, a.device())) * 9))),
+    ];
+    for_each_device(|device| {
+        for (name, operator) in products {
+            let off = Autocast::new(device).enabled(false);
+            let expected = differentiated(device, off, operator);
+            let kept = Autocast::new(device).dtype(BF16).keep_in_f32([name]);
+            assert_eq!(differentiated(device, kept, operator), expected, "{name} on {device:?}");
+            // Elsewhere autocast casts them.
+            if name != "linalg_inv" {
+                let plain = Autocast::new(device).dtype(BF16);
+                assert_ne!(
+                    differentiated(device, plain, operator),
+                    expected,
+                    "{name} on {device:?}"
+                );
+            }
+        }
+    });
+    assert_eq!(seen(), OUTSIDE);
+}
+
 #[test]
 fn operators_run_in_half_precision_forward_and_backward() {
     let _alone = alone();
