@@ -120,6 +120,14 @@ bool can_be_composed(c10::ArrayRef<c10::IValue> arguments, uint64_t most_bytes) 
   return bytes <= static_cast<double>(most_bytes) && has_fitting_mask(call, batch);
 }
 
+void lower_mask(c10::IValue *arguments) {
+  if (!arguments[3].isTensor() || !arguments[3].toTensor().is_floating_point()) return;
+  const Tensor &mask = arguments[3].toTensor();
+  const Tensor largest = mask.detach().amax(-1, /*keepdim=*/true);
+  // A row without any key stays one.
+  arguments[3] = mask - largest.masked_fill(largest.isneginf(), 0);
+}
+
 Tensor composed_attention(c10::ArrayRef<c10::IValue> arguments) {
   const Attention call(arguments);
   const auto batch = at::infer_size_dimvector(Attention::batch_of(call.query), call.grouped_batch_of(call.key));

@@ -258,6 +258,7 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::St
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   IValue *first = stack->data() + (stack->size() - count);
   Statistics copied;
+  if (rule->run_as == TAMP_RUN_COMPOSED) lower_mask(first);
   if (normalizes) {
     copied = cast_normalization(op.schema(), first, f32, dtype, device);
   } else {

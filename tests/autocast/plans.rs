@@ -219,7 +219,17 @@ struct Options {
     dims: usize,
 }
 
-const MASKS: &[&str] = &["none", "causal", "boolean", "boolean of batches", "numbers", "padding"];
+const MASKS: &[&str] = &[
+    "none",
+    "causal",
+    "boolean",
+    "boolean of batches",
+    "numbers",
+    "large numbers",
+    "a number for each row",
+    "padding",
+    "padding by a large number",
+];
 
 fn all_options() -> Vec<Options> {
     let mut all = Vec::new();
@@ -233,7 +243,12 @@ fn all_options() -> Vec<Options> {
                     (true, false, 3),
                     (false, false, 2),
                 ] {
-                    if dims == 4 || !matches!(mask, "boolean of batches" | "padding") {
+                    if dims == 4
+                        || !matches!(
+                            mask,
+                            "boolean of batches" | "padding" | "padding by a large number"
+                        )
+                    {
                         all.push(Options { mask, scale, dropout, grouped, transposed, dims });
                     }
                 }
@@ -267,7 +282,10 @@ fn inputs(options: Options) -> [Tensor; 4] {
     })
 }
 
-/// A mask, of which some rows have no key: booleans, or numbers that bf16 has exactly.
+/// What BERT adds to the scores of padding.
+const PADDING: f64 = -10_000.0;
+
+/// A mask, of which some rows have no key: booleans, or numbers that f32 has exactly.
 fn mask(options: Options) -> Option<Tensor> {
     tch::manual_seed(20);
     let drawn = |size: &[i64]| Tensor::randn(size, (F32, Device::Cpu));
@@ -285,27 +303,42 @@ fn mask(options: Options) -> Option<Tensor> {
             let _filled = numbers.select(-2, 2).fill_(-infinity);
             Some(numbers)
         }
-        _ => {
+        // Beside which bf16 has no digits left for the scores.
+        "large numbers" => Some((drawn(&[QUERIES, KEYS]) - 300).to_kind(Kind::Double)),
+        "a number for each row" => {
+            let numbers = drawn(&[QUERIES, 1]) * 10_000;
+            Some(numbers.to_kind(Kind::Double))
+        }
+        name => {
+            let left_out = if name == "padding" { -infinity } else { PADDING };
             let keys = Tensor::arange(KEYS, (Kind::Int64, Device::Cpu));
             let lengths = Tensor::from_slice(&[3i64, 0]).view([2, 1, 1, 1]);
             let zero = Tensor::zeros([2, 1, 1, KEYS], (Kind::Double, Device::Cpu));
-            Some(zero.masked_fill(&keys.ge_tensor(&lengths), -infinity))
+            Some(zero.masked_fill(&keys.ge_tensor(&lengths), left_out))
         }
     }
 }
 
-/// The result, its gradients, and bounds of the errors of both.
+/// The result, its gradients and that of a mask of numbers, and bounds of the errors of all of them.
 struct Reference {
-    tensors: [Tensor; 4],
-    bounds: [Tensor; 4],
+    tensors: Vec<Tensor>,
+    bounds: Vec<Tensor>,
+}
+
+/// The numbers of a mask that count: how far each is below the largest of its row. A number far below is that of a key
+/// that is left out.
+fn lowered(mask: &Tensor) -> Tensor {
+    let largest = mask.amax(-1, true);
+    let lowered = mask - largest.masked_fill(&largest.isinf(), 0.0);
+    lowered.masked_fill(&lowered.lt(PADDING / 2.0), 0.0)
 }
 
 /// Attention in f64 by libtorch, with the factors of a dropout, and how far bf16 may be from it.
 ///
-/// With u, the unit roundoff of bf16: the sum of a score and its mask, of which each is rounded at most twice, is off by
-/// at most d = 4 u (|s| + |m|), so that a probability has a relative error of at most exp(2 d) (1 + u) - 1. The products
-/// with values, and in the backward pass with gradients, add u for each result that is kept in bf16, of which there are
-/// fewer than ten from the scores to the gradients.
+/// With u, the unit roundoff of bf16: the sum of a score and its mask, less the largest of the row, of which each is
+/// rounded at most twice, is off by at most d = 4 u (|s| + |m|), so that a probability has a relative error of at most
+/// exp(2 d) (1 + u) - 1. The products with values, and in the backward pass with gradients, add u for each result that
+/// is kept in bf16, of which there are fewer than ten from the scores to the gradients.
 fn reference(
     options: Options,
     inputs: &[Tensor; 4],
@@ -319,7 +352,7 @@ fn reference(
         Kind::Bool => {
             mask.zeros_like().to_kind(Kind::Double).masked_fill(&mask.logical_not(), -f64::INFINITY)
         }
-        _ => mask.shallow_clone(),
+        _ => mask.detach().copy().set_requires_grad(true),
     });
     let mask = mask.as_ref();
     let scale = options.scale.unwrap_or(1.0 / (WIDTH as f64).sqrt());
@@ -352,7 +385,7 @@ fn reference(
     let (ak, av) = (repeat(&ak), repeat(&av));
     let mut scores = aq.matmul(&ak.transpose(-2, -1)) * scale.abs();
     if let Some(numbers) = mask {
-        scores += numbers.abs().nan_to_num(0.0, 0.0, 0.0);
+        scores += lowered(&numbers.detach()).abs();
     }
     let unit = 2f64.powi(-8);
     let d = 4.0 * unit * scores.max().double_value(&[]);
@@ -370,14 +403,18 @@ fn reference(
         }
         false => t,
     };
-    let bounds = [
+    let mut bounds = vec![
         dropped.matmul(&av),
         inner.matmul(&ak) * scale.abs(),
         ungroup(inner.transpose(-2, -1).matmul(&aq) * scale.abs()),
         ungroup(dropped.transpose(-2, -1).matmul(&aup)),
     ];
-    let tensors = [out.detach(), q.grad(), k.grad(), v.grad()];
-    Reference { tensors, bounds: bounds.map(|b| b * bound) }
+    let mut tensors = vec![out.detach(), q.grad(), k.grad(), v.grad()];
+    if let Some(mask) = mask.filter(|mask| mask.requires_grad()) {
+        bounds.push(inner.sum_to_size(mask.size()));
+        tensors.push(mask.grad());
+    }
+    Reference { tensors, bounds: bounds.into_iter().map(|b| b * bound).collect() }
 }
 
 #[test]
@@ -395,6 +432,10 @@ fn composed_attention_means_what_libtorchs_means() {
             let leaves = inputs.each_ref().map(|t| on_device(t).set_requires_grad(true));
             let [q, k, v, up] = &leaves;
             let mask_here = mask.as_ref().map(&on_device);
+            let mask_here = mask_here.map(|mask| {
+                let is_numbers = mask.kind() != Kind::Bool;
+                mask.set_requires_grad(is_numbers)
+            });
             tch::manual_seed(30);
             let call = || {
                 Tensor::scaled_dot_product_attention(
@@ -423,7 +464,9 @@ fn composed_attention_means_what_libtorchs_means() {
             *size.last_mut().unwrap() = KEYS;
             let factors = factors.to_device(Device::Cpu).to_kind(Kind::Double).view(&size[..]);
             let wanted = reference(options, &inputs, mask.as_ref(), &factors);
-            let found = [out.detach(), q.grad(), k.grad(), v.grad()];
+            let mut found = vec![out.detach(), q.grad(), k.grad(), v.grad()];
+            found.extend(mask_here.iter().filter(|m| m.requires_grad()).map(Tensor::grad));
+            assert_eq!(found.len(), wanted.tensors.len());
             for ((found, wanted), bound) in found.iter().zip(&wanted.tensors).zip(&wanted.bounds) {
                 let found = found.to_device(Device::Cpu).to_kind(Kind::Double);
                 assert_eq!(found.size(), wanted.size(), "{options:?}");
