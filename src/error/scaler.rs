@@ -80,6 +80,16 @@ pub enum ScalerError {
         call: &'static str,
     },
 
+    /// The call would end the iteration of an optimizer that was unscaled and not stepped, so that its next step would
+    /// divide its gradients a second time.
+    #[error(
+        "{call} ends the iteration, but the gradients of an optimizer are unscaled and it has not been stepped: call step with it first, or abandon to leave its step out"
+    )]
+    StepDue {
+        /// The name of the method.
+        call: &'static str,
+    },
+
     /// Too many consecutive iterations overflowed. The iteration was ended as usual: the scale has backed off.
     #[error(
         "{skips} iterations in a row overflowed (the limit is {limit}) and the scale is down to {}: look for a diverging loss or an infinite input; insight::Tracer names the operator that made the first infinity or NaN",

@@ -65,6 +65,21 @@ impl Iteration {
         self.live().next().is_some()
     }
 
+    /// Fails if an optimizer has been unscaled, at least in part, and not stepped. A call that ends the iteration would
+    /// forget that its gradients are unscaled.
+    pub(crate) fn refuse_due(&self, call: &'static str) -> Result<()> {
+        for (_, record) in self.live() {
+            match record.stage {
+                Stage::Broken => return Err(Error::Scaler(ScalerError::UnscaleFailed)),
+                Stage::Checked | Stage::Unscaled => {
+                    return Err(Error::Scaler(ScalerError::StepDue { call }));
+                }
+                Stage::Stepped | Stage::Removed => {}
+            }
+        }
+        Ok(())
+    }
+
     /// The records that have not been removed.
     fn live(&self) -> impl Iterator<Item = (RecordId, &Record)> {
         let records = self.records.iter().enumerate();

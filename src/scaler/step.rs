@@ -307,9 +307,10 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// Those of the four calls. If the loss cannot be scaled, the gradients are kept. After an error of the step the
-    /// iteration is open, and [`abandon`](Self::abandon) or [`update`](Self::update) ends it; an error of `update`,
-    /// such as [`ScalerError::TooManySkips`], comes after it has ended.
+    /// Those of the four calls, and [`ScalerError::StepDue`] while an optimizer, this one or another, has been unscaled
+    /// and not stepped; nothing is changed then. If the loss cannot be scaled, the gradients are kept. After an error
+    /// of the step the iteration is open, and [`abandon`](Self::abandon) or [`update`](Self::update) ends it; an error
+    /// of `update`, such as [`ScalerError::TooManySkips`], comes after it has ended.
     ///
     /// # Examples
     ///
@@ -333,7 +334,7 @@ impl GradScaler {
         optimizer: &mut dyn AmpOptimizer,
         loss: &Tensor,
     ) -> Result<StepOutcome> {
-        self.iterate(optimizer, loss, |scaler, optimizer| scaler.step(optimizer))
+        self.iterate("backward_step", optimizer, loss, |scaler, optimizer| scaler.step(optimizer))
     }
 
     /// Trains by one loss like [`backward_step`](Self::backward_step), and clips the gradients to a common norm like
@@ -350,7 +351,10 @@ impl GradScaler {
         clip: impl Into<ClipNorm>,
     ) -> Result<StepOutcome> {
         let clip = clip.into().checked_for_step()?;
-        self.iterate(optimizer, loss, |scaler, optimizer| scaler.step_clip_norm(optimizer, clip))
+        let step = |scaler: &mut Self, optimizer: &mut dyn AmpOptimizer| {
+            scaler.step_clip_norm(optimizer, clip)
+        };
+        self.iterate("backward_step_clip_norm", optimizer, loss, step)
     }
 
     /// Trains by one loss like [`backward_step`](Self::backward_step), and clamps every element of the gradients like
@@ -367,15 +371,20 @@ impl GradScaler {
         max: f64,
     ) -> Result<StepOutcome> {
         check_limit("max", max)?;
-        self.iterate(optimizer, loss, |scaler, optimizer| scaler.step_clip_value(optimizer, max))
+        let step = |scaler: &mut Self, optimizer: &mut dyn AmpOptimizer| {
+            scaler.step_clip_value(optimizer, max)
+        };
+        self.iterate("backward_step_clip_value", optimizer, loss, step)
     }
 
     fn iterate(
         &mut self,
+        call: &'static str,
         optimizer: &mut dyn AmpOptimizer,
         loss: &Tensor,
         step: impl FnOnce(&mut Self, &mut dyn AmpOptimizer) -> Result<StepOutcome>,
     ) -> Result<StepOutcome> {
+        self.iteration.get_mut().refuse_due(call)?;
         let scaled = self.scale(loss)?;
         drop_gradients(optimizer)?;
         scaled.f_backward()?;

@@ -3,7 +3,7 @@
 use tch::nn::OptimizerConfig;
 use tch::{Device, Kind, Tensor, nn};
 use tch_amp::optim::{AdamW, AmpOptimizer, MasterWeights, Sgd};
-use tch_amp::scaler::{StepCounter, StepOutcome};
+use tch_amp::scaler::{ScalerError, StepCounter, StepOutcome};
 use tch_amp::schedule::ExponentialLr;
 use tch_amp::{Error, GradScaler};
 
@@ -112,6 +112,63 @@ fn a_loss_or_a_limit_that_is_refused_leaves_the_gradients() {
         assert_eq!(w.grad(), before);
         scaler.backward_step(&mut opt, &good).unwrap();
         assert_eq!(w, Tensor::zeros([3], (Kind::Float, device)));
+    });
+}
+
+/// Two optimizers, each of one weight of 1: a fused one and one of tch's.
+fn two(device: Device) -> [(Tensor, Box<dyn AmpOptimizer>); 2] {
+    let w = leaf(&[1.0], Kind::Float, device);
+    let fused = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
+    let vs = nn::VarStore::new(device);
+    let v = vs.root().ones("v", &[1]);
+    let host = nn::Sgd::default().build(&vs, 1.0).unwrap();
+    [(w, Box::new(fused)), (v, Box::new(host))]
+}
+
+/// The step that is due would divide by the scale a second time, since nothing would remember the first.
+#[test]
+fn an_optimizer_that_was_unscaled_is_stepped_before_another_ends_the_iteration() {
+    for_each_device(|device| {
+        for swapped in [false, true] {
+            for clip in CLIPS {
+                let [mut one, mut other] = two(device);
+                if swapped {
+                    std::mem::swap(&mut one, &mut other);
+                }
+                let (w, first) = (&one.0, &mut *one.1);
+                let (v, second) = (&other.0, &mut *other.1);
+                let mut scaler = scaler(device);
+                scaler.backward(&loss(w, &[0.25])).unwrap();
+                scaler.unscale_(first).unwrap();
+                let ended = |scaler: &mut GradScaler, opt: &mut dyn AmpOptimizer, w: &Tensor| {
+                    let loss = loss(w, &[0.5]);
+                    match clip {
+                        Clip::No => scaler.backward_step(opt, &loss),
+                        Clip::Norm => scaler.backward_step_clip_norm(opt, &loss, 1.0),
+                        Clip::Value => scaler.backward_step_clip_value(opt, &loss, 1.0),
+                    }
+                };
+                let due =
+                    |result| matches!(result, Err(Error::Scaler(ScalerError::StepDue { .. })));
+                // Not of itself either, and nothing changes.
+                assert!(due(ended(&mut scaler, first, w)));
+                assert!(due(ended(&mut scaler, second, v)));
+                assert!(!v.grad().defined());
+                assert_eq!(w.grad().double_value(&[0]), 0.25);
+                // Both pieces of the error's advice work.
+                assert!(scaler.step(first).unwrap().is_stepped().unwrap());
+                assert_eq!(w.double_value(&[0]), 0.75);
+                assert!(ended(&mut scaler, second, v).unwrap().is_stepped().unwrap());
+                assert_eq!(v.double_value(&[0]), 0.5);
+                scaler.backward(&loss(w, &[0.25])).unwrap();
+                drop(scaler.unscale(first).unwrap());
+                assert!(due(ended(&mut scaler, second, v)));
+                scaler.abandon(first).unwrap();
+                assert!(ended(&mut scaler, second, v).unwrap().is_stepped().unwrap());
+                assert!(ended(&mut scaler, first, w).unwrap().is_stepped().unwrap());
+                assert_eq!((w.double_value(&[0]), v.double_value(&[0])), (0.25, 0.0));
+            }
+        }
     });
 }
 
