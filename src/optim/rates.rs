@@ -206,7 +206,12 @@ impl Member for DeviceRates {
     }
 
     fn is_ready(&self) -> bool {
-        self.is_ready.load(Ordering::Relaxed)
+        let mut captured = lock(&self.parameters);
+        let Captured { list, stamps, have_masters, .. } = &mut *captured;
+        // A step makes masters anew where others have written to their weights; a capture would have each replay do so.
+        let is_fresh =
+            !*have_masters || stamps.compare(list).is_ok_and(|changed| !changed.contains(&true));
+        is_fresh && self.is_ready.load(Ordering::Relaxed)
     }
 
     fn before_capture(&self) -> Result<()> {

@@ -364,6 +364,61 @@ fn a_momentum_that_is_not_started_is_not_captured() {
     assert!(graph.is_captured());
 }
 
+/// Writes to a weight as a program does that loads or prunes it.
+fn write(training: &mut Training) {
+    let mut bias = training.vs.variables()["a.bias"].shallow_clone();
+    tch::no_grad(|| drop(bias.fill_(0.5)));
+}
+
+/// The iteration runs, and a later one is captured.
+#[test]
+fn a_change_before_the_capture_loses_no_iteration() {
+    let Some(gpu) = gpu() else { return };
+    let adamw = Program::new(AdamW::default());
+    let half = |masters| Program { kind: Kind::BFloat16, masters, ..adamw };
+    let float = half(MasterWeights::Float);
+    let reload: fn(&mut Training) = |t| {
+        let state = t.opt.state_dict().unwrap();
+        t.opt.load_state_dict(&state).unwrap();
+    };
+    type Case = (&'static str, Program, fn(&mut Training));
+    let cases: [Case; 10] = [
+        ("a write beside masters", float, write),
+        ("a write beside remainders", half(MasterWeights::Remainder), write),
+        ("a write", adamw, write),
+        ("a state", adamw, reload),
+        ("a state with masters", float, reload),
+        ("an option", adamw, |t| t.opt.set_weight_decay(0.5).unwrap()),
+        ("a rate", adamw, |t| t.lr = Some(0.5)),
+        ("masters that are made anew", float, |t| t.opt.reset_master_weights()),
+        ("gradients in f32", float, |t| t.opt.accumulate_in_f32().unwrap()),
+        ("a frozen weight", adamw, |t| {
+            drop(t.vs.variables()["a.bias"].set_requires_grad(false));
+        }),
+    ];
+    for (name, program, change) in cases {
+        let train = |captures: bool| {
+            let mut training = Training::new(program, gpu.device);
+            let mut graph = Captured::new(gpu.device).unwrap();
+            for i in 0..9 {
+                training.feed(i);
+                if i == 3 {
+                    change(&mut training);
+                }
+                if !captures {
+                    // Every iteration runs, with the learning rates on the device.
+                    graph.recapture();
+                }
+                graph.replay(|| training.iteration()).unwrap();
+            }
+            assert_eq!(graph.is_captured(), captures, "{name}");
+            training.state()
+        };
+        let pairs = train(true).into_iter().zip(train(false));
+        assert!(pairs.into_iter().all(|(one, other)| one.equal(&other)), "{name}");
+    }
+}
+
 /// From 2^24 steps on f32 cannot count single steps, and under stochastic rounding other kernels go on to the next f32.
 #[test]
 fn reaching_2_to_the_24_steps_needs_a_new_capture() {
