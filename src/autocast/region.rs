@@ -187,9 +187,11 @@ impl Autocast {
         self
     }
 
-    /// Runs the operators as a plan says: sets the dtype of the region, or switches it off, and adds the rules of the
-    /// plan, which are inherited and overridden like those of [`keep_in_f32`](Self::keep_in_f32) and cost the same.
-    /// Make the region once, outside of the training loop. PyTorch has no counterpart.
+    /// Runs the operators as a plan says: sets the dtype of the region and switches it on, or off for a plan in f32, and
+    /// adds the rules of the plan, which are inherited and overridden like those of [`keep_in_f32`](Self::keep_in_f32)
+    /// and cost the same. Of several calls of this, [`dtype`](Self::dtype) and [`enabled`](Self::enabled), the last
+    /// wins; `dtype` does not switch a region on. Make the region once, outside of the training loop. PyTorch has no
+    /// counterpart.
     ///
     /// # Errors
     ///
@@ -212,10 +214,8 @@ impl Autocast {
     /// ```
     pub fn plan(mut self, plan: &Plan) -> Result<Self> {
         plan.check(self.device)?;
-        match plan.dtype {
-            Some(dtype) => self.dtype = Some(dtype),
-            None => self.enabled = false,
-        }
+        self.enabled = plan.dtype.is_some();
+        self.dtype = plan.dtype.or(self.dtype);
         self.overrides = Some(Overrides::with(self.overrides, plan.rules.iter().cloned()));
         Ok(self)
     }

@@ -4,7 +4,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 use tch_amp::autocast::{AutocastError, AutocastState, Plan, Rule, RunAs};
 use tch_amp::optim::AdamW;
 use tch_amp::recompute::checkpointed;
-use tch_amp::{Autocast, Error};
+use tch_amp::{Amp, Autocast, Error, MixedPrecision};
 
 use crate::common::for_each_device;
 use crate::common::rng::Rng;
@@ -632,6 +632,80 @@ fn a_plan_holds_where_it_was_made() {
     assert_eq!(plan.platform.threads, u64::try_from(threads).ok());
     let gone = Autocast::new(Device::Cuda(99)).plan(&plan);
     assert!(matches!(gone, Err(Error::DeviceUnavailable { .. })), "{gone:?}");
+}
+
+/// The dtype of a product of f32 tensors in a region.
+fn product(region: Autocast) -> Kind {
+    let x = Tensor::ones([2, 2], (F32, Device::Cpu));
+    region.run(|| x.matmul(&x)).unwrap().kind()
+}
+
+#[test]
+fn a_plan_switches_a_region_on_or_off_and_the_last_call_wins() {
+    let _alone = alone();
+    let plan = |dtype| Plan { dtype, ..Plan::new(Device::Cpu).unwrap() };
+    let (f32, bf16, fp16) = (plan(None), plan(Some(BF16)), plan(Some(Kind::Half)));
+    let new = Autocast::new(Device::Cpu);
+    let cases = [
+        ("off, then bf16", new.enabled(false).plan(&bf16).unwrap(), BF16),
+        ("f32, then bf16", new.plan(&f32).unwrap().plan(&bf16).unwrap(), BF16),
+        ("bf16, then f32", new.plan(&bf16).unwrap().plan(&f32).unwrap(), F32),
+        ("bf16, then fp16", new.plan(&bf16).unwrap().plan(&fp16).unwrap(), Kind::Half),
+        ("bf16, then off", new.plan(&bf16).unwrap().enabled(false), F32),
+        ("f32, then on", new.dtype(Kind::Half).plan(&f32).unwrap().enabled(true), Kind::Half),
+        ("bf16, then a dtype", new.plan(&bf16).unwrap().dtype(Kind::Half), Kind::Half),
+        ("a dtype, then bf16", new.dtype(Kind::Half).plan(&bf16).unwrap(), BF16),
+        ("f32, then a dtype", new.plan(&f32).unwrap().dtype(Kind::Half), F32),
+        ("a dtype, then f32", new.dtype(Kind::Half).plan(&f32).unwrap(), F32),
+    ];
+    for (what, region, wanted) in cases {
+        assert_eq!(product(region), wanted, "{what}");
+        // Also inside of a region of another dtype.
+        let around = new.dtype(Kind::Half);
+        assert_eq!(around.run(|| product(region)).unwrap(), wanted, "{what}");
+    }
+    assert_eq!(seen(), OUTSIDE);
+}
+
+#[test]
+fn a_plan_means_the_same_for_a_region_and_for_a_mixed_precision() {
+    let _alone = alone();
+    let plans = [None, Some(BF16), Some(Kind::Half)]
+        .map(|dtype| Plan { dtype, ..Plan::new(Device::Cpu).unwrap() });
+    for amp in [Amp::Off, Amp::Bf16, Amp::Fp16] {
+        for first in &plans {
+            for last in &plans {
+                let amp = amp.on(Device::Cpu).unwrap();
+                let both = |amp: MixedPrecision| amp.plan(first).and_then(|amp| amp.plan(last));
+                let planned = both(amp.clone()).unwrap();
+                let region = amp.region().plan(first).and_then(|region| region.plan(last));
+                let wanted = last.dtype.unwrap_or(F32);
+                assert_eq!(product(planned.region()), wanted, "{amp}, {first}, {last}");
+                assert_eq!(product(region.unwrap()), wanted, "{amp}, {first}, {last}");
+                assert_eq!(planned.dtype(), last.dtype);
+                assert_eq!(planned.needs_scaling(), wanted == Kind::Half);
+            }
+        }
+    }
+}
+
+/// A plan in f32 in between, whose rules have no effect while the region is off, forgets nothing.
+#[test]
+fn a_plan_adds_to_the_rules_of_a_region() {
+    let _alone = alone();
+    let f32 = Plan::new(Device::Cpu).unwrap();
+    let rules = vec![Rule::new("exp", RunAs::F32), Rule::new("tanh", RunAs::Half)];
+    let plan = Plan { dtype: Some(BF16), rules, ..f32.clone() };
+    let region = Autocast::new(Device::Cpu).keep_in_f32(["matmul", "tanh"]);
+    let x = Tensor::ones([2, 2], (F32, Device::Cpu));
+    for planned in [region.plan(&plan), region.plan(&f32).and_then(|off| off.plan(&plan))] {
+        let planned = planned.unwrap();
+        assert_eq!(product(planned), F32);
+        let (kept, other) = planned.run(|| (x.mm(&x).exp().kind(), x.tanh().kind())).unwrap();
+        assert_eq!((kept, other), (F32, BF16));
+        let again = planned.prefer_half(["exp"]);
+        assert_eq!(again.run(|| x.exp().kind()).unwrap(), BF16);
+    }
 }
 
 #[test]
