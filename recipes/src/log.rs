@@ -14,6 +14,7 @@ pub const CSV: &str = "log.csv";
 
 /// The numbers of a step, in the order of the columns; `None` for what was not measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Row {
     /// The number of the step, from 1 on.
     pub step: u64,

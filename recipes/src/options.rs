@@ -10,6 +10,9 @@ use std::str::FromStr;
 use tch::{Cuda, Device};
 use tch_amp::Amp;
 
+#[path = "../../src/error/nearest.rs"]
+mod nearest;
+
 /// An option: its name, what `--help` says of it, and what takes it, with its value from [`Arguments`].
 pub type Flag<T> = (&'static str, &'static str, fn(&mut T, &mut Arguments<'_>) -> Result<()>);
 
@@ -226,7 +229,11 @@ pub trait OwnOptions: Sized + 'static {
             parse(args, |name, args| match (find(Self::FLAGS, name), find(COMMON, name)) {
                 (Some((.., take)), _) => take(&mut self, args),
                 (None, Some((.., take))) => take(self.common(), args),
-                (None, None) => bail!("unknown argument {name}: --help lists the options"),
+                (None, None) => {
+                    let own = Self::FLAGS.iter().map(|flag| flag.0);
+                    let known = own.chain(COMMON.iter().map(|flag| flag.0));
+                    bail!("{} --help lists the options", unknown(name, known))
+                }
             })?;
         if !is_run {
             print(usage);
@@ -242,6 +249,14 @@ pub trait OwnOptions: Sized + 'static {
         let common = COMMON.iter().filter(|flag| find(Self::FLAGS, flag.0).is_none());
         let common = self.common().with_defaults(&common.map(help).collect::<String>());
         format!("{before}\n{own}{common}\n{INTERRUPTED}\n{after}")
+    }
+}
+
+/// What is said of an argument that is none of the options that are known.
+pub fn unknown<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> String {
+    match nearest::nearest(name, known) {
+        Some(nearest) => format!("unknown argument {name}, did you mean {nearest}?"),
+        None => format!("unknown argument {name}:"),
     }
 }
 
@@ -445,6 +460,24 @@ mod tests {
             let error = format!("{:#}", parse(line).unwrap_err());
             let flag = line.split([' ', '=']).next().unwrap();
             assert!(error.contains(flag), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_misspelled_option_is_refused_with_the_nearest_one() {
+        for (line, said) in [
+            ("--step 3", "unknown argument --step, did you mean --steps? --help lists the options"),
+            (
+                "--widht 3",
+                "unknown argument --widht, did you mean --width? --help lists the options",
+            ),
+            (
+                "--log_every 3",
+                "unknown argument --log_every, did you mean --log-every? --help lists the options",
+            ),
+            ("--momentum 3", "unknown argument --momentum: --help lists the options"),
+        ] {
+            assert_eq!(parse(line).unwrap_err().to_string(), said);
         }
     }
 

@@ -26,6 +26,7 @@ struct WithGradients<'w> {
 
 /// Where a window is.
 #[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
 struct WindowState {
     shares: Vec<f64>,
     taken: usize,

@@ -9,13 +9,13 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tch::{Device, Kind};
 
 use crate::device::check_usable;
-use crate::error::{AutocastError, Result};
+use crate::error::{AutocastError, Result, strict};
 use crate::ffi;
 use crate::precision::bf16_is_native;
 
 /// How an operator runs inside a region, for a [`Rule`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum RunAs {
     /// In f32, as with [`Autocast::keep_in_f32`](crate::Autocast::keep_in_f32).
@@ -56,6 +56,9 @@ impl RunAs {
 /// of its queries or keys, whichever is longer; and that of any other operator the number of elements of its first
 /// tensor, or list of tensors.
 ///
+/// A rule that holds for no size, because `below` is not above `at_least`, is refused when it is read and by
+/// [`Autocast::plan`](crate::Autocast::plan). So are unknown keys in a file, which could be misspelled limits.
+///
 /// # Examples
 ///
 /// ```
@@ -66,24 +69,55 @@ impl RunAs {
 /// assert_eq!(narrow.to_string(), "linear of size below 100000: in f32");
 /// assert_eq!(short.to_string(), "scaled_dot_product_attention of size below 512: composed, up to 256 MiB");
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Rule {
     /// The operator, by the names of [`Autocast::keep_in_f32`](crate::Autocast::keep_in_f32).
     pub operator: String,
     /// How it runs.
     pub run_as: RunAs,
     /// The smallest size to which the rule applies.
-    #[serde(default)]
     pub at_least: u64,
     /// The size from which on the rule no longer applies; `None` if there is no such size.
-    #[serde(default)]
     pub below: Option<u64>,
+}
+
+/// A rule as it is read.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RuleFields {
+    operator: String,
+    run_as: RunAs,
+    #[serde(default)]
+    at_least: u64,
+    #[serde(default)]
+    below: Option<u64>,
+}
+
+impl<'de> Deserialize<'de> for Rule {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> StdResult<Self, D::Error> {
+        let RuleFields { operator, run_as, at_least, below } = strict(deserializer)?;
+        let rule = Self { operator, run_as, at_least, below };
+        rule.check().map_err(D::Error::custom)?;
+        Ok(rule)
+    }
 }
 
 impl Rule {
     /// Creates a rule for calls of all sizes.
     pub fn new(operator: impl Into<String>, run_as: RunAs) -> Self {
         Self { operator: operator.into(), run_as, at_least: 0, below: None }
+    }
+
+    /// Refuses a rule that holds for no size.
+    fn check(&self) -> StdResult<(), AutocastError> {
+        match self.below {
+            Some(below) if below <= self.at_least => Err(AutocastError::EmptyRange {
+                operator: self.operator.clone(),
+                at_least: self.at_least,
+                below,
+            }),
+            _ => Ok(()),
+        }
     }
 
     /// Whether no rule before this one can apply.
@@ -96,6 +130,7 @@ impl Rule {
 /// Where a [`Plan`] holds: a type of device, a version of libtorch, and a number of threads. Two models of GPUs, or of
 /// CPUs, for which these fields are the same are not told apart.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Platform {
     /// The type of the device, such as `cpu` or `cuda`.
@@ -151,7 +186,9 @@ impl fmt::Display for Platform {
     feature = "insight",
     doc = "An [`insight::Tuner`](crate::insight::Tuner) measures which plan is the fastest for a model. "
 )]
-/// A plan holds on the [`Platform`] for which it was made, and regions elsewhere refuse it. PyTorch has no counterpart.
+/// A plan holds on the [`Platform`] for which it was made, and regions elsewhere refuse it. Its serialized form has a
+/// version under the key `_version`: one of a newer version is refused, and so is an unknown key, with the nearest known
+/// one in the message. PyTorch has no counterpart.
 ///
 /// # Examples
 ///
@@ -173,17 +210,57 @@ impl fmt::Display for Platform {
 /// assert_eq!((product(10)?, product(50)?), (Kind::Float, Kind::BFloat16));
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(into = "PlanFields")]
 pub struct Plan {
     /// Where the plan holds.
     pub platform: Platform,
     /// The dtype of the region, `"bf16"` or `"fp16"` as data. `None` leaves every operator in f32: the region is
     /// switched off, and costs nothing.
-    #[serde(serialize_with = "write_dtype", deserialize_with = "read_dtype")]
     pub dtype: Option<Kind>,
     /// The rules. Of those for an operator, the last that applies to a call counts; where none does, autocast's lists
     /// do.
     pub rules: Vec<Rule>,
+}
+
+/// The version of the serialized form of a plan. Builds from before it wrote none.
+const VERSION: u64 = 1;
+
+/// A plan as it is written and read.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PlanFields {
+    /// It is read before the others, which a newer version may have changed: it comes first, also among sorted keys.
+    #[serde(rename = "_version", default, deserialize_with = "read_version")]
+    version: u64,
+    platform: Platform,
+    #[serde(serialize_with = "write_dtype", deserialize_with = "read_dtype")]
+    dtype: Option<Kind>,
+    rules: Vec<Rule>,
+}
+
+impl From<Plan> for PlanFields {
+    fn from(Plan { platform, dtype, rules }: Plan) -> Self {
+        Self { version: VERSION, platform, dtype, rules }
+    }
+}
+
+impl<'de> Deserialize<'de> for Plan {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> StdResult<Self, D::Error> {
+        let PlanFields { version: _, platform, dtype, rules } = strict(deserializer)?;
+        Ok(Self { platform, dtype, rules })
+    }
+}
+
+fn read_version<'de, D: Deserializer<'de>>(deserializer: D) -> StdResult<u64, D::Error> {
+    let version = u64::deserialize(deserializer)?;
+    if version <= VERSION {
+        return Ok(version);
+    }
+    Err(D::Error::custom(format!(
+        "the plan has version {version}, and this build of tch-amp reads plans up to version {VERSION}: update tch-amp, or \
+         make the plan again"
+    )))
 }
 
 impl Plan {
@@ -196,14 +273,14 @@ impl Plan {
         Ok(Self { platform: Platform::of(device)?, dtype: None, rules: Vec::new() })
     }
 
-    /// Refuses the plan if it does not hold for a device as it is here.
+    /// Refuses the plan if it does not hold for a device as it is here, or a rule for no size.
     pub(super) fn check(&self, device: Device) -> Result<()> {
         let here = Platform::of(device)?;
-        if self.platform == here {
-            return Ok(());
+        if self.platform != here {
+            let plan = self.platform.to_string();
+            return Err(AutocastError::PlanElsewhere { plan, here: here.to_string() }.into());
         }
-        let plan = self.platform.to_string();
-        Err(AutocastError::PlanElsewhere { plan, here: here.to_string() }.into())
+        Ok(self.rules.iter().try_for_each(Rule::check)?)
     }
 }
 

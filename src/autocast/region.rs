@@ -196,7 +196,8 @@ impl Autocast {
     /// # Errors
     ///
     /// [`AutocastError::PlanElsewhere`] if the plan was made for another type of device, libtorch or number of threads,
-    /// and [`Error::DeviceUnavailable`]. [`enter`](Self::enter) and [`run`](Self::run) return the errors of its rules.
+    /// [`AutocastError::EmptyRange`] for a rule that holds for no size, and [`Error::DeviceUnavailable`].
+    /// [`enter`](Self::enter) and [`run`](Self::run) return the other errors of its rules.
     ///
     /// # Examples
     ///

@@ -45,6 +45,19 @@ pub enum AutocastError {
         operator: String,
     },
 
+    /// A rule of a plan holds for no size.
+    #[error(
+        "the rule for {operator} holds for no size, because it begins at {at_least} and ends below {below}; let `below` be larger than `at_least`, or leave it out"
+    )]
+    EmptyRange {
+        /// The operator.
+        operator: String,
+        /// The smallest size to which the rule would apply.
+        at_least: u64,
+        /// The size from which on it would no longer apply.
+        below: u64,
+    },
+
     /// The plan was made for another device, libtorch or number of threads.
     #[error(
         "the plan holds on {plan}, and this is {here}; make one here, or set its `platform` if you know that it serves"

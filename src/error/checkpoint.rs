@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::atomic::SaveError;
-use crate::error::{BoxError, list, sentence, shown};
+use crate::error::{BoxError, list, sentence, shown, with_nearest};
 
 /// Why a checkpoint could not be saved, loaded or restored. Unless a variant says otherwise, a failed save leaves the
 /// file as it was, and a failed restore leaves its targets as they were. The messages include the causes, and so
@@ -153,7 +153,7 @@ pub enum CheckpointError {
     },
 
     /// A value is not of the requested type, or cannot be represented as JSON.
-    #[error("the value `{}` does not fit: {}", shown(name), sentence(&cause.to_string()))]
+    #[error("the value `{}` does not fit: {}", shown(name), sentence(&with_nearest(&cause.to_string())))]
     Value {
         /// The value.
         name: String,

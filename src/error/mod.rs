@@ -9,6 +9,7 @@ mod checkpoint;
 mod distributed;
 mod function;
 mod gradient;
+mod nearest;
 mod optimizer;
 mod policy;
 mod scaler;
@@ -29,7 +30,9 @@ pub use gradient::{GradientChange, GradientError, GradientProblem};
 pub use optimizer::{OptimizerError, ParameterProblem};
 pub use policy::PolicyError;
 pub use scaler::ScalerError;
-pub(crate) use text::{Number, chain, list, sentence, shown, text, without_backtrace};
+pub(crate) use text::{
+    Number, chain, list, sentence, shown, strict, text, with_nearest, without_backtrace,
+};
 
 /// The result type of every fallible function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -1,5 +1,9 @@
 //! The texts of errors and panics, without C++ backtraces.
 
+use serde::de::{Deserialize, Deserializer, Error as _};
+
+use crate::error::nearest::nearest;
+
 /// How many causes of an error its text includes. The limit ends the loop for a user's error that is its own cause.
 const MOST_CAUSES: usize = 64;
 
@@ -58,6 +62,35 @@ impl std::fmt::Display for Number {
         let plain = number.to_string();
         if plain.len() > MAX_DIGITS { write!(f, "{number:e}") } else { f.write_str(&plain) }
     }
+}
+
+/// Deserializes a type that refuses unknown keys, with the known key or name that is nearest in the error.
+pub(crate) fn strict<'de, T, D>(deserializer: D) -> Result<T, D::Error>
+where
+    T: Deserialize<'de>,
+    D: Deserializer<'de>,
+{
+    T::deserialize(deserializer).map_err(|error| {
+        let text = error.to_string();
+        let named = with_nearest(&text);
+        if named == text { error } else { D::Error::custom(named) }
+    })
+}
+
+/// Returns serde's message, and if it is about an unknown key or name, with the known one that is nearest.
+pub(crate) fn with_nearest(message: &str) -> String {
+    let named = || {
+        let what = ["field", "variant"]
+            .into_iter()
+            .find(|what| message.starts_with(&format!("unknown {what} `")))?;
+        let (unknown, rest) = message.split_once('`')?.1.rsplit_once("`, expected ")?;
+        let nearest = nearest(unknown, rest.split('`').skip(1).step_by(2))?;
+        Some(format!(
+            "unknown {what} `{}`, did you mean `{nearest}`? expected {rest}",
+            shown(unknown)
+        ))
+    };
+    named().unwrap_or_else(|| message.to_owned())
 }
 
 /// Returns the messages of an error and its causes, without those causes that the text contains already.
@@ -144,6 +177,29 @@ mod tests {
         ] {
             assert_eq!(Number(number).to_string(), shown);
         }
+    }
+
+    #[test]
+    fn an_unknown_key_is_reported_with_the_nearest_one() {
+        #[derive(Debug, serde::Deserialize)]
+        #[serde(deny_unknown_fields)]
+        #[expect(dead_code, reason = "it cannot be read")]
+        struct Keys {
+            at_least: u64,
+            below: u64,
+        }
+
+        let read = |json: &str| {
+            let mut json = serde_json::Deserializer::from_str(json);
+            strict::<Keys, _>(&mut json).map_err(|error| error.to_string()).err()
+        };
+        let text = "unknown field `bellow`, did you mean `below`? expected `at_least` or `below` at line 1 column 24";
+        assert_eq!(read("{\"at_least\": 1, \"bellow\": 2}").as_deref(), Some(text));
+        assert_eq!(with_nearest(text), text);
+        let other = "unknown field `x`, expected `at_least` or `below` at line 1 column 4";
+        assert_eq!(read("{\"x\": 2}").as_deref(), Some(other));
+        let missing = "missing field `below` at line 1 column 15";
+        assert_eq!(read("{\"at_least\": 1}").as_deref(), Some(missing));
     }
 
     #[test]

@@ -167,7 +167,7 @@ impl LossScale for DynamicLossScale {
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
+#[serde(default, deny_unknown_fields)]
 pub struct DynamicLossScaleState {
     /// The scale. Defaults to 2^15.
     pub loss_scale: f64,

@@ -246,7 +246,7 @@ fn product(tensor: &Tensor, factor: &Tensor) -> Result<Tensor> {
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "kind")]
+#[serde(tag = "kind", deny_unknown_fields)]
 pub enum LossScaleState {
     /// The state of a [`NoOpLossScale`].
     NoOp,

@@ -2,6 +2,7 @@
 
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_amp::autocast::{AutocastError, AutocastState, Plan, Rule, RunAs};
+use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::AdamW;
 use tch_amp::recompute::checkpointed;
 use tch_amp::{Amp, Autocast, Error, MixedPrecision};
@@ -86,7 +87,9 @@ fn a_rule_applies_to_the_sizes_that_it_names() {
                 region(device, vec![half, rule]).run(|| call(&inputs)).unwrap().kind()
             };
             assert_eq!(kind(*size, Some(size + 1)), F32, "{name} of {sizes:?}");
-            assert_eq!(kind(0, Some(*size)), BF16, "{name} of {sizes:?}");
+            if *size > 0 {
+                assert_eq!(kind(0, Some(*size)), BF16, "{name} of {sizes:?}");
+            }
             assert_eq!(kind(size + 1, None), BF16, "{name} of {sizes:?}");
             assert_eq!(kind(*size, None), F32, "{name} of {sizes:?}");
         }
@@ -161,8 +164,9 @@ fn random_rule(rng: &mut Rng) -> Rule {
     }
     let mut bound = || size_of(operator, [1 + rng.below(3) as i64, 1 + rng.below(6) as i64]);
     let (a, b) = (bound(), bound());
-    let below = (!rng.one_in(3)).then_some(b);
     let at_least = if rng.one_in(2) { a } else { 0 };
+    // Some above all sizes, and none that is empty.
+    let below = (!rng.one_in(3)).then_some(b.max(at_least + 1));
     Rule { at_least, below, ..Rule::new(operator, *rng.pick(&choices)) }
 }
 
@@ -738,6 +742,128 @@ fn plans_are_data() {
     assert!(serde_json::from_str::<Plan>(&text).is_err(), "{text}");
     let wrong = Autocast::new(Device::Cpu).plan(&wrong).unwrap().enter().map(drop);
     assert!(matches!(wrong, Err(Error::Autocast(AutocastError::Dtype { .. }))), "{wrong:?}");
+}
+
+/// Reads a plan with a rule, which is in the form of a file.
+fn read_rule(rule: &str) -> Result<Plan, String> {
+    let platform = serde_json::to_string(&Plan::new(Device::Cpu).unwrap().platform).unwrap();
+    let text =
+        format!(r#"{{"_version": 1, "platform": {platform}, "dtype": "bf16", "rules": [{rule}]}}"#);
+    serde_json::from_str(&text).map_err(|error| error.to_string())
+}
+
+#[test]
+fn a_misspelled_key_of_a_plan_is_refused_with_the_nearest_one() {
+    let known = r#"{"operator": "exp", "run_as": "f32", "at_least": 1, "below": 2}"#;
+    assert!(read_rule(known).is_ok());
+    let composed = r#"{"operator": "exp", "run_as": {"composed": {"most_bytes": 7}}}"#;
+    assert!(read_rule(composed).is_ok());
+    for (rule, unknown, nearest) in [
+        (known.replace("below", "bellow"), "bellow", "below"),
+        (known.replace("at_least", "atleast"), "atleast", "at_least"),
+        (known.replace("operator", "operater"), "operater", "operator"),
+        (known.replace("\"f32\"", "\"f23\""), "f23", "f32"),
+        (composed.replace("most_bytes", "most_byte"), "most_byte", "most_bytes"),
+    ] {
+        let text = read_rule(&rule).unwrap_err();
+        let said = format!("`{unknown}`, did you mean `{nearest}`? expected ");
+        assert!(text.contains(&said), "{text}");
+    }
+    let alone = serde_json::from_str::<Rule>(&known.replace("below", "bellow")).unwrap_err();
+    assert!(alone.to_string().contains("did you mean `below`?"), "{alone}");
+    let plan = serde_json::to_string(&Plan::new(Device::Cpu).unwrap()).unwrap();
+    for (key, other, said) in [
+        ("rules", "rule", "`rule`, did you mean `rules`?"),
+        ("dtype", "dytpe", "`dytpe`, did you mean `dtype`?"),
+        ("threads", "thread", "`thread`, did you mean `threads`?"),
+        ("_version", "version", "`version`, did you mean `_version`?"),
+        (
+            "rules",
+            "x",
+            "unknown field `x`, expected one of `_version`, `platform`, `dtype`, `rules`",
+        ),
+    ] {
+        let text = plan.replacen(&format!("\"{key}\""), &format!("\"{other}\""), 1);
+        let error = serde_json::from_str::<Plan>(&text).unwrap_err().to_string();
+        assert!(error.contains(said), "{error}");
+    }
+    let twice = known.replace("\"at_least\": 1", "\"below\": 1");
+    assert!(read_rule(&twice).unwrap_err().contains("duplicate field `below`"));
+}
+
+#[test]
+fn a_misspelled_key_of_a_plan_in_a_checkpoint_is_named() {
+    let plan = Plan { dtype: Some(BF16), ..Plan::new(Device::Cpu).unwrap() };
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_value("plan", &plan).unwrap();
+    assert_eq!(checkpoint.value::<Plan>("plan").unwrap(), plan);
+    let mut other = serde_json::to_value(&plan).unwrap();
+    other["dytpe"] = other["dtype"].take();
+    checkpoint.add_value("other", &other).unwrap();
+    let text = checkpoint.value::<Plan>("other").unwrap_err().to_string();
+    assert!(text.contains("`dytpe`, did you mean `dtype`?"), "{text}");
+    // The version is read first, whatever else is unknown.
+    other["_version"] = 2.into();
+    checkpoint.add_value("newer", &other).unwrap();
+    let text = checkpoint.value::<Plan>("newer").unwrap_err().to_string();
+    assert!(text.contains("has version 2, and this build of tch-amp reads plans up to"), "{text}");
+}
+
+#[test]
+fn a_plan_has_a_version_and_a_newer_one_is_refused() {
+    let rules = vec![Rule { below: Some(9), ..Rule::new("linear", RunAs::F32) }];
+    let plan = Plan { dtype: Some(BF16), rules, ..Plan::new(Device::Cpu).unwrap() };
+    let text = serde_json::to_string(&plan).unwrap();
+    assert!(text.starts_with(r#"{"_version":1,"#), "{text}");
+    let read = |text: &str| serde_json::from_str::<Plan>(text).map_err(|error| error.to_string());
+    // Builds from before the version wrote none.
+    assert_eq!(read(&text.replace(r#""_version":1,"#, "")), Ok(plan));
+    let newer = text.replace(r#""_version":1,"#, r#""_version":2,"colour":"red","#);
+    let error = read(&newer).unwrap_err();
+    assert!(
+        error.contains("has version 2, and this build of tch-amp reads plans up to"),
+        "{error}"
+    );
+    for wrong in ["-1", "1.5", "null", "\"1\""] {
+        let text = text.replace("\"_version\":1", &format!("\"_version\":{wrong}"));
+        assert!(read(&text).is_err(), "{text}");
+    }
+}
+
+#[test]
+fn a_rule_for_no_size_is_refused() {
+    let _alone = alone();
+    let rule = |at_least, below| Rule { at_least, below, ..Rule::new("exp", RunAs::F32) };
+    for (at_least, below) in [(0, 0), (5, 5), (6, 5), (u64::MAX, u64::MAX)] {
+        let empty = rule(at_least, Some(below));
+        let text = serde_json::to_string(&empty).unwrap();
+        let said =
+            format!("holds for no size, because it begins at {at_least} and ends below {below}");
+        let read = serde_json::from_str::<Rule>(&text).unwrap_err().to_string();
+        assert!(read.contains(&said), "{read}");
+        let read = read_rule(&text).unwrap_err();
+        assert!(read.contains(&said), "{read}");
+        for dtype in [None, Some(BF16)] {
+            let rules = vec![rule(0, None), empty.clone()];
+            let plan = Plan { dtype, rules, ..Plan::new(Device::Cpu).unwrap() };
+            for refused in [
+                Autocast::new(Device::Cpu).plan(&plan).map(drop),
+                Amp::Bf16.on(Device::Cpu).unwrap().plan(&plan).map(drop),
+            ] {
+                match refused {
+                    Err(Error::Autocast(AutocastError::EmptyRange { operator, .. })) => {
+                        assert_eq!(operator, "exp");
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+    }
+    for (at_least, below) in [(0, Some(1)), (5, Some(6)), (5, None), (u64::MAX, None)] {
+        let rule = rule(at_least, below);
+        let text = serde_json::to_string(&rule).unwrap();
+        assert_eq!(serde_json::from_str::<Rule>(&text).unwrap(), rule);
+    }
 }
 
 #[test]

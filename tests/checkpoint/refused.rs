@@ -1,10 +1,19 @@
 //! What does not fit is refused, and nothing changes.
 
+use serde::de::DeserializeOwned;
+use serde_json::{Value as Json, json};
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored, Rng, SaveError};
-use tch_amp::optim::{OptimizerError, Sgd};
-use tch_amp::scaler::{PerLossScalers, ScalerError};
+use tch_amp::accumulation::Accumulation;
+use tch_amp::checkpoint::{
+    Checkpoint, CheckpointError, Prepared, Restored, Rng, SaveError, SaveState, SavedState,
+    Stateful,
+};
+use tch_amp::insight::{BudgetFile, HistoryReport};
+use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
+use tch_amp::optim::{OptimizerError, ParamGroupState, Sgd};
+use tch_amp::scaler::{GradScalerState, PerLossScalers, ScalerError};
+use tch_amp::schedule::StepLr;
 use tch_amp::{Error, GradScaler};
 
 use crate::Run;
@@ -278,4 +287,97 @@ fn the_scalers_of_losses_cannot_use_a_name_twice() {
     assert!(error.contains("already"), "{error}");
     assert!(!checkpoint.contains("scaler.0"));
     assert_eq!(checkpoint.value::<i32>("scaler.1").unwrap(), 7);
+}
+
+/// Restores a value as a `T`, and returns what is said of it.
+fn refused_value<T: DeserializeOwned>(value: &Json) -> String {
+    let (_folder, loaded) = saved(|checkpoint| checkpoint.add_value("it", value).unwrap());
+    match loaded.value::<T>("it").map(drop) {
+        Err(Error::Checkpoint(error @ CheckpointError::Value { .. })) => error.to_string(),
+        other => panic!("{value}: {other:?}"),
+    }
+}
+
+/// A part with the keys of a map.
+struct Foreign(Json);
+
+impl Stateful for Foreign {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> tch_amp::Result<()> {
+        let fields = self.0.as_object().unwrap();
+        fields.iter().try_for_each(|(key, value)| state.value(key, value))
+    }
+
+    fn prepare_restore<'a>(&'a mut self, _: &SavedState<'a>) -> tch_amp::Result<Prepared<'a>> {
+        Ok(Prepared::new(|| ()))
+    }
+}
+
+/// Where a misspelled key would be taken for one that is missing, and have its default.
+#[test]
+fn an_unknown_key_in_a_state_of_this_crate_is_refused_with_the_nearest_one() {
+    let dynamic = json!({"kind": "Dynamic", "loss_scale": 8.0, "perod": 5});
+    let text = refused_value::<LossScaleState>(&dynamic);
+    assert!(text.contains("`perod`, did you mean `period`? expected one of"), "{text}");
+    let text = refused_value::<DynamicLossScaleState>(&json!({"min_lossscale": 5.0}));
+    assert!(text.contains("`min_lossscale`, did you mean `min_loss_scale`?"), "{text}");
+    let fixed = json!({"kind": "Static", "loss_scale": 8.0, "factor": 2.0});
+    assert!(refused_value::<LossScaleState>(&fixed).contains("unknown field `factor`"));
+
+    let step = json!({
+        "step": 1, "scale": 2.0, "skiped": "Overflow", "norm": null, "loss": null, "learning_rate": 0.1,
+    });
+    let history = json!({"total": 1, "steps": [step]});
+    let text = refused_value::<HistoryReport>(&history);
+    assert!(text.contains("`skiped`, did you mean `skipped`?"), "{text}");
+    let budget = json!({"dtype": "bf16", "device": "cpu", "mesured": {"quantities": []}});
+    let text = refused_value::<BudgetFile>(&budget);
+    assert!(text.contains("`mesured`, did you mean `measured`?"), "{text}");
+
+    let mut window = Accumulation::of_equal(2).unwrap();
+    let mut state = json!({"shares": [0.5, 0.5], "taken": 1, "dropped": []});
+    for (key, is_known) in [("taken", true), ("takn", false)] {
+        state[key] = 1.into();
+        let (_folder, loaded) = saved(|checkpoint| {
+            checkpoint.add("window", &mut Foreign(json!({"window": &state}))).unwrap()
+        });
+        let mut gradients = window.with_gradients(Vec::new());
+        let restored = loaded.restore().add("window", &mut gradients).apply();
+        if is_known {
+            assert!(restored.is_ok(), "{restored:?}");
+        } else {
+            let text = checkpoint_error(restored).to_string();
+            assert!(text.contains("`takn`, did you mean `taken`?"), "{text}");
+        }
+    }
+}
+
+/// Other tools keep what they need beside what PyTorch writes.
+#[test]
+fn unknown_keys_in_the_states_of_python_are_ignored() {
+    let scaler = json!({
+        "scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 5, "_growth_tracker": 0,
+        "cur_hysteresis": 2,
+    });
+    let state: GradScalerState = serde_json::from_value(scaler.clone()).unwrap();
+    assert_eq!(state.scale, Some(8.0));
+    let schedule = json!({
+        "last_epoch": 3, "base_lrs": [0.1], "_last_lr": [0.1], "_step_count": 4, "verbose": false, "step_size": 30,
+        "gamma": 0.5,
+    });
+    let group = json!({
+        "algorithm": "Sgd", "lr": 0.1, "momentum": 0.9, "foreach": null, "fused": true, "params": ["w"],
+    });
+    let group: ParamGroupState = serde_json::from_value(group).unwrap();
+    assert_eq!((group.options.lr, group.params.len()), (0.1, 1));
+    let (_folder, loaded) = saved(|checkpoint| {
+        checkpoint.add_value("scaler", &scaler).unwrap();
+        checkpoint.add("schedule", &mut Foreign(schedule.clone())).unwrap();
+    });
+    let state: GradScalerState = loaded.value("scaler").unwrap();
+    assert_eq!(state.scale, Some(8.0));
+    let vs = VarStore::new(Device::Cpu);
+    let _w = vs.root().ones("w", &[1]);
+    let mut opt = Sgd::default().build(&vs, 0.1).unwrap();
+    let mut scheduler = StepLr { step_size: 30, gamma: 0.5 }.build(&mut opt).unwrap();
+    loaded.restore().strict(false).add("schedule", &mut scheduler).apply().unwrap();
 }

@@ -126,3 +126,11 @@ fn the_reader_notices_a_damaged_event_file() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && said.contains("a checksum is wrong"), "{said}");
 }
+
+#[test]
+fn a_row_with_an_unknown_key_is_refused() {
+    let read = |row: Value| serde_json::from_value::<Row>(row).map_err(|error| error.to_string());
+    assert!(read(json!({"step": 3, "values": [0.5, null]})).is_ok());
+    let error = read(json!({"step": 3, "values": [], "loss": 0.5})).unwrap_err();
+    assert!(error.contains("unknown field `loss`, expected `step` or `values`"), "{error}");
+}

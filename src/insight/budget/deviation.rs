@@ -15,6 +15,7 @@ const LEAST_NOISE_OF_UPDATE: f64 = 1e-3;
 
 /// Numbers h beside numbers f in f32.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Deviation {
     /// ‖h − f‖ / ‖f‖, or ‖h‖ if f is zero.
     #[serde(with = "numbers")]

@@ -193,12 +193,14 @@ pub struct BudgetReport {
 
 /// The numbers of the runs that are not in half precision.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Measured {
     pub(super) quantities: Vec<MeasuredQuantity>,
 }
 
 /// A quantity in f32, and how far each run with noise was from it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct MeasuredQuantity {
     pub(super) quantity: BudgetQuantity,
     pub(super) name: String,
@@ -242,6 +244,7 @@ pub(super) struct MeasuredQuantity {
 /// # Ok(()) }
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct BudgetFile {
     pub(super) dtype: Dtype,
     pub(super) device: String,

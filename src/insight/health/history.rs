@@ -84,6 +84,7 @@ enum Total {
 
 /// A step in a [`HistoryReport`].
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct StepRecord {
     /// The number of the step, counted from 1.
@@ -114,6 +115,7 @@ pub enum SkipCause {
 
 /// The last steps, the oldest first. Its text, by `Display`, is one line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct HistoryReport {
     /// How many steps were ever recorded.

@@ -1,7 +1,7 @@
 //! The command line.
 
 use super::data::BATCH;
-use crate::options::{below_target, cuda_is_usable, parse, parse_device};
+use crate::options::{below_target, cuda_is_usable, parse, parse_device, unknown};
 use crate::precision_name;
 use anyhow::{Result, bail};
 use std::ffi::OsString;
@@ -84,7 +84,10 @@ impl Options {
                 "--resume" => options.resume = true,
                 // Every rank needs an image of each batch.
                 "--ranks" => options.ranks = Some(args.between(1, BATCH as usize)?),
-                _ => bail!("unknown argument {flag}\n\n{USAGE}"),
+                _ => {
+                    let known = USAGE.split_whitespace().filter(|word| word.starts_with("--"));
+                    bail!("{}\n\n{USAGE}", unknown(flag, known))
+                }
             }
             Ok(())
         })?;

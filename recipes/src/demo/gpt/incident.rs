@@ -12,6 +12,7 @@ use tch_amp::insight::{Explanation, Tracer, named};
 
 /// What happened.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Incident {
     /// Why the step was skipped; `None` if it was not.
     pub explanation: Option<Explanation>,

@@ -38,6 +38,7 @@ pub struct Options {
 
 /// A finished run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Run {
     pub precision: Amp,
     /// What was measured to be fastest, in a line, if the run was tuned.
