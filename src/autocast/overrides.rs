@@ -75,6 +75,11 @@ impl Overrides {
         interned(rules).number()
     }
 
+    /// Returns an error unless every operator of the list exists and can be overridden.
+    pub(super) fn check(self) -> Result<()> {
+        self.number().map(drop)
+    }
+
     fn number(self) -> Result<u32> {
         if let Some(number) = self.0.number.get() {
             return Ok(*number);

@@ -104,7 +104,8 @@ impl Autocast {
     }
 
     /// Switches autocast on (the default) or off inside the region. A disabled region inside an enabled one runs its
-    /// operations in the dtypes of their inputs. A disabled region may name a device that cannot be used.
+    /// operations in the dtypes of their inputs. A disabled region may name a device that cannot be used, and no operator
+    /// that does not exist.
     ///
     /// # Examples
     ///
@@ -133,7 +134,7 @@ impl Autocast {
     /// Runs these operators in f32 inside the region, forward and backward, whatever autocast's lists say: their inputs
     /// in half precision are cast to f32, and their results are f32. That holds for a backward pass inside of the
     /// region and for second derivatives, too. Regions inside inherit this, and can override it; the last call for an
-    /// operator wins. In a region that is switched off it has no effect. PyTorch has no
+    /// operator wins. In a region that is switched off it has no effect, but the names must exist. PyTorch has no
     /// counterpart.
     ///
     /// An operator has the name that libtorch gives it, such as `softmax`, or `extension::scan` for one of an
@@ -232,8 +233,8 @@ impl Autocast {
     /// - [`AutocastError::ThreadEnding`] inside a destructor of a thread-local value.
     /// - [`AutocastError::UnknownOperator`] and [`AutocastError::NotOverridable`] for an operator of
     ///   [`keep_in_f32`](Self::keep_in_f32), [`prefer_half`](Self::prefer_half) or a [`plan`](Self::plan),
-    ///   [`AutocastError::NotComposable`] for one of a plan, and [`Error::Torch`] if another extension of libtorch uses
-    ///   the dispatch key of these.
+    ///   [`AutocastError::NotComposable`] for one of a plan, also in a region that is switched off, and
+    ///   [`Error::Torch`] if another extension of libtorch uses the dispatch key of these.
     ///
     /// # Examples
     ///
@@ -358,8 +359,13 @@ impl Autocast {
         if let Some(cache) = self.cache {
             next.set_cache_enabled(cache);
         }
-        if let Some(overrides) = self.overrides.filter(|_| enabled) {
-            next.set_overrides(overrides.inside(previous.overrides())?);
+        match self.overrides {
+            Some(overrides) if enabled => {
+                next.set_overrides(overrides.inside(previous.overrides())?)
+            }
+            // They have no effect, and a misspelled name must not wait until the region is switched on.
+            Some(overrides) => overrides.check()?,
+            None => {}
         }
         next.set_enabled(device, enabled);
         if enabled && emulated {

@@ -866,18 +866,63 @@ fn a_rule_for_no_size_is_refused() {
     }
 }
 
+/// In a region that is off as well: a misspelled name must not wait until the region is on.
 #[test]
 fn rules_that_cannot_be_are_refused() {
     let _alone = alone();
-    let error = |rule: Rule| match region(Device::Cpu, vec![rule]).enter().map(drop) {
-        Err(Error::Autocast(error)) => error,
-        other => panic!("{other:?}"),
-    };
-    let found = error(Rule::new("matmul", COMPOSED));
-    assert!(matches!(found, AutocastError::NotComposable { .. }), "{found}");
-    let found = error(Rule::new("no_such_operator", RunAs::F32));
-    assert!(matches!(found, AutocastError::UnknownOperator { .. }), "{found}");
-    let found = error(Rule { below: Some(2), ..Rule::new("add_", RunAs::F32) });
-    assert!(matches!(found, AutocastError::NotOverridable { .. }), "{found}");
+    let cannot = [
+        ("matmul", COMPOSED, "cannot be composed"),
+        ("no_such_operator", RunAs::F32, "has no operator"),
+        ("add_", RunAs::F32, "cannot cast the inputs"),
+    ];
+    for (name, run_as, said) in cannot {
+        let rule = Rule { below: Some(2), ..Rule::new(name, run_as) };
+        for dtype in [None, Some(BF16)] {
+            let plan = Plan { dtype, rules: vec![rule.clone()], ..Plan::new(Device::Cpu).unwrap() };
+            let planned = Autocast::new(Device::Cpu).plan(&plan).unwrap();
+            let amp = Amp::Bf16.on(Device::Cpu).unwrap().plan(&plan).unwrap();
+            for region in [planned, planned.enabled(false), amp.region()] {
+                let error = match region.enter().map(drop) {
+                    Err(Error::Autocast(error)) => error,
+                    other => panic!("{name}, {dtype:?}: {other:?}"),
+                };
+                let is_right = match error {
+                    AutocastError::NotComposable { .. } => run_as == COMPOSED,
+                    AutocastError::UnknownOperator { .. } => name == "no_such_operator",
+                    AutocastError::NotOverridable { .. } => name == "add_",
+                    _ => false,
+                };
+                assert!(is_right && error.to_string().contains(said), "{error}");
+                assert!(region.run(|| ()).is_err());
+            }
+        }
+    }
+    assert_eq!(seen(), OUTSIDE);
+}
+
+#[test]
+fn the_operators_of_a_region_that_is_off_must_exist() {
+    let _alone = alone();
+    for device in [Device::Cpu, Device::Cuda(99)] {
+        let off = Autocast::new(device).enabled(false);
+        assert!(off.run(|| ()).is_ok());
+        assert!(off.keep_in_f32(["exp"]).prefer_half(["tanh"]).run(|| ()).is_ok());
+        for region in [off.keep_in_f32(["sofmax"]), off.prefer_half(["sofmax"])] {
+            let error = region.run(|| ()).unwrap_err();
+            let is_right = matches!(&error, Error::Autocast(AutocastError::UnknownOperator { operator }) if operator == "aten::sofmax");
+            assert!(is_right, "{error}");
+        }
+        // It changes nothing for the operators that it names.
+        let x = Tensor::ones([2], (F32, Device::Cpu));
+        let around = Autocast::new(Device::Cpu).dtype(BF16).prefer_half(["exp"]);
+        let kept = off.keep_in_f32(["exp", "tanh"]);
+        around
+            .run(|| {
+                let inside = kept.run(|| x.exp().kind()).unwrap();
+                let wanted = if device == Device::Cpu { F32 } else { BF16 };
+                assert_eq!((inside, x.exp().kind()), (wanted, BF16));
+            })
+            .unwrap();
+    }
     assert_eq!(seen(), OUTSIDE);
 }
