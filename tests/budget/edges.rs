@@ -2,9 +2,12 @@
 
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::insight::{Budget, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRun, audit};
+use tch_amp::autocast::{Plan, Rule, RunAs};
+use tch_amp::insight::{
+    Budget, BudgetFile, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRun, Dtype, audit,
+};
 use tch_amp::optim::{AdamW, AmpOptimizer, MasterWeights, Optimizer, Sgd};
-use tch_amp::{Autocast, Error, GradScaler, Result};
+use tch_amp::{Amp, Autocast, Error, GradScaler, Result};
 
 use crate::alone;
 
@@ -295,4 +298,141 @@ fn an_optimizer_of_ones_own_is_compared_by_gradients_and_updates() {
         Ok(loss)
     });
     report.unwrap().assert();
+}
+
+/// Regions that are switched off, each in another way.
+fn regions_in_f32() -> [(&'static str, Autocast); 5] {
+    let plan = Plan::new(Device::Cpu).unwrap();
+    let bf16 = region(Kind::BFloat16);
+    [
+        ("a plan", Autocast::new(Device::Cpu).plan(&plan).unwrap()),
+        ("a plan after a dtype", bf16.plan(&plan).unwrap()),
+        ("a region that is off", bf16.enabled(false)),
+        ("a precision", Amp::Off.on(Device::Cpu).unwrap().region()),
+        ("a planned precision", Amp::Bf16.on(Device::Cpu).unwrap().plan(&plan).unwrap().region()),
+    ]
+}
+
+const IN_F32: &str = "keeps everything in f32, as its plan or `enabled(false)` says, so that there is nothing to compare";
+
+#[test]
+fn a_region_in_f32_is_within_budget_and_the_report_says_why() {
+    let _alone = alone();
+    for (what, region) in regions_in_f32() {
+        tch::manual_seed(0);
+        let vs = VarStore::new(Device::Cpu);
+        let (first, last) = (
+            nn::linear(vs.root() / 0, 16, 32, Default::default()),
+            nn::linear(vs.root() / 1, 32, 4, Default::default()),
+        );
+        let xs = floats(&[32, 16]);
+        let budget = Budget::new(&vs, region);
+        let optimizer = || AdamW::default().build(&vs, 1e-3);
+        // The casts of the program follow the region.
+        let mut iteration = |run: &mut BudgetRun, optimizer: &mut Optimizer| {
+            let dtype = run.dtype();
+            step(run, optimizer, &|run| {
+                let hidden = first.forward(&xs.to_kind(dtype)).tanh().to_kind(dtype);
+                run.output("ys", &last.forward(&hidden)).square().mean(Kind::Float)
+            })
+        };
+        let report = budget.measure(optimizer, &mut iteration).unwrap();
+        report.assert();
+        assert_eq!((report.dtype, report.iterations), (Dtype::F32, 7), "{what}");
+        let text = report.to_string();
+        assert!(text.starts_with("fp32 at a scale of 2048: within budget"), "{what}: {text}");
+        assert!(text.contains(IN_F32), "{what}: {text}");
+        let json = serde_json::to_string(&report.file()).unwrap();
+        let file: BudgetFile = serde_json::from_str(&json).unwrap();
+        let checked = budget.check(&file, optimizer, &mut iteration).unwrap();
+        checked.assert();
+        assert!(checked.to_string().contains(IN_F32), "{what}: {checked}");
+    }
+}
+
+/// What is wrong whatever the dtype, and half precision that comes from elsewhere.
+#[test]
+fn a_fault_beside_a_region_in_f32_is_over_budget() {
+    let _alone = alone();
+    for (what, region) in regions_in_f32() {
+        tch::manual_seed(0);
+        let vs = VarStore::new(Device::Cpu);
+        let layer = nn::linear(vs.root(), 16, 16, Default::default());
+        let xs = floats(&[32, 16]);
+        let loss = |_: &BudgetRun| layer.forward(&xs).tanh().square().mean(Kind::Float);
+        let measure = |iteration: &dyn Fn(&mut BudgetRun, &mut Optimizer) -> Result<Tensor>| {
+            let optimizer = || AdamW::default().build(&vs, 1e-3);
+            Budget::new(&vs, region).measure(optimizer, iteration).unwrap()
+        };
+        measure(&|run, optimizer| step(run, optimizer, &loss)).assert();
+        let forgotten = measure(&|run, optimizer| {
+            optimizer.zero_grad()?;
+            let loss = run.region(|| loss(run))?;
+            run.scaler().backward(&loss)?;
+            optimizer.step()?;
+            Ok(loss)
+        });
+        let text = forgotten.to_string();
+        assert!(!forgotten.is_within() && text.contains("too large: not unscaled"), "{text}");
+        assert!(!text.contains(IN_F32), "{text}");
+        let another = measure(&|run, optimizer| {
+            let inside = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+            step(run, optimizer, &|run| inside.run(|| loss(run)).unwrap())
+        });
+        assert_eq!(another.problems, [BudgetProblem::OtherHalf(Dtype::BF16)], "{what}: {another}");
+    }
+}
+
+#[test]
+fn a_region_that_is_not_opened_or_whose_rules_leave_nothing_is_over_budget() {
+    let _alone = alone();
+    tch::manual_seed(0);
+    let vs = VarStore::new(Device::Cpu);
+    let layer = nn::linear(vs.root(), 16, 16, Default::default());
+    let xs = floats(&[32, 16]);
+    let loss = || layer.forward(&xs).square().mean(Kind::Float);
+    let rules = vec![Rule::new("linear", RunAs::F32)];
+    let plan = Plan { dtype: Some(Kind::BFloat16), rules, ..Plan::new(Device::Cpu).unwrap() };
+    let planned = Autocast::new(Device::Cpu).plan(&plan).unwrap();
+    for (region, is_opened) in [(region(Kind::BFloat16), false), (planned, true), (planned, false)]
+    {
+        let optimizer = || AdamW::default().build(&vs, 1e-3);
+        let report = Budget::new(&vs, region).measure(optimizer, |run, optimizer| {
+            optimizer.zero_grad()?;
+            let loss = if is_opened { run.region(loss)? } else { loss() };
+            run.scaler().backward_step(optimizer, &loss)?;
+            Ok(loss)
+        });
+        let report = report.unwrap();
+        assert!(report.problems.contains(&BudgetProblem::NothingInHalf), "{report}");
+        let text = report.to_string();
+        assert!(
+            text.contains("was not opened, it has another device, or its rules keep"),
+            "{text}"
+        );
+    }
+}
+
+/// A model whose weights are in half precision needs no region.
+#[test]
+fn a_model_in_half_precision_is_compared_without_a_region() {
+    let _alone = alone();
+    tch::manual_seed(0);
+    let mut vs = VarStore::new(Device::Cpu);
+    let layer = nn::linear(vs.root(), 16, 16, Default::default());
+    vs.bfloat16();
+    let xs = floats(&[32, 16]);
+    let adamw = AdamW::default().master_weights(MasterWeights::Float);
+    let optimizer = || adamw.build(vs.trainable_variables(), 1e-3);
+    let off = region(Kind::BFloat16).enabled(false);
+    let report = Budget::new(&vs, off).measure(optimizer, |run, optimizer| {
+        let xs = xs.to_kind(run.dtype());
+        step(run, optimizer, &|run| {
+            run.output("ys", &layer.forward(&xs)).square().mean(Kind::Float)
+        })
+    });
+    let report = report.unwrap();
+    report.assert();
+    assert_eq!(report.dtype, Dtype::BF16);
+    assert!(!report.to_string().contains(IN_F32), "{report}");
 }

@@ -37,7 +37,8 @@ pub(super) fn problems(
 
 fn of_operators(f32: &Observed, half: &Observed, dtype: Kind) -> Vec<BudgetProblem> {
     let other = half.returned.iter().find(|&&kind| kind != dtype);
-    let nothing = !half.returned.contains(&dtype);
+    // A region that is switched off has f32, which is not among these.
+    let nothing = dtype != Kind::Float && !half.returned.contains(&dtype);
     let in_f32 = f32.returned.first();
     let other = other.map(|&kind| BudgetProblem::OtherHalf(kind.into()));
     let in_f32 = in_f32.map(|&kind| BudgetProblem::HalfInF32(kind.into()));

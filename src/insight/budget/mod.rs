@@ -104,7 +104,9 @@ pub struct BudgetRun {
 }
 
 impl<'a> Budget<'a> {
-    /// Creates a budget for the model of `vs`, whose half-precision runs have this region.
+    /// Creates a budget for the model of `vs`, whose half-precision runs have this region. One that is switched off, as
+    /// by a plan in f32, leaves nothing to compare: what does not depend on half precision is tested all the same, such
+    /// as that gradients are unscaled, and the report says so.
     pub fn new(vs: &'a VarStore, region: Autocast) -> Self {
         Self { vs, region, runs: RUNS, scale: SCALE, unused: Vec::new() }
     }
@@ -242,7 +244,8 @@ impl BudgetRun {
         output.shallow_clone()
     }
 
-    /// The dtype for tensors that the iteration casts by itself: f32 in the f32 run, and otherwise that of the region.
+    /// The dtype for tensors that the iteration casts by itself: f32 in the f32 run, and otherwise that of the region,
+    /// which is f32 for one that is switched off, unless the model has variables in half precision.
     pub fn dtype(&self) -> Kind {
         if self.mode == Mode::F32 { Kind::Float } else { self.dtype }
     }
@@ -357,7 +360,11 @@ impl<'a> Runner<'a> {
         recorded: Option<RecordingMode<'_>>,
     ) -> Result<Observed> {
         self.seed += 1;
-        let scaler = self.program.scaler(scale)?;
+        // In f32 nothing underflows, and noise that is scaled would hide that the scale is not taken back.
+        let scaler = match self.program.is_f32 {
+            true => GradScaler::disabled(),
+            false => self.program.scaler(scale)?,
+        };
         self.run_afresh(Mode::Noise { seed: self.seed }, scaler, recorded)
     }
 

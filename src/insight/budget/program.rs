@@ -73,6 +73,8 @@ pub(super) struct Program {
     known: Rc<HashSet<usize>>,
     random: RandomStates,
     emulated: Emulated,
+    /// Whether everything is in f32: the region is switched off, and no variable is in half precision.
+    pub(super) is_f32: bool,
     _gradients: Taken,
 }
 
@@ -181,6 +183,7 @@ impl Program {
         }
         let all: Vec<Tensor> = variables.iter().map(|kept| kept.variable.shallow_clone()).collect();
         Ok(Self {
+            is_f32: !region.is_enabled() && !variables.iter().any(Kept::is_half),
             region,
             device: vs.device(),
             random: RandomStates::of(repeatable.devices())?,
@@ -201,8 +204,9 @@ impl Program {
         self.parameters().map(|kept| kept.variable.shallow_clone()).collect()
     }
 
+    /// The dtype of what is not in the f32 run: that of the region.
     pub(super) fn dtype(&self) -> Kind {
-        self.emulated.dtype
+        if self.is_f32 { Kind::Float } else { self.emulated.dtype }
     }
 
     /// A scaler that grows in each iteration, so that what is kept from one to the next shows.

@@ -78,7 +78,8 @@ impl BudgetRow {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum BudgetProblem {
-    /// No operator returned half precision: the region was not opened, or has another device.
+    /// No operator returned half precision, and the region is not switched off: it was not opened, has another device,
+    /// or its rules keep every operator in f32.
     NothingInHalf,
     /// Operators returned another half-precision dtype than that of the region.
     OtherHalf(Dtype),
@@ -170,7 +171,7 @@ pub struct BudgetOperator {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct BudgetReport {
-    /// The dtype of the region.
+    /// The dtype of the region; f32 if it is switched off and no variable is in half precision.
     pub dtype: Dtype,
     /// The loss scale of the iteration in half precision that is compared.
     #[serde(with = "numbers")]
@@ -427,7 +428,8 @@ impl fmt::Display for BudgetProblem {
         match self {
             Self::NothingInHalf => write!(
                 f,
-                "nothing is in half precision: the region was not opened, or it has another device"
+                "nothing is in half precision: the region was not opened, it has another device, or its rules keep every \
+                 operator in f32"
             ),
             Self::OtherHalf(dtype) => {
                 write!(
@@ -501,6 +503,12 @@ impl fmt::Display for BudgetReport {
         let (scale, iterations) = (Number(self.scale), self.iterations);
         write!(f, "{} at a scale of {scale}: {verdict} after {iterations} iterations", self.dtype)?;
         let [f32, half] = self.losses;
+        if self.is_within() && self.dtype == Dtype::F32 {
+            return write!(
+                f,
+                "\nthe region keeps everything in f32, as its plan or `enabled(false)` says, so that there is nothing to compare"
+            );
+        }
         write!(f, "\nloss {half:.6}, and {f32:.6} in f32")?;
         if self.is_within() {
             let largest = self
