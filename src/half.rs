@@ -19,7 +19,7 @@
 pub use ::half::{bf16, f16};
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ensure_defined};
 use crate::ffi::OutsideRegions;
 
 /// A half-precision number: `half::f16` or `half::bf16`.
@@ -53,7 +53,7 @@ pub fn from_slice<T: HalfElement>(numbers: &[T]) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`] for a tensor of another dtype, and [`Error::Torch`] for a tensor that is not dense.
+/// [`Error::InvalidArgument`] for a tensor of another dtype or an undefined one, and [`Error::Torch`] for a tensor that is not dense.
 ///
 /// # Examples
 ///
@@ -70,6 +70,7 @@ pub fn from_slice<T: HalfElement>(numbers: &[T]) -> Result<Tensor> {
 /// ```
 pub fn to_vec<T: HalfElement>(tensor: &Tensor) -> Result<Vec<T>> {
     let _own = OutsideRegions::enter();
+    ensure_defined("the tensor", tensor)?;
     let found = tensor.f_kind()?;
     if found != T::KIND {
         let expected = T::KIND;

@@ -7,7 +7,7 @@ use crate::accumulation::dropping::Kept;
 use crate::capture;
 #[cfg(feature = "distributed")]
 use crate::distributed::{ProcessGroup, ReduceOp, any_is_averaged};
-use crate::error::{Error, Result, ensure};
+use crate::error::{Error, Result, ensure, ensure_defined};
 use crate::ffi;
 use crate::optim::AmpOptimizer;
 
@@ -127,6 +127,7 @@ impl Accumulation {
                 "is one more than the {all} of the window; begin a new one"
             )));
         };
+        ensure_defined("loss", loss)?;
         let kind = match loss.f_kind()? {
             Kind::Double => Kind::Double,
             Kind::Float | Kind::Half | Kind::BFloat16 => Kind::Float,

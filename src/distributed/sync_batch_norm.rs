@@ -6,7 +6,7 @@ use tch::nn::{self, BatchNormConfig, ModuleT, Path};
 use tch::{Kind, Tensor, no_grad};
 
 use crate::distributed::{ProcessGroup, ReduceOp};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ensure_defined};
 use crate::ffi::{self, OutsideRegions};
 use crate::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
@@ -73,8 +73,8 @@ impl SyncBatchNorm {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the second dimension of the input is not the layer's number of channels, and in
-    /// training if all ranks together have fewer than two values per channel; the errors of
+    /// [`Error::InvalidArgument`] if the input is undefined or its second dimension is not the layer's number of
+    /// channels, and in training if all ranks together have fewer than two values per channel; the errors of
     /// [`ProcessGroup::all_gather`].
     pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         let (mean, var) = (&self.bn.running_mean, &self.bn.running_var);
@@ -104,6 +104,7 @@ impl SyncBatchNorm {
 
     /// Returns the size of an input, or an error if it does not fit the layer.
     fn size_of(&self, xs: &Tensor) -> Result<Vec<i64>> {
+        ensure_defined("xs", xs)?;
         let size = ffi::sizes(xs)?;
         let (channels, kind) = (self.bn.running_mean.size(), xs.f_kind()?);
         let is_floating = matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);

@@ -17,7 +17,7 @@ mod text;
 
 use std::fmt;
 
-use tch::Device;
+use tch::{Device, Tensor};
 
 use crate::atomic::SaveError;
 pub use autocast::AutocastError;
@@ -213,6 +213,16 @@ pub(crate) fn ensure(
     rule: &'static str,
 ) -> Result<()> {
     if holds { Ok(()) } else { Err(Error::out_of_range(name, value, rule)) }
+}
+
+/// Returns an error for an undefined tensor, of which libtorch says only that its dtype is unknown.
+pub(crate) fn ensure_defined(name: &'static str, tensor: &Tensor) -> Result<()> {
+    if tensor.defined() {
+        return Ok(());
+    }
+    let problem = "is an undefined tensor, such as `Tensor::new()` or the gradient of an unused parameter; pass one that \
+                   an operator has returned";
+    Err(Error::InvalidArgument { name, problem: problem.to_owned() })
 }
 
 impl From<tch::TchError> for Error {

@@ -7,7 +7,7 @@ use super::operators::AutocastList;
 use super::recording::{RecordedModel, Recording, named};
 use crate::Autocast;
 use crate::buffers::{self, BufferSnapshot};
-use crate::error::Result;
+use crate::error::{Result, ensure_defined};
 use crate::ffi::emulation::Emulated;
 use crate::ffi::insight::RecordingMode;
 use crate::ffi::{self, OutsideRegions};
@@ -154,6 +154,7 @@ impl Drop for Rerun<'_> {
 
 /// The loss times the scale, as the scaler computes it, and with a scale of 1, too, so that it has memory of its own.
 fn scaled(loss: &Tensor, scale: f64) -> Result<Tensor> {
+    ensure_defined("loss", loss)?;
     let kind = if loss.f_kind()? == Kind::Double { Kind::Double } else { Kind::Float };
     ffi::scaled(loss, &ffi::number_new(scale, kind, loss.device())?)
 }

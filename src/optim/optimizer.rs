@@ -8,7 +8,7 @@ use tch::Tensor;
 
 #[cfg(doc)]
 use crate::error::GradientError;
-use crate::error::{Error, OptimizerError, ParameterProblem, Result};
+use crate::error::{Error, OptimizerError, ParameterProblem, Result, ensure_defined};
 use crate::ffi;
 use crate::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
 use crate::optim::parameters::{Given, Named, TrackedVariables};
@@ -337,8 +337,10 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// The same as [`step`](Self::step), and [`Error::Torch`] if backward fails.
+    /// The same as [`step`](Self::step), [`Error::InvalidArgument`] for an undefined loss, before the gradients are
+    /// dropped, and [`Error::Torch`] if backward fails.
     pub fn backward_step(&mut self, loss: &Tensor) -> Result<()> {
+        ensure_defined("loss", loss)?;
         self.zero_grad()?;
         loss.f_backward()?;
         self.step()
@@ -354,6 +356,7 @@ impl Optimizer {
     ///
     /// The same as [`backward_step`](Self::backward_step) and [`clip_grad_value`](Self::clip_grad_value).
     pub fn backward_step_clip(&mut self, loss: &Tensor, max: f64) -> Result<()> {
+        ensure_defined("loss", loss)?;
         self.zero_grad()?;
         loss.f_backward()?;
         self.clip_grad_value(max)?;
@@ -374,6 +377,7 @@ impl Optimizer {
         loss: &Tensor,
         clip: impl Into<ClipNorm>,
     ) -> Result<()> {
+        ensure_defined("loss", loss)?;
         self.zero_grad()?;
         loss.f_backward()?;
         let _norm = self.clip_grad_norm(clip)?;

@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::capture;
 use crate::device::check_usable;
-use crate::error::{Error, Result, ScalerError};
+use crate::error::{Error, Result, ScalerError, ensure_defined};
 use crate::ffi::{self, FoundInf, OutsideRegions, ScaleUpdate};
 use crate::gradients::overflow;
 use crate::tree::Tree;
@@ -97,6 +97,7 @@ impl AdaptiveScale {
         number.join_graph()?;
         let mut replicas = Replicas::new(number.tensor());
         outputs.try_map(&mut |output| {
+            ensure_defined("loss", output)?;
             let kind = output.f_kind()?;
             if !matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16) {
                 return Err(ScalerError::Dtype { dtype: kind }.into());

@@ -11,7 +11,7 @@ use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
 use crate::capture;
-use crate::error::{Error, Result, ScalerError};
+use crate::error::{Error, Result, ScalerError, ensure_defined};
 use crate::ffi;
 #[cfg(feature = "insight")]
 use crate::ffi::Gradient;
@@ -189,7 +189,8 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`ScalerError::Dtype`] for an integer, boolean or complex tensor, and [`Error::Torch`] for an undefined one.
+    /// [`ScalerError::Dtype`] for an integer, boolean or complex tensor, and [`Error::InvalidArgument`] for an undefined
+    /// one.
     ///
     /// # Examples
     ///
@@ -231,8 +232,10 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// The same as [`scale`](Self::scale), and [`Error::Torch`] if backward fails.
+    /// The same as [`scale`](Self::scale), and [`Error::Torch`] if backward fails. An undefined loss is refused by a
+    /// disabled scaler, too.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
+        ensure_defined("loss", loss)?;
         Ok(self.scale(loss)?.f_backward()?)
     }
 
@@ -243,6 +246,7 @@ impl GradScaler {
     ///
     /// The same as [`backward`](Self::backward).
     pub fn backward_retain_graph(&self, loss: &Tensor) -> Result<()> {
+        ensure_defined("loss", loss)?;
         ffi::backward(&self.scale(loss)?, true)
     }
 

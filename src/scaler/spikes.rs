@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::capture::{self, IterationTensor, OwnLink};
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
-use crate::error::{Error, Number, Result, ensure};
+use crate::error::{Error, Number, Result, ensure, ensure_defined};
 use crate::ffi::{self, OutsideRegions, SpikeOptions};
 use crate::optim::{AmpOptimizer, Step, take_step};
 #[cfg(doc)]
@@ -155,6 +155,9 @@ impl SpikeDetector {
         let options = SpikeOptions { deviations, window, warmup, max_in_a_row };
         let watched = self.watched.as_ref();
         let watched = watched.map(|loss| loss.get("the loss of another iteration")).transpose()?;
+        if let Some(loss) = watched {
+            ensure_defined("the watched loss", loss)?;
+        }
         let loss = match watched {
             Some(loss) => Some(ffi::spikes_judge(self.loss.as_ref(), loss, None, options)?),
             None => None,

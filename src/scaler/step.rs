@@ -5,7 +5,7 @@ use tch::Tensor;
 use crate::capture;
 #[cfg(doc)]
 use crate::error::GradientError;
-use crate::error::{Error, GradientProblem, Result, ScalerError};
+use crate::error::{Error, GradientProblem, Result, ScalerError, ensure_defined};
 use crate::ffi::{self, Gradient, OutsideRegions};
 use crate::gradients::{ClipNorm, Plan, Preparation, check_limit, clamp, unclampable, unclippable};
 use crate::optim::{AmpOptimizer, Optimizer, Step, drop_gradients, take_step};
@@ -384,6 +384,7 @@ impl GradScaler {
         loss: &Tensor,
         step: impl FnOnce(&mut Self, &mut dyn AmpOptimizer) -> Result<StepOutcome>,
     ) -> Result<StepOutcome> {
+        ensure_defined("loss", loss)?;
         self.iteration.get_mut().refuse_due(call)?;
         let scaled = self.scale(loss)?;
         drop_gradients(optimizer)?;
@@ -558,8 +559,9 @@ impl GradScaler {
     /// # Errors
     ///
     /// The same as [`update_with`](Self::update_with), also for a complex tensor and for one that does not have exactly
-    /// one element; [`Error::Torch`] for an undefined one.
+    /// one element, and for an undefined one.
     pub fn update_with_tensor(&mut self, new_scale: &Tensor) -> Result<()> {
+        ensure_defined("new_scale", new_scale)?;
         let _own = OutsideRegions::enter();
         let value = new_scale.f_view(-1)?.f_detach()?;
         let elements = ffi::numel(&value);

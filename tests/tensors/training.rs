@@ -1,13 +1,17 @@
 //! Averages of weights, micro-batches and watched losses.
 
+use std::time::Duration;
+
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::GradScaler;
 use tch_amp::accumulation::Accumulation;
 use tch_amp::average::{Ema, Swa};
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::optim::Sgd;
-use tch_amp::scaler::SpikeConfig;
+use tch_amp::distributed::{DistributedDataParallel, GroupConfig, Store};
+use tch_amp::insight::{Budget, ScaleHistory, Tracer, Tuner, audit};
+use tch_amp::optim::{Optimizer, Sgd};
+use tch_amp::scaler::{PerLossScalers, SpikeConfig};
+use tch_amp::{Autocast, Error, GradScaler};
 
 use super::{assert_takes, numbers, with_each_kind, witness};
 
@@ -123,4 +127,162 @@ fn averages_of_buffers() {
         swa.advance()
     });
     assert_takes("an average of buffers", &taken, &["f32", "i64"]);
+}
+
+/// Makes a scaler in each of its modes.
+fn scalers() -> [GradScaler; 3] {
+    [
+        GradScaler::new(Device::Cpu).unwrap(),
+        GradScaler::skip_only(Device::Cpu).unwrap(),
+        GradScaler::disabled(),
+    ]
+}
+
+/// Asserts that an undefined loss is refused as such, by a call that leaves the weight and its gradient as they are.
+fn assert_undefined_is_refused(
+    what: &str,
+    call: impl FnOnce(&mut Optimizer, &Tensor) -> tch_amp::Result<()>,
+) {
+    let w = witness();
+    let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
+    (&w * 2.0).sum(Kind::Float).backward();
+    let called = call(&mut opt, &Tensor::new());
+    let text = match &called {
+        Err(error @ Error::InvalidArgument { name: "loss" | "the watched loss", .. }) => {
+            error.to_string()
+        }
+        other => panic!("{what}: {other:?}"),
+    };
+    let said = "loss is an undefined tensor, such as `Tensor::new()` or the gradient of an unused parameter; pass one";
+    assert!(text.contains(said), "{what}: {text}");
+    assert_eq!((numbers(&w), numbers(&w.grad())), (vec![1.0, 2.0], vec![2.0, 2.0]), "{what}");
+}
+
+#[test]
+fn an_undefined_loss_is_refused_wherever_a_loss_is_taken() {
+    type Call = fn(&mut GradScaler, &mut Optimizer, &Tensor) -> tch_amp::Result<()>;
+    let calls: [(&str, Call); 9] = [
+        ("backward", |scaler, _, loss| scaler.backward(loss)),
+        ("backward_retain_graph", |scaler, _, loss| scaler.backward_retain_graph(loss)),
+        ("backward_step", |scaler, opt, loss| scaler.backward_step(opt, loss).map(drop)),
+        ("backward_step_clip_norm", |scaler, opt, loss| {
+            scaler.backward_step_clip_norm(opt, loss, 1.0).map(drop)
+        }),
+        ("backward_step_clip_value", |scaler, opt, loss| {
+            scaler.backward_step_clip_value(opt, loss, 1.0).map(drop)
+        }),
+        ("a window", |scaler, _, loss| Accumulation::of_equal(2)?.backward(scaler, loss)),
+        ("a window that drops", |scaler, opt, loss| {
+            Accumulation::of_equal(2)?.backward_or_drop(scaler, opt, loss)
+        }),
+        ("a weighed loss", |_, _, loss| Accumulation::of_equal(2)?.weigh(loss).map(drop)),
+        ("a watched loss", |scaler, opt, loss| {
+            let mut spikes = SpikeConfig::default().build()?;
+            spikes.watch_loss(loss);
+            scaler.step_unless_spike(opt, 1.0, &mut spikes).map(drop)
+        }),
+    ];
+    for (what, call) in calls {
+        for mut scaler in scalers() {
+            let what = format!("{what}, {scaler:?}");
+            assert_undefined_is_refused(&what, |opt, loss| call(&mut scaler, opt, loss));
+        }
+    }
+    let [enabled, skips, _] = scalers();
+    for scaler in [enabled, skips] {
+        assert_undefined_is_refused("scale", |_, loss| scaler.scale(loss).map(drop));
+        assert_undefined_is_refused("scale of a tree", |_, loss| {
+            let tree = (witness().sum(Kind::Float), vec![Some(loss.shallow_clone())]);
+            scaler.scale(&tree).map(drop)
+        });
+    }
+    assert_undefined_is_refused("several scalers", |opt, loss| {
+        PerLossScalers::new(Device::Cpu, 2)?.backward(1, loss, opt)
+    });
+    assert_undefined_is_refused("several scalers, with the graph", |opt, loss| {
+        PerLossScalers::new(Device::Cpu, 2)?.backward_retain_graph(0, loss, opt)
+    });
+    assert_undefined_is_refused("an optimizer", |opt, loss| opt.backward_step(loss));
+    assert_undefined_is_refused("clip", |opt, loss| opt.backward_step_clip(loss, 1.0));
+    assert_undefined_is_refused("clip_norm", |opt, loss| opt.backward_step_clip_norm(loss, 1.0));
+    assert_undefined_is_refused("a history", |_, loss| ScaleHistory::new(2)?.set_loss(loss));
+}
+
+#[test]
+fn an_undefined_loss_is_refused_by_a_model_of_several_ranks() {
+    let store = Store::in_process().unwrap();
+    let group = GroupConfig { timeout: Duration::from_secs(20), ..Default::default() }
+        .join(&store, 0, 1)
+        .unwrap();
+    let vs = VarStore::new(Device::Cpu);
+    let w = vs.root().ones("w", &[2]);
+    let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+    for mut scaler in scalers() {
+        for syncs in [true, false] {
+            assert_undefined_is_refused("backward", |_, loss| match syncs {
+                true => ddp.backward(loss),
+                false => ddp.no_sync(|ddp| ddp.backward(loss)),
+            });
+            assert_undefined_is_refused("backward_scaled", |_, loss| match syncs {
+                true => ddp.backward_scaled(&mut scaler, loss),
+                false => ddp.no_sync(|ddp| ddp.backward_scaled(&mut scaler, loss)),
+            });
+        }
+        assert_undefined_is_refused("backward_by", |_, loss| ddp.backward_by(loss, || Ok(())));
+        // The model can still be used.
+        let loss = ddp.forward(|| (&w * 3.0).sum(Kind::Float)).unwrap();
+        ddp.backward_scaled(&mut scaler, &loss).unwrap();
+        vs.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+    }
+}
+
+/// The others do not wait for it, and all can go on.
+#[test]
+fn an_undefined_loss_of_one_rank_is_an_error_on_all() {
+    let store = Store::in_process().unwrap();
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let store = &store;
+            scope.spawn(move || {
+                let group = GroupConfig { timeout: Duration::from_secs(20), ..Default::default() };
+                let group = group.join(store, rank, 2).unwrap();
+                let vs = VarStore::new(Device::Cpu);
+                let w = vs.root().ones("w", &[2]);
+                let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+                for wrong in [0, 1] {
+                    let loss = ddp.forward(|| (&w * 3.0).sum(Kind::Float)).unwrap();
+                    let loss = if rank == wrong { Tensor::new() } else { loss };
+                    let text = ddp.backward(&loss).unwrap_err().to_string();
+                    assert!(text.contains("loss is an undefined tensor"), "rank {rank}: {text}");
+                    assert!(!w.grad().defined());
+                }
+                let loss = ddp.forward(|| (&w * 3.0).sum(Kind::Float)).unwrap();
+                ddp.backward(&loss).unwrap();
+                assert_eq!(numbers(&w.grad()), [3.0, 3.0]);
+            });
+        }
+    });
+}
+
+#[test]
+fn an_undefined_loss_is_refused_by_the_tools_that_run_an_iteration() {
+    let vs = VarStore::new(Device::Cpu);
+    let _w = vs.root().ones("w", &[2]);
+    let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+    let off = GradScaler::disabled();
+    assert_undefined_is_refused("audit", |_, _| {
+        audit(&vs, &region, &off, |_| Ok(Tensor::new())).map(drop)
+    });
+    assert_undefined_is_refused("tune", |_, _| {
+        Tuner::default().tune(&vs, &region, &off, |_| Ok(Tensor::new())).map(drop)
+    });
+    assert_undefined_is_refused("a tracer", |_, _| {
+        let mut tracer = Tracer::new(&vs)?;
+        tracer.begin(&off)?;
+        tracer.explain(&off, || Ok(Tensor::new())).map(drop)
+    });
+    assert_undefined_is_refused("a budget", |_, _| {
+        let optimizer = || Sgd::default().build(&vs, 1.0);
+        Budget::new(&vs, region).measure(optimizer, |_, _| Ok(Tensor::new())).map(drop)
+    });
 }

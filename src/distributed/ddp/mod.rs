@@ -16,7 +16,7 @@ use crate::distributed::call::Comparison;
 use crate::distributed::collectives::refuse_unusable;
 use crate::distributed::data_parallel::records;
 use crate::distributed::group::{LivingModel, ProcessGroup};
-use crate::error::{DistributedError, Error, Result, VariableChange};
+use crate::error::{DistributedError, Error, Result, VariableChange, ensure_defined};
 use crate::ffi::distributed::{self as ffi, Reducer, ReducerOptions};
 use crate::ffi::gradients_drop;
 use crate::panics;
@@ -197,6 +197,7 @@ impl DistributedDataParallel {
     ///
     /// # Errors
     ///
+    /// [`Error::InvalidArgument`] for an undefined loss, before the pass; the other ranks are told.
     /// [`DistributedError::Unused`] if the loss does not depend on a parameter, and `find_unused_parameters` is off.
     /// Ranks whose loss depends on it get a [`DistributedError::Communication`] with this cause;
     /// [`DistributedError::Repeated`] if several [recomputed](crate::recompute) parts use a parameter;
@@ -245,9 +246,11 @@ impl DistributedDataParallel {
     ) -> Result<()> {
         const NAME: &str = "backward";
         if !self.syncs {
+            ensure_defined("loss", loss)?;
             self.model.averaged.set_alone(true);
             return backward();
         }
+        ensure_defined("loss", loss).map_err(|error| self.refuse(NAME, error))?;
         let comparison = self.compare_backward(NAME)?;
         let reducer = &self.reducer;
         let was_alone = self.model.averaged.set_alone(true);

@@ -8,7 +8,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use super::{BudgetQuantity, BudgetRun};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ensure_defined};
 use crate::ffi::emulation::{Emulated, Emulation, Regions};
 use crate::ffi::insight::RecordingMode;
 use crate::ffi::{self, OutsideRegions};
@@ -411,6 +411,7 @@ impl Observed {
 
     fn note_results(&mut self, loss: &Tensor, outputs: Vec<(String, Tensor)>) -> Result<()> {
         let _own = OutsideRegions::enter();
+        ensure_defined("loss", loss)?;
         self.loss = loss.f_double_value(&[])?;
         self.note_finite("the loss", loss)?;
         self.values.push((BudgetQuantity::Loss, String::new(), widened(loss)?));

@@ -11,7 +11,7 @@ use super::report::{PowerOfTwo, Verdict};
 use crate::GradScaler;
 use crate::capture::{self, IterationTensor, OwnLink};
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ensure_defined};
 use crate::ffi;
 use crate::ffi::exponents::{self, NextRow, ReadNumbers, StepNumber, StepNumbers};
 use crate::scaler::{StepOutcome, Taken};
@@ -152,6 +152,7 @@ impl ScaleHistory {
     ///
     /// [`Error::InvalidArgument`] unless `loss` has one element.
     pub fn set_loss(&mut self, loss: &Tensor) -> Result<()> {
+        ensure_defined("loss", loss)?;
         let elements = ffi::numel(loss);
         if elements != 1 {
             let problem = format!("has {elements} elements: pass the mean or sum, which has one");

@@ -5,7 +5,7 @@ mod loss;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
-use crate::error::{Error, Result, ScalerError, ensure};
+use crate::error::{Error, Result, ScalerError, ensure, ensure_defined};
 use crate::gradients::ClipNorm;
 use crate::optim::AmpOptimizer;
 use crate::scale::{AdaptiveScale, LoadedState, end_all};
@@ -218,6 +218,7 @@ impl PerLossScalers {
         retain_graph: bool,
     ) -> Result<()> {
         self.loss_mut(loss_id)?;
+        ensure_defined("loss", loss)?;
         self.forget_failed_capture();
         self.sums.iteration.get_mut().note_rests()?;
         if let Some(record) = self.sums.record(optimizer)? {
