@@ -126,6 +126,11 @@ impl Autocast {
     /// Sets whether the cast of a weight is cached for its next use in the region. Defaults to the thread's flag, which
     /// is initially on. All threads share one cache, which does not distinguish dtypes: switch it off where two threads
     /// use the same weights in regions of different dtypes at the same time.
+    ///
+    /// As in libtorch, an outermost region that opens or ends on any thread empties the cache of all. While other
+    /// threads have regions, or step, a weight that a region uses several times is therefore cast once in one run and
+    /// again in another, and the gradients of its uses are added in half precision or in f32. The numbers stay right,
+    /// but their last bits differ from run to run; with the cache off they do not.
     pub fn cache(mut self, cache: bool) -> Self {
         self.cache = Some(cache);
         self

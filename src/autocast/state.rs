@@ -77,8 +77,10 @@ pub(crate) fn forgetting_casts<T>(f: impl FnOnce() -> T) -> T {
 /// The autocast state of a thread, which can be entered again on the same or on another thread.
 ///
 /// It consists of the enabled flag and the dtype for each of the CPU, CUDA and MPS, and of the cache flag. PyTorch has
-/// no public counterpart; its activation checkpointing does the same internally. A new thread starts outside of all
-/// regions:
+/// no public counterpart; its activation checkpointing does the same internally. The cache of casts is not a part of
+/// it: all threads share one, and regions that end on one of them empty it, so that the last bits of gradients can
+/// differ from run to run while several threads have regions; see [`Autocast::cache`](crate::Autocast::cache). A new
+/// thread starts outside of all regions:
 ///
 /// ```
 /// use tch::Device;

@@ -272,3 +272,43 @@ fn weights_used_in_regions_are_freed() {
         assert!(after.saturating_sub(before) < 8 << 20, "{before} -> {after}");
     }
 }
+
+/// The gradient of a weight that a region uses twice, while `between` runs on another thread between the two uses.
+fn gradient_of_two_uses(region: Autocast, between: fn()) -> Tensor {
+    tch::manual_seed(0);
+    let random = |size: [i64; 2]| Tensor::randn(size, (Kind::Float, Device::Cpu));
+    let w = random([16, 16]).set_requires_grad(true);
+    let (first, second) = (random([32, 16]), random([32, 16]));
+    let loss = region.run(|| {
+        let ys = first.mm(&w);
+        std::thread::spawn(between).join().unwrap();
+        (ys + second.mm(&w)).to_kind(Kind::Float).square().sum(Kind::Float)
+    });
+    loss.unwrap().backward();
+    w.grad()
+}
+
+/// As in libtorch: with one cast the two gradients of the weight are added in half precision, and with two in f32.
+#[test]
+fn a_region_or_a_step_that_ends_on_another_thread_empties_the_cache_of_all() {
+    let _alone = alone();
+    let cached = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+    let uncached = cached.cache(false);
+    let once = gradient_of_two_uses(cached, || ());
+    let twice = gradient_of_two_uses(uncached, || ());
+    assert_ne!(once, twice);
+    let ends: [fn(); 3] = [
+        || drop(AutocastGuard::new(Device::Cpu).unwrap()),
+        || drop(Autocast::new(Device::Cpu).dtype(Kind::Half).cache(false).enter().unwrap()),
+        || {
+            let w = weight(Device::Cpu);
+            let mut opt = optim::Sgd::default().build(&[w.shallow_clone()], 0.1).unwrap();
+            w.sum(Kind::Float).backward();
+            opt.step().unwrap();
+        },
+    ];
+    for end in ends {
+        assert_eq!(gradient_of_two_uses(cached, end), twice);
+        assert_eq!(gradient_of_two_uses(uncached, end), twice);
+    }
+}
