@@ -11,7 +11,8 @@ use crate::scale::rule::{Mirror, clamp_tracker};
 /// `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`, all of which are required to load it.
 ///
 /// Options that PyTorch lacks follow under keys of their own if they differ from their defaults; PyTorch ignores these
-/// keys. The loading scaler keeps its own value of an absent option. A disabled scaler has the empty state `{}`. Enable
+/// keys. The loading scaler keeps its own value of an absent option. The counts that such an option needs are saved with
+/// it; without the option they begin anew in a resumed run. A disabled scaler has the empty state `{}`. Enable
 /// serde_json's feature `float_roundtrip` if a scale that is not a power of two has to survive JSON to the last bit.
 /// The JSON of a Python `scaler.state_dict()` loads here, and the other way round:
 ///
@@ -72,10 +73,12 @@ pub struct GradScalerState {
     /// See [`GradScalerConfig::allow_fp16_gradients`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allow_fp16_gradients: Option<bool>,
-    /// Number of consecutive iterations with overflow.
+    /// Number of consecutive iterations with overflow, saved only with
+    /// [`max_consecutive_skips`](GradScalerConfig::max_consecutive_skips), which alone reads it.
     #[serde(rename = "_consecutive_skips", skip_serializing_if = "Option::is_none")]
     pub consecutive_skips: Option<u32>,
-    /// Number of overflows until the hysteresis is used up.
+    /// Number of overflows until the hysteresis is used up. Saved, like the next two, only with a
+    /// [`hysteresis`](GradScalerConfig::hysteresis) or a [`tolerance`](GradScalerConfig::tolerance).
     #[serde(rename = "_hysteresis_tracker", skip_serializing_if = "Option::is_none")]
     pub hysteresis_tracker: Option<i64>,
     /// Number of iterations since the scale last backed off or could grow.
@@ -129,7 +132,7 @@ impl GradScalerState {
             max_consecutive_skips,
             error_at_min_scale: unless(error_at_min_scale, usual.error_at_min_scale),
             allow_fp16_gradients: unless(allow_fp16_gradients, usual.allow_fp16_gradients),
-            consecutive_skips: unless(skips, 0),
+            consecutive_skips: max_consecutive_skips.and(unless(skips, 0)),
             hysteresis_tracker: counted(left),
             iterations_since_rescale: counted(iterations),
             overflows_since_rescale: counted(overflows),
@@ -173,7 +176,8 @@ impl GradScalerState {
             .ok_or(Error::out_of_range("_growth_tracker", tracker as f64, rule))?;
         let tracker = clamp_tracker(tracker, loaded.growth_interval);
         let mirror = Mirror { scale: scale as f32, tracker, counts: self.counts(&loaded)? };
-        let trackers = Trackers { mirror, skips: self.consecutive_skips.unwrap_or(0) };
+        let limited = loaded.max_consecutive_skips.and(self.consecutive_skips);
+        let trackers = Trackers { mirror, skips: limited.unwrap_or(0) };
         let config = GradScalerConfig { init_scale: config.init_scale, ..loaded };
         Ok((config, trackers))
     }

@@ -1,6 +1,7 @@
 //! Saving and loading the state of a scaler.
 
 use rstest::rstest;
+use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 use tch_amp::scaler::{GradScalerConfig, GradScalerState, ScalerError};
 use tch_amp::{Error, GradScaler};
@@ -44,12 +45,88 @@ fn states_are_exchanged_with_python() {
     let config = GradScalerConfig { hysteresis: 2, max_scale: 1e6, ..Default::default() };
     for ours in [GradScaler::new(Device::Cpu).unwrap(), config.build(Device::Cpu).unwrap()] {
         let sent = ours.state_dict().unwrap();
-        // Python loads it, takes three finite steps and one that overflows, and saves its state.
-        let answer = oracle.run(&[], &serde_json::to_string(&sent).unwrap());
+        let answer = oracle.run(&["...o."], &serde_json::to_string(&sent).unwrap());
         let mut back = GradScaler::new(Device::Cpu).unwrap();
         back.load_state_dict(&parse(&answer)).unwrap();
         assert_eq!((back.get_scale().unwrap(), back.get_growth_tracker().unwrap()), (32768.0, 1));
     }
+}
+
+/// Takes a step for each letter, as `scaler_state.py` does: `o` is one that overflows.
+fn take(scaler: &mut GradScaler, device: Device, letters: &str) {
+    let (_vs, w, mut opt) = model(device);
+    for letter in letters.chars() {
+        opt.zero_grad();
+        scaler.backward(&loss(&w, &[if letter == 'o' { INF } else { 1.0 }; 3])).unwrap();
+        scaler.step(&mut opt).unwrap();
+        scaler.update().unwrap();
+    }
+}
+
+#[test]
+fn after_skipped_steps_the_state_is_pythons_key_by_key() {
+    let Some(oracle) = Oracle::find("scaler_state.py") else {
+        return;
+    };
+    for letters in ["ooo", "oo.o"] {
+        let theirs: Value = serde_json::from_str(&oracle.run(&[letters], PYTHONS)).unwrap();
+        for_each_device(|device| {
+            let mut scaler = GradScaler::new(device).unwrap();
+            scaler.load_state_dict(&parse(PYTHONS)).unwrap();
+            take(&mut scaler, device, letters);
+            let ours = serde_json::to_value(scaler.state_dict().unwrap()).unwrap();
+            assert_eq!(ours, theirs, "after {letters} on {device:?}");
+        });
+    }
+}
+
+#[test]
+fn a_count_is_saved_with_the_option_that_reads_it_alone() {
+    let keys = |config: GradScalerConfig| {
+        let mut scaler = config.build(Device::Cpu).unwrap();
+        take(&mut scaler, Device::Cpu, "ooo");
+        let state = serde_json::to_value(scaler.state_dict().unwrap()).unwrap();
+        let known =
+            serde_json::to_value(GradScaler::new(Device::Cpu).unwrap().state_dict().unwrap());
+        let known = known.unwrap();
+        let new = |key: &&String| known.get(key.as_str()).is_none();
+        state.as_object().unwrap().keys().filter(new).cloned().collect::<Vec<_>>()
+    };
+    let usual = GradScalerConfig::default();
+    let counts = ["_hysteresis_tracker", "_iterations_since_rescale", "_overflows_since_rescale"];
+    assert_eq!(keys(usual), [""; 0]);
+    let limited = GradScalerConfig { max_consecutive_skips: Some(9), ..usual };
+    assert_eq!(keys(limited), ["_consecutive_skips", "max_consecutive_skips"]);
+    for (option, config) in [
+        ("hysteresis", GradScalerConfig { hysteresis: 9, ..usual }),
+        ("tolerance", GradScalerConfig { tolerance: 0.5, ..usual }),
+    ] {
+        assert_eq!(keys(config), [&counts[..], &[option]].concat());
+    }
+    for (option, config) in [
+        ("min_scale", GradScalerConfig { min_scale: 1.0, ..usual }),
+        ("max_scale", GradScalerConfig { max_scale: 1e6, ..usual }),
+        ("consecutive_hysteresis", GradScalerConfig { consecutive_hysteresis: false, ..usual }),
+        ("error_at_min_scale", GradScalerConfig { error_at_min_scale: true, ..usual }),
+        ("allow_fp16_gradients", GradScalerConfig { allow_fp16_gradients: true, ..usual }),
+    ] {
+        assert_eq!(keys(config), [option]);
+    }
+}
+
+/// Builds of this crate from before its release saved the count without the option, too.
+#[test]
+fn a_saved_count_of_skips_goes_on_with_a_limit_and_begins_anew_without() {
+    let mut saved = parse(PYTHONS);
+    saved.consecutive_skips = Some(2);
+    let config = GradScalerConfig { max_consecutive_skips: Some(3), ..Default::default() };
+    let mut limited = config.build(Device::Cpu).unwrap();
+    limited.load_state_dict(&saved).unwrap();
+    assert_eq!(limited.state_dict().unwrap().consecutive_skips, Some(2));
+    let mut plain = GradScaler::new(Device::Cpu).unwrap();
+    plain.load_state_dict(&saved).unwrap();
+    take(&mut plain, Device::Cpu, "o");
+    assert_eq!(plain.state_dict().unwrap().consecutive_skips, None);
 }
 
 #[test]
