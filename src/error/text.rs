@@ -1,5 +1,7 @@
 //! The texts of errors and panics, without C++ backtraces.
 
+use std::io::{self, Write};
+
 use serde::de::{Deserialize, Deserializer, Error as _};
 
 use crate::error::nearest::nearest;
@@ -50,6 +52,12 @@ pub(crate) fn list<N: AsRef<str>>(names: &[N]) -> String {
         0 => first.join(", "),
         more => format!("{} and {more} more", first.join(", ")),
     }
+}
+
+/// Prints a warning on stderr, as Python does, in a line of its own. The one place where the crate prints anything.
+pub(crate) fn warn(text: &str) {
+    // A program without stderr goes on without its warnings.
+    let _closed = writeln!(io::stderr().lock(), "warning: tch-amp: {text}");
 }
 
 /// A number as errors show it: with an exponent if it would have very many digits.

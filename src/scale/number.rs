@@ -132,15 +132,20 @@ impl Number {
         Ok(mirror)
     }
 
+    /// The scale, if the host has it. Never synchronizes.
+    pub(crate) fn known(&self) -> Option<f64> {
+        self.forget_replays();
+        let mirror = match self.mirror.get() {
+            // Reading host memory does not synchronize.
+            None if self.tensor.device() == Device::Cpu => self.value().ok(),
+            mirror => mirror,
+        };
+        mirror.map(|mirror| mirror.scale.into())
+    }
+
     /// Whether the reciprocal may be more than 1, so that unscaling can overflow. Never synchronizes.
     pub(crate) fn may_enlarge(&self) -> bool {
-        self.forget_replays();
-        let at_least = match self.mirror.get() {
-            Some(mirror) => mirror.scale,
-            // Reading host memory does not synchronize.
-            None if self.tensor.device() == Device::Cpu => self.value().map_or(0.0, |m| m.scale),
-            None => self.bound.borrow_mut().at_least(),
-        };
+        let at_least = self.known().unwrap_or_else(|| self.bound.borrow_mut().at_least().into());
         !self.is_one && at_least < 1.0
     }
 

@@ -113,6 +113,8 @@ impl GradScalerState {
             max_consecutive_skips,
             error_at_min_scale,
             allow_fp16_gradients,
+            // A habit of the program, not of the run.
+            warn_of_skips: _,
         } = *config;
         let Trackers { mirror: Mirror { scale, tracker, counts }, skips } = trackers;
         let OverflowCounts { hysteresis: left, iterations, overflows } = counts;
@@ -162,6 +164,7 @@ impl GradScalerState {
             max_consecutive_skips: self.max_consecutive_skips.or(config.max_consecutive_skips),
             error_at_min_scale: self.error_at_min_scale.unwrap_or(config.error_at_min_scale),
             allow_fp16_gradients: self.allow_fp16_gradients.unwrap_or(config.allow_fp16_gradients),
+            warn_of_skips: config.warn_of_skips,
         };
         let scales = scale != 1.0 || !loaded.is_one();
         if config.is_one() == scales {

@@ -18,6 +18,7 @@ use crate::ffi::Gradient;
 use crate::gradients::NonFiniteGradient;
 use crate::optim::AmpOptimizer;
 use crate::scale::{AdaptiveScale, LoadedState};
+use crate::scaler::first_steps::FirstSteps;
 use crate::scaler::iteration::Iteration;
 use crate::scaler::{GradScalerConfig, GradScalerState};
 use crate::tree::{Tree, leaves};
@@ -71,6 +72,7 @@ pub struct GradScaler {
     pub(super) scale: AdaptiveScale,
     /// A `RefCell`, so that several transactions can be open at once.
     pub(super) iteration: RefCell<Iteration>,
+    pub(super) first: RefCell<FirstSteps>,
     /// The names of parameters by identity. The tensors are kept so that no other tensor gets their identity.
     pub(super) names: HashMap<usize, (String, Tensor)>,
     /// The distributed models whose loss was scaled.
@@ -145,8 +147,9 @@ impl GradScaler {
     }
 
     fn from_scale(scale: AdaptiveScale) -> Self {
+        let first = RefCell::new(FirstSteps::new(scale.config().warn_of_skips));
         let (iteration, names, ranks) = (RefCell::default(), HashMap::new(), Vec::new());
-        Self { scale, iteration, names, ranks, agreement: None }
+        Self { scale, iteration, first, names, ranks, agreement: None }
     }
 
     /// The state of the iteration, for a change. Fails within a call of the scaler that is asking an optimizer for the

@@ -7,6 +7,7 @@
 mod checkpoint;
 mod claim;
 mod counter;
+mod first_steps;
 pub(crate) mod grad_scaler;
 mod iteration;
 mod outcome;

@@ -121,7 +121,7 @@ impl GradScaler {
         let Some(scale) = self.scale.number() else {
             self.check_synced(optimizer)?;
             take_step(optimizer, &Step::default())?;
-            return Ok(StepOutcome::known(Taken::Stepped));
+            return Ok(self.noted(StepOutcome::known(Taken::Stepped)));
         };
         if optimizer.takes_scaled_gradients() {
             return self.step_scaled(optimizer, scale, None, None);
@@ -149,7 +149,13 @@ impl GradScaler {
             Taken::Stepped
         };
         self.iteration.borrow_mut().set_stepped(record);
-        Ok(StepOutcome::known(taken))
+        Ok(self.noted(StepOutcome::known(taken)))
+    }
+
+    /// Notes what a step did, for the warning about first steps that are all skipped.
+    fn noted(&self, outcome: StepOutcome) -> StepOutcome {
+        self.first.borrow_mut().note(&outcome);
+        outcome
     }
 
     /// Steps an optimizer that unscales and skips by itself, and clips if asked to. Does not synchronize.
@@ -176,7 +182,7 @@ impl GradScaler {
             Err(_) if scaled => iteration.set_broken(record),
             Err(_) => {}
         }
-        outcome
+        outcome.map(|outcome| self.noted(outcome))
     }
 
     /// Steps the optimizer, unless the host knows that the step is skipped.
@@ -471,7 +477,7 @@ impl GradScaler {
         let factor = ffi::clip_factor(&norm, clip.max_norm)?;
         let step = Step::default().with_clip_factor(&factor);
         let outcome = spikes.update_unless(optimizer, &step, &norm)?;
-        Ok(outcome.with_norm(Some(norm)))
+        Ok(self.noted(outcome.with_norm(Some(norm))))
     }
 
     /// Ends the iteration: backs the scale off if the gradients of any optimizer overflowed, and otherwise counts the
@@ -518,7 +524,7 @@ impl GradScaler {
     /// ```
     pub fn update(&mut self) -> Result<()> {
         if !self.scale.is_enabled() {
-            self.iteration.get_mut().close();
+            self.close();
             return Ok(());
         }
         self.check_scale_may_change()?;
@@ -530,8 +536,14 @@ impl GradScaler {
             let end = self.scale.end(iteration.found())?;
             end_all(&mut Vec::from_iter(end))?
         };
-        iteration.close();
+        self.close();
         given_up.map_or(Ok(()), Err)
+    }
+
+    /// Closes the iteration, and warns if it is the last of too many without a step.
+    fn close(&mut self) {
+        self.iteration.get_mut().close();
+        self.first.get_mut().end_iteration(self.scale.number());
     }
 
     /// Ends the iteration and sets the scale to a given value. The growth tracker and the count of skips do not change.
@@ -544,7 +556,7 @@ impl GradScaler {
     pub fn update_with(&mut self, new_scale: f64) -> Result<()> {
         self.check_scale_may_change()?;
         self.scale.set_scale(new_scale)?;
-        self.iteration.get_mut().close();
+        self.close();
         Ok(())
     }
 
@@ -575,7 +587,7 @@ impl GradScaler {
         }
         self.check_scale_may_change()?;
         self.scale.set_scale_to(&value.f_view([0i64; 0])?)?;
-        self.iteration.get_mut().close();
+        self.close();
         Ok(())
     }
 

@@ -19,6 +19,7 @@ mod state;
 mod tolerance;
 mod unscaled;
 mod values;
+mod warning;
 
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};

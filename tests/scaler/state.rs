@@ -145,6 +145,7 @@ fn every_option_survives_the_round_trip() {
         max_consecutive_skips: Some(50),
         error_at_min_scale: true,
         allow_fp16_gradients: true,
+        warn_of_skips: false,
     };
     let mut saved = config.build(Device::Cpu).unwrap();
     let (_vs, w, mut opt) = model(Device::Cpu);

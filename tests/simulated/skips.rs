@@ -2,7 +2,7 @@
 
 use tch::{Cuda, Kind};
 use tch_amp::optim::MasterWeights;
-use tch_amp::scaler::StepCounter;
+use tch_amp::scaler::{GradScalerConfig, StepCounter};
 
 use crate::common::simulation::Simulation;
 use crate::common::to_f64;
@@ -50,5 +50,30 @@ fn a_step_that_overflows_on_two_devices_is_skipped_on_both() {
             assert!(outcome.is_skipped().unwrap(), "{name} {kind:?}");
             assert_eq!(scaler.get_scale().unwrap(), 4.0, "{name} {kind:?}");
         }
+    }
+}
+
+/// It asks for outcomes that it would not have otherwise, by copies alone.
+#[test]
+fn the_warning_of_skips_costs_neither_a_launch_nor_a_synchronization() {
+    let Some(simulation) = Simulation::find() else { return };
+    for factor in [0.5, INF] {
+        let counts = [true, false].map(|warn_of_skips| {
+            let all = parameters(TWO, Kind::Float, 1);
+            let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
+            let config = GradScalerConfig { warn_of_skips, ..Default::default() };
+            let mut scaler = config.build(TWO[0]).unwrap();
+            let ((), counts) = simulation.count(|| {
+                for _ in 0..30 {
+                    opt.zero_grad().unwrap();
+                    backward(&scaler, &losses(&all, TWO, factor)).unwrap();
+                    drop(scaler.step(&mut opt).unwrap());
+                    scaler.update().unwrap();
+                }
+            });
+            (counts.launches, counts.host_syncs)
+        });
+        assert_eq!(counts[0], counts[1], "{factor}");
+        assert_eq!(counts[0].1, 0, "{factor}");
     }
 }

@@ -2,6 +2,8 @@
 
 mod loss;
 
+use std::cell::RefCell;
+
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
@@ -9,6 +11,7 @@ use crate::error::{Error, Result, ScalerError, ensure, ensure_defined};
 use crate::gradients::ClipNorm;
 use crate::optim::AmpOptimizer;
 use crate::scale::{AdaptiveScale, LoadedState, end_all};
+use crate::scaler::first_steps::FirstSteps;
 use crate::scaler::record::Stage;
 use crate::scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome};
 use loss::{Identity, Loss};
@@ -77,7 +80,10 @@ impl PerLossScalers {
             Ok(Loss::new(AdaptiveScale::new(device, config)?))
         };
         let losses = configs.iter().map(new).collect::<Result<_>>()?;
-        let sums = if enabled { GradScaler::skip_only(device)? } else { GradScaler::disabled() };
+        let mut sums =
+            if enabled { GradScaler::skip_only(device)? } else { GradScaler::disabled() };
+        let warns = enabled && configs.iter().all(|config| config.warn_of_skips);
+        sums.first = RefCell::new(FirstSteps::new(warns));
         Ok(Self { losses, sums })
     }
 
@@ -327,6 +333,8 @@ impl PerLossScalers {
         let given_up = end_all(&mut ends?)?;
         sums.close();
         self.losses.iter_mut().for_each(Loss::close);
+        let scales = self.losses.iter().filter_map(|loss| loss.scale.number());
+        self.sums.first.get_mut().end_iteration(scales);
         given_up.map_or(Ok(()), Err)
     }
 
