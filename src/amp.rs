@@ -11,7 +11,7 @@ use crate::autocast::Plan;
 use crate::autocast::region::{Autocast, LOG_PROBABILITIES};
 use crate::device::check_usable;
 use crate::error::{Error, Result};
-use crate::precision::{MatmulSpeed, speed_for_choice};
+use crate::precision::{Gain, Gains};
 use crate::scaler::GradScaler;
 
 /// The precision of a training run, as its user chooses it, for instance with `--amp` on a command line.
@@ -52,8 +52,9 @@ pub enum Amp {
     Bf16,
     /// Regions in fp16, with a scaler.
     Fp16,
-    /// The default. By the speed of the device: bf16 if products are faster in it than in f32; otherwise fp16 on a GPU
-    /// where they are faster in fp16; otherwise f32.
+    /// The default. By the speed of the device: bf16 if products are at least 1.5 times as fast in it as in f32;
+    /// otherwise fp16 on a GPU where that holds for fp16; otherwise f32. Where the machine is too busy to tell, it is
+    /// f32 as well, and the [`MixedPrecision`] says so when it is printed.
     #[default]
     Auto,
 }
@@ -70,24 +71,29 @@ impl Amp {
         }
     }
 
-    /// Decides the precision on a device. [`Auto`](Self::Auto) times a few matrix products in each dtype, which takes a
-    /// fraction of a second and synchronizes, once for each device in a process; the others only check the device.
+    /// Decides the precision on a device. [`Auto`](Self::Auto) times matrix products of each dtype in turns, until the
+    /// middle half of what they say agrees, for at most half a second, or as long as a round of slow ones takes. It
+    /// synchronizes, once for each device in a process. The others only check the device.
     ///
     /// # Errors
     ///
     /// [`Error::DeviceUnavailable`] if the device cannot be used here; with `Auto`, [`Error::Torch`] if libtorch fails.
     pub fn on(self, device: Device) -> Result<MixedPrecision> {
         check_usable(device)?;
-        let (dtype, reason) = match self {
-            Self::Off => (None, None),
-            Self::Bf16 => (Some(Kind::BFloat16), None),
-            Self::Fp16 => (Some(Kind::Half), None),
-            Self::Auto => {
-                let (dtype, reason) = fastest(&speed_for_choice(device)?, device != Device::Cpu);
-                (dtype, Some(reason))
-            }
-        };
-        Ok(MixedPrecision { device, dtype, region: region(device, dtype), reason })
+        if self != Self::Auto {
+            return Ok(MixedPrecision::plain(device, self.dtype(), None));
+        }
+        let (dtype, reason) = fastest(&Gains::of(device)?);
+        Ok(MixedPrecision::plain(device, dtype, Some(reason)))
+    }
+
+    /// The dtype of the regions; `None` for f32, and before `Auto` is decided.
+    fn dtype(self) -> Option<Kind> {
+        match self {
+            Self::Off | Self::Auto => None,
+            Self::Bf16 => Some(Kind::BFloat16),
+            Self::Fp16 => Some(Kind::Half),
+        }
     }
 }
 
@@ -105,22 +111,34 @@ fn region(device: Device, dtype: Option<Kind>) -> Autocast {
     }
 }
 
-/// The dtype with the fastest products, and why; `None` for f32. fp16 needs a scaler and, on CPUs, has few fast
-/// kernels, so that it is chosen on a GPU alone, and there after bf16.
-fn fastest(speed: &MatmulSpeed, is_gpu: bool) -> (Option<Kind>, String) {
-    let gain = |name: &str, flops: Option<f64>| {
-        let ratio = flops? / speed.f32;
-        Some((ratio, format!("{name} products are {ratio:.1} times as fast as f32 here")))
-    };
-    let bf16 = gain("bf16", speed.bf16);
-    let fp16 = gain("fp16", speed.fp16).filter(|_| is_gpu);
-    let faster =
-        |gain: &Option<(f64, String)>| gain.as_ref().is_some_and(|(ratio, _)| *ratio > 1.0);
-    if faster(&bf16) {
-        return (Some(Kind::BFloat16), bf16.map(|(_, text)| text).unwrap_or_default());
+/// The dtype whose products are fast enough, and why; `None` for f32. fp16 needs a scaler and, on CPUs, has few fast
+/// kernels, so that it is measured on a GPU alone, and comes after bf16. What could be otherwise in the next start is
+/// not chosen.
+fn fastest(gains: &Gains) -> (Option<Kind>, String) {
+    let mut others = Vec::new();
+    let gains = [("bf16", Kind::BFloat16, gains.bf16), ("fp16", Kind::Half, gains.fp16)];
+    for (name, kind, gain) in gains {
+        let Some(Gain { low, median, high, is_worth }) = gain else { continue };
+        match is_worth {
+            Some(true) => {
+                let reason = format!("{name} products are {median:.1} times as fast as f32 here");
+                return (Some(kind), reason);
+            }
+            Some(false) => {
+                others.push(format!(
+                    "{name} products are only {median:.1} times as fast as f32 here"
+                ));
+            }
+            None => {
+                others.push(format!(
+                    "{name} products are {low:.1} to {high:.1} times as fast as f32 here, which is too uncertain to \
+                     choose by; name the precision, or begin when nothing else runs"
+                ));
+                break;
+            }
+        }
     }
-    let others: Vec<_> = [bf16, fp16.clone()].into_iter().flatten().map(|(_, text)| text).collect();
-    (faster(&fp16).then_some(Kind::Half), others.join(", and "))
+    (None, others.join(", and "))
 }
 
 impl fmt::Display for Amp {
@@ -153,6 +171,12 @@ pub struct MixedPrecision {
 }
 
 impl MixedPrecision {
+    /// A precision without a plan.
+    fn plain(device: Device, dtype: Option<Kind>, reason: Option<String>) -> Self {
+        let region = region(device, dtype);
+        Self { device, dtype, region, reason }
+    }
+
     /// Takes the precision of every operator from a plan, and the dtype with it, as [`Autocast::plan`] does.
     ///
     /// # Errors
@@ -298,24 +322,55 @@ mod tests {
 
     use super::*;
 
-    fn chosen(bf16: Option<f64>, fp16: Option<f64>, is_gpu: bool) -> (Option<Kind>, String) {
-        fastest(&MatmulSpeed::new(512, 100.0, None, bf16, fp16), is_gpu)
+    fn gain(median: f64, is_worth: Option<bool>) -> Option<Gain> {
+        Some(Gain { low: median / 2.0, median, high: median * 2.0, is_worth })
     }
 
     #[test]
-    fn auto_takes_bf16_where_it_is_faster_than_f32_and_fp16_only_on_gpus() {
-        let (dtype, reason) = chosen(Some(310.0), Some(900.0), true);
-        assert_eq!(dtype, Some(Kind::BFloat16));
-        assert_eq!(reason, "bf16 products are 3.1 times as fast as f32 here");
-        let (dtype, reason) = chosen(Some(20.0), Some(500.0), true);
-        assert_eq!(dtype, Some(Kind::Half));
-        assert_eq!(
-            reason,
-            "bf16 products are 0.2 times as fast as f32 here, and fp16 products are 5.0 times as fast as f32 here"
-        );
-        let (dtype, reason) = chosen(Some(20.0), Some(500.0), false);
-        assert_eq!((dtype, &*reason), (None, "bf16 products are 0.2 times as fast as f32 here"));
-        assert_eq!(chosen(None, None, true), (None, String::new()));
+    fn auto_takes_bf16_where_it_is_worth_it_and_then_fp16_and_nothing_that_is_uncertain() {
+        let chosen = |bf16, fp16| fastest(&Gains { bf16, fp16 });
+        let (no, yes, unknown) = (Some(false), Some(true), None);
+        let cases = [
+            (
+                gain(3.1, yes),
+                gain(9.0, yes),
+                Some(Kind::BFloat16),
+                "bf16 products are 3.1 times as fast as f32 here",
+            ),
+            (
+                gain(0.2, no),
+                gain(5.0, yes),
+                Some(Kind::Half),
+                "fp16 products are 5.0 times as fast as f32 here",
+            ),
+            (gain(0.2, no), None, None, "bf16 products are only 0.2 times as fast as f32 here"),
+            (
+                gain(1.2, no),
+                gain(0.5, no),
+                None,
+                "bf16 products are only 1.2 times as fast as f32 here, and fp16 products are only 0.5 times as fast as \
+                 f32 here",
+            ),
+            // fp16 would be chosen in some starts, and bf16 in others.
+            (
+                gain(1.6, unknown),
+                gain(5.0, yes),
+                None,
+                "bf16 products are 0.8 to 3.2 times as fast as f32 here, which is too uncertain to choose by; name the \
+                 precision, or begin when nothing else runs",
+            ),
+            (
+                gain(0.2, no),
+                gain(2.0, unknown),
+                None,
+                "bf16 products are only 0.2 times as fast as f32 here, and fp16 products are 1.0 to 4.0 times as fast \
+                 as f32 here, which is too uncertain to choose by; name the precision, or begin when nothing else runs",
+            ),
+            (None, None, None, ""),
+        ];
+        for (bf16, fp16, dtype, reason) in cases {
+            assert_eq!(chosen(bf16, fp16), (dtype, reason.to_owned()));
+        }
     }
 
     #[test]
@@ -361,6 +416,7 @@ mod tests {
         let text = auto.to_string();
         let name = if auto.amp() == Amp::Off { "f32" } else { auto.amp().name() };
         assert!(text.starts_with(&format!("{name} on Cpu: bf16 products are ")), "{text}");
+        // A new measurement would have other numbers in the reason.
         assert_eq!(Amp::Auto.on(Device::Cpu)?, auto);
         Ok(())
     }

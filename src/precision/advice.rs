@@ -31,7 +31,7 @@ impl MatmulSpeed {
 }
 
 /// What makes a dtype worth using: matrix products are a part of an iteration, and casts cost time.
-const WORTH: f64 = 1.5;
+pub(crate) const WORTH: f64 = 1.5;
 
 /// One sentence for each dtype, for example "bf16: 4.3x as fast as f32 at 1024, 1.1x at 64: use it for layers wider
 /// than about 128."

@@ -3,6 +3,7 @@
 //! Nothing is measured unless a program asks. `cargo xtask doctor` prints the speeds for the CPU of its machine.
 
 mod advice;
+mod choice;
 mod matmul;
 
 use std::collections::HashMap;
@@ -21,14 +22,12 @@ use crate::variables::listed;
 
 pub use advice::MatmulSpeed;
 use advice::advice_for_layer;
+pub(crate) use choice::{Gain, Gains};
 pub use matmul::{MatmulPrecision, MatmulPrecisionGuard, ReducedPrecisionReduction};
 
 lazy_static! {
     /// What has been measured in this process, by device.
     static ref MEASURED: Mutex<HashMap<String, MatmulSpeeds>> = Mutex::default();
-
-    /// The speeds by which a precision was chosen in this process, by device.
-    static ref CHOSEN: Mutex<HashMap<String, MatmulSpeed>> = Mutex::default();
 }
 
 /// How fast matrix products are on a device in f32, in TensorFloat-32 where there is such a thing, in bf16 and in fp16.
@@ -165,10 +164,6 @@ pub fn advice_for_model(vs: &VarStore) -> Vec<String> {
 const SIZES: [i64; 5] = [64, 128, 256, 512, 1024];
 const LARGE_SIZES: [i64; 2] = [2048, 4096];
 
-/// The size by which a precision is chosen on a CPU, and on a GPU.
-const SIZE: i64 = 512;
-const LARGE_SIZE: i64 = 2048;
-
 /// A product that takes longer is not repeated, and no larger one is computed in its precision, unless that is f32.
 const SLOW: Duration = Duration::from_millis(60);
 
@@ -269,31 +264,13 @@ fn measured_speed(
     Ok(MatmulSpeed::new(size, f32.unwrap_or(f64::NAN), tf32, bf16, f16))
 }
 
-/// The speeds of products of one size that is usual in models, for the choice of a precision. Measured once for each
-/// device, in a fraction of a second. Synchronizes.
-pub(crate) fn speed_for_choice(device: Device) -> Result<MatmulSpeed> {
-    let mut chosen = CHOSEN.lock().unwrap_or_else(PoisonError::into_inner);
-    let key = format!("{device:?}");
-    if let Some(known) = chosen.get(&key) {
-        return Ok(*known);
-    }
-    let size = if device == Device::Cpu { SIZE } else { LARGE_SIZE };
-    // fp16 on a CPU is never chosen, and takes long.
-    let mut candidates = Candidate::of(device).to_vec();
-    candidates.retain(|candidate| device != Device::Cpu || *candidate != Candidate::F16);
-    let new = no_grad(|| measured_speed(device, size, &mut candidates))?;
-    chosen.insert(key, new);
-    Ok(new)
-}
-
 /// The shortest of several times of each of `count` products. They take turns, so that a moment in which the machine is
 /// busy with something else meets all of them: their ratios matter more than the times.
 fn shortest(
     count: usize,
     mut time: impl FnMut(usize) -> Result<Duration>,
 ) -> Result<Vec<Duration>> {
-    // The first round also makes what later ones use again. The resolution of a clock could be too low for a product.
-    let measurable = |time: Duration| time.max(Duration::from_nanos(1));
+    // The first round also makes what later ones use again.
     let mut shortest: Vec<_> =
         (0..count).map(|i| time(i).map(measurable)).collect::<Result<_>>()?;
     let mut spent = Duration::ZERO;
@@ -310,6 +287,11 @@ fn shortest(
         }
     }
     Ok(shortest)
+}
+
+/// The resolution of a clock could be too low for a product.
+fn measurable(time: Duration) -> Duration {
+    time.max(Duration::from_nanos(1))
 }
 
 /// Waits for a GPU.
