@@ -9,6 +9,7 @@ use tch::{Device, Kind};
 
 use crate::autocast::Plan;
 use crate::autocast::region::{Autocast, LOG_PROBABILITIES};
+use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::device::check_usable;
 use crate::error::{Error, Result};
 use crate::precision::{Gain, Gains};
@@ -74,6 +75,8 @@ impl Amp {
     /// Decides the precision on a device. [`Auto`](Self::Auto) times matrix products of each dtype in turns, until the
     /// middle half of what they say agrees, for at most half a second, or as long as a round of slow ones takes. It
     /// synchronizes, once for each device in a process. The others only check the device.
+    ///
+    /// A run that is resumed keeps its precision if the [`MixedPrecision`] is a part of its checkpoint.
     ///
     /// # Errors
     ///
@@ -162,10 +165,46 @@ impl FromStr for Amp {
 ///
 /// Printed, it says what was chosen and, after [`Amp::Auto`] or with a plan, why: `bf16 on Cpu: bf16 products are 3.1
 /// times as fast as f32 here`.
+///
+/// It is [`Stateful`]: a checkpoint with it keeps the precision of a run that is resumed, whatever [`Amp::Auto`] would
+/// choose by now.
+///
+/// # Examples
+///
+/// A loop that is resumed restores the precision first, because the scaler depends on it:
+///
+/// ```
+/// use tch::Device;
+/// use tch_amp::Amp;
+/// use tch_amp::checkpoint::Checkpoint;
+///
+/// # let resumed = Some({
+/// #     let mut amp = Amp::Fp16.on(Device::Cpu)?;
+/// #     let mut checkpoint = Checkpoint::new();
+/// #     checkpoint.add("amp", &amp)?;
+/// #     checkpoint.add("scaler", &mut amp.scaler()?)?;
+/// #     checkpoint
+/// # });
+/// let mut amp = Amp::Auto.on(Device::Cpu)?;
+/// if let Some(checkpoint) = &resumed {
+///     checkpoint.restore().add("amp", &mut amp).apply()?;
+/// }
+/// let mut scaler = amp.scaler()?;
+/// if let Some(checkpoint) = &resumed {
+///     checkpoint.restore().add("scaler", &mut scaler).apply()?; // and the model, the optimizer …
+/// }
+/// # assert_eq!(amp.to_string(), "fp16 on Cpu: restored from a checkpoint");
+/// // … train, and save:
+/// let mut checkpoint = Checkpoint::new();
+/// checkpoint.add("amp", &amp)?;
+/// checkpoint.add("scaler", &mut scaler)?;
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct MixedPrecision {
     device: Device,
     dtype: Option<Kind>,
+    plan: Option<Plan>,
     region: Autocast,
     reason: Option<String>,
 }
@@ -174,7 +213,7 @@ impl MixedPrecision {
     /// A precision without a plan.
     fn plain(device: Device, dtype: Option<Kind>, reason: Option<String>) -> Self {
         let region = region(device, dtype);
-        Self { device, dtype, region, reason }
+        Self { device, dtype, plan: None, region, reason }
     }
 
     /// Takes the precision of every operator from a plan, and the dtype with it, as [`Autocast::plan`] does.
@@ -204,7 +243,8 @@ impl MixedPrecision {
         };
         let region = region(self.device, plan.dtype).plan(plan)?;
         let reason = Some(format!("a plan with {rules}"));
-        Ok(Self { device: self.device, dtype: plan.dtype, reason, region })
+        let (device, dtype, plan) = (self.device, plan.dtype, Some(plan.clone()));
+        Ok(Self { device, dtype, plan, region, reason })
     }
 
     /// Runs the forward pass and the loss in a region of this precision; in f32, without autocast. It is
@@ -302,6 +342,81 @@ impl MixedPrecision {
     /// Returns the device.
     pub fn device(&self) -> Device {
         self.device
+    }
+}
+
+/// What a checkpoint has of a precision. Its device is that of the program which restores it, and what the program has
+/// added to a region is the program's.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AmpState {
+    amp: Amp,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    plan: Option<Plan>,
+}
+
+impl MixedPrecision {
+    fn state(&self) -> AmpState {
+        // Destructured exhaustively, so that a new field does not compile until it is saved.
+        let Self { device: _, dtype: _, plan, region: _, reason: _ } = self;
+        AmpState { amp: self.amp(), plan: plan.clone() }
+    }
+
+    /// The precision on the same device with a saved state.
+    fn restored(&self, saved: &SavedState<'_>) -> Result<Self> {
+        let AmpState { amp, plan } = saved.whole_value()?;
+        let refuse = |problem: &str| {
+            let problem = format!("{problem}; it was not saved by a MixedPrecision");
+            Err(Error::InvalidArgument { name: "the saved precision", problem })
+        };
+        check_usable(self.device)?;
+        if amp == Amp::Auto {
+            return refuse("is auto, which stands for another one");
+        }
+        const REASON: &str = "restored from a checkpoint";
+        let plain = Self::plain(self.device, amp.dtype(), Some(REASON.to_owned()));
+        let Some(plan) = plan else { return Ok(plain) };
+        if plan.dtype != amp.dtype() {
+            return refuse("has the plan of another dtype");
+        }
+        let planned = plain.plan(&plan)?;
+        let reason = planned.reason.as_ref().map(|plan| format!("{plan}, {REASON}"));
+        Ok(Self { reason, ..planned })
+    }
+}
+
+/// Saves the dtype and the plan, without the device and without what the program adds to a
+/// [`region`](MixedPrecision::region). Restore it before the scaler is made, which depends on the dtype: a disabled
+/// scaler ignores the state of one that scales.
+impl Stateful for MixedPrecision {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        state.whole_value(&self.state())
+    }
+
+    /// Prepares to take the saved dtype and plan, on the device that the precision has. The plan of another platform is
+    /// [`AutocastError::PlanElsewhere`](crate::autocast::AutocastError::PlanElsewhere): leave the precision out of the
+    /// restore, and make it anew.
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let restored = self.restored(saved)?;
+        Ok(Prepared::new(move || *self = restored))
+    }
+}
+
+/// Saves like the precision itself, and is restored only from a checkpoint of the same one, which a restore checks.
+impl Stateful for &MixedPrecision {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        state.whole_value(&self.state())
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let restored = self.restored(saved)?;
+        if restored.state() == self.state() {
+            return Ok(Prepared::default());
+        }
+        let problem = format!(
+            "is {self}, and the checkpoint has {restored}; pass `&mut amp` to take that over, before the scaler is made"
+        );
+        Err(Error::InvalidArgument { name: "the precision", problem })
     }
 }
 
@@ -418,6 +533,34 @@ mod tests {
         assert!(text.starts_with(&format!("{name} on Cpu: bf16 products are ")), "{text}");
         // A new measurement would have other numbers in the reason.
         assert_eq!(Amp::Auto.on(Device::Cpu)?, auto);
+        Ok(())
+    }
+
+    #[test]
+    fn what_was_measured_is_saved_as_if_it_had_been_named() -> Result<()> {
+        use crate::autocast::{Rule, RunAs};
+        use crate::checkpoint::Checkpoint;
+
+        let saved = |amp: &MixedPrecision| {
+            let mut checkpoint = Checkpoint::new();
+            checkpoint.add("amp", amp)?;
+            Ok::<_, Error>(checkpoint)
+        };
+        // As `Auto` measures it: what was chosen is saved, and not that it was measured.
+        let reason = Some("bf16 products are 3.1 times as fast as f32 here".to_owned());
+        let measured = MixedPrecision::plain(Device::Cpu, Some(Kind::BFloat16), reason);
+        let mut amp = Amp::Off.on(Device::Cpu)?;
+        saved(&measured)?.restore().add("amp", &mut amp).apply()?;
+        assert_eq!(amp.amp(), Amp::Bf16);
+        assert_eq!(amp.region(), measured.region());
+        let softmax = Rule::new("softmax", RunAs::Half);
+        let plan =
+            Plan { dtype: Some(Kind::Half), rules: vec![softmax], ..Plan::new(Device::Cpu)? };
+        let planned = measured.plan(&plan)?;
+        saved(&planned)?.restore().add("amp", &mut amp).apply()?;
+        assert_eq!((amp.region(), amp.state()), (planned.region(), planned.state()));
+        let text = amp.to_string();
+        assert_eq!(text, "fp16 on Cpu: a plan with 1 rule, restored from a checkpoint");
         Ok(())
     }
 }

@@ -60,7 +60,7 @@ pub enum AutocastError {
 
     /// The plan was made for another device, libtorch or number of threads.
     #[error(
-        "the plan holds on {plan}, and this is {here}; make one here, or set its `platform` if you know that it serves"
+        "the plan holds on {plan}, and this is {here}; make one here, or set its `platform` if you know that it serves; if it is restored from a checkpoint, leave the precision out of what is restored"
     )]
     PlanElsewhere {
         /// Where the plan holds.

@@ -133,7 +133,7 @@ pub enum ScalerError {
     /// The state is that of a scaler that only skips steps, and this one scales, or the other way round: the precision
     /// of the run has changed.
     #[error(
-        "the scaler state is that of a scaler that {}, which this one does not: when a run changes its precision, leave the scaler out of what is restored",
+        "the scaler state is that of a scaler that {}, which this one does not: make the scaler after the precision is restored, or, when a run changes its precision, leave the scaler out of what is restored",
         if *scales { "scales" } else { "skips steps without scaling" }
     )]
     OtherPrecision {

@@ -15,6 +15,7 @@ mod messages;
 mod muon;
 mod names;
 mod own;
+mod precision;
 mod python;
 mod refused;
 mod round_trip;

@@ -44,7 +44,7 @@ impl<'a> Restore<'a> {
 
     /// Restores anything that is [`Stateful`]: models, optimizers, scalers, loss scales, random number generators and
     /// types of your own. A model is passed as `&vs`, a generator as [`Rng(device)`](crate::checkpoint::Rng), and
-    /// anything else as a mutable reference.
+    /// anything else as a mutable reference. A precision is restored first, because the scaler is made for it.
     pub fn add(mut self, name: &str, target: impl Stateful + 'a) -> Self {
         self.targets.push((name.to_owned(), Box::new(target)));
         self

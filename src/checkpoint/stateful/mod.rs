@@ -28,13 +28,14 @@ pub use saved::SavedState;
 /// [`Checkpoint::add`](crate::checkpoint::Checkpoint::add) saves the state and
 /// [`Restore::add`](crate::checkpoint::Restore::add) restores it. The trait is implemented for
 /// [`VarStore`](tch::nn::VarStore), [`Optimizer`](crate::optim::Optimizer), [`GradScaler`](crate::GradScaler),
-/// [`PerLossScalers`](crate::scaler::PerLossScalers), the loss scales, a `Box<dyn LossScale>`,
+/// [`PerLossScalers`](crate::scaler::PerLossScalers), [`MixedPrecision`](crate::MixedPrecision), the loss scales, a
+/// `Box<dyn LossScale>`,
 /// [`Scheduler`](crate::schedule::Scheduler), [`PlateauScheduler`](crate::schedule::PlateauScheduler),
 /// [`AveragedWeights`](crate::average::AveragedWeights), a window of micro-batches
 /// [with its gradients](crate::accumulation::Accumulation::with_gradients),
 /// [`SpikeDetector`](crate::scaler::SpikeDetector),
 /// [`ScaleHistory`](crate::insight::ScaleHistory), [`Rng`], mutable references to any of these, and shared references to
-/// a `VarStore`.
+/// a `VarStore` and, to save it, to a `MixedPrecision`.
 ///
 /// To save your own type, implement the trait. The state is saved as a dict of its tensors and values, which Python
 /// reads from a `.pt` file with `weights_only=True`:
