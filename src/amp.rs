@@ -11,6 +11,8 @@ use crate::autocast::Plan;
 use crate::autocast::region::{Autocast, LOG_PROBABILITIES};
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::device::check_usable;
+#[cfg(feature = "distributed")]
+use crate::distributed::ProcessGroup;
 use crate::error::{Error, Result};
 use crate::precision::{Gain, Gains};
 use crate::scaler::GradScaler;
@@ -76,7 +78,8 @@ impl Amp {
     /// middle half of what they say agrees, for at most half a second, or as long as a round of slow ones takes. It
     /// synchronizes, once for each device in a process. The others only check the device.
     ///
-    /// A run that is resumed keeps its precision if the [`MixedPrecision`] is a part of its checkpoint.
+    /// A run that is resumed keeps its precision if the [`MixedPrecision`] is a part of its checkpoint. With several
+    /// ranks, `agree_over` of the feature `distributed` makes the choice of the first that of all.
     ///
     /// # Errors
     ///
@@ -87,7 +90,10 @@ impl Amp {
             return Ok(MixedPrecision::plain(device, self.dtype(), None));
         }
         let (dtype, reason) = fastest(&Gains::of(device)?);
-        Ok(MixedPrecision::plain(device, dtype, Some(reason)))
+        Ok(MixedPrecision {
+            is_measured: true,
+            ..MixedPrecision::plain(device, dtype, Some(reason))
+        })
     }
 
     /// The dtype of the regions; `None` for f32, and before `Auto` is decided.
@@ -207,13 +213,15 @@ pub struct MixedPrecision {
     plan: Option<Plan>,
     region: Autocast,
     reason: Option<String>,
+    /// Whether the dtype was measured here, so that it could be another one elsewhere.
+    is_measured: bool,
 }
 
 impl MixedPrecision {
     /// A precision without a plan.
     fn plain(device: Device, dtype: Option<Kind>, reason: Option<String>) -> Self {
         let region = region(device, dtype);
-        Self { device, dtype, plan: None, region, reason }
+        Self { device, dtype, plan: None, region, reason, is_measured: false }
     }
 
     /// Takes the precision of every operator from a plan, and the dtype with it, as [`Autocast::plan`] does.
@@ -244,7 +252,7 @@ impl MixedPrecision {
         let region = region(self.device, plan.dtype).plan(plan)?;
         let reason = Some(format!("a plan with {rules}"));
         let (device, dtype, plan) = (self.device, plan.dtype, Some(plan.clone()));
-        Ok(Self { device, dtype, plan, region, reason })
+        Ok(Self { device, dtype, plan, region, reason, is_measured: false })
     }
 
     /// Runs the forward pass and the loss in a region of this precision; in f32, without autocast. It is
@@ -334,6 +342,53 @@ impl MixedPrecision {
         }
     }
 
+    /// Makes all ranks of a group train in one precision: what [`Amp::Auto`] has chosen on rank 0 holds on all of them,
+    /// and a precision that was named, or restored from a checkpoint, must be the same on all, with the same plan. All
+    /// ranks call this, before they make their scalers. Blocks until the ranks have answered. PyTorch has no
+    /// counterpart.
+    ///
+    /// Without it, [`DistributedDataParallel`](crate::distributed::DistributedDataParallel) refuses the first backward
+    /// pass of ranks whose forward passes ran in different dtypes.
+    ///
+    /// # Errors
+    ///
+    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch), on all ranks and before anything
+    /// else is communicated, if they have named different precisions, or one has measured and another has not;
+    /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not
+    /// answer. Nothing is changed then.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::Device;
+    /// use tch_amp::Amp;
+    /// use tch_amp::distributed::{ProcessGroup, Store};
+    ///
+    /// let group = ProcessGroup::new(&Store::in_process()?, 0, 1)?;
+    /// let mut amp = Amp::Auto.on(Device::Cpu)?;
+    /// amp.agree_over(&group)?;
+    /// let scaler = amp.scaler()?;
+    /// # drop(scaler);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    #[cfg(feature = "distributed")]
+    pub fn agree_over(&mut self, group: &ProcessGroup) -> Result<()> {
+        const NAME: &str = "agree_over of a MixedPrecision";
+        let plan =
+            self.plan.as_ref().map_or_else(String::new, |plan| format!(" with the plan {plan}"));
+        let own = if self.is_measured { Amp::Auto } else { self.amp() };
+        group.compare_call(NAME, &format!("{NAME} that is {own}{plan}"))?;
+        if !self.is_measured {
+            return Ok(());
+        }
+        let chosen = || Ok::<_, Error>((self.amp(), self.reason.clone()));
+        let (amp, reason) = group.from_rank_0(chosen)?;
+        let reason = reason
+            .map(|reason| if group.rank() == 0 { reason } else { format!("on rank 0, {reason}") });
+        *self = Self { is_measured: true, ..Self::plain(self.device, amp.dtype(), reason) };
+        Ok(())
+    }
+
     /// Returns the dtype of the regions; `None` if the precision is f32.
     pub fn dtype(&self) -> Option<Kind> {
         self.dtype
@@ -358,7 +413,7 @@ struct AmpState {
 impl MixedPrecision {
     fn state(&self) -> AmpState {
         // Destructured exhaustively, so that a new field does not compile until it is saved.
-        let Self { device: _, dtype: _, plan, region: _, reason: _ } = self;
+        let Self { device: _, dtype: _, plan, region: _, reason: _, is_measured: _ } = self;
         AmpState { amp: self.amp(), plan: plan.clone() }
     }
 
@@ -548,10 +603,11 @@ mod tests {
         };
         // As `Auto` measures it: what was chosen is saved, and not that it was measured.
         let reason = Some("bf16 products are 3.1 times as fast as f32 here".to_owned());
-        let measured = MixedPrecision::plain(Device::Cpu, Some(Kind::BFloat16), reason);
+        let plain = MixedPrecision::plain(Device::Cpu, Some(Kind::BFloat16), reason);
+        let measured = MixedPrecision { is_measured: true, ..plain };
         let mut amp = Amp::Off.on(Device::Cpu)?;
         saved(&measured)?.restore().add("amp", &mut amp).apply()?;
-        assert_eq!(amp.amp(), Amp::Bf16);
+        assert_eq!((amp.amp(), amp.is_measured), (Amp::Bf16, false));
         assert_eq!(amp.region(), measured.region());
         let softmax = Rule::new("softmax", RunAs::Half);
         let plan =
@@ -561,6 +617,35 @@ mod tests {
         assert_eq!((amp.region(), amp.state()), (planned.region(), planned.state()));
         let text = amp.to_string();
         assert_eq!(text, "fp16 on Cpu: a plan with 1 rule, restored from a checkpoint");
+        Ok(())
+    }
+
+    #[cfg(feature = "distributed")]
+    #[test]
+    fn the_measured_choice_of_rank_0_holds_on_all_ranks() -> Result<()> {
+        use crate::distributed::Store;
+
+        let store = Store::in_process()?;
+        let measured = [Some(Kind::BFloat16), None, Some(Kind::Half)];
+        let rank = |rank: usize| {
+            let group = ProcessGroup::new(&store, rank, measured.len())?;
+            let plain = MixedPrecision::plain(Device::Cpu, measured[rank], Some(rank.to_string()));
+            let mut amp = MixedPrecision { is_measured: true, ..plain };
+            amp.agree_over(&group)?;
+            Ok::<_, Error>(amp)
+        };
+        let rank = &rank;
+        let chosen = std::thread::scope(|scope| {
+            let ranks = [0, 1, 2].map(|number| scope.spawn(move || rank(number)));
+            let chosen = ranks.into_iter().map(|rank| {
+                rank.join().map_err(|_| Error::Torch("a rank has panicked".to_owned()))?
+            });
+            chosen.collect::<Result<Vec<_>>>()
+        })?;
+        for (amp, text) in chosen.iter().zip(["0", "on rank 0, 0", "on rank 0, 0"]) {
+            assert_eq!((amp.amp(), amp.region()), (Amp::Bf16, chosen[0].region()));
+            assert_eq!(amp.to_string(), format!("bf16 on Cpu: {text}"));
+        }
         Ok(())
     }
 }

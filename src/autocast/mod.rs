@@ -17,6 +17,8 @@ pub use crate::error::AutocastError;
 pub use plan::{Plan, Platform, Rule, RunAs};
 pub use region::{AutocastGuard, LOG_PROBABILITIES};
 pub(crate) use stack::callback;
+#[cfg(feature = "distributed")]
+pub(crate) use stack::first_dtype;
 pub(crate) use state::forgetting_casts;
 pub use state::{
     AutocastState, autocast_dtype, clear_autocast_cache, is_autocast_available, is_autocast_enabled,

@@ -5,9 +5,13 @@
 //! that is opened inside a callback ends with it, and one that was open before ends afterwards, once libtorch has
 //! restored the state.
 
+#[cfg(feature = "distributed")]
+use std::cell::Cell;
 use std::cell::RefCell;
 
 use tch::Device;
+#[cfg(feature = "distributed")]
+use tch::Kind;
 
 use crate::error::{AutocastError, Error, Result};
 use crate::ffi::RawAutocastState;
@@ -100,7 +104,40 @@ pub(super) fn open(previous: RawAutocastState, next: RawAutocastState) -> Result
     if entered.is_err() {
         with(|stack| stack.pop_if(|scope| scope.id == id));
     }
+    #[cfg(feature = "distributed")]
+    if entered.is_ok() {
+        note_dtype(&next);
+    }
     entered.map(|()| id)
+}
+
+#[cfg(feature = "distributed")]
+thread_local! {
+    /// The device whose regions are looked at, and the dtype of the first.
+    static FIRST: Cell<Option<(Device, Option<Kind>)>> = const { Cell::new(None) };
+}
+
+/// Notes the dtype of a state if it is the first that is enabled on the device that is looked at.
+#[cfg(feature = "distributed")]
+fn note_dtype(state: &RawAutocastState) {
+    if let Some((device, None)) = FIRST.get()
+        && state.is_enabled(device)
+    {
+        FIRST.set(Some((device, state.dtype(device).ok())));
+    }
+}
+
+/// Runs `f`, and returns the dtype of the first region for this type of device that is open within it on the thread;
+/// `None` if there is none.
+#[cfg(feature = "distributed")]
+pub(crate) fn first_dtype<T>(device: Device, f: impl FnOnce() -> T) -> (T, Option<Kind>) {
+    let around = FIRST.replace(Some((device, None)));
+    if let Ok(state) = read(&[device]) {
+        note_dtype(&state);
+    }
+    let out = f();
+    let first = FIRST.replace(around).and_then(|(_, first)| first);
+    (out, first)
 }
 
 /// Closes the region `id`: at once if it is the innermost, otherwise with the last scope inside it.

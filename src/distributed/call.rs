@@ -28,6 +28,12 @@ impl ProcessGroup {
         self.compare_with(operation, call, false).map(drop)
     }
 
+    /// Returns an error unless all ranks call the same, for a call that communicates nothing else.
+    pub(crate) fn compare_call(&self, operation: &'static str, call: &str) -> Result<()> {
+        let _order = self.begin();
+        self.compare(operation, call)
+    }
+
     /// Returns whether any rank raises the flag, or an error unless all ranks call the same.
     pub(super) fn compare_with(
         &self,

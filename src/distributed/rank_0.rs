@@ -109,9 +109,9 @@ impl ProcessGroup {
         }
     }
 
-    /// Returns on all ranks what `make` returns on rank 0: a choice that all ranks must make alike, such as what
-    /// [`Amp::Auto`](crate::Amp::Auto) stands for, or a measured plan. Otherwise it is like
-    /// [`on_rank_0`](Self::on_rank_0). Corresponds to `torch.distributed.broadcast_object_list`.
+    /// Returns on all ranks what `make` returns on rank 0: a choice that all ranks must make alike, such as a measured
+    /// plan. Otherwise it is like [`on_rank_0`](Self::on_rank_0). Corresponds to
+    /// `torch.distributed.broadcast_object_list`.
     ///
     /// # Errors
     ///
@@ -123,14 +123,12 @@ impl ProcessGroup {
     ///
     /// ```
     /// use tch::Device;
-    /// use tch_amp::Amp;
+    /// use tch_amp::autocast::Plan;
     /// use tch_amp::distributed::{ProcessGroup, Store};
     ///
     /// let group = ProcessGroup::new(&Store::in_process()?, 0, 1)?;
-    /// let chosen = group.from_rank_0(|| Amp::Auto.on(Device::Cpu).map(|amp| amp.amp()))?;
-    /// let amp = chosen.on(Device::Cpu)?; // the same on all ranks
-    /// # assert_ne!(chosen, Amp::Auto);
-    /// # let _ = amp;
+    /// let plan = group.from_rank_0(|| Plan::new(Device::Cpu))?; // or what a tuner has measured
+    /// # assert_eq!(plan.dtype, None);
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn from_rank_0<T, E>(

@@ -21,6 +21,7 @@ mod mean;
 mod nccl;
 mod own_arithmetic;
 mod passes;
+mod precision;
 mod processes;
 mod random;
 mod rank_0;

@@ -10,8 +10,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use tch::nn::VarStore;
-use tch::{Tensor, no_grad};
+use tch::{Kind, Tensor, no_grad};
 
+use crate::autocast::first_dtype;
 use crate::distributed::call::Comparison;
 use crate::distributed::collectives::refuse_unusable;
 use crate::distributed::data_parallel::records;
@@ -94,6 +95,8 @@ pub struct DistributedDataParallel {
     /// Whether nothing else has communicated over the group in the forward passes since the last backward pass; `None`
     /// if there were none.
     quiet_forward: Option<bool>,
+    /// The dtype of the regions of the forward passes since the last backward pass; `None` in f32.
+    dtype: Option<Kind>,
 }
 
 impl DistributedDataParallel {
@@ -130,6 +133,7 @@ impl DistributedDataParallel {
             syncs: true,
             synced_forward: true,
             quiet_forward: None,
+            dtype: None,
         })
     }
 
@@ -160,7 +164,7 @@ impl DistributedDataParallel {
         let broadcast = self.broadcast_buffers && self.synced_forward;
         let may_rebuild = self.check_variables().and_then(|()| self.reducer.may_rebuild());
         match may_rebuild {
-            Ok(may_rebuild) if broadcast || may_rebuild => self.compare_pass(NAME)?,
+            Ok(may_rebuild) if broadcast || may_rebuild => self.compare_pass(NAME, "")?,
             Ok(_) => {}
             // The others come to this pass or to the backward pass, unless neither communicates.
             Err(error) if broadcast || (syncs && records().unwrap_or(true)) => {
@@ -178,7 +182,10 @@ impl DistributedDataParallel {
         })?;
         self.synced_forward = syncs && recorded;
         let begun = self.group.begun();
-        let result = match catch_unwind(AssertUnwindSafe(forward)) {
+        let device = self.model.device();
+        let (result, dtype) = first_dtype(device, || catch_unwind(AssertUnwindSafe(forward)));
+        self.dtype = self.dtype.or(dtype);
+        let result = match result {
             // The others would wait for this one in the backward pass.
             Err(panic) if self.synced_forward => self.end_and_resume(NAME, panic),
             result => result.unwrap_or_else(|panic| resume_unwind(panic)),
@@ -201,9 +208,10 @@ impl DistributedDataParallel {
     /// [`DistributedError::Unused`] if the loss does not depend on a parameter, and `find_unused_parameters` is off.
     /// Ranks whose loss depends on it get a [`DistributedError::Communication`] with this cause;
     /// [`DistributedError::Repeated`] if several [recomputed](crate::recompute) parts use a parameter;
-    /// [`DistributedError::Mismatch`] if the other ranks do something else. The gradients of the model are then those
-    /// from before the call, but the pass may have run: begin again with the forward pass, and forget what the pass has
-    /// added to gradients of other tensors. If the pass has failed as well, the model cannot be used any more;
+    /// [`DistributedError::Mismatch`] if the other ranks do something else, or ran the forward pass in regions of
+    /// another dtype. The gradients of the model are then those from before the call, but the pass may have run: begin
+    /// again with the forward pass, and forget what the pass has added to gradients of other tensors. If the pass has
+    /// failed as well, the model cannot be used any more;
     /// [`DistributedError::Communication`] if a rank does not answer, and if the backward pass fails on any rank,
     /// because the others then wait for it: all of them get the cause.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
@@ -293,8 +301,8 @@ impl DistributedDataParallel {
     }
 
     /// Returns an error unless all ranks are about to run this pass.
-    fn compare_pass(&self, pass: &'static str) -> Result<()> {
-        let compared = self.begin_comparison(pass).and_then(|begun| {
+    fn compare_pass(&self, pass: &'static str, after: &str) -> Result<()> {
+        let compared = self.begin_comparison(pass, after).and_then(|begun| {
             begun.map_or(Ok(()), |begun| self.group.finish_comparison(&begun).map(drop))
         });
         compared.map_err(|error| self.ended(pass, error))
@@ -317,17 +325,24 @@ impl DistributedDataParallel {
     fn compare_backward(&mut self, pass: &'static str) -> Result<Option<Comparison>> {
         let is_quiet = self.quiet_forward.take() == Some(true);
         let is_alone = is_quiet && self.group.living_models() == 1;
+        // Gradients of all precisions are alike, so that nothing else would tell.
+        let after = match self.dtype.take() {
+            None => "",
+            Some(Kind::Half) => " after a forward pass in fp16",
+            Some(_) => " after a forward pass in bf16",
+        };
         if is_alone && self.reducer.can_undo()? {
-            return self.begin_comparison(pass);
+            return self.begin_comparison(pass, after);
         }
-        self.compare_pass(pass).map(|()| None)
+        self.compare_pass(pass, after).map(|()| None)
     }
 
-    fn begin_comparison(&self, pass: &'static str) -> Result<Option<Comparison>> {
+    /// Begins to compare a pass of the ranks, and what came before it.
+    fn begin_comparison(&self, pass: &'static str, after: &str) -> Result<Option<Comparison>> {
         if !self.compare_passes {
             return Ok(None);
         }
-        let call = format!("the {pass} pass of DistributedDataParallel {}", self.number);
+        let call = format!("the {pass} pass of DistributedDataParallel {}{after}", self.number);
         let _order = self.group.begin();
         self.group.begin_comparison(pass, &call, false).map(Some)
     }

@@ -46,6 +46,11 @@ fn place_of(devices: &mut Vec<Device>, device: Device) -> usize {
 }
 
 impl DistributedModel {
+    /// The device of the first parameter.
+    pub(super) fn device(&self) -> Device {
+        self.parameters.first().map_or(Device::Cpu, |(_, parameter)| parameter.device())
+    }
+
     pub(super) fn new(vs: &VarStore) -> Result<Self> {
         let mut store = TrackedVariables::new(vs);
         let (added, count) = store.added(&HashSet::new())?;
