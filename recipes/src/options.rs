@@ -1,5 +1,6 @@
 //! The options that the recipes have in common, and how all options are read.
 
+use super::saves::{self, AMP};
 use super::{Ranks, print, tell, writable};
 use anyhow::{Context, Result, bail, ensure};
 use lexopt::{Arg, Parser};
@@ -173,18 +174,24 @@ impl Options {
         }
     }
 
-    /// Decides what `--amp auto` stands for on this device: what is fastest on the first rank, which says why, with a
-    /// plan for the operators of the model. All ranks call this.
+    /// Decides what `--amp auto` stands for on this device: the precision of the run that is resumed, or what is
+    /// fastest on the first rank, which says why, with a plan for the operators of the model. All ranks call this, and
+    /// must have the same `--amp`.
     pub fn decide(&mut self, device: Device, ranks: &Ranks) -> Result<()> {
-        if self.amp != Amp::Auto {
-            return Ok(());
+        let mut amp = self.amp.on(device)?;
+        if self.amp == Amp::Auto {
+            if let Some(checkpoint) = saves::newest(self, ranks)?
+                && checkpoint.contains(AMP)
+            {
+                checkpoint.restore().add(AMP, &mut amp).apply()?;
+            }
+            self.wants_plan = true;
         }
-        self.amp = ranks.from_first(|| {
-            let fastest = self.amp.on(device)?;
-            tell(&fastest);
-            Ok(fastest.amp())
-        })?;
-        self.wants_plan = true;
+        ranks.agree(&mut amp)?;
+        if self.amp == Amp::Auto && ranks.is_first() {
+            tell(&amp);
+        }
+        self.amp = amp.amp();
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use tch_amp::checkpoint::{Checkpoint, Restore, Rng};
 use tch_amp::distributed::{DdpConfig, DistributedDataParallel, DistributedError, ProcessGroup};
 use tch_amp::distributed::{ReduceOp, SyncBatchNorm, local_device};
 use tch_amp::optim::Optimizer;
-use tch_amp::{Error, GradScaler};
+use tch_amp::{Error, GradScaler, MixedPrecision};
 
 /// The ranks that train together, or this process alone.
 #[derive(Debug)]
@@ -134,6 +134,12 @@ impl Ranks {
             Some(group) => group.from_rank_0(make),
             None => make(),
         }
+    }
+
+    /// Makes all ranks train in one precision: what the first one has chosen by its speed holds for all, and one that
+    /// was named must be the same on all.
+    pub fn agree(&self, amp: &mut MixedPrecision) -> Result<()> {
+        Ok(self.0.as_ref().map_or(Ok(()), |group| amp.agree_over(group))?)
     }
 
     /// Seeds the random numbers, which differ between the ranks.

@@ -11,6 +11,9 @@ use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder};
 const RUN: &str = "run";
 const STEP: &str = "step";
 
+/// The part with the precision of the run.
+pub const AMP: &str = "amp";
+
 /// Where a run saves its checkpoints, if it saves any. The newest two are kept.
 #[derive(Debug)]
 pub struct Saves<'a> {
@@ -64,20 +67,7 @@ impl<'a> Saves<'a> {
 
     /// Returns the newest checkpoint and its step, on all ranks, if the run is to be resumed and there is one.
     pub fn resume(&self) -> Result<Option<(u64, Checkpoint)>> {
-        let newest = || {
-            let folder = self.folder.as_ref().filter(|_| self.options.resume);
-            let found = folder.map_or(Ok(None), CheckpointFolder::latest)?;
-            Ok(found.map(|found| {
-                for damaged in &found.damaged {
-                    tell(format_args!(
-                        "{damaged}. The run goes on from {} instead.",
-                        found.file.path.display()
-                    ));
-                }
-                found.checkpoint
-            }))
-        };
-        let Some(checkpoint) = self.ranks.load_on_first(newest)? else { return Ok(None) };
+        let Some(checkpoint) = newest(self.options, self.ranks)? else { return Ok(None) };
         let (run, _): (String, u64) = checkpoint.value(RUN)?;
         ensure!(
             run == self.run,
@@ -100,6 +90,24 @@ impl<'a> Saves<'a> {
             None => format!("Interrupted after step {step}. Nothing was saved."),
         }
     }
+}
+
+/// Returns the newest checkpoint that is not damaged, on all ranks, if the run is to be resumed and there is one.
+pub fn newest(options: &Options, ranks: &Ranks) -> Result<Option<Checkpoint>> {
+    let path = options.checkpoints.as_deref().filter(|path| options.resume && path.exists());
+    ranks.load_on_first(|| {
+        let Some(path) = path else { return Ok(None) };
+        let found = CheckpointFolder::new(path)?.latest()?;
+        Ok(found.map(|found| {
+            for damaged in &found.damaged {
+                tell(format_args!(
+                    "{damaged}. The run goes on from {} instead.",
+                    found.file.path.display()
+                ));
+            }
+            found.checkpoint
+        }))
+    })
 }
 
 /// Fails if the folder has checkpoints.

@@ -2,6 +2,7 @@
 
 use super::log::{self, Log};
 use super::measure::{Measured, Number};
+use super::saves::AMP;
 use super::{Ended, Interrupt, Options, Progress, Ranks, Saves};
 use crate::interrupt::NothingToSave;
 use anyhow::Result;
@@ -200,6 +201,9 @@ impl<'a, T: Training> Run<'a, T> {
 
     fn save(&mut self) -> Result<()> {
         let mut checkpoint = Checkpoint::new();
+        // With it, a run whose precision was chosen by its speed keeps it.
+        let precision = self.options.amp.on(self.trainer.weights().device())?;
+        checkpoint.add(AMP, &precision)?;
         self.trainer.save(&mut checkpoint)?;
         log::save(self.log.rows(), &mut checkpoint)?;
         let seconds = self.seconds + self.since.elapsed().as_secs_f64();

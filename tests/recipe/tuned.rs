@@ -8,7 +8,7 @@ use recipes::{Ranks, Training};
 use serde_json::json;
 use tch::Device;
 use tch_amp::Amp;
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
 
 use crate::common::files::Folder;
 use crate::resumed::GPT;
@@ -44,6 +44,34 @@ fn a_plan_is_measured_once_and_saved_with_the_run() {
     elsewhere.add_value("plan", &plan).unwrap();
     moved.restore(&elsewhere).unwrap();
     assert!(moved.tune().unwrap().is_some());
+}
+
+/// On the CPU `auto` never chooses fp16.
+#[test]
+fn a_run_by_auto_that_is_resumed_keeps_its_precision() {
+    let folder = Folder::new();
+    let checkpoints = folder.file("checkpoints");
+    let mut options = recipes::Options {
+        amp: Amp::Auto,
+        checkpoints: Some(checkpoints.clone()),
+        resume: true,
+        ..recipes::Options::silent("gpt", 2)
+    };
+    let ranks = Ranks::alone();
+    let mut checkpoint = Checkpoint::new();
+    // A checkpoint of an earlier version has no precision.
+    CheckpointFolder::new(&checkpoints).unwrap().save(1, &checkpoint).unwrap();
+    options.decide(Device::Cpu, &ranks).unwrap();
+    assert!([Amp::Off, Amp::Bf16].contains(&options.amp));
+    checkpoint.add("amp", &Amp::Fp16.on(Device::Cpu).unwrap()).unwrap();
+    CheckpointFolder::new(&checkpoints).unwrap().save(2, &checkpoint).unwrap();
+    options.amp = Amp::Auto;
+    options.decide(Device::Cpu, &ranks).unwrap();
+    assert_eq!((options.amp, options.has_plan()), (Amp::Fp16, true));
+    // Only `auto` asks what it was.
+    options.amp = Amp::Bf16;
+    options.decide(Device::Cpu, &ranks).unwrap();
+    assert_eq!(options.amp, Amp::Bf16);
 }
 
 #[test]

@@ -242,7 +242,8 @@ pub fn train(
     let vs = VarStore::new(device);
     let net = model::network(&vs.root());
     let optimizer = AdamW::default().build(&vs, LEARNING_RATE)?;
-    let mixed = precision.on(device)?;
+    let mut mixed = precision.on(device)?;
+    ranks.agree(&mut mixed)?;
     let (autocast, mut scaler) = (mixed.region(), scaler(&mixed)?);
     scaler.name_parameters(&vs)?;
     let mut trainer = Trainer {
