@@ -52,6 +52,7 @@ usage: cargo xtask <command>
                                      precision; --ranks 2 trains on the digits with two processes
   test [--tch V | --all-versions]    format, lints, documentation, package, minimum Rust version, then every
                                      test on the CPU and on simulated GPUs, and some on CUDA's real host code
+  test [--tch V] pairs [seconds]     tries random programs that make use of two abilities, for ten minutes by default
   simulate [--tch V] command…        runs any program on two simulated GPUs and prints what it cost them
   null-cuda [--values] command…      runs any program on the real libtorch_cuda without a GPU and prints what its
                                      host code did; with the numbers of the CPU's kernels, or none

@@ -3,7 +3,7 @@
 use std::env;
 use std::process::Command;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 
 use crate::args::Args;
 use crate::on_simulation::Extent;
@@ -22,7 +22,10 @@ const FUZZ_SECONDS: u32 = 10;
 pub(crate) fn run(mut args: Args) -> Result<()> {
     let all = args.flag("--all-versions");
     let pair = args.tch()?;
-    args.end()?;
+    if let Some(name) = args.next() {
+        ensure!(name == "pairs" && !all, "`{name}` is no part of the tests; `pairs` is one");
+        return pairs(args, pair);
+    }
     ensure!(!all || pair.is_none(), "`--all-versions` and `--tch` exclude each other");
     let locked = Pair::locked(&workspace::root())?;
     let mut steps = Steps::default();
@@ -41,6 +44,17 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     let workspace = checked?;
     finished.into_iter().collect::<Result<()>>()?;
     test(&mut steps, &workspace)
+}
+
+/// `cargo xtask test pairs SECONDS`: tries random programs of two abilities for this time.
+fn pairs(mut args: Args, pair: Option<Pair>) -> Result<()> {
+    let seconds = args.next().unwrap_or_else(|| "600".to_owned());
+    args.end()?;
+    let seconds: u32 = seconds.parse().context("the seconds of `pairs` must be a whole number")?;
+    let workspace = Workspace::announced(pair)?;
+    let mut tests = workspace.cargo_test();
+    tests.args(["--test", "pairs", "--", "--nocapture"]);
+    show(tests.env("TCH_AMP_PAIRS_SECONDS", seconds.to_string()))
 }
 
 /// `cargo xtask ci`.
