@@ -539,6 +539,55 @@ fn what_cannot_be_composed_runs_as_without_the_rule() {
     });
 }
 
+/// libtorch refuses a mask beside `is_causal`. Under a rule, too, neither of the two is dropped.
+#[test]
+fn a_mask_beside_is_causal_is_answered_as_without_the_rule() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let planned = region(device, vec![Rule::new(SDPA, COMPOSED)]);
+        let [q, k, v] = [1, 2, 3].map(|seed| random(device, seed, &[2, 4, 5, 8]));
+        for mask in [
+            Tensor::ones([5, 5], (Kind::Bool, device)).triu(0),
+            Tensor::zeros([2, 1, 1, 5], (F32, device)).masked_fill(
+                &Tensor::from_slice(&[false, true, false, false, true]).to_device(device),
+                -1.5,
+            ),
+        ] {
+            let call = |region: Autocast| {
+                let call = || {
+                    let mask = Some(&mask);
+                    Tensor::f_scaled_dot_product_attention(&q, &k, &v, mask, 0.0, true, None, false)
+                };
+                let found = region.run(call).unwrap();
+                // What follows the first line says where in libtorch the error was made.
+                found.map_err(|error| error.to_string().lines().next().map(str::to_owned))
+            };
+            assert_eq!(call(planned), call(Autocast::new(device).dtype(BF16)), "{mask:?}");
+        }
+    });
+}
+
+#[test]
+fn the_width_of_the_values_is_no_part_of_the_scale() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let planned = region(device, vec![Rule::new(SDPA, COMPOSED)]);
+        for width in [1, 3, 32] {
+            let computed = |attention: &dyn Fn(&[Tensor; 3]) -> Tensor| {
+                let sizes: [&[i64]; 3] = [&[2, 5, 8], &[2, 7, 8], &[2, 7, width]];
+                let leaves = [0, 1, 2].map(|i| random(device, i as i64, sizes[i]));
+                let result = attention(&leaves);
+                assert_eq!(result.size(), [2, 5, width]);
+                result.square().sum(F32).backward();
+                (result.detach(), leaves.map(|leaf| leaf.grad()))
+            };
+            let found = computed(&|[q, k, v]| planned.run(|| attention(q, k, v)).unwrap());
+            let by_hand = computed(&|[q, k, v]| composed_by_hand(q, k, v));
+            assert_eq!(found, by_hand, "{width}");
+        }
+    });
+}
+
 /// Losses of 200 steps of an attention with a projection, in f32, in bf16 and in bf16 with rules.
 #[test]
 fn training_with_a_plan_is_as_near_to_f32_as_without() {
