@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::autocast::{AutocastError, AutocastState, LOG_PROBABILITIES};
+use tch_amp::autocast::{AutocastError, AutocastState, LOG_PROBABILITIES, Plan, Rule, RunAs};
 
 use tch_amp::recompute::checkpointed;
-use tch_amp::{Autocast, Error};
+use tch_amp::{Amp, Autocast, Error};
 
 use crate::common::python::Oracle;
 use crate::common::{for_each_device, to_f64};
@@ -191,6 +191,78 @@ fn regions_inside_inherit_and_override() {
     .unwrap();
     assert_eq!(kind_of_exp(&x), F32);
     region().run(|| assert_eq!(kind_of_exp(&x), F32)).unwrap();
+}
+
+/// The region with a plan of one rule.
+fn planned(region: Autocast, rule: Rule) -> Autocast {
+    let plan = Plan { dtype: Some(BF16), rules: vec![rule], ..Plan::new(Device::Cpu).unwrap() };
+    region.plan(&plan).unwrap()
+}
+
+/// All orders of some numbers.
+fn orders(numbers: &[usize]) -> Vec<Vec<usize>> {
+    if numbers.is_empty() {
+        return vec![Vec::new()];
+    }
+    let after = |&first: &usize| {
+        let rest: Vec<_> = numbers.iter().copied().filter(|&other| other != first).collect();
+        let rest = orders(&rest).into_iter();
+        rest.map(move |rest| [vec![first], rest].concat())
+    };
+    numbers.iter().flat_map(after).collect()
+}
+
+type Call = fn(Autocast) -> Autocast;
+
+#[test]
+fn no_call_of_the_builder_forgets_the_rules_of_another() {
+    let _alone = alone();
+    let calls: [(Call, fn(&Tensor) -> Tensor, Kind); 5] = [
+        (|region| region.keep_in_f32(["exp"]), Tensor::exp, F32),
+        (|region| region.prefer_half(["sin"]), Tensor::sin, BF16),
+        (|region| planned(region, Rule::new("tanh", RunAs::F32)), Tensor::tanh, F32),
+        (|region| planned(region, Rule::new("cos", RunAs::Half)), Tensor::cos, BF16),
+        (|region| region.dtype(BF16).enabled(true).cache(false), |x| x.matmul(x), BF16),
+    ];
+    let x = random(14);
+    for order in orders(&[0, 1, 2, 3, 4]) {
+        let region = order.iter().fold(region(), |region, &place| calls[place].0(region));
+        for (_, operator, kind) in calls {
+            // Without the rule, it would have the dtype of its input.
+            let input = if kind == F32 { halved(&x) } else { x.shallow_clone() };
+            let found = region.run(|| operator(&input)).unwrap().kind();
+            assert_eq!(found, kind, "{order:?}");
+        }
+    }
+}
+
+#[test]
+fn the_last_call_for_an_operator_wins_whichever_it_is() {
+    let _alone = alone();
+    let calls: [(Call, Kind); 4] = [
+        (|region| region.keep_in_f32(["exp"]), F32),
+        (|region| region.prefer_half(["exp"]), BF16),
+        (|region| planned(region, Rule::new("exp", RunAs::F32)), F32),
+        (|region| planned(region, Rule::new("exp", RunAs::Half)), BF16),
+    ];
+    let x = random(15);
+    for order in orders(&[0, 1, 2, 3]) {
+        for count in 1..=order.len() {
+            let made = order[..count].iter();
+            let region = made.fold(region(), |region, &place| calls[place].0(region));
+            let last = calls[order[count - 1]].1;
+            for input in [&x, &halved(&x)] {
+                assert_eq!(region.run(|| kind_of_exp(input)).unwrap(), last, "{order:?}, {count}");
+            }
+        }
+    }
+    // A rule for some sizes leaves the others to the calls before it.
+    let small = |run_as| Rule { below: Some(8), ..Rule::new("exp", run_as) };
+    let kinds =
+        |region: Autocast| region.run(|| [kind_of_exp(&x), kind_of_exp(&x.select(0, 0))]).unwrap();
+    assert_eq!(kinds(planned(region().keep_in_f32(["exp"]), small(RunAs::Half))), [F32, BF16]);
+    assert_eq!(kinds(planned(region().prefer_half(["exp"]), small(RunAs::F32))), [BF16, F32]);
+    assert_eq!(kinds(planned(region(), small(RunAs::F32)).prefer_half(["exp"])), [BF16; 2]);
 }
 
 #[test]
@@ -546,4 +618,63 @@ fn log_probabilities_by_hand_are_those_of_f32() {
             assert!(kept < 1e-6 && plain > 1e-3, "{device:?}: {plain} and {kept}");
         }
     });
+}
+
+/// A call of each operator of `LOG_PROBABILITIES`.
+const LOGS: [(&str, fn(&Tensor) -> Tensor); 18] = [
+    ("atanh", Tensor::atanh),
+    ("exp", Tensor::exp),
+    ("exp2", Tensor::exp2),
+    ("expm1", Tensor::expm1),
+    ("log", Tensor::log),
+    ("log10", Tensor::log10),
+    ("log1p", Tensor::log1p),
+    ("log2", Tensor::log2),
+    ("log_sigmoid", Tensor::log_sigmoid),
+    ("log_softmax", |x| x.log_softmax(-1, None::<Kind>)),
+    ("logaddexp", |x| x.logaddexp(&x.detach())),
+    ("logit", |x| x.logit(None::<f64>)),
+    ("logsumexp", |x| x.logsumexp([-1].as_slice(), false)),
+    ("pow", |x| x.pow_tensor_scalar(3)),
+    ("sigmoid", Tensor::sigmoid),
+    ("softmax", |x| x.softmax(-1, None::<Kind>)),
+    ("softplus", Tensor::softplus),
+    ("tanh", Tensor::tanh),
+];
+
+/// `softmax` alone is left in half precision, by the switch of a run and with a plan as well.
+#[test]
+fn the_switch_of_a_run_keeps_every_log_probability_in_f32_on_the_cpu() {
+    let _alone = alone();
+    assert_eq!(LOGS.map(|(name, _)| name), LOG_PROBABILITIES);
+    let shares = Tensor::arange(12, (F32, Device::Cpu)).view([3, 4]) / 13.0 + 0.05;
+    for (amp, dtype) in [(Amp::Bf16, BF16), (Amp::Fp16, Kind::Half)] {
+        let plain = amp.on(Device::Cpu).unwrap();
+        let rules = vec![Rule::new("sin", RunAs::F32)];
+        let plan = Plan { dtype: Some(dtype), rules, ..Plan::new(Device::Cpu).unwrap() };
+        let planned = plain.clone().plan(&plan).unwrap();
+        let after_off = Amp::Off.on(Device::Cpu).unwrap().plan(&plan).unwrap();
+        for amp in [plain, planned, after_off] {
+            for (name, operator) in LOGS {
+                let compute = |within: &dyn Fn(&dyn Fn() -> Tensor) -> Tensor| {
+                    let x = shares.to_kind(dtype).set_requires_grad(true);
+                    let result = within(&|| operator(&x));
+                    result.to_kind(F32).square().sum(F32).backward();
+                    (result.detach(), x.grad())
+                };
+                let found = compute(&|f| amp.autocast(f).unwrap());
+                let expected = match name {
+                    "softmax" => compute(&|f| f()),
+                    _ => {
+                        let x = shares.to_kind(dtype).set_requires_grad(true);
+                        let result = operator(&x.to_kind(F32));
+                        result.square().sum(F32).backward();
+                        (result.detach(), x.grad())
+                    }
+                };
+                let kind = if name == "softmax" { dtype } else { F32 };
+                assert_eq!((found.0.kind(), &found), (kind, &expected), "{name}: {amp}");
+            }
+        }
+    }
 }
