@@ -393,3 +393,100 @@ fn calls_are_counted_in_every_region_and_afterwards_no_more() {
         "{own:?} {mean:?}"
     );
 }
+
+/// The statistics of a pass over two batches, of which `forward` runs the model on each.
+fn passed(mut forward: impl FnMut(&dyn Fn())) -> Vec<f64> {
+    let mut rng = Rng::new(9);
+    let (vs, net) = network();
+    set(&vs.variables()["linear.weight"].view(-1), &random(&mut rng, 12));
+    set(&vs.variables()["linear.bias"], &random(&mut rng, 3));
+    let xs = Tensor::from_slice(&random(&mut rng, 64)).to_kind(Kind::Float).view([16, 4]);
+    let mut swa = Swa::default().build(&vs).unwrap();
+    // Not the momentum of the layer: calls that are not counted would change the statistics.
+    swa.update_batch_norm(0.5, [1.0, 3.0], |factor| {
+        forward(&|| drop(net.forward_t(&(&xs * factor), true)));
+        Ok(Tensor::new())
+    })
+    .unwrap();
+    let _swapped = swa.swap_in().unwrap();
+    ["norm.running_mean", "norm.running_var"].map(|name| values(&vs.variables()[name])).concat()
+}
+
+/// Both have their calls answered by one kernel, which each needs for as long as it lasts.
+#[test]
+fn a_pass_and_a_region_with_overrides_end_in_any_order() {
+    let region = Autocast::new(Device::Cpu).keep_in_f32(["exp"]);
+    let half = Tensor::ones([2], (Kind::BFloat16, Device::Cpu));
+    let is_overridden = || half.exp().kind() == Kind::Float;
+    let plain = passed(|call| call());
+    for round in 0..2 {
+        // A region within the pass, before a call and around none.
+        let beside = passed(|call| {
+            region.run(|| assert!(is_overridden())).unwrap();
+            call();
+            assert!(!is_overridden());
+        });
+        assert_eq!(beside, plain, "a region before the call, {round}");
+        let inside = passed(|call| {
+            let off = Autocast::new(Device::Cpu).enabled(false);
+            region.run(|| off.run(call).unwrap()).unwrap();
+        });
+        assert_eq!(inside, plain, "a region around the call, {round}");
+
+        // A pass within the region, which ends well or with an error or a panic.
+        let around = region.run(|| {
+            let off = Autocast::new(Device::Cpu).enabled(false);
+            let found = off.run(|| passed(|call| call())).unwrap();
+            assert!(is_overridden(), "after a pass");
+            let panicking = AssertUnwindSafe(|| passed(|_| panic!("on purpose")));
+            assert!(catch_unwind(panicking).is_err());
+            assert!(is_overridden(), "after a pass that panicked");
+            found
+        });
+        assert_eq!(around.unwrap(), plain, "a region around the pass, {round}");
+        assert!(!is_overridden());
+
+        // Each begins first and ends first.
+        let mut guard = Some(region.enter().unwrap());
+        let left = passed(|call| {
+            drop(guard.take());
+            call();
+            assert!(!is_overridden());
+        });
+        assert_eq!(left, plain, "a region that ends in the pass, {round}");
+        let mut guard = None;
+        let between = passed(|call| {
+            drop(guard.take());
+            call();
+            guard = Some(region.enter().unwrap());
+        });
+        assert_eq!(between, plain, "a region that ends in the next batch, {round}");
+        assert!(is_overridden(), "a region that outlives the pass");
+        drop(guard);
+        assert!(!is_overridden());
+
+        // Neither concerns another thread.
+        let apart = passed(|call| {
+            let there = region;
+            let elsewhere = std::thread::spawn(move || {
+                let half = Tensor::ones([2], (Kind::BFloat16, Device::Cpu));
+                there.run(|| half.exp().kind()).unwrap()
+            });
+            assert_eq!(elsewhere.join().unwrap(), Kind::Float);
+            call();
+        });
+        assert_eq!(apart, plain, "a region on another thread, {round}");
+        // A pass within the pass leaves the outer one and the region as they were.
+        let nested = passed(|call| {
+            assert_eq!(passed(|call| call()), plain);
+            call();
+            region
+                .run(|| {
+                    drop(passed(|_| ()));
+                    assert!(is_overridden(), "after an inner pass");
+                })
+                .unwrap();
+        });
+        assert_eq!(nested, plain, "a pass within the pass, {round}");
+    }
+}
