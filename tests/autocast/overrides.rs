@@ -32,6 +32,7 @@ fn random_on(device: Device, seed: i64) -> Tensor {
 }
 
 type Operator = fn(&Tensor, &Tensor) -> Tensor;
+type Function = fn(&Tensor) -> Tensor;
 
 /// Operators of all lists and of none, with arguments of all kinds: their names, and calls of them.
 const OPERATORS: &[(&str, Operator)] = &[
@@ -217,7 +218,7 @@ type Call = fn(Autocast) -> Autocast;
 #[test]
 fn no_call_of_the_builder_forgets_the_rules_of_another() {
     let _alone = alone();
-    let calls: [(Call, fn(&Tensor) -> Tensor, Kind); 5] = [
+    let calls: [(Call, Function, Kind); 5] = [
         (|region| region.keep_in_f32(["exp"]), Tensor::exp, F32),
         (|region| region.prefer_half(["sin"]), Tensor::sin, BF16),
         (|region| planned(region, Rule::new("tanh", RunAs::F32)), Tensor::tanh, F32),
@@ -621,7 +622,7 @@ fn log_probabilities_by_hand_are_those_of_f32() {
 }
 
 /// A call of each operator of `LOG_PROBABILITIES`.
-const LOGS: [(&str, fn(&Tensor) -> Tensor); 18] = [
+const LOGS: [(&str, Function); 18] = [
     ("atanh", Tensor::atanh),
     ("exp", Tensor::exp),
     ("exp2", Tensor::exp2),

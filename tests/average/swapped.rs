@@ -7,9 +7,10 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::autocast::AutocastGuard;
 use tch_amp::average::{Ema, Swa};
-use tch_amp::optim::{AdamW, MasterWeights};
+use tch_amp::optim::{AdamW, MasterWeights, Optimizer};
 
-use super::{model, set, values};
+use super::{model, random, set, values};
+use crate::common::rng::Rng;
 use crate::common::tensors::{TIES, tied};
 
 #[test]
@@ -79,6 +80,8 @@ fn a_region_does_not_serve_casts_of_the_other_weights() {
     assert_eq!(product(), 8.0);
     drop(swapped);
     assert_eq!(product(), 12.0);
+    average.copy_to_model().unwrap();
+    assert_eq!(product(), 8.0);
 }
 
 /// Trains for some steps, and looks at the averages in between if asked.
@@ -104,18 +107,45 @@ fn train(masters: MasterWeights, kind: Kind, looks: bool) -> (Vec<f64>, Vec<f64>
     (values(&w), values(&average.average("w").unwrap()))
 }
 
+const MODES: [(MasterWeights, Kind); 6] = [
+    (MasterWeights::None, Kind::Float),
+    (MasterWeights::None, Kind::BFloat16),
+    (MasterWeights::Float, Kind::BFloat16),
+    (MasterWeights::Float, Kind::Half),
+    (MasterWeights::Remainder, Kind::BFloat16),
+    (MasterWeights::StochasticRounding { seed: 1 }, Kind::BFloat16),
+];
+
 #[test]
 fn evaluating_the_averages_changes_no_bit_of_the_training() {
-    let modes = [
-        (MasterWeights::None, Kind::Float),
-        (MasterWeights::None, Kind::BFloat16),
-        (MasterWeights::Float, Kind::BFloat16),
-        (MasterWeights::Float, Kind::Half),
-        (MasterWeights::Remainder, Kind::BFloat16),
-        (MasterWeights::StochasticRounding { seed: 1 }, Kind::BFloat16),
-    ];
-    for (masters, kind) in modes {
+    for (masters, kind) in MODES {
         assert_eq!(train(masters, kind, true), train(masters, kind, false), "{masters:?} {kind:?}");
+    }
+}
+
+/// Master weights are those of the weights that were overwritten until the next step takes the new ones.
+#[test]
+fn an_optimizer_goes_on_from_the_averages_that_are_copied_to_the_model() {
+    for (masters, kind) in MODES {
+        let (vs, w) = model(kind, 40);
+        set(&w, &random(&mut Rng::new(3), 40));
+        let mut opt = AdamW::default().master_weights(masters).build(&vs, 1e-2).unwrap();
+        let mut average = Swa::default().build(&vs).unwrap();
+        let step = |opt: &mut Optimizer| {
+            opt.zero_grad().unwrap();
+            opt.backward_step(&(&w * &w * 0.3).sum(Kind::Float)).unwrap();
+            values(&w)
+        };
+        for _ in 0..4 {
+            drop(step(&mut opt));
+            average.advance().unwrap();
+        }
+        average.copy_to_model().unwrap();
+        let copied = values(&w);
+        let mean = average.average("w").unwrap();
+        assert_eq!(copied, values(&mean.to_kind(kind)), "{masters:?} {kind:?}");
+        opt.set_lr(0.0).unwrap();
+        assert_eq!(step(&mut opt), copied, "{masters:?} {kind:?}");
     }
 }
 
