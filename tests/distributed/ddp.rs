@@ -57,10 +57,22 @@ fn different_models_are_refused_with_the_first_difference_on_every_rank() {
             }
             let calls = calls(DistributedDataParallel::new(&group, &vs).unwrap_err());
             assert!(calls.len() == 2 && calls.concat().contains(expected), "{calls:?}");
-            // The group can still be used, with models that are the same.
+            // The group can still be used, with models that are the same, and nothing is left of the ones before.
             let vs = VarStore::new(Device::Cpu);
-            let _model = model(&vs);
-            drop(DistributedDataParallel::new(&group, &vs).unwrap());
+            let (one, two) = model(&vs);
+            let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+            let mut opt = Sgd::default().build(&vs, 0.5).unwrap();
+            let own = group.rank() as f64 + 1.0;
+            let bias = two.bs.as_ref().unwrap();
+            let _zero = tch::no_grad(|| bias.shallow_clone().zero_());
+            for round in 1..=2 {
+                opt.zero_grad().unwrap();
+                let loss = ddp.forward(|| two.forward(&one.forward(&(ones(&[1, 2]) * own))));
+                ddp.backward(&loss.unwrap().sum(Kind::Float)).unwrap();
+                opt.step().unwrap();
+                // Its gradient is 1 on every rank.
+                assert_eq!(bias.double_value(&[0]), -0.5 * f64::from(round));
+            }
         });
     }
 }
@@ -339,6 +351,41 @@ fn a_model_whose_sum_was_dropped_does_not_keep_the_scale() {
         ddps[0].no_sync(|ddp| step(ddp, &mut scaler, || &weights[0] * 1.0)).unwrap();
         assert!(is_unsynced(scaler.unscale_(&mut opts[0])));
         assert!(is_unsynced(scaler.update_with(4.0)));
+    });
+}
+
+#[test]
+fn an_inner_no_sync_does_not_end_the_outer_one() {
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let weight = vs.root().zeros("weight", &[1]);
+        let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+        let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
+        let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+        let mut scaler = config.build(Device::Cpu).unwrap();
+        let own = group.rank() as f64 + 1.0;
+        for _ in 0..2 {
+            opt.zero_grad().unwrap();
+            let mut pass = |ddp: &mut DistributedDataParallel| {
+                step(ddp, &mut scaler, || (&weight * own).sum(Kind::Float)).unwrap();
+                weight.grad().double_value(&[0]) / 8.0
+            };
+            let seen = ddp.no_sync(|ddp| {
+                let innermost = ddp.no_sync(|ddp| ddp.no_sync(&mut pass));
+                let between = pass(ddp);
+                let fails = std::panic::AssertUnwindSafe(|| ddp.no_sync(|_| panic!("on purpose")));
+                assert!(std::panic::catch_unwind(fails).is_err());
+                [innermost, between, pass(ddp)]
+            });
+            assert_eq!(seen, [own, 2.0 * own, 3.0 * own], "of this rank alone");
+            assert!(is_unsynced(scaler.step(&mut opt)));
+            step(&mut ddp, &mut scaler, || (&weight * own).sum(Kind::Float)).unwrap();
+            // All four passes of both ranks.
+            assert_eq!(weight.grad().double_value(&[0]) / 8.0, 4.0 * (1.0 + 2.0) / 2.0);
+            assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+            scaler.update().unwrap();
+        }
+        assert_eq!(weight.double_value(&[0]), -12.0);
     });
 }
 
