@@ -6,12 +6,15 @@ use std::time::Duration;
 
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::Error;
 use tch_amp::distributed::{
     DdpConfig, DistributedDataParallel, DistributedError, GroupConfig, Store, SyncBatchNorm,
 };
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
+use tch_amp::gradients::GradientError;
 use tch_amp::optim::{MasterWeights, Sgd};
+use tch_amp::scaler::GradScalerConfig;
+
+use tch_amp::{Error, GradScaler};
 
 use super::{TIMEOUT, ranks};
 
@@ -288,4 +291,50 @@ fn a_rank_that_does_not_come_to_a_pass_is_named_by_all_that_did() {
             }
         });
     }
+}
+
+#[test]
+fn a_sum_of_one_rank_alone_is_not_stepped_after_a_mismatch() {
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let weights = weights(&vs);
+        let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+        let mut optimizer = Sgd::default().build(&vs, 0.5).unwrap();
+        let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+        let mut scaler = config.build(Device::Cpu).unwrap();
+        let own = 1.0 + 2.0 * group.rank() as f64;
+        let is_unsynced = |refused: Error| {
+            assert!(matches!(refused, Error::Gradient(GradientError::Unsynced)), "{refused}");
+        };
+        let pass = |ddp: &mut DistributedDataParallel, scaler: &mut GradScaler| {
+            let loss = ddp.forward(|| loss(&weights, own))?;
+            ddp.backward_scaled(scaler, &loss)
+        };
+        for round in 1..=3 {
+            optimizer.zero_grad().unwrap();
+            // A mismatch without gradients before it, and one beside those of this rank alone.
+            for accumulates in [false, true] {
+                if accumulates {
+                    ddp.no_sync(|ddp| pass(ddp, &mut scaler)).unwrap();
+                }
+                let mine = match group.rank() {
+                    0 => pass(&mut ddp, &mut scaler),
+                    _ => group.barrier(),
+                };
+                assert!(is_mismatch(&mine.unwrap_err()), "round {round}");
+                let alone = accumulates.then_some(8.0 * own);
+                assert_eq!(gradients(&weights), [alone; 3], "round {round}");
+                if accumulates {
+                    is_unsynced(scaler.unscale_(&mut optimizer).unwrap_err());
+                    is_unsynced(scaler.step(&mut optimizer).unwrap_err());
+                }
+            }
+            pass(&mut ddp, &mut scaler).unwrap();
+            assert!(scaler.step(&mut optimizer).unwrap().is_stepped().unwrap());
+            scaler.update().unwrap();
+            // Each rank has two passes in the sum, and the mean of 1 and 3 is 2.
+            let expected = 1.0 - 0.5 * 4.0 * f64::from(round);
+            assert!(weights.iter().all(|weight| weight.double_value(&[0]) == expected));
+        }
+    });
 }

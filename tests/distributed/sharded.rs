@@ -217,6 +217,88 @@ fn a_step_that_fails_on_one_rank_is_taken_on_none() {
     });
 }
 
+/// The ranks disagree before the first step, where states are made, and before later ones.
+#[test]
+fn a_step_after_a_mismatch_is_that_of_a_run_without_one() {
+    let modes = [
+        (Kind::Float, MasterWeights::None),
+        (Kind::BFloat16, MasterWeights::Float),
+        (Kind::BFloat16, MasterWeights::StochasticRounding { seed: 3 }),
+    ];
+    for algorithm in algorithms() {
+        for (kind, masters) in modes {
+            let scaler = || GradScaler::new(Device::Cpu).unwrap();
+            let alone = Model::new(kind);
+            let mut opt = build(&alone, algorithm, masters);
+            alone.train(&mut opt, &mut scaler(), 0..5);
+            let expected = (alone.bits(), state_bits(&opt.state_dict().unwrap()));
+            let found = ranks(2, |group| {
+                let model = Model::new(kind);
+                let mut opt = sharded(&model, &group, algorithm, masters);
+                let mut scaler = scaler();
+                for step in 0..5 {
+                    opt.zero_grad().unwrap();
+                    model.backward(&mut scaler, step);
+                    let before = model.bits();
+                    if group.rank() == 1 {
+                        opt.set_lr_group(1, 0.5).unwrap();
+                    }
+                    let error = opt.step().unwrap_err();
+                    let is_mismatch =
+                        matches!(error, Error::Distributed(DistributedError::Mismatch { .. }));
+                    assert!(is_mismatch, "{error}");
+                    opt.set_lr_group(1, 0.025).unwrap();
+                    assert_eq!(model.bits(), before, "{algorithm:?} {kind:?} {masters:?}");
+                    let outcome = scaler.step_clip_norm(&mut opt, 2.0).unwrap();
+                    assert_eq!(outcome.is_stepped().unwrap(), step != 2);
+                    scaler.update().unwrap();
+                }
+                let state = opt.state_dict().unwrap();
+                (model.bits(), (group.rank() == 0).then(|| state_bits(&state)))
+            });
+            let what = format!("{algorithm:?} {kind:?} {masters:?}");
+            assert!(found.iter().all(|(bits, _)| *bits == expected.0), "{what}");
+            assert_eq!(found[0].1.as_ref(), Some(&expected.1), "{what}");
+        }
+    }
+}
+
+#[test]
+fn ranks_that_differ_in_one_thing_alone_take_no_step() {
+    type Change = fn(&Model, &mut Optimizer);
+    let changes: [(Change, &str); 3] = [
+        (|_, opt| assert_eq!(opt.assign_group(1, &["w2"]).unwrap(), 1), "\"w2\" in group 1"),
+        (|_, opt| opt.set_lr_group(1, 0.5).unwrap(), "group 1: "),
+        (
+            |model, _| {
+                let first = &model.weights[0];
+                first.shallow_clone().set_data(&first.detach().view([1, 3]));
+            },
+            "Float [1, 3]",
+        ),
+    ];
+    for (change, expected) in changes {
+        ranks(2, |group| {
+            let model = Model::new(Kind::Float);
+            let mut opt = sharded(&model, &group, Sgd::default().into(), MasterWeights::None);
+            let mut scaler = GradScaler::disabled();
+            model.train(&mut opt, &mut scaler, 0..2);
+            opt.zero_grad().unwrap();
+            if group.rank() == 1 {
+                change(&model, &mut opt);
+            }
+            let before = model.bits();
+            model.backward(&mut scaler, 3);
+            let error = opt.step().unwrap_err();
+            let Error::Distributed(DistributedError::Mismatch { calls }) = error else {
+                panic!("{error}")
+            };
+            assert!(calls[1].contains(expected), "{calls:?}");
+            assert_eq!(model.bits(), before);
+        });
+    }
+}
+
 #[test]
 fn only_the_same_parameters_are_divided_and_only_once() {
     ranks(2, |group| {
