@@ -144,6 +144,50 @@ fn what_follows_half_precision_is_rounded_and_f32_is_not() {
     });
 }
 
+/// In libtorch's promotion of dtypes a tensor without dimensions does not widen one with dimensions, and beside others
+/// without dimensions it does. The dtypes are those that libtorch gives to the same operator on bf16.
+#[test]
+fn a_tensor_without_dimensions_widens_as_in_libtorchs_promotion() {
+    tch::manual_seed(3);
+    let x = Tensor::randn([8, 8], (Kind::Float, Device::Cpu));
+    let is_bf16 = |t: &Tensor| *t == t.to_kind(Kind::BFloat16).to_kind(Kind::Float);
+    type Call = fn(&Tensor, &Tensor, &Tensor) -> Tensor;
+    let calls: [(&str, Call); 12] = [
+        ("a matrix by a number", |half, _, number| half * number),
+        ("a number by a matrix", |half, _, number| number * half),
+        ("a matrix and a number", |half, _, number| half.g_add(number)),
+        ("a quotient", |half, _, number| half / number),
+        ("a matrix that has one element", |half, _, number| {
+            half.narrow(0, 0, 1).narrow(1, 0, 1) * number
+        }),
+        ("a number of f32 beside a view of f32", |_, x, number| x * number),
+        ("a number of half precision by one of f32", |half, _, number| half.get(0).get(0) * number),
+        ("two numbers of half precision", |half, _, _| half.get(0).get(0) * half.get(1).get(1)),
+        ("a number of half precision by a matrix of f32", |half, x, _| half.get(0).get(0) * x),
+        ("a choice", |half, _, number| half.where_self(&half.gt(0.0), number)),
+        ("a sum of products", |half, _, number| half.addcmul(half, number)),
+        ("a sum of products of f32", |half, x, number| half.addcmul(x, number)),
+    ];
+    for number in [1.2345678f32, 3.0] {
+        let number = Tensor::from(number);
+        for (name, call) in calls {
+            let half = x.to_kind(Kind::BFloat16);
+            let libtorchs = call(&half, &x, &number).kind();
+            let (result, again) = emulate(Kind::BFloat16, 11, || {
+                let half = x.to_kind(Kind::BFloat16);
+                assert!(is_bf16(&half) && half.kind() == Kind::Float);
+                let result = call(&half, &x, &number);
+                // What follows shows whether it was marked, even if its own numbers are exact.
+                let again = result.sin();
+                (result, again)
+            });
+            let is_half = libtorchs == Kind::BFloat16;
+            assert!(is_bf16(&result) || !is_half, "{name} by {number:?}");
+            assert_eq!(is_bf16(&again), is_half, "{name} by {number:?}");
+        }
+    }
+}
+
 #[test]
 fn gradients_of_half_precision_are_rounded() {
     tch::manual_seed(2);
