@@ -63,3 +63,62 @@ fn is_weight_cast(recording: &Recording, index: usize) -> bool {
     let mut operators = around.take_while(|(_, event)| event.kind == EventKind::Operator);
     operators.any(|(_, event)| casts(event))
 }
+
+#[cfg(test)]
+mod tests {
+    use tch::Tensor;
+
+    use super::*;
+    use crate::Autocast;
+    use crate::error::Result;
+    use crate::ffi::insight::{RecordingMode, Times};
+    use crate::insight::recording::RecordedModel;
+
+    /// Each event of the forward pass takes a nanosecond, and each of the backward pass a thousand.
+    #[test]
+    fn an_operator_costs_what_its_forward_and_its_backward_pass_take() -> Result<()> {
+        let device = Device::Cpu;
+        let [x, weight] = [false, true].map(|is_weight| {
+            Tensor::ones([4, 4], (Kind::Float, device)).set_requires_grad(is_weight)
+        });
+        let model = RecordedModel::new(vec![("weight".to_owned(), weight.shallow_clone())]);
+        let (mut recording, ()) = Recording::of(&model, RecordingMode::Times, || {
+            let region = Autocast::new(device).dtype(Kind::BFloat16);
+            let loss = region.try_run(|| {
+                let result = x.f_matmul(&weight)?;
+                Ok::<_, crate::Error>(result.f_mse_loss(&x, tch::Reduction::Sum)?)
+            })?;
+            Ok(loss.f_backward()?)
+        })?;
+        let of_node = |index| {
+            let node = recording.node(index).map(|node| recording.events[node].name.clone());
+            node.unwrap_or_default()
+        };
+        let nodes: Vec<_> = (0..recording.events.len()).map(of_node).collect();
+        for (event, node) in recording.events.iter_mut().zip(&nodes) {
+            let ended = if node.is_empty() { 1 } else { 1000 };
+            event.times = Times { entered: 0, started: 0, ended, left: 0 };
+        }
+        let found = costs(&recording, device);
+        let of_forward = |operator: &str| {
+            let is_inside = |index: &usize| {
+                recording.ancestors(*index).any(|(_, event)| event.name == operator)
+            };
+            (0..nodes.len()).filter(is_inside).count() as i64
+        };
+        let of_backward = |name: &str| nodes.iter().filter(|node| *node == name).count() as i64;
+        let total = |costs: &Costs, operator: &str| costs[operator].values().sum::<i64>();
+        let product = total(&found.lower, "aten::matmul");
+        let loss = total(&found.f32, "aten::mse_loss");
+        assert_eq!(product % 1000, of_forward("aten::matmul"), "{found:?} {nodes:?}");
+        assert_eq!(loss % 1000, of_forward("aten::mse_loss"), "{found:?} {nodes:?}");
+        let products = of_backward("MmBackward0");
+        let losses = of_backward("MseLossBackward0");
+        // The casts of inputs are a part of both, and so are their backward passes.
+        let casts = of_backward("ToCopyBackward0");
+        assert!(products > 0 && losses > 0 && casts > 0, "{nodes:?}");
+        assert!(product / 1000 > products && loss / 1000 > losses, "{found:?} {nodes:?}");
+        assert_eq!((product + loss) / 1000, products + losses + casts, "{found:?} {nodes:?}");
+        Ok(())
+    }
+}

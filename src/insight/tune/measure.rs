@@ -44,6 +44,8 @@ struct Runs<'a, F> {
     device: Device,
     /// Those of the parameters.
     devices: &'a [Device],
+    /// Returns the seconds since some moment.
+    clock: &'a dyn Fn() -> f64,
     scale: f64,
     loss: F,
     iterations: u64,
@@ -53,10 +55,10 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
     /// The seconds of an iteration, and its gradients.
     fn timed(&mut self, region: Autocast) -> Result<(f64, Gradients)> {
         self.iterations += 1;
-        let start = Instant::now();
+        let start = (self.clock)();
         let passes = self.rerun.run(self.scale, &mut || (self.loss)(region))?;
         self.devices.iter().copied().for_each(synchronize);
-        Ok((start.elapsed().as_secs_f64(), passes.gradients))
+        Ok(((self.clock)() - start, passes.gradients))
     }
 
     /// What the operators cost, after one iteration to warm up.
@@ -245,6 +247,19 @@ pub(super) fn tune(
     scale: f64,
     loss: impl FnMut(Autocast) -> Result<Tensor>,
 ) -> Result<Tuning> {
+    let start = Instant::now();
+    tune_by(&|| start.elapsed().as_secs_f64(), options, vs, region, scale, loss)
+}
+
+/// Tunes by a clock, which returns the seconds since some moment.
+fn tune_by(
+    clock: &dyn Fn() -> f64,
+    options: Tuner,
+    vs: &VarStore,
+    region: Autocast,
+    scale: f64,
+    loss: impl FnMut(Autocast) -> Result<Tensor>,
+) -> Result<Tuning> {
     let device = region.device();
     if !region.is_enabled() {
         let problem = "is switched off: give the one to compare with f32, for instance with \
@@ -264,7 +279,7 @@ pub(super) fn tune(
     let mut beginning = repeatable.begin()?;
     let rerun = repeatable.rerun(&mut beginning)?;
     let devices = repeatable.devices();
-    let mut runs = Runs { rerun, device, devices, scale, loss, iterations: 0 };
+    let mut runs = Runs { rerun, device, devices, clock, scale, loss, iterations: 0 };
 
     let (found, is_always_f32, weight_casts) = runs.find(off, region, &with, options.allow_half)?;
     let name = name_of(dtype, device)?;
@@ -372,6 +387,8 @@ fn error(gradients: &Gradients, exact: &Gradients) -> Result<f64> {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use tch::nn;
 
     use super::*;
@@ -405,6 +422,98 @@ mod tests {
         };
         assert!(of_eight([1.0, 1.0, 1.0, 1.0, 1.1, 9.0, 9.0, 9.0]).is_faster());
         assert!(!of_eight([1.0, 1.0, 1.0, 1.7, 1.8, 9.0, 9.0, 9.0]).is_faster());
+    }
+
+    /// A linear layer and a product, whose iterations take the planted seconds, by the dtypes of both results.
+    struct Planted {
+        vs: VarStore,
+        now: Cell<f64>,
+        seconds: fn([Kind; 2]) -> f64,
+    }
+
+    impl Planted {
+        fn new(seconds: fn([Kind; 2]) -> f64) -> Self {
+            let vs = VarStore::new(Device::Cpu);
+            // Half precision has all of the numbers, so that no rule is less precise than another.
+            for name in ["layer", "product"] {
+                let _eye = vs.root().var_copy(name, &Tensor::eye(4, (Kind::Float, Device::Cpu)));
+            }
+            Self { vs, now: Cell::new(0.0), seconds }
+        }
+
+        fn loss(&self, region: Autocast) -> Result<Tensor> {
+            let [layer, product] =
+                ["layer", "product"].map(|name| self.vs.variables()[name].shallow_clone());
+            let x = Tensor::f_ones([4, 4], (Kind::Float, Device::Cpu))?;
+            region.try_run(|| {
+                let hidden = x.f_linear(&layer, None::<&Tensor>)?;
+                let result = hidden.f_matmul(&product)?;
+                self.now.set(self.now.get() + (self.seconds)([hidden.kind(), result.kind()]));
+                Ok(result.f_to_kind(Kind::Float)?.f_square()?.f_sum(None)?)
+            })
+        }
+    }
+
+    const REGION: Kind = Kind::BFloat16;
+
+    /// Rules for the product make an iteration faster than without any, and slower than with those for the layer alone.
+    #[test]
+    fn rules_are_compared_beside_those_that_have_won() -> Result<()> {
+        let planted = Planted::new(|kinds| match kinds.map(|kind| kind == Kind::Float) {
+            [false, false] => 4.0,
+            [true, false] => 2.0,
+            [_, true] => 3.0,
+        });
+        let device = Device::Cpu;
+        let region = Autocast::new(device).dtype(REGION);
+        let repeatable = Repeatable::new(&planted.vs)?;
+        let mut beginning = repeatable.begin()?;
+        let (rerun, devices) = (repeatable.rerun(&mut beginning)?, repeatable.devices());
+        let (clock, loss) = (&|| planted.now.get(), |region| planted.loss(region));
+        let mut runs = Runs { rerun, device, devices, clock, scale: 1.0, loss, iterations: 0 };
+        let with = |rules: &[Rule]| {
+            region.plan(&Plan { dtype: Some(REGION), rules: rules.to_vec(), ..Plan::new(device)? })
+        };
+        let candidate = |name: &str, gain| Candidate {
+            operator: format!("aten::{name}"),
+            rules: vec![Rule::new(name, RunAs::F32)],
+            gain,
+            is_always_f32: true,
+        };
+        let (_, exact) = runs.timed(region.enabled(false))?;
+        let found = vec![candidate("matmul", 1), candidate("linear", 2)];
+        let (rules, operators) = runs.try_all(found, &with, &exact, 0)?;
+        let found: Vec<_> = operators
+            .iter()
+            .map(|tried| (&*tried.operator, tried.seconds, tried.is_in_plan))
+            .collect();
+        let layer = ("aten::linear", [4.0, 2.0], true);
+        assert_eq!(found, [layer, ("aten::matmul", [2.0, 3.0], false)]);
+        assert_eq!(rules, [Rule::new("linear", RunAs::F32)]);
+        Ok(())
+    }
+
+    /// Whichever rules are tried, they make no iteration faster than f32, or none slower than without rules.
+    #[test]
+    fn the_plan_is_compared_with_f32() -> Result<()> {
+        let tuned = |seconds: fn([Kind; 2]) -> f64| {
+            let planted = Planted::new(seconds);
+            let region = Autocast::new(Device::Cpu).dtype(REGION);
+            let (clock, loss) = (|| planted.now.get(), |region| planted.loss(region));
+            tune_by(&clock, Tuner::default(), &planted.vs, region, 1.0, loss)
+        };
+        let f32_is_fastest = tuned(|kinds| match kinds.map(|kind| kind == Kind::Float) {
+            [true, true] => 1.0,
+            [false, false] => 3.0,
+            _ => 2.0,
+        })?;
+        assert_eq!(f32_is_fastest.plan.dtype, None, "{f32_is_fastest}");
+        assert_eq!(f32_is_fastest.seconds, [1.0, 3.0, 1.0], "{f32_is_fastest}");
+        let half_is_fastest = tuned(|kinds| if kinds == [Kind::Float; 2] { 3.0 } else { 2.0 })?;
+        assert_eq!(half_is_fastest.plan.dtype, Some(REGION), "{half_is_fastest}");
+        assert!(half_is_fastest.plan.rules.is_empty(), "{half_is_fastest}");
+        assert_eq!(half_is_fastest.seconds, [3.0, 2.0, 2.0], "{half_is_fastest}");
+        Ok(())
     }
 
     /// Composed attention with scores of a temperature of 30 has twice the error of the fused kernel.
@@ -452,7 +561,8 @@ mod tests {
         let mut beginning = repeatable.begin()?;
         let (rerun, devices) = (repeatable.rerun(&mut beginning)?, repeatable.devices());
         let device = Device::Cpu;
-        let mut runs = Runs { rerun, device, devices, scale: 1.0, loss, iterations: 0 };
+        let clock = &|| 0.0;
+        let mut runs = Runs { rerun, device, devices, clock, scale: 1.0, loss, iterations: 0 };
         let with = |rules: &[Rule]| {
             let plan =
                 Plan { dtype: Some(Kind::BFloat16), rules: rules.to_vec(), ..Plan::new(device)? };
@@ -501,7 +611,8 @@ mod tests {
         let mut beginning = repeatable.begin()?;
         let (rerun, devices) = (repeatable.rerun(&mut beginning)?, repeatable.devices());
         let device = Device::Cpu;
-        let mut runs = Runs { rerun, device, devices, scale: 1.0, loss, iterations: 0 };
+        let clock = &|| 0.0;
+        let mut runs = Runs { rerun, device, devices, clock, scale: 1.0, loss, iterations: 0 };
         Ok(runs.costs(region)?.weight_casts)
     }
 
