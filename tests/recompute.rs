@@ -292,6 +292,36 @@ fn nested_calls_and_several_inputs_and_outputs() {
     assert_eq!(run(true), run(false));
 }
 
+/// libtorch leaves the gradients of both terms of a sum in one memory, to which a part must not add what belongs to one.
+#[test]
+fn gradients_that_the_rest_of_the_pass_left_in_one_memory_are_told_apart() {
+    let _random = random();
+    let leaves = || [(); 2].map(|()| eye().set_requires_grad(true));
+    let rest = |leaves: &[Tensor; 2]| {
+        let [a, b] = leaves.each_ref().map(|w| w.reshape([1, -1]));
+        ((a + b) * (eye() + 1.0).reshape([1, -1])).sum(Kind::Float)
+    };
+    let both = leaves();
+    rest(&both).backward();
+    let [a, b] = both.map(|w| w.grad().data_ptr());
+    assert_eq!(a, b, "libtorch shares otherwise by now");
+
+    let run = |recomputed: bool| {
+        let leaves = leaves();
+        let (x, weight) = (eye() * 3.0, leaves[0].shallow_clone());
+        let part = move |x: &[&Tensor]| Ok(x[0].matmul(&weight));
+        let y = match recomputed {
+            true => checkpointed(&[x], part).unwrap(),
+            false => part(&[&x]).unwrap(),
+        };
+        // What was computed last is differentiated first.
+        let rest = rest(&leaves);
+        (y.sum(Kind::Float) + rest).backward();
+        leaves.map(|w| bits(&w.grad()))
+    };
+    assert_eq!(run(true), run(false));
+}
+
 /// The message of a backward through a closure that returns what `f` says, for the number of the run.
 fn failure<O: tch_amp::function::Outputs>(
     f: impl Fn(usize, &Tensor) -> FunctionResult<O> + Send + 'static,
