@@ -110,6 +110,16 @@ const JOBS: &[Job] = &[
                     });
                     results.tensors(&opt.0);
                 }
+                let list = leaves(device, F32);
+                for gradient in gradients(&list) {
+                    let _infinite = no_grad(|| gradient.view(-1).get(0).fill_(f64::INFINITY));
+                }
+                let mut opt = Descent(list);
+                within(&mut || {
+                    let mut scaler = GradScaler::skip_only(device).unwrap();
+                    scaler.unscale_(&mut opt).unwrap();
+                    results.value(scaler.non_finite_gradients(&opt).unwrap());
+                });
                 within(&mut || {
                     scaler.set_growth_interval(1).unwrap();
                     scaler.update_with_tensor(&Tensor::from(70000.5f32).to_device(device)).unwrap();
@@ -339,17 +349,20 @@ const JOBS: &[Job] = &[
         entries: &[],
         run: |device, within, results| {
             let vs = VarStore::new(device);
-            let mut mean = vs.root().var_copy("mean", &large(device, F32)).set_requires_grad(false);
-            let _frozen = vs.root().zeros_no_train("other", &[1]);
-            let mut frozen = vs;
-            frozen.freeze();
+            let mut mean = vs.root().zeros_no_train("mean", &[2, 3]);
+            mean.copy_(&large(device, F32));
             within(&mut || {
-                let mut snapshot = BufferSnapshot::new(&frozen).unwrap();
-                snapshot.save().unwrap();
-                let _filled = mean.fill_(0.0);
-                snapshot.restore().unwrap();
-                results.value(check_buffers_finite(&frozen).is_ok());
+                let mut snapshot = BufferSnapshot::new(&vs).unwrap();
+                for changes in [true, false] {
+                    if changes {
+                        snapshot.save().unwrap();
+                    }
+                    let _filled = mean.fill_(1.0);
+                    snapshot.restore().unwrap();
+                }
+                results.value(check_buffers_finite(&vs).is_ok());
             });
+            assert_ne!(mean.double_value(&[0, 0]), 1.0, "it is a buffer");
             results.tensor(&mean);
         },
     },
