@@ -11,8 +11,8 @@ use crate::scale::rule::{Mirror, clamp_tracker};
 /// `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`, all of which are required to load it.
 ///
 /// Options that PyTorch lacks follow under keys of their own if they differ from their defaults; PyTorch ignores these
-/// keys. The loading scaler keeps its own value of an absent option. The counts that such an option needs are saved with
-/// it; without the option they begin anew in a resumed run. A disabled scaler has the empty state `{}`. Enable
+/// keys. The loading scaler keeps its own value of an absent option. The counts that such an option needs are saved
+/// with it; without the option they begin anew in a resumed run. A disabled scaler has the empty state `{}`. Enable
 /// serde_json's feature `float_roundtrip` if a scale that is not a power of two has to survive JSON to the last bit.
 /// The JSON of a Python `scaler.state_dict()` loads here, and the other way round:
 ///
