@@ -46,7 +46,7 @@ fn overrides(count: usize) {
     let x = Tensor::ones([4], (Kind::BFloat16, Device::Cpu));
     let plain = Autocast::new(Device::Cpu);
     let other = plain.keep_in_f32(["sin"]);
-    let overridden = plain.keep_in_f32(["relu"]);
+    let overridden = plain.keep_in_f32(["relu", "mm"]);
     // It looks the operators up, and registers the kernel that overrides them.
     let first = nanoseconds(|| other.run(|| ()).unwrap());
     let next = nanoseconds(|| overridden.run(|| ()).unwrap());
@@ -55,7 +55,10 @@ fn overrides(count: usize) {
         let calls = || (0..CALLS).for_each(|_| drop(black_box(f())));
         nanoseconds(|| region.run(calls).unwrap()) / CALLS as f64
     };
-    let mut times = [const { Vec::new() }; 6];
+    // A product that records its gradients: its nodes switch autocast off for themselves.
+    let square = x.view([2, 2]);
+    let weight = Tensor::eye(2, (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let mut times = [const { Vec::new() }; 8];
     for _ in 0..count {
         times[0].push(of(plain, &|| x.neg()));
         times[1].push(of(other, &|| x.neg()));
@@ -63,13 +66,18 @@ fn overrides(count: usize) {
         times[3].push(of(other, &|| x.relu()));
         times[4].push(of(plain, &|| x.to_kind(Kind::Float).relu()));
         times[5].push(of(overridden, &|| x.relu()));
+        let off = plain.enabled(false);
+        times[6].push(of(off, &|| square.to_kind(Kind::Float).mm(&weight)));
+        times[7].push(of(overridden, &|| square.mm(&weight)));
     }
-    let [plain, other, named, named_elsewhere, by_hand, overridden] = times.map(median);
+    let [plain, other, named, named_elsewhere, by_hand, overridden, mm_by_hand, mm] =
+        times.map(median);
     println!("\nneg of 4 numbers: {plain:.0} ns; {other:.0} ns in a region that overrides others;");
     println!(
         "relu, which another region overrides: {named:.0} ns; {named_elsewhere:.0} ns in a region that overrides others;"
     );
-    println!("in f32 {by_hand:.0} ns by hand, and {overridden:.0} ns overridden");
+    println!("in f32 {by_hand:.0} ns by hand, and {overridden:.0} ns overridden;");
+    println!("mm with gradients: in f32 {mm_by_hand:.0} ns by hand, and {mm:.0} ns overridden");
     println!(
         "the first region with a list of overrides takes {:.2} ms, and {:.2} ms with another list",
         first / 1e6,
