@@ -134,13 +134,3 @@ pub(super) struct State {
     pub(super) progress: Progress,
     pub(super) rates: Rates,
 }
-
-impl State {
-    /// Takes over rates that the program has set.
-    pub(super) fn take(&mut self, given: Option<&Rates>) {
-        if let Some(Rates { lrs, momenta, .. }) = given {
-            self.rates.lrs.clone_from(lrs);
-            self.rates.momenta.clone_from(momenta);
-        }
-    }
-}

@@ -37,13 +37,40 @@ impl Rates {
         optimizer.set_rates(&self.lrs, &self.momenta)
     }
 
-    /// Whether an optimizer with the other rates has these.
-    pub(super) fn same(&self, other: &Self) -> bool {
-        self.lrs == other.lrs && self.momenta == other.momenta
+    /// What differs in an optimizer that was given these rates and has the other ones by now.
+    pub(super) fn changes(&self, there: &Self) -> Changes {
+        Changes {
+            lrs: changed(&self.lrs, &there.lrs),
+            momenta: changed(&self.momenta, &there.momenta),
+        }
+    }
+
+    /// Takes over what the program has changed.
+    pub(super) fn take(&mut self, changes: &Changes) {
+        overwrite(&mut self.lrs, &changes.lrs);
+        overwrite(&mut self.momenta, &changes.momenta);
     }
 
     /// Multiplies every learning rate.
     pub(super) fn scale(&mut self, factor: f64) {
         self.lrs.iter_mut().for_each(|lr| *lr *= factor);
+    }
+}
+
+/// What a program has set in the groups of an optimizer since a schedule has. The other numbers follow the schedule, also
+/// when it takes a step back.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Changes {
+    lrs: Vec<Option<f64>>,
+    momenta: Vec<Option<Option<f64>>>,
+}
+
+fn changed<T: Copy + PartialEq>(before: &[T], now: &[T]) -> Vec<Option<T>> {
+    before.iter().zip(now).map(|(before, now)| (before != now).then_some(*now)).collect()
+}
+
+fn overwrite<T: Copy>(numbers: &mut [T], changes: &[Option<T>]) {
+    for (number, change) in numbers.iter_mut().zip(changes) {
+        *number = change.unwrap_or(*number);
     }
 }

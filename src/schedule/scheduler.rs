@@ -17,7 +17,7 @@ use crate::schedule::Schedule;
 #[cfg(feature = "graph")]
 use crate::schedule::on_device::DeviceSchedule;
 use crate::schedule::progress::{Progress, State};
-use crate::schedule::rates::Rates;
+use crate::schedule::rates::{Changes, Rates};
 
 /// Sets the learning rates of an optimizer by a [`Schedule`], as steps are taken. The counterpart of
 /// `torch.optim.lr_scheduler.LRScheduler`.
@@ -51,8 +51,8 @@ pub struct Scheduler {
 #[derive(Debug)]
 struct Open {
     answer: Answer,
-    /// The rates that the program had set before the step, if it had.
-    given: Option<Rates>,
+    /// What the program had set before the step.
+    given: Changes,
     /// The state before the step, with these rates.
     before: State,
 }
@@ -145,10 +145,10 @@ impl Scheduler {
         self.skipped += u64::from(!answer.has_no_gradients());
     }
 
-    /// The state from which the next step continues, and the optimizer's rates if the program has changed them.
-    fn present(&self, optimizer: Option<&Optimizer>) -> Result<(State, Option<Rates>)> {
+    /// The state from which the next step continues, and what the program has changed in the optimizer.
+    fn present(&self, optimizer: Option<&Optimizer>) -> Result<(State, Changes)> {
         let mut state = self.state.clone();
-        let Some(optimizer) = optimizer else { return Ok((state, None)) };
+        let Some(optimizer) = optimizer else { return Ok((state, Changes::default())) };
         let there = Rates::of(optimizer);
         let (groups, known) = (there.lrs.len(), state.rates.lrs.len());
         if groups != known {
@@ -160,10 +160,10 @@ impl Scheduler {
         let Some(applied) = &self.applied else {
             // A saved state has no momenta; those of the optimizer were restored with it.
             state.rates.momenta = there.momenta;
-            return Ok((state, None));
+            return Ok((state, Changes::default()));
         };
-        let given = (!applied.same(&there)).then_some(there);
-        state.take(given.as_ref());
+        let given = applied.changes(&there);
+        state.rates.take(&given);
         Ok((state, given))
     }
 
@@ -198,7 +198,7 @@ impl Scheduler {
         let mut state = first.before.clone();
         let mut befores = Vec::with_capacity(self.open.len());
         for open in self.open.iter().skip(1) {
-            state.take(open.given.as_ref());
+            state.rates.take(&open.given);
             befores.push(state.clone());
             if open.answer.poll()? != Some(false) {
                 self.schedule.advance(&mut state.progress, &mut state.rates)?;

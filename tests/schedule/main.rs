@@ -22,8 +22,12 @@ use crate::common::tensors::leaf;
 
 /// An optimizer with a group for each of the learning rates, which has a momentum.
 fn optimizer(adam: bool, lrs: &[f64]) -> Optimizer {
+    optimizer_on(Device::Cpu, adam, lrs)
+}
+
+fn optimizer_on(device: Device, adam: bool, lrs: &[f64]) -> Optimizer {
     let algorithm: Algorithm = if adam { AdamW::default().into() } else { Sgd::default().into() };
-    let weight = || [leaf(&[1.0], Kind::Float, Device::Cpu)];
+    let weight = || [leaf(&[1.0], Kind::Float, device)];
     let mut opt = algorithm.build(&weight(), lrs[0]).unwrap();
     for &lr in &lrs[1..] {
         let group = opt.add_param_group(vec![(lr.to_string(), weight()[0].shallow_clone())]);

@@ -40,7 +40,7 @@ const PARTS_ON_THE_CPU: [&str; 5] = [
 /// The tests that depend on copies from a device run with copies that arrive immediately, and with copies that arrive
 /// only when the host synchronizes.
 const LAGS: [&str; 2] = ["0", "never"];
-const WITH_EVERY_LAG: [&str; 2] = ["optim", "scaler"];
+const WITH_EVERY_LAG: [&str; 3] = ["optim", "scaler", "schedule"];
 /// The tests of checkpoints that use devices.
 const OF_CHECKPOINTS: [&str; 5] = ["--test", "checkpoint", "--", "round_trip::", "weights::"];
 /// Budgets with the lists of CUDA.
