@@ -173,6 +173,17 @@ mod tests {
         wild.pow_tensor_scalar(5).reshape(size).to_kind(Kind::Float)
     }
 
+    /// Whether a step has a scale, a clip factor and a flag, the fifth of which is set.
+    const PARTS: [(bool, bool, bool); 7] = [
+        (true, false, true),
+        (false, true, false),
+        (false, true, true),
+        (true, true, true),
+        (false, true, true),
+        (true, true, false),
+        (false, false, false),
+    ];
+
     /// Trains three tensors, one of them transposed, and returns all of their bits and those of their states.
     fn train(
         algorithm: Algorithm,
@@ -194,27 +205,29 @@ mod tests {
         opt.set_momentum_group(1, 0.7).unwrap();
         ffi::testing_as_other_device(other);
         let number = |value: f64| Tensor::from(value as f32);
-        for step in 0..6 {
+        for step in 0..PARTS.len() {
             opt.zero_grad().unwrap();
             // A parameter without a gradient in some steps has another count of them.
             for (index, leaf) in
                 leaves.iter().enumerate().filter(|(index, _)| *index != 2 || step > 1)
             {
-                let gradient: Tensor =
-                    random(&leaf.size(), f64::from(10 * step) + index as f64) * 300.0;
+                let gradient: Tensor = random(&leaf.size(), (10 * step + index) as f64) * 300.0;
                 (leaf * gradient.to_kind(kind)).sum(kind).backward();
             }
             if step == 3 && kind != Kind::Float {
                 opt.accumulate_in_f32().unwrap();
             }
             let (scale, clip, found) = (number(48.0), number(0.37), number(f64::from(step == 4)));
-            let scaled = Step::default().with_grad_scale(&scale).with_found_inf(&found);
-            let clipped = scaled.with_clip_factor(&clip);
-            opt.update(if step % 2 == 0 { &scaled } else { &clipped }).unwrap();
+            let (is_scaled, is_clipped, is_flagged) = PARTS[step];
+            let mut parts = Step::default();
+            parts = if is_scaled { parts.with_grad_scale(&scale) } else { parts };
+            parts = if is_clipped { parts.with_clip_factor(&clip) } else { parts };
+            parts = if is_flagged { parts.with_found_inf(&found) } else { parts };
+            opt.update(&parts).unwrap();
         }
         ffi::testing_as_other_device(false);
         let state = opt.state_dict().unwrap().state;
-        assert_eq!(state["0"]["step"].int64_value(&[]), 5);
+        assert_eq!(state["0"]["step"].int64_value(&[]), 6);
         let tensors = state.into_values().flat_map(|tensors| tensors.into_values());
         leaves
             .into_iter()

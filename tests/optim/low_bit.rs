@@ -16,6 +16,7 @@ use tch_amp::optim::{
 };
 
 use crate::common::bits::{bits, canonical};
+use crate::common::for_each_device;
 use crate::common::rng::Rng;
 
 const MODES: [States; 2] = [States::EightBit, States::BFloat16];
@@ -170,6 +171,9 @@ fn a_step_has_the_bits_of_the_definition() {
         // Several chunks of a parallel loop, and a last block of 5 elements.
         compare(adamw.into(), &options, states, 2 * 65536 + 37, 80);
         compare(adam.into(), &of_adam, states, 4097, 60);
+        // Without weight decay in the gradient, its sign alone is changed.
+        let adamw = AdamW { maximize: true, ..adamw };
+        compare(adamw.into(), &Options { adamw, ..options }, states, 4097, 20);
     }
 }
 
@@ -491,6 +495,58 @@ fn a_state_is_loaded_bit_by_bit_and_converted_to_other_modes() {
             }
         }
     }
+}
+
+/// Codes are converted a part of 2^20 numbers at a time. A block's codes depend on its own numbers alone, so that shorter
+/// tensors, each in a part of its own, have those of a longer one.
+#[test]
+fn moments_of_several_parts_are_converted_like_those_of_one() {
+    const PIECE: usize = 3 << 18;
+    let count = (1 << 21) + 4133;
+    let mut rng = Rng::new(23);
+    // All pieces have other numbers, and each number its own size.
+    let random = |index: usize, rng: &mut Rng| {
+        let size = 1e-6 * (1 + index % 977) as f32 * (1 + index / PIECE) as f32;
+        size * (rng.below(2001) as f32 / 1000.0 - 1.0)
+    };
+    let firsts: Vec<f32> = (0..count).map(|index| random(index, &mut rng)).collect();
+    let seconds: Vec<f32> = firsts.iter().rev().map(|first| first * first).collect();
+    for_each_device(|device| {
+        let converted = |from: States, to: States, tensors: BTreeMap<String, Tensor>| {
+            let size = tensors["exp_avg"].size();
+            let parameter = Tensor::zeros(size, (Kind::Float, device)).set_requires_grad(true);
+            let [mut given, mut other] =
+                [from, to].map(|states| build(AdamW::default().into(), states, &parameter, 1e-3));
+            let mut state = given.state_dict().unwrap();
+            state.state.insert("0".to_owned(), tensors);
+            given.load_state_dict(&state).unwrap();
+            other.load_state_dict(&given.state_dict().unwrap()).unwrap();
+            other.state_dict().unwrap().state.remove("0").unwrap()
+        };
+        let moments = |range: std::ops::Range<usize>| {
+            let [first, second] =
+                [&firsts, &seconds].map(|numbers| Tensor::from_slice(&numbers[range.clone()]));
+            let step = Tensor::from(7f32);
+            let named = [("exp_avg", first), ("exp_avg_sq", second), ("step", step)];
+            BTreeMap::from(named.map(|(key, tensor)| (key.to_owned(), tensor)))
+        };
+        let codes = converted(States::F32, States::EightBit, moments(0..count));
+        let pieces = (0..count).step_by(PIECE).map(|begin| begin..count.min(begin + PIECE));
+        let pieces: Vec<_> =
+            pieces.map(|range| converted(States::F32, States::EightBit, moments(range))).collect();
+        for key in ["exp_avg", "exp_avg_sq", "exponents"] {
+            let parts: Vec<_> = pieces.iter().flat_map(|piece| bits(&piece[key])).collect();
+            assert!(bits(&codes[key]) == parts, "{key} on {device:?}");
+        }
+        let [first, second, exponents] =
+            ["exp_avg", "exp_avg_sq", "exponents"].map(|key| bits(&codes[key]));
+        let numbers = converted(States::EightBit, States::F32, codes);
+        let [firsts, seconds] = ["exp_avg", "exp_avg_sq"].map(|key| floats(&numbers[key]));
+        for index in 0..count {
+            let wanted = decoded(first[index] as i8, second[index], exponents[index / 32]);
+            assert_eq!((firsts[index], seconds[index]), wanted, "{index} on {device:?}");
+        }
+    });
 }
 
 /// Muon counts steps for the dither alone, so that an f32 momentum has no count and a loaded one begins at 0.

@@ -6,15 +6,18 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::gradients::GradientError;
 use tch_amp::optim::{
-    AdamW, AmpOptimizer, MasterWeights, Optimizer, OptimizerError, Parameters, Sgd, Step,
+    AdamW, Algorithm, AmpOptimizer, MasterWeights, Optimizer, OptimizerError, Parameters, Sgd,
+    States, Step,
 };
 use tch_amp::scaler::{GradScalerConfig, ScalerError, StepCounter};
 use tch_amp::{Error, GradScaler, Result};
 
+use crate::common::bits::bits;
+use crate::common::rng::Rng;
 use crate::common::simulation::{let_answers_come, takes_time};
 use crate::common::tensors::leaf;
 use crate::common::{cuda_or_skip, for_each_device, skipped};
-use crate::{INF, set_grad, to_f64};
+use crate::{INF, algorithms, set_grad, to_f64};
 
 /// A weight of ones, an SGD with a learning rate of 1, and a scaler with a scale of 8.
 fn training(device: Device) -> (Tensor, Optimizer, GradScaler) {
@@ -278,14 +281,99 @@ fn a_user_defined_optimizer_can_do_the_same() {
     });
 }
 
+/// The dtypes of parameters, with how an optimizer keeps what they cannot hold.
+const WEIGHTS: [(Kind, MasterWeights); 6] = [
+    (Kind::Float, MasterWeights::None),
+    (Kind::BFloat16, MasterWeights::None),
+    (Kind::BFloat16, MasterWeights::Float),
+    (Kind::BFloat16, MasterWeights::Remainder),
+    (Kind::BFloat16, MasterWeights::StochasticRounding { seed: 3 }),
+    (Kind::Half, MasterWeights::Float),
+];
+
+/// The bits of parameters and of their states.
+fn all_bits(parameters: &[Tensor], opt: &mut Optimizer) -> Vec<(String, Vec<u8>)> {
+    let state = opt.state_dict().unwrap().state.into_iter();
+    let state = state.flat_map(|(name, tensors)| {
+        tensors.into_iter().map(move |(key, tensor)| (format!("{key} of {name}"), bits(&tensor)))
+    });
+    let parameters = parameters.iter().map(|leaf| ("a parameter".to_owned(), bits(leaf)));
+    parameters.chain(state).collect()
+}
+
+/// Takes each step of `algorithm` twice: with gradients that a scale or a clip factor changes, and with the changed
+/// gradients. The factors are powers of two, so that all bits are equal. Returns whether there is such an optimizer.
+fn compare_factors(
+    algorithm: Algorithm,
+    (kind, masters): (Kind, MasterWeights),
+    states: States,
+    device: Device,
+) -> bool {
+    let mut rng = Rng::new(5);
+    let mut eighths = |count| (0..count).map(|_| rng.eighth()).collect::<Vec<_>>();
+    // A matrix and a vector of so many elements that their moments can have few bits.
+    let sizes = [vec![70, 65], vec![4099]];
+    let start = sizes.each_ref().map(|size| eighths(size.iter().product()));
+    let build = || {
+        let leaf = |(size, values): (&Vec<i64>, &Vec<f64>)| {
+            let values = Tensor::from_slice(values).view(size.as_slice());
+            values.to_kind(kind).to_device(device).set_requires_grad(true)
+        };
+        let leaves: Vec<_> = sizes.iter().zip(&start).map(leaf).collect();
+        let built = algorithm.master_weights(masters).states(states).build(&leaves, 0.01);
+        built.map(|opt| (leaves, opt))
+    };
+    let (Ok((ours, mut opt)), Ok((theirs, mut twin))) = (build(), build()) else { return false };
+    let number = |value: f64, kind| Tensor::from(value).to_kind(kind).to_device(device);
+    // Each of the three alone and with the others, and then with a flag that is set.
+    for turn in (0..8).chain(12..16) {
+        let (is_scaled, is_clipped, is_skipped) = (turn & 1 != 0, turn & 2 != 0, turn > 8);
+        let scale = is_scaled.then(|| number(64.0, Kind::Float));
+        // The norm of f64 gradients is f64.
+        let in_f64 = if turn & 4 != 0 { Kind::Double } else { Kind::Float };
+        let clip = is_clipped.then(|| number(0.5f64.powi(turn), in_f64));
+        let flag = (turn & 4 != 0).then(|| number(f64::from(is_skipped), Kind::Float));
+        let factor = if is_scaled { 64.0 } else { 1.0 };
+        let factor = if is_clipped { factor * 2f64.powi(turn) } else { factor };
+        for (w, twin) in ours.iter().zip(&theirs) {
+            let gradient: Vec<_> = eighths(w.numel() as i64).iter().map(|g| g / 64.0).collect();
+            set_grad(twin, &gradient);
+            set_grad(w, &gradient.iter().map(|g| g * factor).collect::<Vec<_>>());
+        }
+        let step = scale.iter().fold(Step::default(), |step, scale| step.with_grad_scale(scale));
+        let step = clip.iter().fold(step, |step, clip| step.with_clip_factor(clip));
+        opt.update(&flag.iter().fold(step, |step, flag| step.with_found_inf(flag))).unwrap();
+        if !is_skipped {
+            twin.update(&Step::default()).unwrap();
+        }
+        let (ours, theirs) = (all_bits(&ours, &mut opt), all_bits(&theirs, &mut twin));
+        assert_eq!(ours.len(), theirs.len());
+        if let Some(((name, _), _)) = ours.iter().zip(&theirs).find(|(one, other)| one != other) {
+            let parts = (is_scaled, is_clipped, flag.is_some());
+            panic!("{name} after {parts:?}: {algorithm:?} {kind:?} {masters:?} {states:?}");
+        }
+    }
+    true
+}
+
 #[test]
-fn a_step_may_clip_without_a_scale() {
+fn a_scale_a_clip_factor_and_a_flag_count_alone_and_together() {
+    let all_states = [States::F32, States::BFloat16, States::EightBit];
     for_each_device(|device| {
-        let (w, mut opt, _) = training(device);
-        set_grad(&w, &[1.0, 2.0, -4.0]);
-        let half = Tensor::from(0.5f32).to_device(device);
-        opt.update(&Step::default().with_clip_factor(&half)).unwrap();
-        assert_eq!(to_f64(&w), [0.5, 0.0, 3.0]);
+        for states in all_states {
+            let of_weights = |weights| {
+                let compare = |algorithm| compare_factors(algorithm, weights, states, device);
+                algorithms().into_iter().map(compare).filter(|compared| *compared).count()
+            };
+            let compared = WEIGHTS.map(of_weights);
+            // AdamW, Adam and, in bf16, Muon, of parameters that are f32 or have masters.
+            let wanted = match states {
+                States::BFloat16 => [3, 0, 3, 3, 0, 3],
+                States::EightBit => [2, 0, 2, 2, 0, 2],
+                _ => [algorithms().len(); 6],
+            };
+            assert_eq!(compared, wanted, "{states:?}");
+        }
     });
 }
 

@@ -579,6 +579,48 @@ fn a_model_that_is_converted_in_place_goes_on_with_its_optimizers_own_state() {
     });
 }
 
+/// The masters of each mode, of a model that is f32 or f64 by now, keep the bits that half precision lacks, except where
+/// something else was written since.
+#[test]
+fn masters_of_parameters_that_were_cast_are_saved_unless_these_were_written_to() {
+    let modes = [
+        (Kind::BFloat16, MasterWeights::Float),
+        (Kind::BFloat16, MasterWeights::Remainder),
+        (Kind::Half, MasterWeights::Float),
+        (Kind::Half, MasterWeights::Remainder),
+        (Kind::Half, MasterWeights::StochasticRounding { seed: 3 }),
+    ];
+    for_each_device(|device| {
+        for ((kind, masters), wide) in
+            modes.into_iter().flat_map(|mode| [(mode, Kind::Float), (mode, Kind::Double)])
+        {
+            let context = format!("{kind:?} {masters:?} to {wide:?} on {device:?}");
+            // They round to other numbers in bf16 than in fp16.
+            let w = leaf(&[1.1, 2.3, 3.7], kind, device);
+            let sgd = Sgd::default().master_weights(masters);
+            let mut opt = sgd.build(vec![w.shallow_clone()], 1e-4).unwrap();
+            set_grad(&w, &[1.0, -1.0, 0.5]);
+            opt.step().unwrap();
+            let master = to_f64(&opt.master_weight(0).unwrap().unwrap());
+            let rounded = to_f64(&w);
+            assert!(master.iter().zip(&rounded).all(|(m, w)| m != w), "{context}: {master:?}");
+            no_grad(|| w.shallow_clone().set_data(&w.to_kind(wide)));
+            assert_eq!(to_f64(&opt.master_weight(0).unwrap().unwrap()), master, "{context}");
+            // A number that half precision does not have.
+            let other = f64::from(7.003f32);
+            let _written = no_grad(|| w.get(1).fill_(other));
+            let wanted = [master[0], other, master[2]];
+            assert_eq!(to_f64(&opt.master_weight(0).unwrap().unwrap()), wanted, "{context}");
+            let state = opt.state_dict().unwrap();
+            assert_eq!(to_f64(&state.state["0"]["master_param"]), wanted, "{context}");
+            assert_eq!(to_f64(&w), [rounded[0], other, rounded[2]], "{context}");
+            let mut next = sgd.build(vec![w.shallow_clone()], 0.0).unwrap();
+            next.load_state_dict(&state).unwrap();
+            assert_eq!(to_f64(&w), wanted, "{context}");
+        }
+    });
+}
+
 /// A bf16 parameter, its optimizer after one step, and the optimizer's state with another number of steps.
 fn stepped(
     masters: MasterWeights,
