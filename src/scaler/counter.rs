@@ -388,6 +388,42 @@ mod on_device {
             (self.recorded + captured).saturating_sub(self.known) as usize
         }
     }
+
+    #[cfg(test)]
+    mod tests {
+        #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+        use super::*;
+        use crate::scaler::outcome::{StepOutcome, Taken};
+
+        /// However many of the steps are open when the device begins, it comes to the counts of a host that knows all.
+        #[test]
+        fn a_device_goes_on_from_what_the_host_has_counted_and_from_its_open_steps() {
+            let on_device = |found_inf: f32| StepOutcome::on_device(Tensor::from(found_inf));
+            let known = StepOutcome::known;
+            let outcomes = [
+                on_device(1.0),
+                known(Taken::NoGradients),
+                on_device(1.0),
+                known(Taken::Skipped),
+                known(Taken::NoGradients),
+                on_device(0.0),
+                known(Taken::Stepped),
+                known(Taken::Skipped),
+                known(Taken::NoGradients),
+            ];
+            let base = Counts { taken: 100, skipped: 9, in_a_row: 2, longest_row: 4 };
+            let open: VecDeque<_> =
+                outcomes.iter().map(|outcome| outcome.answer().clone()).collect();
+            let mut device = DeviceCounts::begin(base, &open).unwrap();
+            assert_eq!(device.pending(), 6);
+            let numbers = Vec::<f64>::try_from(&device.numbers).unwrap();
+            let counts = device.take(numbers.try_into().unwrap());
+            let Counts { taken, skipped, in_a_row, longest_row } = counts;
+            assert_eq!((taken, skipped, in_a_row, longest_row), (102, 13, 1, 5));
+            assert_eq!(device.pending(), 0);
+        }
+    }
 }
 
 /// Prints the counts as of the last count.

@@ -2,7 +2,7 @@
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind};
-use tch_amp::average::{AveragedWeights, Ema};
+use tch_amp::average::{AveragedWeights, Averaging, Ema, Swa};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restore, Restored};
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
@@ -306,6 +306,44 @@ fn an_averaged_model_becomes_averages_and_back() {
         let guard = ema.swap_in().unwrap();
         assert_eq!(crate::common::to_f64(&vs.variables()["norm.running_mean"]), mean, "{file}");
         drop(guard);
+    }
+}
+
+/// The first update of averages takes the weights as they are, and the later ones have the weights that they have without
+/// a file.
+#[test]
+fn averages_that_python_has_not_updated_yet_begin_with_the_first_update() {
+    let Some(files) = files() else { return };
+    let checkpoint = files.load("not_averaged_yet.pt");
+    let ema = |debias, warmup| Ema { decay: 0.5, debias, warmup, ..Ema::default() }.into();
+    let ways: [Averaging; 5] = [
+        ema(false, false),
+        ema(true, false),
+        ema(false, true),
+        ema(true, true),
+        Swa::default().into(),
+    ];
+    for averaging in ways {
+        let (vs, linear, _norm) = wide();
+        let (mut restored, mut new) =
+            (averaging.build(&vs).unwrap(), averaging.build(&vs).unwrap());
+        drop(checkpoint.restore().add("ema", &mut restored).apply().unwrap());
+        assert_eq!(restored.updates().unwrap(), 0);
+        for update in 1..5 {
+            {
+                let _no_grad = tch::no_grad_guard();
+                linear.ws.shallow_clone().copy_(&(&linear.ws + 1.0));
+            }
+            restored.advance().unwrap();
+            new.advance().unwrap();
+            let [ours, theirs] = [&restored, &new]
+                .map(|averages| crate::common::to_f64(&averages.average("linear.weight").unwrap()));
+            assert_eq!(ours, theirs, "{averaging:?}, update {update}");
+            if update == 1 {
+                assert_eq!(ours, crate::common::to_f64(&linear.ws), "{averaging:?}");
+            }
+            assert_eq!(restored.updates().unwrap(), update);
+        }
     }
 }
 

@@ -126,11 +126,11 @@ def transformers(folder, net, opt, schedule, scaler):
             json.dump(index, file, indent=2)
 
 
-def averaged(net):
-    """An average of a net with a norm, after two updates."""
+def averaged(net, updates):
+    """A net with a norm, and an average of it."""
     wide = nn.Sequential(collections.OrderedDict(linear=copy.deepcopy(net), norm=nn.BatchNorm1d(2)))
     ema = swa_utils.AveragedModel(wide, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
-    for step in range(2):
+    for step in range(updates):
         with torch.no_grad():
             wide(torch.arange(6, dtype=torch.float32).view(2, 3) + step)
             wide.linear.weight.add_(1)
@@ -142,7 +142,7 @@ def shapes(folder):
     net, opt, schedule, scaler = trained()
     weights, zip_format = net.state_dict(), {"_use_new_zipfile_serialization": False}
     run = {"model": weights, "optimizer": opt.state_dict(), "scaler": scaler.state_dict(), "epoch": 3}
-    wide, ema = averaged(net)
+    wide, ema = averaged(net, 2)
     files = {
         "bare_model": weights,
         "bare_model_with_others": {**weights, "version": 3, "args": argparse.Namespace(lr=1), "classes": ["a", "b"]},
@@ -159,6 +159,7 @@ def shapes(folder):
         "two": {"optimizer_states": [opt.state_dict(), torch.optim.SGD(net.parameters(), lr=0.25).state_dict()]},
         "averaged": {"model": wide.state_dict(), "ema": ema.state_dict()},
         "bare_averaged": ema.state_dict(),
+        "not_averaged_yet": {"ema": averaged(net, 0)[1].state_dict()},
         "bare_tensor": net.weight.detach(),
         "list": [weights, 3],
     }
