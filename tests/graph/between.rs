@@ -137,6 +137,43 @@ fn a_rate_that_is_set_beside_a_schedule_is_used() {
     }
 }
 
+/// The host's last rate is not the one that the device has meanwhile.
+#[test]
+fn the_last_rate_of_the_host_can_be_set_beside_a_schedule() {
+    let Some(gpu) = gpu() else { return };
+    for captured in [false, true] {
+        for way in ["a rate", "a state", "a schedule that is dropped", "another schedule"] {
+            let (mut training, mut graph) = scheduled(gpu.device, 0);
+            let saved = training.opt.state_dict().unwrap();
+            let first = training.opt.lr(0).unwrap();
+            for _ in 0..if captured { 8 } else { 2 } {
+                take(&mut training, &mut graph).unwrap();
+            }
+            graph.recapture();
+            match way {
+                "a rate" => training.opt.set_lr(first).unwrap(),
+                "a state" => training.opt.load_state_dict(&saved).unwrap(),
+                _ => {
+                    training.scheduler = None;
+                    training.opt.set_lr(first).unwrap();
+                }
+            }
+            if way == "another schedule" {
+                let constant = ConstantLr { factor: 1.0, total_iters: 50 };
+                training.scheduler = Some(constant.build(&mut training.opt).unwrap());
+            }
+            let used = match way {
+                // `feed` sets a rate where there is no schedule.
+                "a schedule that is dropped" => {
+                    rate(&mut training, |t| drop(t.iteration().unwrap()))
+                }
+                _ => rate(&mut training, |t| take(t, &mut graph).unwrap()),
+            };
+            assert!((used - first).abs() < 1e-5, "{captured}, {way}: {used}, not {first}");
+        }
+    }
+}
+
 #[test]
 fn an_option_that_is_set_beside_a_schedule_is_used() {
     let Some(gpu) = gpu() else { return };
@@ -301,6 +338,60 @@ fn losses_with_scales_of_their_own_forget_a_failed_capture_and_are_noticed_when_
             _ => drop(result.unwrap()),
         }
         assert_eq!(scalers.get_scale(0).unwrap(), 64.0);
+    }
+}
+
+/// What a failed capture has begun is forgotten once, for all losses: the iteration after it counts.
+#[test]
+fn an_overflow_after_a_failed_capture_backs_off_the_scale_of_its_loss() {
+    let Some(gpu) = gpu() else { return };
+    let config = GradScalerConfig { init_scale: 64.0, ..Default::default() };
+    let all =
+        [false, true].map(|choice| [0, 1, 2].map(|call| [(choice, call, 0), (choice, call, 1)]));
+    for (runs_outside, fails_after, bad) in all.into_iter().flatten().flatten() {
+        let mut weight = Weight::new(gpu.device, 0.25);
+        let mut scalers = PerLossScalers::with_configs(gpu.device, &[config; 2]).unwrap();
+        let mut factors = [(); 2].map(|()| Tensor::ones([1], (Kind::Float, gpu.device)));
+        let mut graph = Captured::new(gpu.device).unwrap();
+        let (mut scale, mut trackers, mut number) = (64.0, [0; 2], 1.0);
+        for i in 0..12 {
+            let (fails, overflows) = (i == 3, [3, 4, 10].contains(&i));
+            drop(factors[bad].fill_(if overflows { f64::INFINITY } else { 1.0 }));
+            let mut iterate = || {
+                let fail = |call| match fails && call == fails_after {
+                    true => Err(Error::Torch("a planted failure".into())),
+                    false => Ok(()),
+                };
+                weight.opt.zero_grad()?;
+                for (id, factor) in factors.iter().enumerate() {
+                    let loss = (&weight.w * factor).sum(Kind::Float);
+                    scalers.backward(id, &loss, &mut weight.opt)?;
+                    fail(id)?;
+                }
+                drop(scalers.step(&mut weight.opt)?);
+                fail(2)?;
+                scalers.update()
+            };
+            let result = match i == 4 && runs_outside {
+                true => iterate(),
+                false => graph.replay(iterate).map(drop),
+            };
+            assert_eq!(result.is_err(), fails, "{i}: {result:?}");
+            if !fails {
+                scale /= if overflows { 2.0 } else { 1.0 };
+                number -= if overflows { 0.0 } else { 0.5 };
+                trackers = trackers.map(|tracker| tracker + 1);
+                trackers[bad] = if overflows { 0 } else { trackers[bad] };
+            }
+            let mut scales = [64.0; 2];
+            scales[bad] = scale;
+            let context = format!("{i}, after call {fails_after}, loss {bad}, {runs_outside}");
+            assert_eq!([0, 1].map(|id| scalers.get_scale(id).unwrap()), scales, "{context}");
+            let told = [0, 1].map(|id| scalers.get_growth_tracker(id).unwrap());
+            assert_eq!(told, trackers, "{context}");
+            assert_eq!(weight.w.double_value(&[0]), number, "{context}");
+        }
+        assert!(graph.is_captured());
     }
 }
 

@@ -214,6 +214,11 @@ fn steps_before_the_graph_are_counted_with_those_of_replays() {
     for i in 4..8 {
         training.feed(i);
         drop(training.iteration().unwrap());
+        // A step without gradients counts neither way, also while the outcome before it is unknown.
+        training.opt.zero_grad().unwrap();
+        let empty = training.scaler.step(&mut training.opt).unwrap();
+        assert!(empty.has_no_gradients());
+        training.records.as_mut().unwrap().steps.record(&empty);
     }
     for i in 22..28 {
         take(&mut training, &mut graph, i).unwrap();

@@ -10,12 +10,13 @@ use tch_amp::gradients::{ClipNorm, clip_grad_norm};
 use tch_amp::graph::Captured;
 use tch_amp::insight::{ScaleHealth, ScaleHistory, Tracer, audit};
 use tch_amp::loss_scale::{DynamicLossScale, LossScale};
-use tch_amp::optim::{AdamW, MasterWeights, ParamGroup, Sgd};
+use tch_amp::optim::{AdamW, MasterWeights, Muon, ParamGroup, Sgd, States};
 use tch_amp::scaler::{GradScalerConfig, StepCounter};
 use tch_amp::schedule::ReduceLrOnPlateau;
-use tch_amp::{Autocast, GradScaler, Result, autocast};
+use tch_amp::{Autocast, Error, GradScaler, Result, autocast};
 
-use crate::training::{Program, Training};
+use crate::common::simulation::Simulation;
+use crate::training::{Program, Training, Way, first_difference, overflows};
 use crate::{Gpu, gpu, refusal};
 
 /// The CPU, and a device that has graphs.
@@ -327,6 +328,35 @@ fn the_outcome_of_the_capture_answers_for_no_replay() {
     assert!(refusal(inside.poll()).contains("Replay::outcomes"));
 }
 
+/// Each replay overwrites the flag of the captured step, from which an outcome has been copied.
+#[test]
+fn outcomes_that_are_kept_stay_those_of_their_iterations() {
+    let Some(gpu) = gpu() else { return };
+    for way in [Way::Step, Way::ClipNorm, Way::UnscaleAndClip] {
+        let program = Program { way, ..Program::new(AdamW::default()) };
+        let mut training = Training::new(program, gpu.device);
+        let mut graph = Captured::new(gpu.device).unwrap();
+        let mut kept = Vec::new();
+        for i in 0..42 {
+            training.feed(i);
+            if i == 30 {
+                graph.recapture();
+            }
+            let replay = graph.replay(|| training.iteration()).unwrap();
+            kept.push(replay.outcomes().unwrap().remove(0));
+        }
+        assert!(graph.is_captured());
+        // Those of a counter were begun to be read at once.
+        let mut counter = StepCounter::default();
+        kept.iter().for_each(|outcome| counter.record(outcome));
+        for (i, outcome) in kept.iter().enumerate().rev() {
+            assert_eq!(outcome.clone().is_skipped().unwrap(), overflows(i), "{way:?} {i}");
+            assert_eq!(outcome.poll().unwrap(), Some(!overflows(i)), "{way:?} {i}");
+        }
+        assert_eq!((counter.count().unwrap(), counter.skipped().unwrap()), (39, 3), "{way:?}");
+    }
+}
+
 /// An iteration that waits breaks its own capture, and nothing else.
 #[test]
 fn a_capture_that_fails_leaves_a_training_that_goes_on() {
@@ -365,6 +395,76 @@ fn a_capture_that_fails_leaves_a_training_that_goes_on() {
         assert!(graph.is_captured());
         assert_eq!(training.scaler.get_scale().unwrap(), 512.0);
     }
+}
+
+/// Captures until libtorch refuses the end of a capture that was broken, which no call of the iteration has told.
+fn refused_at_its_end(training: &mut Training, graph: &mut Captured<Tensor>) {
+    for i in 0..4 {
+        training.feed(i);
+        let replay = graph.replay(|| {
+            let loss = training.iteration()?;
+            if i == 3 {
+                assert!(loss.f_double_value(&[]).is_err());
+            }
+            Ok(loss)
+        });
+        let error = replay.map(drop).err();
+        assert_eq!(matches!(error, Some(Error::Torch(_))), i == 3, "{error:?}");
+    }
+    assert!(!graph.is_captured());
+}
+
+/// Low-bit moments and random rounding read host memory, which a graph keeps for its replays.
+#[test]
+fn steps_go_on_after_a_capture_that_libtorch_refuses_at_its_end() {
+    let Some(gpu) = gpu() else { return };
+    let (adamw, muon) = (Program::new(AdamW::default()), Program::new(Muon::default()));
+    let random = MasterWeights::StochasticRounding { seed: 3 };
+    for program in [
+        Program { states: States::EightBit, hidden: 256, ..adamw },
+        Program { states: States::BFloat16, hidden: 256, ..muon },
+        Program { kind: Kind::BFloat16, masters: random, ..adamw },
+    ] {
+        let [mut training, mut twin] = [(); 2].map(|()| Training::new(program, gpu.device));
+        let [mut graph, mut eager] = [(); 2].map(|()| Captured::new(gpu.device).unwrap());
+        refused_at_its_end(&mut training, &mut graph);
+        for i in 0..3 {
+            take(&mut twin, &mut eager, i).unwrap();
+        }
+        for i in 4..16 {
+            // The graph is gone while an iteration runs without one.
+            if i == 10 {
+                graph = Captured::new(gpu.device).unwrap();
+                for training in [&mut training, &mut twin] {
+                    training.feed(i);
+                    drop(training.iteration().unwrap());
+                }
+            }
+            take(&mut training, &mut graph, i).unwrap();
+            eager.recapture();
+            take(&mut twin, &mut eager, i).unwrap();
+            let [ours, theirs] = [&mut training, &mut twin].map(Training::state);
+            assert_eq!(first_difference(&[ours], &[theirs]), None, "{program:?}, iteration {i}");
+        }
+        assert!(graph.is_captured());
+    }
+}
+
+/// What it keeps is read by nothing, so that nothing has to be waited for.
+#[test]
+fn a_capture_that_libtorch_refuses_keeps_nothing_of_later_steps() {
+    let (Some(gpu), Some(simulation)) = (gpu(), Simulation::find()) else { return };
+    let mut training = Training::new(Program::new(AdamW::default()), gpu.device);
+    let program = Program { states: States::EightBit, hidden: 256, ..training.program };
+    let mut low_bit = Training::new(program, gpu.device);
+    let mut graph = Captured::new(gpu.device).unwrap();
+    refused_at_its_end(&mut training, &mut graph);
+    for i in 0..3 {
+        low_bit.feed(i);
+        drop(low_bit.iteration().unwrap());
+    }
+    let ((), counts) = simulation.count(|| drop(graph));
+    assert_eq!(counts.host_syncs, 0);
 }
 
 #[test]

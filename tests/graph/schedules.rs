@@ -86,6 +86,34 @@ fn a_schedule_follows_the_steps_that_were_taken() {
     same_for(Program::new(AdamW::default()), warm_up_and_cosine(), 1500);
 }
 
+/// Nothing reads from the device, so that the host may learn how far it has come when the table has ended.
+#[test]
+fn a_schedule_follows_a_device_of_which_nothing_is_read() {
+    let Some(gpu) = gpu() else { return };
+    let (program, iterations) = (Program::new(AdamW::default()), 2300);
+    let mut training = Training::new(program, gpu.device);
+    training.scheduler = Some(warm_up_and_cosine().build(&mut training.opt).unwrap());
+    let mut graph = Captured::new(gpu.device).unwrap();
+    for i in 0..iterations {
+        training.feed(i);
+        if i == 1500 {
+            graph.recapture();
+        }
+        drop(graph.replay(|| training.iteration()).unwrap());
+    }
+    let (mut eager, there) = on_host(program, warm_up_and_cosine(), iterations, gpu.device);
+    let same = |(one, other): (&Tensor, &Tensor)| {
+        one.view_dtype(Kind::Int).equal(&other.view_dtype(Kind::Int))
+    };
+    assert!(weights(&training).iter().zip(there.last().unwrap()).all(same));
+    let [one, other] = [&mut training, &mut eager].map(|training| {
+        let scheduler = training.scheduler.as_mut().unwrap();
+        scheduler.catch_up().unwrap();
+        (scheduler.steps(), scheduler.skipped(), scheduler.lrs().to_vec())
+    });
+    assert_eq!(one, other);
+}
+
 #[test]
 fn every_kind_of_schedule_and_rate_is_followed() {
     let schedules: [Schedule; 3] = [

@@ -30,6 +30,9 @@ const SUITES: [&str; 10] = [
 /// What they capture is launched by replays, which no operator is asked for, so that it is not compared.
 const OF_GRAPHS: [&str; 1] = ["graph"];
 
+/// Those that depend on when answers arrive run again with answers that arrive only when the host waits.
+const OF_LATE_ANSWERS: [&str; 2] = ["records::", "schedules::"];
+
 /// Two ranks on two devices, over the real ProcessGroupNCCL, and two hosts whose link is cut, where NCCL's threads may
 /// read from the store forever. The other tests of `distributed` are about Gloo, and pass there, too, in seven minutes.
 const OF_NCCL: [&str; 5] = ["--test", "distributed", "--", "nccl::", "hosts::"];
@@ -99,6 +102,9 @@ pub(crate) fn test(workspace: &Workspace) -> Result<()> {
     let mut tests = on_simulation::on_counted_devices(workspace, OF_GRAPHS);
     null_cuda.apply(Numbers::Cpu, &mut tests);
     show(&mut tests)?;
+    let mut tests = on_simulation::on_counted_devices(workspace, OF_GRAPHS);
+    null_cuda.apply(Numbers::Cpu, &mut tests);
+    show(tests.env("SIMULATED_CUDA_LAG", "never").arg("--").args(OF_LATE_ANSWERS))?;
     let mut tests = on_simulation::on_counted_devices(workspace, []);
     null_cuda.apply(Numbers::Cpu, &mut tests);
     show(tests.args(OF_NCCL))?;
