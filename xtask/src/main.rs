@@ -29,6 +29,7 @@ mod on_simulation;
 mod oracle;
 mod package;
 mod pictures;
+mod planted;
 mod process;
 mod recipes;
 mod release;
@@ -56,6 +57,8 @@ usage: cargo xtask <command>
   simulate [--tch V] command…        runs any program on two simulated GPUs and prints what it cost them
   null-cuda [--values] command…      runs any program on the real libtorch_cuda without a GPU and prints what its
                                      host code did; with the numbers of the CPU's kernels, or none
+  planted [name…]                    plants the faults of tests/planted one by one, and demands that a test fails; all of
+                                     them or those whose names have a word in them
   sanitize [args…]                   runs tests with the C++ under address and undefined-behaviour
                                      sanitizers, after planted faults were found; args are those of cargo test
   bench [--tch V] [filter...]        times this crate beside Python and plain tch, on one core; all benchmarks or
@@ -104,6 +107,7 @@ fn dispatch() -> Result<ExitCode> {
         "demo" => demo::run(args)?,
         "test" => test::run(args)?,
         "sanitize" => sanitize::run(args)?,
+        "planted" => planted::run(args)?,
         "simulate" => return simulate::run(args),
         "null-cuda" => return null_cuda::run(args),
         "bench" => bench::run(args)?,

@@ -12,8 +12,8 @@ use crate::steps::{Beside, Steps};
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::{self, Workspace};
 use crate::{
-    fuzz, layers, links, msrv, on_null_cuda, on_simulation, package, recipes, sanitize, surface,
-    tools,
+    fuzz, layers, links, msrv, on_null_cuda, on_simulation, package, planted, recipes, sanitize,
+    surface, tools,
 };
 
 const FUZZ_SECONDS: u32 = 10;
@@ -98,6 +98,7 @@ fn check(steps: &mut Steps) -> Result<Workspace> {
     steps.run("links between the pages", links::check)?;
     steps.run("layers of the source", layers::check)?;
     steps.run("minimum Rust version", msrv::check)?;
+    steps.run("planted faults", planted::check)?;
     steps.run("contents of the package", package::check_contents)?;
     steps.run(
         "the packed crate with the oldest dependencies, and its documentation",

@@ -44,6 +44,11 @@ impl Workspace {
         Ok(workspace)
     }
 
+    /// The same workspace in another folder, such as a shadow with planted faults.
+    pub(crate) fn moved(self, dir: PathBuf) -> Self {
+        Self { dir, target: Some(target()), ..self }
+    }
+
     /// `cargo <command>` with this workspace's libtorch and Python.
     pub(crate) fn cargo(&self, command: &str) -> Command {
         let mut cargo = process::cargo();
