@@ -205,7 +205,7 @@ mod tests {
         opt.set_momentum_group(1, 0.7).unwrap();
         ffi::testing_as_other_device(other);
         let number = |value: f64| Tensor::from(value as f32);
-        for step in 0..PARTS.len() {
+        for (step, (is_scaled, is_clipped, is_flagged)) in PARTS.into_iter().enumerate() {
             opt.zero_grad().unwrap();
             // A parameter without a gradient in some steps has another count of them.
             for (index, leaf) in
@@ -218,7 +218,6 @@ mod tests {
                 opt.accumulate_in_f32().unwrap();
             }
             let (scale, clip, found) = (number(48.0), number(0.37), number(f64::from(step == 4)));
-            let (is_scaled, is_clipped, is_flagged) = PARTS[step];
             let mut parts = Step::default();
             parts = if is_scaled { parts.with_grad_scale(&scale) } else { parts };
             parts = if is_clipped { parts.with_clip_factor(&clip) } else { parts };
