@@ -21,10 +21,10 @@ use tch_amp::{GradScaler, Policy, function, half, jit};
 use crate::alone;
 use crate::common::descent::Descent;
 use crate::common::files::Folder;
-use crate::common::for_each_device;
 use crate::common::own_arithmetic::{
     Job, assert_obeys_no_region, backward_of, large, leaves, loss_of, sum_of,
 };
+use crate::common::{for_each_device, to_f64};
 
 const F32: Kind = Kind::Float;
 
@@ -308,7 +308,9 @@ const JOBS: &[Job] = &[
                 let mut ema = Ema { decay: 0.9, warmup: true, debias: true, ..Ema::default() }
                     .build(&vs)
                     .unwrap();
-                let mut swa = Swa::default().build(&vs).unwrap();
+                let mut swa = None;
+                within(&mut || swa = Some(Swa::default().build(&vs).unwrap()));
+                let mut swa = swa.unwrap();
                 for _ in 0..3 {
                     (&w * 100.0).sum(kind).backward();
                     within(&mut || {
@@ -642,6 +644,13 @@ const JOBS: &[Job] = &[
                 seed.backward();
             });
             results.tensor(&x.grad());
+            let mut cast = None;
+            within(&mut || {
+                let double = function(|_, x| Ok(x[0] * 1.0), |_, g| Ok(&g[0] * 1.0));
+                cast = Some(double.cast_inputs(Kind::Double).apply(&[&x]).unwrap());
+            });
+            // Outside of all regions nothing is cast.
+            results.value(to_f64(&cast.unwrap()));
         },
     },
     Job {
