@@ -11,9 +11,6 @@ use std::str::FromStr;
 use tch::{Cuda, Device};
 use tch_amp::Amp;
 
-#[path = "../../src/error/nearest.rs"]
-mod nearest;
-
 /// An option: its name, what `--help` says of it, and what takes it, with its value from [`Arguments`].
 pub type Flag<T> = (&'static str, &'static str, fn(&mut T, &mut Arguments<'_>) -> Result<()>);
 
@@ -261,9 +258,12 @@ pub trait OwnOptions: Sized + 'static {
 
 /// What is said of an argument that is none of the options that are known.
 pub fn unknown<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> String {
-    match nearest::nearest(name, known) {
-        Some(nearest) => format!("unknown argument {name}, did you mean {nearest}?"),
-        None => format!("unknown argument {name}:"),
+    let distances = known.into_iter().map(|known| (strsim::osa_distance(name, known), known));
+    match distances.min() {
+        Some((distance, nearest)) if 3 * distance <= nearest.len() => {
+            format!("unknown argument {name}, did you mean {nearest}?")
+        }
+        _ => format!("unknown argument {name}:"),
     }
 }
 

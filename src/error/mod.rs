@@ -9,7 +9,6 @@ mod checkpoint;
 mod distributed;
 mod function;
 mod gradient;
-mod nearest;
 mod optimizer;
 mod policy;
 mod scaler;

@@ -4,8 +4,6 @@ use std::io::{self, Write};
 
 use serde::de::{Deserialize, Deserializer, Error as _};
 
-use crate::error::nearest::nearest;
-
 /// How many causes of an error its text includes. The limit ends the loop for a user's error that is its own cause.
 const MOST_CAUSES: usize = 64;
 
@@ -84,6 +82,18 @@ where
         if named == text { error } else { D::Error::custom(named) }
     })
 }
+
+/// Returns the known name that an unknown one is likely to be a misspelling of: that with the fewest differing letters,
+/// unless more than a third of them differ.
+fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    // Names are short, and what a damaged file has in place of one may not be.
+    let name: String = name.chars().take(MOST_LETTERS).collect();
+    let distances = known.into_iter().map(|known| (strsim::osa_distance(&name, known), known));
+    let (distance, nearest) = distances.min_by_key(|(distance, _)| *distance)?;
+    (3 * distance <= name.len().max(nearest.len())).then_some(nearest)
+}
+
+const MOST_LETTERS: usize = 100;
 
 /// Returns serde's message, and if it is about an unknown key or name, with the known one that is nearest.
 pub(crate) fn with_nearest(message: &str) -> String {
@@ -185,6 +195,24 @@ mod tests {
         ] {
             assert_eq!(Number(number).to_string(), shown);
         }
+    }
+
+    #[test]
+    fn a_misspelling_has_a_nearest_name_and_another_word_has_none() {
+        let known = ["operator", "run_as", "at_least", "below"];
+        for (name, wanted) in [
+            ("bellow", Some("below")),
+            ("belwo", Some("below")),
+            ("operater", Some("operator")),
+            ("atleast", Some("at_least")),
+            ("below", Some("below")),
+            ("dtype", None),
+            ("", None),
+        ] {
+            assert_eq!(nearest(name, known), wanted, "{name}");
+        }
+        assert_eq!(nearest("below", []), None);
+        assert_eq!(nearest(&"below".repeat(100_000), known), None);
     }
 
     #[test]
