@@ -124,7 +124,7 @@ void lower_mask(c10::IValue *arguments) {
   if (!arguments[3].isTensor() || !arguments[3].toTensor().is_floating_point()) return;
   const Tensor &mask = arguments[3].toTensor();
   const Tensor largest = mask.detach().amax(-1, /*keepdim=*/true);
-  // A row without any key stays one.
+  // A row that is -inf everywhere has no key, and stays as it is: -inf - -inf would be NaN.
   arguments[3] = mask - largest.masked_fill(largest.isneginf(), 0);
 }
 

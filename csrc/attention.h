@@ -12,8 +12,8 @@ namespace tamp {
 // many bytes. What libtorch refuses cannot.
 bool can_be_composed(c10::ArrayRef<c10::IValue> arguments, uint64_t most_bytes);
 
-// Subtracts from each row of such a call's mask its largest number, which changes no probability. Half precision has no
-// digits left for the scores beside a large number. Call it before the mask is cast.
+// Subtracts from each row of such a call's mask the largest number in it. That changes no probability, and keeps the
+// scores, for which half precision has no digits left beside a large number. Call it before the mask is cast.
 void lower_mask(c10::IValue *arguments);
 
 // Composes such a call, whose arguments have been cast. Rows without any key are zero, as are their gradients.

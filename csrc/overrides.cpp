@@ -51,7 +51,7 @@ struct Override {
   std::vector<Rule> rules;  // of which the last that applies counts
   Measure measure;
   bool normalizes;  // whether it writes running statistics
-  bool pointwise;   // whether its backward is, too, and has no products
+  bool pointwise;   // whether it works element by element, so that its backward has no products to be cast
 
   // The rule for a call, or null.
   const Rule *find(c10::ArrayRef<IValue> arguments) const;
@@ -188,7 +188,7 @@ class BeforeNode final : public torch::autograd::FunctionPreHook {
   }
 };
 
-// Passes this on to what a node has recorded for second derivatives.
+// Has the nodes that a node has recorded for second derivatives run without autocast, too.
 class AfterNode final : public torch::autograd::FunctionPostHook {
  public:
   variable_list operator()(const variable_list &outputs, const variable_list &) override {

@@ -74,12 +74,14 @@ impl Amp {
         }
     }
 
-    /// Decides the precision on a device. [`Auto`](Self::Auto) times matrix products of each dtype in turns, until the
-    /// middle half of what they say agrees, for at most half a second, or as long as a round of slow ones takes. It
-    /// synchronizes, once for each device in a process. The others only check the device.
+    /// Decides the precision on a device. [`Auto`](Self::Auto) times matrix products in each dtype, in turns, until the
+    /// middle half of the measured ratios is on one side of 1.5. That takes at most about half a second, or one round
+    /// of products if these are slower, and synchronizes, once for each device in a process. The others only check the
+    /// device.
     ///
     /// A run that is resumed keeps its precision if the [`MixedPrecision`] is a part of its checkpoint. With several
-    /// ranks, `agree_over` of the feature `distributed` makes the choice of the first that of all.
+    /// ranks, call `MixedPrecision::agree_over` of the feature `distributed`, which gives all of them the choice of
+    /// rank 0.
     ///
     /// # Errors
     ///
@@ -353,7 +355,8 @@ impl MixedPrecision {
     /// # Errors
     ///
     /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch), on all ranks and before anything
-    /// else is communicated, if they have named different precisions, or one has measured and another has not;
+    /// else is communicated, if they have named different precisions, or one has measured and another has not: name the
+    /// same precision on all ranks, or restore the same checkpoint on all of them before this call.
     /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not
     /// answer. Nothing is changed then.
     ///
@@ -448,16 +451,21 @@ impl Stateful for MixedPrecision {
         state.whole_value(&self.state())
     }
 
-    /// Prepares to take the saved dtype and plan, on the device that the precision has. The plan of another platform is
-    /// [`AutocastError::PlanElsewhere`](crate::autocast::AutocastError::PlanElsewhere): leave the precision out of the
-    /// restore, and make it anew.
+    /// Prepares to take the saved dtype and plan, on the device that the precision has.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for a state that no precision has saved;
+    /// [`AutocastError::PlanElsewhere`](crate::autocast::AutocastError::PlanElsewhere) for the plan of another
+    /// platform: leave the precision out of the restore, and make it anew; [`Error::DeviceUnavailable`].
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
         let restored = self.restored(saved)?;
         Ok(Prepared::new(move || *self = restored))
     }
 }
 
-/// Saves like the precision itself, and is restored only from a checkpoint of the same one, which a restore checks.
+/// Saves the dtype and the plan. A shared reference cannot be changed, so that a restore only checks that the
+/// checkpoint has the same precision, and fails otherwise.
 impl Stateful for &MixedPrecision {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
         state.whole_value(&self.state())

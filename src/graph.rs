@@ -129,13 +129,13 @@ impl<T> Captured<T> {
 
     /// Takes one iteration of the training: runs `iteration`, captures and replays it, or replays it.
     ///
-    /// At least three calls run the iteration. Further calls run it with SGD's momentum until a first step has been
-    /// taken, and after a change that replays do not follow, such as a write to weights that have master weights. Then
-    /// it is captured, which synchronizes. From then on `iteration` is not called any more, and nothing that
-    /// it does on the host happens: one launch repeats its work on the device, after a copy of the learning rates if
-    /// they have changed. A replay does not synchronize, except for a
-    /// [`Scheduler`](crate::schedule::Scheduler) in the iteration when the device is a thousand iterations late, or near
-    /// the end of a schedule that ends.
+    /// At least three calls run the iteration, and further calls run it as long as it cannot be captured yet: until a
+    /// first step has been taken if SGD has momentum, and once more after a change that replays do not follow, such as
+    /// a write to weights that have master weights. Then it is captured, which synchronizes. From then on `iteration`
+    /// is not called any more, and nothing that it does on the host happens: one launch repeats its work on the device,
+    /// after a copy of the learning rates if they have changed. A replay does not synchronize, except for a
+    /// [`Scheduler`](crate::schedule::Scheduler) in the iteration when the device is a thousand iterations late, or
+    /// near the end of a schedule that ends.
     ///
     /// The iteration has to read its batch from the same tensors each time, drop the gradients by `zero_grad` or one of
     /// the `backward_step` calls, step the optimizer itself, and leave no window of an

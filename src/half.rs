@@ -53,7 +53,8 @@ pub fn from_slice<T: HalfElement>(numbers: &[T]) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`] for a tensor of another dtype or an undefined one, and [`Error::Torch`] for a tensor that is not dense.
+/// [`Error::InvalidArgument`] for a tensor of another dtype or an undefined one, and [`Error::Torch`] for a tensor that
+/// is not dense.
 ///
 /// # Examples
 ///

@@ -292,7 +292,8 @@ fn nested_calls_and_several_inputs_and_outputs() {
     assert_eq!(run(true), run(false));
 }
 
-/// libtorch leaves the gradients of both terms of a sum in one memory, to which a part must not add what belongs to one.
+/// libtorch leaves the gradients of both terms of a sum in one memory, to which a part must not add what belongs to
+/// one.
 #[test]
 fn gradients_that_the_rest_of_the_pass_left_in_one_memory_are_told_apart() {
     let _random = random();

@@ -256,7 +256,7 @@ pub trait OwnOptions: Sized + 'static {
     }
 }
 
-/// What is said of an argument that is none of the options that are known.
+/// Returns the message for an unknown argument, with the nearest known option.
 pub fn unknown<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> String {
     let distances = known.into_iter().map(|known| (strsim::osa_distance(name, known), known));
     match distances.min() {

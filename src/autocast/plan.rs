@@ -28,9 +28,9 @@ pub enum RunAs {
     ///
     /// On CPUs it can be several times as fast for short sequences, and it takes more memory: the probabilities, which
     /// are kept for the backward pass, have a number in half precision for each head, query and key, and three with
-    /// dropout. The scores are rounded once to half precision, which fused kernels do not do. From a mask of numbers the
-    /// largest of each row is subtracted first, which changes no probability: beside a large number, such as -10 000 on
-    /// all keys of a padded row, half precision has no digits left for the scores.
+    /// dropout. The scores are rounded once to half precision, which fused kernels do not do. From a mask of numbers
+    /// the largest of each row is subtracted first, which changes no probability: beside a large number, such as -10000
+    /// on all keys of a padded row, half precision has no digits left for the scores.
     Composed {
         /// The limit on the bytes of these probabilities in one call. Where they would take more, and for calls that
         /// cannot be composed, such as those with f64, the rule does not apply.
@@ -187,8 +187,8 @@ impl fmt::Display for Platform {
     doc = "An [`insight::Tuner`](crate::insight::Tuner) measures which plan is the fastest for a model. "
 )]
 /// A plan holds on the [`Platform`] for which it was made, and regions elsewhere refuse it. Its serialized form has a
-/// version under the key `_version`: one of a newer version is refused, and so is an unknown key, with the nearest known
-/// one in the message. PyTorch has no counterpart.
+/// version under the key `_version`: one of a newer version is refused, and so is an unknown key, with the nearest
+/// known one in the message. PyTorch has no counterpart.
 ///
 /// # Examples
 ///

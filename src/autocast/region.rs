@@ -104,8 +104,8 @@ impl Autocast {
     }
 
     /// Switches autocast on (the default) or off inside the region. A disabled region inside an enabled one runs its
-    /// operations in the dtypes of their inputs. A disabled region may name a device that cannot be used, and no operator
-    /// that does not exist.
+    /// operations in the dtypes of their inputs. A disabled region may name a device that cannot be used. The operators
+    /// that it names must exist.
     ///
     /// # Examples
     ///
@@ -128,9 +128,10 @@ impl Autocast {
     /// use the same weights in regions of different dtypes at the same time.
     ///
     /// As in libtorch, an outermost region that opens or ends on any thread empties the cache of all. While other
-    /// threads have regions, or step, a weight that a region uses several times is therefore cast once in one run and
-    /// again in another, and the gradients of its uses are added in half precision or in f32. The numbers stay right,
-    /// but their last bits differ from run to run; with the cache off they do not.
+    /// threads open or close regions, or step, a weight that a region uses several times is therefore cast once in one
+    /// run and several times in another, and the gradients of its uses are added in half precision or in f32. The
+    /// numbers stay within the precision of the dtype, but their last bits differ from run to run; with the cache off
+    /// they do not.
     pub fn cache(mut self, cache: bool) -> Self {
         self.cache = Some(cache);
         self
@@ -150,10 +151,11 @@ impl Autocast {
     /// overridden.
     ///
     /// Other threads and other regions are not affected. An overridden operator takes about 0.1 µs longer than with
-    /// casts by hand, and 0.3 µs more if its gradients are recorded and it does not work element by element. An operator
-    /// that only other regions of the program name takes 0.1 µs longer in this one, and all others cost nothing extra.
-    /// The first region with a list of names takes 0.5 ms more to look them up among libtorch's operators, and the first
-    /// in a program 4 ms. The list is kept until the program ends, once however often it is used.
+    /// casts by hand, and 0.3 µs more if its gradients are recorded and it does not work element by element. An
+    /// operator that only other regions of the program name takes 0.1 µs longer in this one, and all others cost
+    /// nothing extra. The first region with a list of names takes 0.5 ms more to look them up among libtorch's
+    /// operators, and the first in a program 4 ms. The list is kept until the program ends, once however often it is
+    /// used.
     ///
     /// # Errors
     ///
@@ -193,11 +195,11 @@ impl Autocast {
         self
     }
 
-    /// Runs the operators as a plan says: sets the dtype of the region and switches it on, or off for a plan in f32, and
-    /// adds the rules of the plan, which are inherited and overridden like those of [`keep_in_f32`](Self::keep_in_f32)
-    /// and cost the same. Of several calls of this, [`dtype`](Self::dtype) and [`enabled`](Self::enabled), the last
-    /// wins; `dtype` does not switch a region on. Make the region once, outside of the training loop. PyTorch has no
-    /// counterpart.
+    /// Runs the operators as a plan says: sets the dtype of the region and switches it on, or off for a plan in f32,
+    /// and adds the rules of the plan, which are inherited and overridden like those of
+    /// [`keep_in_f32`](Self::keep_in_f32) and cost the same. Of several calls of this, [`dtype`](Self::dtype) and
+    /// [`enabled`](Self::enabled), the last wins; `dtype` does not switch a region on. Make the region once, outside of
+    /// the training loop. PyTorch has no counterpart.
     ///
     /// # Errors
     ///

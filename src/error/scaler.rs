@@ -83,7 +83,7 @@ pub enum ScalerError {
     /// The call would end the iteration of an optimizer that was unscaled and not stepped, so that its next step would
     /// divide its gradients a second time.
     #[error(
-        "{call} ends the iteration, but the gradients of an optimizer are unscaled and it has not been stepped: call step with it first, or abandon to leave its step out"
+        "{call} would end the iteration while an optimizer has been unscaled and not stepped: call step with that optimizer first, or abandon to leave its step out"
     )]
     StepDue {
         /// The name of the method.

@@ -63,8 +63,8 @@ use random::RandomStates;
 /// Both runs have the autocast state of the call and the same random numbers: the generator of the CPU and those of the
 /// inputs' devices are set back for the second run, and continue afterwards as if it had not happened
 /// (`preserve_rng_state` in PyTorch). The backward pass through the second run has the autocast state of the backward
-/// pass around it, so that a part that a region inside keeps in f32 has gradients in f32. Calls may be nested. If no gradients are recorded, under `tch::no_grad` for
-/// instance, `f` simply runs. Does not synchronize.
+/// pass around it, so that operators that a region in `f` keeps in f32 have their gradients computed in f32. Calls may
+/// be nested. If no gradients are recorded, under `tch::no_grad` for instance, `f` simply runs. Does not synchronize.
 ///
 /// `f` must compute the same both times:
 ///

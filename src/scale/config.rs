@@ -79,13 +79,13 @@ pub struct GradScalerConfig {
     /// Whether fp16 gradients, which belong to fp16 parameters, may be unscaled. Unscaling in fp16 loses small values,
     /// which is why PyTorch refuses it. Defaults to `false`.
     pub allow_fp16_gradients: bool,
-    /// Whether to warn on stderr, once for each scaler, if every step of its first 20 iterations was skipped: then
-    /// something is wrong, and nothing is trained. Defaults to `true`. It is no part of the state, and a state that is
-    /// loaded does not count as a step. See [the page on common errors](crate::guide::errors).
+    /// Whether to warn on stderr, once for each scaler, if all of its first 20 iterations that had a step have skipped
+    /// it, so that nothing was trained. Defaults to `true`. The option is not saved, and a loaded state does not count
+    /// as a step. See [the page on common errors](crate::guide::errors).
     ///
     /// This never synchronizes. On a GPU it copies the outcome of the 20th iteration to the host, and the outcomes
-    /// before it only if that was skipped; the warning comes when they have arrived. A captured graph ends it, because
-    /// the host does not see what replays do. PyTorch does not warn.
+    /// before it only if that was skipped; the warning comes when they have arrived. Once a graph is captured, the
+    /// scaler no longer warns, because the host does not see what replays do. PyTorch does not warn.
     pub warn_of_skips: bool,
 }
 

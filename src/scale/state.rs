@@ -113,7 +113,7 @@ impl GradScalerState {
             max_consecutive_skips,
             error_at_min_scale,
             allow_fp16_gradients,
-            // A habit of the program, not of the run.
+            // An option of the program, which a state does not change.
             warn_of_skips: _,
         } = *config;
         let Trackers { mirror: Mirror { scale, tracker, counts }, skips } = trackers;

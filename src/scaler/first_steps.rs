@@ -6,7 +6,7 @@ use crate::ffi::Arrival;
 use crate::scale::Number;
 use crate::scaler::outcome::{Answer, StepOutcome, Taken};
 
-/// After how many iterations without a step that was taken a scaler warns. 16 halvings take the default scale to 1.
+/// After how many iterations, all of them skipped, a scaler warns. 20 halvings take the default scale to 0.0625.
 const ITERATIONS: u32 = 20;
 
 /// What a scaler's first iterations did, until it is known that a step was taken, or that none was.
@@ -26,7 +26,7 @@ pub(crate) enum FirstSteps {
     },
     /// All were skipped, and the scales are on their way to the host.
     Skipped(Vec<Scale>),
-    /// A step was taken, the warning is printed, or nobody wants to know.
+    /// A step was taken, the warning is printed, or the warning is switched off.
     Over,
 }
 
@@ -38,7 +38,7 @@ pub(crate) enum Scale {
 }
 
 impl FirstSteps {
-    /// Looks at the steps that follow, if the scaler is to warn.
+    /// Begins to watch the steps of a scaler if it `warns`.
     pub(crate) fn new(warns: bool) -> Self {
         match warns {
             true => Self::Open { iterations: 0, has_step: false, unknown: Vec::new() },
@@ -52,7 +52,7 @@ impl FirstSteps {
         match outcome.answer() {
             Answer::Known(Taken::NoGradients) => {}
             Answer::Known(Taken::Skipped) => *has_step = true,
-            // Replays do nothing on the host, so that it does not learn of more.
+            // Replays run nothing on the host, which therefore learns nothing of later steps.
             Answer::OnDevice(_) if capture::is_capturing() => *self = Self::Over,
             Answer::OnDevice(_) => {
                 *has_step = true;
@@ -101,7 +101,7 @@ impl FirstSteps {
 fn were_skipped(unknown: &mut Vec<Answer>) -> Option<bool> {
     let skipped = |answer: &Answer| match answer.poll() {
         Ok(taken) => taken.map(|taken| !taken),
-        // What cannot be read is nothing to warn of.
+        // An answer that cannot be read gives no reason to warn.
         Err(_) => Some(false),
     };
     while let Some(answer) = unknown.last() {

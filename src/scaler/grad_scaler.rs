@@ -192,8 +192,8 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`ScalerError::Dtype`] for an integer, boolean or complex tensor, and [`Error::InvalidArgument`] for an undefined
-    /// one.
+    /// [`ScalerError::Dtype`] for an integer, boolean or complex tensor, and [`Error::InvalidArgument`] for an
+    /// undefined one.
     ///
     /// # Examples
     ///

@@ -57,8 +57,8 @@ impl Rates {
     }
 }
 
-/// What a program has set in the groups of an optimizer since a schedule has. The other numbers follow the schedule, also
-/// when it takes a step back.
+/// What a program has set in the groups of an optimizer since a schedule has. The other numbers follow the schedule,
+/// also when it takes a step back.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Changes {
     lrs: Vec<Option<f64>>,

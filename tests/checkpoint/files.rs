@@ -309,8 +309,8 @@ fn an_averaged_model_becomes_averages_and_back() {
     }
 }
 
-/// The first update of averages takes the weights as they are, and the later ones have the weights that they have without
-/// a file.
+/// The first update of averages takes the weights as they are, and the later ones have the weights that they have
+/// without a file.
 #[test]
 fn averages_that_python_has_not_updated_yet_begin_with_the_first_update() {
     let Some(files) = files() else { return };

@@ -497,8 +497,8 @@ fn a_state_is_loaded_bit_by_bit_and_converted_to_other_modes() {
     }
 }
 
-/// Codes are converted a part of 2^20 numbers at a time. A block's codes depend on its own numbers alone, so that shorter
-/// tensors, each in a part of its own, have those of a longer one.
+/// Codes are converted a part of 2^20 numbers at a time. A block's codes depend on its own numbers alone, so that
+/// shorter tensors, each in a part of its own, have those of a longer one.
 #[test]
 fn moments_of_several_parts_are_converted_like_those_of_one() {
     const PIECE: usize = 3 << 18;

@@ -579,8 +579,8 @@ fn a_model_that_is_converted_in_place_goes_on_with_its_optimizers_own_state() {
     });
 }
 
-/// The masters of each mode, of a model that is f32 or f64 by now, keep the bits that half precision lacks, except where
-/// something else was written since.
+/// The masters of each mode, of a model that is f32 or f64 by now, keep the bits that half precision lacks, except
+/// where something else was written since.
 #[test]
 fn masters_of_parameters_that_were_cast_are_saved_unless_these_were_written_to() {
     let modes = [

@@ -1,8 +1,8 @@
 """Reads the f32 numbers of an input of 5 x 8 and a weight of 8 x 3 as hexadecimal bytes, a line each.
 
-Prints the gradients of both, in the same form, for a product that torch.utils.checkpoint recomputes in a bf16 region: for
-each kind of checkpointing, as it is and with autocast switched off inside, after a backward outside and inside of the
-region.
+Prints the gradients of both, in the same form, for a product that torch.utils.checkpoint recomputes in a bf16 region:
+for each kind of checkpointing, with autocast switched off inside and as it is, after a backward outside and inside of
+the region.
 """
 
 import sys

@@ -21,8 +21,8 @@ pub(crate) fn make(target: &Path, pair: Pair) -> Result<PathBuf> {
     Ok(dir)
 }
 
-/// Creates or refreshes the shadow `name` below `target`, with the lock of the repository. The folders `copied` are copies,
-/// whose files may be changed: the next call restores them.
+/// Creates or refreshes the shadow `name` below `target`, with the lock of the repository. The folders `copied` are
+/// copies, whose files may be changed: the next call restores them.
 pub(crate) fn make_with_copies(target: &Path, name: &str, copied: &[&str]) -> Result<PathBuf> {
     let (root, dir) = (workspace::root(), target.join(name));
     mirror(&dir, copied)?;

@@ -104,9 +104,9 @@ pub struct BudgetRun {
 }
 
 impl<'a> Budget<'a> {
-    /// Creates a budget for the model of `vs`, whose half-precision runs have this region. One that is switched off, as
-    /// by a plan in f32, leaves nothing to compare: what does not depend on half precision is tested all the same, such
-    /// as that gradients are unscaled, and the report says so.
+    /// Creates a budget for the model of `vs`, whose half-precision runs have this region. A region that is switched
+    /// off, for instance by a plan in f32, leaves nothing to compare, and the report says that. What does not depend on
+    /// half precision, such as whether gradients are unscaled, is checked all the same.
     pub fn new(vs: &'a VarStore, region: Autocast) -> Self {
         Self { vs, region, runs: RUNS, scale: SCALE, unused: Vec::new() }
     }
