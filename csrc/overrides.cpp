@@ -51,7 +51,7 @@ struct Override {
   std::vector<Rule> rules;  // of which the last that applies counts
   Measure measure;
   bool normalizes;  // whether it writes running statistics
-  bool pointwise;   // whether it works element by element, so that its backward has no products to be cast
+  bool casts_back;  // whether autocast or another rule could cast what its backward computes
 
   // The rule for a call, or null.
   const Rule *find(c10::ArrayRef<IValue> arguments) const;
@@ -153,24 +153,6 @@ void write_back(const Statistics &copied) {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Calls `f` for the nodes that the calling thread has made for a tensor since its sequence number was `since`.
-template <typename F>
-void for_each_node(const at::Tensor &t, uint64_t since, const F &f) {
-  const uint64_t thread = at::RecordFunction::currentThreadId();
-  c10::SmallVector<Node *, 8> seen;
-  const auto see = [&](Node *node) {
-    // A node that adds to the gradient of a leaf has the largest number.
-    const bool is_new = node != nullptr && node->thread_id() == thread && node->sequence_nr() >= since &&
-                        node->sequence_nr() != std::numeric_limits<uint64_t>::max();
-    if (is_new && std::find(seen.begin(), seen.end(), node) == seen.end()) seen.push_back(node);
-  };
-  see(t.grad_fn().get());
-  for (size_t i = 0; i < seen.size(); ++i) {
-    for (const auto &edge : seen[i]->next_edges()) see(edge.function.get());
-    f(*seen[i]);
-  }
-}
-
 // The sequence number of the calling thread when it began to run a node without autocast.
 thread_local uint64_t node_began = 0;
 
@@ -197,17 +179,33 @@ class AfterNode final : public torch::autograd::FunctionPostHook {
   }
 };
 
-// Has the nodes that were made for a tensor run without autocast. What an operator computed in f32 has products in its
-// backward, which autocast casts in a backward pass inside of a region, whichever operator they belong to.
+// Whether a node runs without autocast already.
+bool is_marked(Node &node) {
+  const auto &hooks = node.pre_hooks();
+  const auto is_ours = [](const auto &hook) { return dynamic_cast<const BeforeNode *>(hook.get()) != nullptr; };
+  return std::any_of(hooks.begin(), hooks.end(), is_ours);
+}
+
+// Has the nodes that the calling thread has made for a tensor, since its sequence number was `since`, run without
+// autocast. What an operator computed in f32 has products in its backward, which autocast casts in a backward pass inside
+// of a region, whichever operator they belong to.
 void run_without_autocast(const at::Tensor &t, uint64_t since) {
   if (!t.defined() || !t.requires_grad() || !c10::GradMode::is_enabled()) return;
-  for_each_node(t, since, [](Node &node) {
-    const auto &known = node.pre_hooks();
-    const auto is_ours = [](const auto &hook) { return dynamic_cast<const BeforeNode *>(hook.get()) != nullptr; };
-    if (std::any_of(known.begin(), known.end(), is_ours)) return;
-    node.add_pre_hook(std::make_unique<BeforeNode>());
-    node.add_post_hook(std::make_unique<AfterNode>());
-  });
+  const uint64_t thread = at::RecordFunction::currentThreadId();
+  c10::SmallVector<Node *, 8> open;
+  const auto visit = [&](Node *node) {
+    // A node that adds to the gradient of a leaf has the largest number.
+    const bool is_new = node != nullptr && node->thread_id() == thread && node->sequence_nr() >= since &&
+                        node->sequence_nr() != std::numeric_limits<uint64_t>::max();
+    if (!is_new || is_marked(*node)) return;
+    node->add_pre_hook(std::make_unique<BeforeNode>());
+    node->add_post_hook(std::make_unique<AfterNode>());
+    open.push_back(node);
+  };
+  visit(t.grad_fn().get());
+  while (!open.empty()) {
+    for (const auto &edge : open.pop_back_val()->next_edges()) visit(edge.function.get());
+  }
 }
 
 void run_without_autocast(c10::ArrayRef<IValue> results, uint64_t since) {
@@ -231,7 +229,7 @@ void compose(torch::jit::Stack *stack, size_t count) {
 // What is to be done with a call.
 struct Found {
   const Rule *rule;
-  bool normalizes, pointwise;
+  bool normalizes, casts_back;
   c10::DeviceType device;
 };
 
@@ -242,7 +240,7 @@ std::optional<Found> find(const c10::OperatorHandle &op, c10::ArrayRef<IValue> a
   const auto device = autocast_device(arguments);
   const Rule *rule = device ? found->second.find(arguments) : nullptr;
   if (rule == nullptr) return std::nullopt;
-  return Found{rule, found->second.normalizes, found->second.pointwise, *device};
+  return Found{rule, found->second.normalizes, found->second.casts_back, *device};
 }
 
 // Called for the operators of the registry on a thread with overrides, or that averages running statistics.
@@ -252,7 +250,7 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::St
   const CountedCall call(op, stack->data() + (stack->size() - count));
   const auto found = find(op, c10::ArrayRef<IValue>(stack->data() + (stack->size() - count), count));
   if (!found) return op.redispatchBoxed(below, stack);
-  const auto [rule, normalizes, pointwise, device] = *found;
+  const auto [rule, normalizes, casts_back, device] = *found;
   const bool f32 = rule->run_as == TAMP_RUN_F32;
   const auto dtype = f32 ? at::kFloat : at::autocast::get_autocast_dtype(device);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -268,7 +266,7 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::St
   const uint64_t began = at::sequence_number::peek();
   op.redispatchBoxed(below - c10::autocast_dispatch_keyset, stack);
   write_back(copied);
-  if (!f32 || pointwise) return;
+  if (!f32 || !casts_back) return;
   const size_t results = op.schema().returns().size();
   run_without_autocast(c10::ArrayRef<IValue>(stack->data() + (stack->size() - results), results), began);
 }
@@ -312,8 +310,9 @@ bool can_be_cast(const std::string &name, const c10::FunctionSchema &schema) {
          std::none_of(returns.begin(), returns.end(), is_alias);
 }
 
-// Adds a rule for the overloads of an operator. Returns what is wrong, or TAMP_OVERRIDE_OK.
-uint8_t add(Overrides &to, const std::vector<c10::OperatorName> &known, const tamp_rule &added_rule) {
+// Adds a rule for the overloads of an operator to a list that may have rules for half precision. Returns what is wrong,
+// or TAMP_OVERRIDE_OK.
+uint8_t add(Overrides &to, const std::vector<c10::OperatorName> &known, const tamp_rule &added_rule, bool has_half) {
   const std::string name = added_rule.name;
   const Rule rule{added_rule.at_least, added_rule.below, added_rule.most_bytes, added_rule.run_as};
   if (rule.run_as == TAMP_RUN_COMPOSED && name != "aten::scaled_dot_product_attention") return TAMP_OVERRIDE_WHOLE;
@@ -328,7 +327,8 @@ uint8_t add(Overrides &to, const std::vector<c10::OperatorName> &known, const ta
     auto &override = to[candidate];
     override.measure = measure_of(name, op->schema());
     override.normalizes = normalizes(name, op->schema());
-    override.pointwise = op->hasTag(at::Tag::pointwise);
+    // Where an operator works element by element, so does its backward, by operators of which autocast casts none.
+    override.casts_back = has_half || !op->hasTag(at::Tag::pointwise);
     override.rules.push_back(rule);
     added = true;
   }
@@ -379,8 +379,10 @@ uint32_t tamp_overrides_add(const tamp_rule *rules, size_t count, size_t *refuse
   return tamp::guarded(err, [&]() -> uint32_t {
     const auto known = c10::Dispatcher::singleton().getAllOpNames();
     auto made = std::make_unique<tamp::Overrides>();
+    const auto is_half = [](const tamp_rule &rule) { return rule.run_as != TAMP_RUN_F32; };
+    const bool has_half = std::any_of(rules, rules + count, is_half);
     for (size_t i = 0; i < count; ++i) {
-      *problem = tamp::add(*made, known, rules[i]);
+      *problem = tamp::add(*made, known, rules[i], has_half);
       *refused = i;
       if (*problem != TAMP_OVERRIDE_OK) return 0;
     }

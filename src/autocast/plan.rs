@@ -216,7 +216,7 @@ pub struct Plan {
     /// Where the plan holds.
     pub platform: Platform,
     /// The dtype of the region, `"bf16"` or `"fp16"` as data. `None` leaves every operator in f32: the region is
-    /// switched off, and costs nothing.
+    /// switched off.
     pub dtype: Option<Kind>,
     /// The rules. Of those for an operator, the last that applies to a call counts; where none does, autocast's lists
     /// do.

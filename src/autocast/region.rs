@@ -105,7 +105,8 @@ impl Autocast {
 
     /// Switches autocast on (the default) or off inside the region. A disabled region inside an enabled one runs its
     /// operations in the dtypes of their inputs. A disabled region may name a device that cannot be used. The operators
-    /// that it names must exist.
+    /// that it names must exist. As in PyTorch, a backward pass inside of the enabled region casts their products
+    /// nevertheless: call `backward` outside of it.
     ///
     /// # Examples
     ///

@@ -135,6 +135,21 @@ fn operators_stay_in_f32_in_a_backward_pass_inside_of_the_region() {
     assert_eq!(seen(), OUTSIDE);
 }
 
+/// Its backward runs an operator that another rule of the region would cast.
+#[test]
+fn a_rule_for_half_precision_does_not_reach_the_backward_of_one_in_f32() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let gradient = |region: Autocast| {
+            let x = random_on(device, 1);
+            region.run(|| x.exp().sum(F32).backward()).unwrap();
+            x.grad()
+        };
+        let kept = Autocast::new(device).dtype(BF16).keep_in_f32(["exp"]).prefer_half(["mul"]);
+        assert_eq!(gradient(kept), gradient(Autocast::new(device).enabled(false)));
+    });
+}
+
 #[test]
 fn operators_run_in_half_precision_forward_and_backward() {
     let _alone = alone();
