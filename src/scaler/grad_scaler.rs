@@ -219,7 +219,7 @@ impl GradScaler {
 
     /// Refuses to capture an iteration that begins with the records of another one, and forgets those of a capture that
     /// has failed.
-    fn refuse_open_iteration(&self) -> Result<()> {
+    pub(super) fn refuse_open_iteration(&self) -> Result<()> {
         let Some(number) = self.scale.number() else { return Ok(()) };
         if number.take_loss() {
             self.iteration()?.close();

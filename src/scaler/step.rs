@@ -391,6 +391,8 @@ impl GradScaler {
         step: impl FnOnce(&mut Self, &mut dyn AmpOptimizer) -> Result<StepOutcome>,
     ) -> Result<StepOutcome> {
         ensure_defined("loss", loss)?;
+        // First, since what a failed capture has left is not due.
+        self.refuse_open_iteration()?;
         self.iteration.get_mut().refuse_due(call)?;
         let scaled = self.scale(loss)?;
         drop_gradients(optimizer)?;

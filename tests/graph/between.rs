@@ -311,6 +311,30 @@ fn the_rest_of_another_iteration_is_not_captured() {
 }
 
 #[test]
+fn what_a_failed_capture_has_unscaled_is_not_due() {
+    let Some(gpu) = gpu() else { return };
+    let Weight { w, mut opt } = Weight::new(gpu.device, 0.25);
+    let mut scaler = GradScaler::new(gpu.device).unwrap();
+    let mut graph = Captured::new(gpu.device).unwrap();
+    for i in 0..4 {
+        let replayed = graph.replay(|| {
+            opt.zero_grad()?;
+            scaler.backward(&w.sum(Kind::Float))?;
+            scaler.unscale_(&mut opt)?;
+            if i == 3 {
+                return Err(Error::Torch("a planted failure".to_owned()));
+            }
+            scaler.step(&mut opt)?;
+            scaler.update()
+        });
+        assert_eq!(replayed.is_err(), i == 3);
+    }
+    let outcome = scaler.backward_step(&mut opt, &w.sum(Kind::Float)).unwrap();
+    assert!(outcome.is_stepped().unwrap());
+    assert!(near(w.double_value(&[0]), 0.0));
+}
+
+#[test]
 fn losses_with_scales_of_their_own_forget_a_failed_capture_and_are_noticed_when_dropped() {
     let Some(gpu) = gpu() else { return };
     let mut weight = Weight::new(gpu.device, 0.25);
