@@ -95,7 +95,7 @@ pub struct DistributedDataParallel {
     /// Whether nothing else has communicated over the group in the forward passes since the last backward pass; `None`
     /// if there were none.
     quiet_forward: Option<bool>,
-    /// The dtype of the regions of the forward passes since the last backward pass; `None` in f32.
+    /// The dtype of the region of the last forward pass whose gradients are averaged; `None` in f32.
     dtype: Option<Kind>,
 }
 
@@ -184,7 +184,9 @@ impl DistributedDataParallel {
         let begun = self.group.begun();
         let device = self.model.device();
         let (result, dtype) = first_dtype(device, || catch_unwind(AssertUnwindSafe(forward)));
-        self.dtype = self.dtype.or(dtype);
+        if self.synced_forward {
+            self.dtype = dtype;
+        }
         let result = match result {
             // The others would wait for this one in the backward pass.
             Err(panic) if self.synced_forward => self.end_and_resume(NAME, panic),
