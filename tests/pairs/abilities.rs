@@ -145,20 +145,26 @@ const NO_SUCH_CALL: [(Ability, Ability, &str); 10] = [
 const ONE_DEVICE: &str = "graphs are of one device";
 
 /// Pairs that are refused when a program runs, with a part of the error.
-const REFUSED: [(Ability, Ability, &str); 5] = [
+const REFUSED: [(Ability, Ability, &str); 4] = [
     (HostOptimizer, Graph, "an optimizer that does not take scaled gradients"),
     (Ranks, Graph, ONE_DEVICE),
     (NoSync, Graph, ONE_DEVICE),
     (Sharded, Graph, ONE_DEVICE),
-    (Penalty, Recompute, "no gradient of what is recomputed"),
 ];
+
+/// Pairs that are documented not to work together.
+const DOCUMENTED: [(Ability, Ability, &str); 1] = [(
+    Penalty,
+    Recompute,
+    "`Tensor::run_backward` returns no gradient of a weight that only a recomputed part uses",
+)];
 
 /// Why a program cannot have both, if it cannot.
 pub fn cannot_meet(one: Ability, other: Ability) -> Option<String> {
     if ONE_OF.iter().any(|options| options.contains(&one) && options.contains(&other)) {
         return Some("a program has one of them".to_owned());
     }
-    found(&NO_SUCH_CALL, one, other).map(str::to_owned)
+    found(&NO_SUCH_CALL, one, other).or_else(|| found(&DOCUMENTED, one, other)).map(str::to_owned)
 }
 
 fn found(
@@ -187,6 +193,9 @@ pub fn rows() -> String {
     }
     for (one, other, why) in NO_SUCH_CALL {
         rows += &format!("| {} | does not compile: {why} |\n", names(&[one, other]));
+    }
+    for (one, other, why) in DOCUMENTED {
+        rows += &format!("| {} | documented: {why} |\n", names(&[one, other]));
     }
     for (one, other, why) in REFUSED {
         rows += &format!("| {} | refused: \"{why}\" |\n", names(&[one, other]));

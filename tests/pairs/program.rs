@@ -201,7 +201,9 @@ impl Program {
             name.bytes().fold(0u64, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
         let mut rng = Rng::new(self.seed.wrapping_mul(1 << 20) ^ salt);
         let count = size.iter().product::<i64>();
-        let numbers: Vec<f32> = (0..count).map(|_| (rng.eighth() / 4.0) as f32).collect();
+        let numbers: Vec<f32> = (0..count)
+            .map(|_| (rng.eighth() / 4.0 + rng.below(1000) as f64 / 1e5) as f32)
+            .collect();
         Tensor::from_slice(&numbers).view(size)
     }
 
@@ -243,11 +245,7 @@ impl Program {
 
     /// The learning rate of the first step.
     pub fn lr(&self) -> f64 {
-        match (self.has(Muon), self.has(LowBit) || self.adamw && !self.has(HostOptimizer)) {
-            (true, _) => 0.05,
-            (false, true) => 0.05,
-            (false, false) => 0.1,
-        }
+        if self.has(Muon) || self.uses_adamw() { 0.05 } else { 0.1 }
     }
 
     pub fn uses_adamw(&self) -> bool {

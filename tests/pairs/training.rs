@@ -132,9 +132,7 @@ impl Model {
 pub fn region(program: &Program) -> Result<Autocast> {
     let device = program.device;
     let mut region = Autocast::new(device).dtype(program.dtype).cache(!program.has(CacheOff));
-    let is_on = program.is_on() && !program.has(OffBefore);
-    region =
-        region.enabled(is_on || program.has_any(&[PlanInF32, Composed]) && !program.has(OffBefore));
+    region = region.enabled(program.is_on() && !program.has(OffBefore));
     if program.has(Kept) {
         region = region.keep_in_f32(["matmul", "tanh"]);
         if !program.attends() {
@@ -280,9 +278,8 @@ impl<'a> Training<'a> {
     fn parts(&self) -> Vec<(i64, i64)> {
         let (ranks, rank) =
             self.group.map_or((1, 0), |group| (group.size() as i64, group.rank() as i64));
-        let parts = if self.program.has_any(&[Accumulation, NoSync]) { 2 } else { 1 };
-        let rows = ROWS / ranks / parts;
-        (0..parts).map(|part| (rank * ROWS / ranks + part * rows, rows)).collect()
+        let (rows, own) = (ROWS / self.program.parts(), self.program.parts() / ranks);
+        (rank * own..(rank + 1) * own).map(|part| (part * rows, rows)).collect()
     }
 
     /// The two halves of the loss of some rows.
@@ -306,9 +303,6 @@ impl<'a> Training<'a> {
         }
         let [first, second] = losses;
         let gradients = Tensor::f_run_backward(&[&first + &second], &self.model.p, true, true)?;
-        if gradients.iter().any(|g| !g.defined()) {
-            return Err(tch_amp::Error::Torch("no gradient of what is recomputed".to_owned()));
-        }
         let penalty: Tensor =
             gradients.iter().map(|g| g.to_kind(Kind::Float).square().sum(Kind::Float)).sum();
         Ok([first + penalty * PENALTY, second])
