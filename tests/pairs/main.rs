@@ -20,6 +20,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{GroupConfig, ProcessGroup, Store};
 
 use common::rng::Rng;
+use common::simulation::is_model;
 
 use abilities::{ALL, Ability, NEUTRAL, cannot_meet, refusal};
 use plain::Outcome;
@@ -48,8 +49,9 @@ fn bound(program: &Program, wanted: &Outcome) -> f64 {
     let passes = if program.has(Ability::Penalty) { 2.0 } else { 1.0 };
     let gradient = passes * ROUNDINGS * unit(program.precision());
     // Muon computes its five iterations in bf16, and low-bit moments are rounded in each step.
-    let is_rounded = program.has_any(&[Ability::Muon, Ability::LowBit]);
-    let step = if is_rounded { ROUNDINGS * unit(Kind::BFloat16) } else { 0.0 };
+    let rounded =
+        [Ability::Muon, Ability::LowBit].into_iter().filter(|it| program.has(*it)).count();
+    let step = rounded as f64 * ROUNDINGS * unit(Kind::BFloat16);
     // A quarter of a move is wrong by anything but rounding.
     (wanted.largest * gradient + step).min(0.25)
 }
@@ -174,8 +176,8 @@ fn program_of(seed: u64, one: Ability, other: Ability) -> Program {
         abilities.push(third);
     }
     let mut program = Program::new(seed, device, &abilities);
-    if program.has_ranks() {
-        // The ranks are threads, which gloo connects on the CPU.
+    // The ranks are threads, which gloo connects on the CPU, and simulated GPUs have no graphs.
+    if program.has_ranks() || (program.has(Ability::Graph) && is_model()) {
         program.device = Device::Cpu;
     }
     program

@@ -387,6 +387,10 @@ impl<'a> Training<'a> {
         }
         self.ddp = ddp;
         let outcome = self.step()?;
+        if self.scheduler.is_some() && !self.program.has(Graph) {
+            // Until the host knows, a schedule counts a step as taken. The plain loop knows at once.
+            let _known = outcome.is_stepped()?;
+        }
         if self.program.has(Counter) {
             self.counter.record(&outcome);
         }
