@@ -114,3 +114,23 @@ fn ranks_whose_regions_have_different_dtypes_do_not_average_their_gradients() {
         assert_eq!(results, [expected.clone(), expected], "{pair:?}");
     }
 }
+
+/// An evaluation, of which ranks may have different numbers, says nothing about the passes that follow.
+#[test]
+fn the_dtype_of_an_evaluation_is_not_that_of_the_next_backward_pass() {
+    let (off, bf16) = (Autocast::new(Device::Cpu).enabled(false), Autocast::new(Device::Cpu));
+    let results = ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let net = nn::linear(vs.root(), 4, 1, Default::default());
+        let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+        let xs = Tensor::ones([2, 4], (Kind::Float, Device::Cpu));
+        let model = || net.forward(&xs).square().mean(Kind::Float);
+        if group.rank() == 0 {
+            let evaluated = tch::no_grad(|| ddp.forward(|| bf16.run(model))).unwrap().unwrap();
+            assert!(!evaluated.requires_grad());
+        }
+        let loss = ddp.forward(|| off.run(model)).unwrap().unwrap();
+        ddp.backward(&loss).map_err(calls)
+    });
+    assert_eq!(results, [Ok(()), Ok(())]);
+}
