@@ -1,10 +1,13 @@
-// Custom autograd functions: the calls before and after forward, and during backward.
+// Custom autograd functions: the calls before and after forward, and during backward. The gradients of chosen tensors.
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/is_same_size.h>
+#include <ATen/ops/ones_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
+#include <algorithm>
 #include <optional>
 #include <unordered_set>
 #include <utility>
@@ -205,6 +208,98 @@ class Call {
 
 const FunctionNode &node(const tamp_node *n) { return *reinterpret_cast<const FunctionNode *>(n); }
 
+// The computation of the gradients of chosen tensors: all that is checked, and then the pass of the engine.
+class Grad {
+ public:
+  // A problem, and the place of its tensor.
+  struct Problem {
+    uint8_t what = TAMP_GRAD_POSSIBLE;
+    size_t place = 0;
+  };
+
+  explicit Grad(const tamp_grad_call &call) : call_(call) {}
+
+  Problem check() {
+    for (size_t i = 0; i < call_.outputs.count; ++i) {
+      if (const auto what = check_output(i); what != TAMP_GRAD_POSSIBLE) return {what, i};
+    }
+    for (size_t i = 0; i < call_.inputs.count; ++i) {
+      const auto &input = tamp::tensor(call_.inputs.tensors[i]);
+      if (!input.defined()) return {TAMP_GRAD_INPUT_UNDEFINED, i};
+      if (!input.requires_grad()) return {TAMP_GRAD_INPUT_WITHOUT_GRAD, i};
+      inputs_.push_back(torch::autograd::impl::gradient_edge(input));
+    }
+    return call_.allow_unused != 0 ? Problem() : find_unused();
+  }
+
+  // Writes the gradients only if there is no problem.
+  Problem run(tamp_tensor **gradients) {
+    auto &engine = torch::autograd::Engine::get_default_engine();
+    const bool retain = call_.retain_graph != 0, create = call_.create_graph != 0;
+    const auto found = engine.execute(outputs_, seeds_, retain, create, /*accumulate_grad=*/false, inputs_);
+    if (call_.allow_unused == 0) {
+      const auto none = std::find_if(found.begin(), found.end(), [](const at::Tensor &t) { return !t.defined(); });
+      if (none != found.end()) return {TAMP_GRAD_INPUT_UNUSED, static_cast<size_t>(none - found.begin())};
+    }
+    std::vector<std::unique_ptr<at::Tensor>> out;
+    for (const auto &t : found) out.push_back(t.defined() ? std::make_unique<at::Tensor>(t) : nullptr);
+    for (size_t i = 0; i < out.size(); ++i) gradients[i] = tamp::give(std::move(out[i]));
+    return {};
+  }
+
+ private:
+  uint8_t check_output(size_t i) {
+    const auto &output = tamp::tensor(call_.outputs.tensors[i]);
+    if (!output.defined()) return TAMP_GRAD_OUTPUT_UNDEFINED;
+    if (!output.requires_grad()) return TAMP_GRAD_OUTPUT_WITHOUT_GRAPH;
+    const auto *given = call_.grad_outputs.tensors[i];
+    if (given == nullptr) {
+      if (output.numel() != 1) return TAMP_GRAD_OUTPUT_NOT_SCALAR;
+      if (!output.is_floating_point()) return TAMP_GRAD_OUTPUT_NOT_REAL;
+      const tamp::OutsideRegions own;
+      seeds_.push_back(at::ones_like(output));
+    } else {
+      const auto &seed = tamp::tensor(given);
+      if (!seed.defined()) return TAMP_GRAD_GIVEN_UNDEFINED;
+      if (!at::is_same_size(output, seed)) return TAMP_GRAD_GIVEN_SHAPE;
+      if (output.is_complex() != seed.is_complex()) return TAMP_GRAD_GIVEN_DTYPE;
+      seeds_.push_back(seed);
+    }
+    outputs_.push_back(torch::autograd::impl::gradient_edge(output));
+    return TAMP_GRAD_POSSIBLE;
+  }
+
+  // Returns the first input to which no edge below the outputs leads. The engine would find it only after the pass,
+  // which frees the graph.
+  Problem find_unused() const {
+    std::unordered_set<torch::autograd::Edge> missing(inputs_.begin(), inputs_.end());
+    std::unordered_set<const torch::autograd::Node *> seen;
+    std::vector<const torch::autograd::Node *> open;
+    const auto follow = [&](const torch::autograd::edge_list &edges) {
+      for (const auto &edge : edges) {
+        if (!edge.is_valid()) continue;
+        missing.erase(edge);
+        if (seen.insert(edge.function.get()).second) open.push_back(edge.function.get());
+      }
+    };
+    follow(outputs_);
+    while (!missing.empty() && !open.empty()) {
+      const auto *next = open.back();
+      open.pop_back();
+      follow(next->next_edges());
+    }
+    for (size_t i = 0; i < inputs_.size(); ++i) {
+      if (missing.count(inputs_[i]) != 0) return {TAMP_GRAD_INPUT_UNUSED, i};
+    }
+    return {};
+  }
+
+  const tamp_grad_call &call_;
+  torch::autograd::edge_list outputs_;
+  torch::autograd::edge_list inputs_;
+  variable_list seeds_;
+};
+
 }  // namespace
 
 extern "C" {
@@ -255,6 +350,16 @@ uint8_t tamp_function_needs_input_grad(const tamp_node *self, size_t input, char
 uint8_t tamp_backward_accumulates(char **err) noexcept {
   return tamp::guarded(err,
                        []() -> uint8_t { return torch::autograd::Engine::get_default_engine().is_checkpoint_valid(); });
+}
+
+uint8_t tamp_grad(const tamp_grad_call *call, tamp_tensor **gradients, size_t *place, char **err) noexcept {
+  return tamp::guarded_inside_regions(err, [&]() -> uint8_t {
+    Grad grad(*call);
+    auto problem = grad.check();
+    if (problem.what == TAMP_GRAD_POSSIBLE) problem = grad.run(gradients);
+    *place = problem.place;
+    return problem.what;
+  });
 }
 
 }  // extern "C"

@@ -568,7 +568,8 @@ void tamp_codes_encode(const tamp_tensor *exp_avg, const tamp_tensor *exp_avg_sq
                        tamp_tensor *const *codes, char **err) TAMP_NOEXCEPT;
 
 // -------------------------------------------------------------------------------------------------------- function.cpp
-// These functions put custom functions, whose backward pass is a callback, into the graph of autograd.
+// These functions put custom functions, whose backward pass is a callback, into the graph of autograd, and compute the
+// gradients of chosen tensors.
 
 // The node of a custom function in autograd's graph.
 typedef struct tamp_node tamp_node;
@@ -645,6 +646,40 @@ uint8_t tamp_function_needs_input_grad(const tamp_node *node, size_t input, char
 // Returns whether the running backward pass accumulates the gradients of all leaves, instead of returning those of
 // chosen tensors. To be called during backward only.
 uint8_t tamp_backward_accumulates(char **err) TAMP_NOEXCEPT;
+
+// What keeps tamp_grad from computing gradients.
+enum {
+  TAMP_GRAD_POSSIBLE = 0,
+  TAMP_GRAD_OUTPUT_UNDEFINED = 1,
+  TAMP_GRAD_OUTPUT_WITHOUT_GRAPH = 2,  // it does not require a gradient
+  TAMP_GRAD_OUTPUT_NOT_SCALAR = 3,     // it has no gradient in `grad_outputs`, and not one element
+  TAMP_GRAD_OUTPUT_NOT_REAL = 4,       // it has no gradient in `grad_outputs`, and is complex
+  TAMP_GRAD_GIVEN_UNDEFINED = 5,       // the gradient in `grad_outputs` is an undefined tensor
+  TAMP_GRAD_GIVEN_SHAPE = 6,           // it has another shape than the output
+  TAMP_GRAD_GIVEN_DTYPE = 7,           // it is real and the output complex, or the other way round
+  TAMP_GRAD_INPUT_UNDEFINED = 8,
+  TAMP_GRAD_INPUT_WITHOUT_GRAD = 9,  // it does not require a gradient
+  TAMP_GRAD_INPUT_UNUSED = 10,       // the outputs do not depend on it
+};
+
+// The gradients that are wanted: those of the outputs, at least one, with respect to the inputs, at least one.
+typedef struct tamp_grad_call {
+  tamp_tensors outputs;
+  tamp_tensors grad_outputs;  // one for each output, or null for a one
+  tamp_tensors inputs;
+  uint8_t retain_graph;
+  uint8_t create_graph;
+  uint8_t allow_unused;
+} tamp_grad_call;
+
+// Computes the gradients of the outputs with respect to the inputs, in the regions of the calling thread, as code of
+// the program may run in it, and accumulates none. Writes a tensor for each input to `gradients`, or null for an unused
+// one.
+//
+// If it returns another number than TAMP_GRAD_POSSIBLE, it has written no tensor, and the place of the tensor with the
+// problem to `place`. An unused input is found before anything is computed, unless a node below the outputs leads to it
+// and returns no gradient.
+uint8_t tamp_grad(const tamp_grad_call *call, tamp_tensor **gradients, size_t *place, char **err) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------ checkpoint.cpp
 // These functions read and write what checkpoints contain: the bytes of tensors, and the states of random number

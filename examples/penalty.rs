@@ -4,6 +4,7 @@
 
 use tch::nn::{self, Module, OptimizerConfig};
 use tch::{Device, Kind, Reduction, Tensor};
+use tch_amp::function::{GradConfig, grad};
 use tch_amp::{GradScaler, autocast};
 
 /// Trains with the norm of the gradients in the loss.
@@ -28,9 +29,10 @@ pub fn main() -> anyhow::Result<()> {
         // The gradients of the scaled loss, as part of the graph. `unscale_` only unscales the gradients of an
         // optimizer's parameters, so divide these by the scale here, outside of the region.
         let scaled = scaler.scale(&loss)?;
-        let grads = Tensor::f_run_backward(&[scaled], &params, true, true)?;
+        let config = GradConfig { create_graph: true, ..Default::default() };
+        let grads = grad(&[scaled], &params, &config)?;
         let scale = scaler.get_scale()?;
-        let grads: Vec<Tensor> = grads.iter().map(|grad| grad / scale).collect();
+        let grads: Vec<Tensor> = grads.iter().flatten().map(|grad| grad / scale).collect();
 
         let total = autocast(device, || {
             let squares: Vec<Tensor> = grads.iter().map(|g| g.square().sum(Kind::Float)).collect();

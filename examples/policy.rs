@@ -9,6 +9,7 @@
 use anyhow::{Result, bail, ensure};
 use tch::{Device, Kind, Reduction, Tensor, no_grad};
 use tch_amp::Policy;
+use tch_amp::function::{GradConfig, grad};
 use tch_amp::loss_scale::{LossScale, LossScaleState, all_finite, select_tree};
 use tch_amp::optim::MasterWeights;
 use tch_amp::policy::OptLevel;
@@ -83,8 +84,8 @@ fn train(policy: Policy, loss_scale: &mut dyn LossScale, device: Device) -> Resu
         let outputs = policy.cast_to_output(&forward(&inputs, &weights))?;
         let loss = outputs.to_kind(Kind::Float).mse_loss(&ys, Reduction::Mean);
 
-        let gradients = Tensor::f_run_backward(&[loss_scale.scale(&loss)?], &leaves, false, false)?;
-        let gradients = loss_scale.unscale(&gradients)?;
+        let gradients = grad(&[loss_scale.scale(&loss)?], &leaves, &GradConfig::default())?;
+        let gradients: Params = loss_scale.unscale(&gradients)?.into_iter().flatten().collect();
         // Clipping and weight decay go here, after unscaling.
         let finite = all_finite(&gradients)?;
         let new: Params = no_grad(|| {

@@ -54,9 +54,7 @@ pub(crate) use checkpoint::*;
 pub(crate) use clip::*;
 pub(crate) use codes::{device_type, dtype_code};
 pub(crate) use device::*;
-pub(crate) use function::{
-    FunctionCall, FunctionInput, backward_accumulates, function_begin, function_record,
-};
+pub(crate) use function::*;
 pub(crate) use gradients::*;
 #[cfg(feature = "graph")]
 pub(crate) use graph::{Graph, graph_write};

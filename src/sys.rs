@@ -280,6 +280,28 @@ pub(crate) struct FunctionCall {
     pub(crate) recorded: u8,
 }
 
+pub(crate) const GRAD_POSSIBLE: u8 = 0;
+pub(crate) const GRAD_OUTPUT_UNDEFINED: u8 = 1;
+pub(crate) const GRAD_OUTPUT_WITHOUT_GRAPH: u8 = 2;
+pub(crate) const GRAD_OUTPUT_NOT_SCALAR: u8 = 3;
+pub(crate) const GRAD_OUTPUT_NOT_REAL: u8 = 4;
+pub(crate) const GRAD_GIVEN_UNDEFINED: u8 = 5;
+pub(crate) const GRAD_GIVEN_SHAPE: u8 = 6;
+pub(crate) const GRAD_GIVEN_DTYPE: u8 = 7;
+pub(crate) const GRAD_INPUT_UNDEFINED: u8 = 8;
+pub(crate) const GRAD_INPUT_WITHOUT_GRAD: u8 = 9;
+pub(crate) const GRAD_INPUT_UNUSED: u8 = 10;
+
+#[repr(C)]
+pub(crate) struct GradCall {
+    pub(crate) outputs: Tensors,
+    pub(crate) grad_outputs: Tensors,
+    pub(crate) inputs: Tensors,
+    pub(crate) retain_graph: u8,
+    pub(crate) create_graph: u8,
+    pub(crate) allow_unused: u8,
+}
+
 pub(crate) const AVERAGE_EMA: u8 = 0;
 pub(crate) const AVERAGE_SWA: u8 = 1;
 
@@ -660,6 +682,12 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     ) -> u8;
     pub(crate) fn tamp_backward_accumulates(err: *mut *mut c_char) -> u8;
+    pub(crate) fn tamp_grad(
+        call: *const GradCall,
+        gradients: *mut *mut Tensor,
+        place: *mut usize,
+        err: *mut *mut c_char,
+    ) -> u8;
 
     pub(crate) fn tamp_elements_read(
         from: *const Tensor,

@@ -87,6 +87,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_function_take", "FunctionTake"),
         ("tamp_function_free", "FunctionFree"),
         ("tamp_function_input", "FunctionInput"),
+        ("tamp_grad_call", "GradCall"),
         ("tamp_average_options", "AverageOptions"),
         ("tamp_spike_options", "SpikeOptions"),
         ("tamp_statistics", "Statistics"),
@@ -336,12 +337,13 @@ fn body_of<'a>(definitions: &'a str, name: &str) -> &'a str {
 }
 
 /// The functions whose body belongs to the program, and therefore runs in its regions.
-const INSIDE_REGIONS: [&str; 5] = [
+const INSIDE_REGIONS: [&str; 6] = [
     "tamp_autocast_clear_cache", // runs destructors
     "tamp_autocast_enter",
     "tamp_autocast_exit",
     "tamp_autocast_read",
     "tamp_backward", // runs backward passes, hooks and custom functions
+    "tamp_grad",
 ];
 
 /// The functions that cannot fail, because they call no operation on tensors.
@@ -530,7 +532,6 @@ const NOT_OWN: &[&str] = &[
     "f_kind",
     "f_narrow",
     "f_ones",
-    "f_run_backward",
     "f_select",
     "f_set_data",
     "f_set_requires_grad",

@@ -8,7 +8,7 @@ mod common;
 
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
-use tch_amp::function::Function;
+use tch_amp::function::{Function, GradConfig, grad};
 use tch_amp::{Autocast, autocast, function};
 
 use common::bits::{bits, kind_named};
@@ -32,9 +32,15 @@ fn product(cast: bool, dtype: Kind, enabled: bool) -> Case {
     })
 }
 
+/// The gradients, as part of the graph.
+fn differentiable(y: &Tensor, inputs: &[Tensor]) -> Vec<Tensor> {
+    let config = GradConfig { create_graph: true, ..Default::default() };
+    grad(&[y], inputs, &config).unwrap().into_iter().flatten().collect()
+}
+
 fn penalty_product(inputs: &[Tensor]) -> Vec<Tensor> {
     let out = MyMm::default().apply(inputs).unwrap();
-    let grads = Tensor::run_backward(&[out.square().sum(None)], inputs, true, true);
+    let grads = differentiable(&out.square().sum(None), inputs);
     let squares = grads[0].square().sum(None) + grads[1].square().sum(None);
     (out.sum(None) + squares).backward();
     std::iter::once(out).chain(grads).collect()
@@ -53,7 +59,7 @@ fn penalty(inputs: &[Tensor]) -> Vec<Tensor> {
         },
     );
     let out = swish.apply(inputs).unwrap();
-    let grad = Tensor::run_backward(&[out.square().sum(None)], inputs, true, true).remove(0);
+    let grad = differentiable(&out.square().sum(None), inputs).remove(0);
     (out.sum(None) + grad.square().sum(None)).backward();
     vec![out, grad]
 }
@@ -227,7 +233,7 @@ fn a_gradient_penalty_flows_through_a_cast() {
             let inputs = [(); 2].map(|()| leaf_on(device, &matrix(&mut rng, "bfloat16", 3)));
             let copies = inputs.each_ref().map(|t| t.detach().set_requires_grad(true));
             let penalty = |out: Tensor, inputs: &[Tensor; 2]| {
-                let grads = Tensor::run_backward(&[out.square().sum(None)], inputs, true, true);
+                let grads = differentiable(&out.square().sum(None), inputs);
                 (grads[0].square().sum(None) + grads[1].square().sum(None)).backward();
                 inputs.each_ref().map(|input| bits(&input.grad()))
             };

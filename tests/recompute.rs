@@ -10,7 +10,7 @@ use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::autocast::{AutocastGuard, Plan, Rule, RunAs, is_autocast_enabled};
 use tch_amp::checkpoint::Rng;
-use tch_amp::function::{FunctionError, FunctionResult};
+use tch_amp::function::{FunctionError, FunctionResult, GradConfig, grad};
 use tch_amp::recompute::{Recomputed, RecomputedT, checkpointed};
 use tch_amp::{Autocast, Error, GradScaler};
 
@@ -381,10 +381,11 @@ fn gradients_of_chosen_tensors_and_changed_inputs_are_errors() {
     let _random = random();
     let [w, x] = [eye(), eye()].map(|w| w.set_requires_grad(true));
     let y = product(&x, &w, &Arc::default()).sum(Kind::Float);
-    let error = Tensor::f_run_backward(&[&y], &[&x], true, false).unwrap_err();
+    let kept = GradConfig { retain_graph: Some(true), allow_unused: true, ..Default::default() };
+    let error = grad(&[&y], &[&x], &kept).unwrap_err();
     assert!(error.to_string().contains("works with `backward()` only"), "{error}");
     // libtorch does not come to a part that leads to none of the chosen tensors.
-    assert!(!Tensor::run_backward(&[&y], &[&w], false, false)[0].defined());
+    assert_eq!(grad(&[&y], &[&w], &kept).unwrap(), [None]);
     let mut x = eye();
     let y = product(&x, &w, &Arc::default());
     drop(x.fill_(2.0));

@@ -12,7 +12,7 @@ use tch_amp::checkpoint::{
     Checkpoint, CheckpointError, CheckpointFile, CheckpointFolder, Format, Found, MetricGoal,
     Prepared, Restore, Restored, Rng, SaveError, SaveState, SavedState, Start,
 };
-use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradOutputs};
+use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradConfig, GradOutputs};
 use tch_amp::gradcheck::GradCheck;
 use tch_amp::gradients::{ClipNorm, NonFiniteGradient};
 use tch_amp::loss_scale::{
@@ -262,7 +262,13 @@ const _: fn(&'static mut Accumulation) = |window| {
 };
 
 // Types that borrow tensors, or borrow types that hold tensors, which threads must not share.
-stays!(BackwardContext<'static>, GradOutputs<'static>, Parameters<'static>, Restore<'static>);
+stays!(
+    BackwardContext<'static>,
+    GradConfig<'static>,
+    GradOutputs<'static>,
+    Parameters<'static>,
+    Restore<'static>
+);
 stays!(Prepared<'static>, SavedState<'static>, Step<'static>, Unscaled<'static>);
 
 // The autocast state belongs to the thread: a guard dropped on another thread would end a region there.

@@ -1,9 +1,9 @@
-//! Errors of custom autograd functions and of their checks.
+//! Errors of custom autograd functions, of their checks, and of gradients of chosen tensors.
 
 use crate::error::BoxError;
 use crate::error::text::{Number, chain};
 
-/// The errors of custom autograd functions and of their checks.
+/// The errors of custom autograd functions, of their checks, and of [`grad`](crate::function::grad()).
 ///
 /// # Examples
 ///
@@ -96,5 +96,42 @@ pub enum FunctionError {
     NondeterministicBackward {
         /// The output.
         output: usize,
+    },
+
+    /// An output whose gradients are wanted has no graph. Nothing was computed.
+    #[error(
+        "output {output} has no graph, because it does not require a gradient: compute it from tensors that do, and not under `no_grad`"
+    )]
+    NoGraph {
+        /// The output.
+        output: usize,
+    },
+
+    /// The gradient of an output, which `grad_outputs` gives or which is a one, does not fit the output. Nothing was
+    /// computed.
+    #[error("the gradient of output {output} {problem}")]
+    GradOutput {
+        /// The output.
+        output: usize,
+        /// What is wrong, and what to do.
+        problem: String,
+    },
+
+    /// An input whose gradient is wanted does not require one. Nothing was computed.
+    #[error(
+        "input {input} does not require a gradient: call set_requires_grad(true) on it before the outputs are computed"
+    )]
+    NoGradient {
+        /// The input.
+        input: usize,
+    },
+
+    /// The outputs do not depend on an input whose gradient is wanted.
+    #[error(
+        "the outputs do not depend on input {input}, or their backward returns no gradient for it: leave it out, or set `allow_unused`"
+    )]
+    Unused {
+        /// The input.
+        input: usize,
     },
 }

@@ -1,12 +1,14 @@
-//! Custom autograd functions: the calls around a forward.
+//! Custom autograd functions: the calls around a forward. The gradients of chosen tensors.
+
+use std::ptr;
 
 use tch::Tensor;
 
-use crate::error::Result;
+use crate::error::{Error, FunctionError, Result};
 use crate::sys;
 
 use super::callbacks::{Recorded, raw_function};
-use super::{call, pointers};
+use super::{call, numel, pointer, pointers, sizes};
 
 /// The shim's description of an input before forward runs.
 #[derive(Clone, Copy, Debug, Default)]
@@ -98,4 +100,91 @@ pub(crate) fn function_record<R: Recorded>(
 pub(crate) fn backward_accumulates() -> Result<bool> {
     // SAFETY: the function has no arguments but the place for its error.
     Ok(call(|err| unsafe { sys::tamp_backward_accumulates(err) })? != 0)
+}
+
+/// The gradients that are wanted, and how they are computed.
+#[derive(Debug)]
+pub(crate) struct GradCall<'a> {
+    pub(crate) outputs: &'a [&'a Tensor],
+    /// One for each output. `None` stands for a one.
+    pub(crate) grad_outputs: &'a [Option<&'a Tensor>],
+    pub(crate) inputs: &'a [&'a Tensor],
+    pub(crate) retain_graph: bool,
+    pub(crate) create_graph: bool,
+    pub(crate) allow_unused: bool,
+}
+
+/// Computes the gradients of the outputs with respect to the inputs. Accumulates none.
+pub(crate) fn grad(wanted: &GradCall<'_>) -> Result<Vec<Option<Tensor>>> {
+    assert_eq!(wanted.outputs.len(), wanted.grad_outputs.len());
+    let outputs = pointers(wanted.outputs.iter().copied());
+    let given = wanted.grad_outputs.iter().map(|grad| grad.map_or(ptr::null_mut(), pointer));
+    let given: Vec<_> = given.collect();
+    let inputs = pointers(wanted.inputs.iter().copied());
+    let list = |tensors: &Vec<_>| sys::Tensors { tensors: tensors.as_ptr(), count: tensors.len() };
+    let raw = sys::GradCall {
+        outputs: list(&outputs),
+        grad_outputs: list(&given),
+        inputs: list(&inputs),
+        retain_graph: wanted.retain_graph.into(),
+        create_graph: wanted.create_graph.into(),
+        allow_unused: wanted.allow_unused.into(),
+    };
+    let mut gradients = vec![ptr::null_mut(); inputs.len()];
+    let (out, mut place) = (gradients.as_mut_ptr(), 0);
+    // SAFETY: every array has the length beside it, `gradients` has an element for each input, and the borrows in
+    // `wanted` keep the tensors alive.
+    let problem = call(|err| unsafe { sys::tamp_grad(&raw, out, &mut place, err) })?;
+    if problem != sys::GRAD_POSSIBLE {
+        return Err(wanted.refusal(problem, place));
+    }
+    let gradient = |tensor: *mut sys::Tensor| {
+        // SAFETY: a non-null pointer from the shim is a new tensor that is owned by the caller alone.
+        (!tensor.is_null()).then(|| unsafe { Tensor::from_ptr(tensor) })
+    };
+    Ok(gradients.into_iter().map(gradient).collect())
+}
+
+impl GradCall<'_> {
+    /// The error for a problem of the tensor at `place` of its list.
+    fn refusal(&self, problem: u8, place: usize) -> Error {
+        let undefined = |name| {
+            let problem = format!(
+                "has an undefined tensor at index {place}, such as `Tensor::new()` or the gradient of an unused \
+                 parameter; leave it out"
+            );
+            Error::InvalidArgument { name, problem }
+        };
+        let misfit = |problem| FunctionError::GradOutput { output: place, problem }.into();
+        match problem {
+            sys::GRAD_OUTPUT_UNDEFINED => undefined("outputs"),
+            sys::GRAD_GIVEN_UNDEFINED => undefined("grad_outputs"),
+            sys::GRAD_INPUT_UNDEFINED => undefined("inputs"),
+            sys::GRAD_OUTPUT_WITHOUT_GRAPH => FunctionError::NoGraph { output: place }.into(),
+            sys::GRAD_INPUT_WITHOUT_GRAD => FunctionError::NoGradient { input: place }.into(),
+            sys::GRAD_INPUT_UNUSED => FunctionError::Unused { input: place }.into(),
+            sys::GRAD_OUTPUT_NOT_SCALAR => misfit(format!(
+                "is not given, but the output has {} elements; sum them, or set `grad_outputs`",
+                numel(self.outputs[place])
+            )),
+            sys::GRAD_OUTPUT_NOT_REAL => {
+                misfit("is not given, but the output is complex; set `grad_outputs`".to_owned())
+            }
+            sys::GRAD_GIVEN_SHAPE | sys::GRAD_GIVEN_DTYPE => misfit(self.misfit(place)),
+            unknown => Error::Torch(format!("the shim found problem {unknown} of a gradient")),
+        }
+    }
+
+    /// Says how a given gradient differs from its output.
+    fn misfit(&self, place: usize) -> String {
+        let text = |tensor: &Tensor| match (tensor.f_kind(), sizes(tensor)) {
+            (Ok(kind), Ok(size)) => format!("{kind:?} of shape {size:?}"),
+            _ => "of a dtype that tch lacks, or nested".to_owned(),
+        };
+        let given = self.grad_outputs[place].map_or_else(String::new, text);
+        let output = text(self.outputs[place]);
+        format!(
+            "is {given}, but the output is {output}; both have one shape, and both are complex or neither"
+        )
+    }
 }

@@ -83,15 +83,17 @@ impl<F, B> Closures<F, B> {
     /// ```
     /// use tch::Tensor;
     /// use tch_amp::function;
+    /// use tch_amp::function::{GradConfig, grad};
     ///
     /// let square = function(
     ///     |ctx, x| { ctx.save_for_backward(x); Ok(x[0].square()) },
     ///     |ctx, grads| { let [x] = ctx.saved_tensors()?; Ok(&grads[0] * x * 2.0) },
     /// ).once_differentiable();
     /// let x = Tensor::from_slice(&[3f32]).set_requires_grad(true);
-    /// let first = Tensor::f_run_backward(&[square.apply(&[&x])?], &[&x], true, true)?;
-    /// assert_eq!(first[0].double_value(&[0]), 6.0);
-    /// assert!(Tensor::f_run_backward(&first, &[&x], false, false).is_err());
+    /// let differentiable = GradConfig { create_graph: true, ..Default::default() };
+    /// let first = grad(&[square.apply(&[&x])?], &[&x], &differentiable)?.remove(0).unwrap();
+    /// assert_eq!(first.double_value(&[0]), 6.0);
+    /// assert!(grad(&[first], &[&x], &GradConfig::default()).is_err());
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn once_differentiable(mut self) -> Self {

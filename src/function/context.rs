@@ -224,8 +224,8 @@ impl BackwardContext<'_> {
     }
 
     /// Returns whether this backward needs the gradient of the input: the input must require one and, if the backward
-    /// computes the gradients of chosen tensors only (`Tensor::run_backward`), lead to one of them. Corresponds to
-    /// `ctx.needs_input_grad` in PyTorch.
+    /// computes the gradients of chosen tensors only ([`grad`](crate::function::grad())), lead to one of them.
+    /// Corresponds to `ctx.needs_input_grad` in PyTorch.
     ///
     /// # Errors
     ///

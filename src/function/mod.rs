@@ -1,4 +1,5 @@
-//! Custom autograd functions: a forward and a backward of your own, as one operation in libtorch's autograd graph.
+//! Custom autograd functions: a forward and a backward of your own, as one operation in libtorch's autograd graph. And
+//! [`grad`](crate::function::grad()), which returns the gradients of chosen tensors.
 //!
 //! A [`Function`] is a value with a `forward` and a `backward`; [`apply`](Function::apply) runs the forward and records
 //! the backward in the graph. The counterpart of `torch.autograd.Function` with `torch.amp.custom_fwd` and
@@ -136,6 +137,7 @@
 mod apply;
 pub(crate) mod closures;
 mod context;
+mod grad;
 mod lists;
 
 use std::borrow::Borrow;
@@ -147,6 +149,7 @@ use crate::error::{BoxError, Result};
 pub use crate::error::FunctionError;
 pub use closures::Closures;
 pub use context::{BackwardContext, ForwardContext, GradOutputs};
+pub use grad::{GradConfig, grad};
 pub use lists::{Gradients, Outputs};
 
 /// The result of a forward or a backward. Any error type converts with `?`, and a text with `"text".into()`.

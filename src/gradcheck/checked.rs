@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 
 use crate::error::{BoxError, Error, FunctionError, Result};
 use crate::ffi::OutsideRegions;
-use crate::function::Outputs;
+use crate::function::{GradConfig, Outputs, grad};
 
 /// A function whose derivatives are checked.
 pub(super) type Checked<'a> = &'a dyn Fn(&[&Tensor]) -> Result<Vec<Tensor>>;
@@ -25,10 +25,14 @@ pub(super) fn first_gradients(
     };
     let losses = outputs.zip(grad_outputs).map(dot).collect::<std::result::Result<Vec<_>, _>>()?;
     let wanted: Vec<&Tensor> = inputs.iter().copied().filter(|t| requires_grad(t)).collect();
-    let found = Tensor::f_run_backward(&losses, &wanted, true, true)?;
-    let gradient = |(gradient, input): (Tensor, &&Tensor)| {
+    let config = GradConfig { create_graph: true, allow_unused: true, ..Default::default() };
+    let found = match losses.is_empty() || wanted.is_empty() {
+        true => wanted.iter().map(|_| None).collect(),
+        false => grad(&losses, &wanted, &config)?,
+    };
+    let gradient = |(gradient, input): (Option<Tensor>, &&Tensor)| {
         let _own = OutsideRegions::enter();
-        if gradient.defined() { Ok(gradient) } else { Ok(input.detach().f_zeros_like()?) }
+        gradient.map_or_else(|| Ok(input.detach().f_zeros_like()?), Ok)
     };
     found.into_iter().zip(&wanted).map(gradient).collect()
 }

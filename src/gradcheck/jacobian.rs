@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, FunctionError, Result};
 use crate::ffi::{self, OutsideRegions};
+use crate::function::{GradConfig, grad};
 
 use super::checked::{Checked, requires_grad};
 
@@ -84,10 +85,11 @@ fn gradients(output: &Tensor, row: usize, inputs: &[&Tensor]) -> Result<Vec<Opti
         output.f_reshape([-1])?.f_select(0, as_index(row))?
     };
     let wanted: Vec<&Tensor> = inputs.iter().copied().filter(|t| requires_grad(t)).collect();
-    let mut found = Tensor::f_run_backward(&[element], &wanted, true, false)?.into_iter();
+    let config = GradConfig { retain_graph: Some(true), allow_unused: true, ..Default::default() };
+    let mut found = grad(&[element], &wanted, &config)?.into_iter();
     let gradient = |input: &&Tensor| {
-        let gradient = requires_grad(input).then(|| found.next()).flatten();
-        gradient.filter(Tensor::defined).map(|gradient| values(&gradient)).transpose()
+        let gradient = requires_grad(input).then(|| found.next()).flatten().flatten();
+        gradient.map(|gradient| values(&gradient)).transpose()
     };
     inputs.iter().map(gradient).collect()
 }

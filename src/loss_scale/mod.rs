@@ -35,6 +35,7 @@ use crate::tree::Tree;
 /// ```
 /// use tch::{Kind, Tensor};
 /// use tch_amp::Policy;
+/// use tch_amp::function::{GradConfig, grad};
 /// use tch_amp::loss_scale::{DynamicLossScale, LossScale, all_finite, select_tree};
 ///
 /// # let cpu = tch::Device::Cpu;
@@ -44,8 +45,8 @@ use crate::tree::Tree;
 /// let mut w = w.set_requires_grad(true);
 /// for _ in 0..10 {
 ///     let loss = w.square().sum(Kind::Float);
-///     let gradients = Tensor::run_backward(&[loss_scale.scale(&loss)?], &[&w], false, false);
-///     let gradients = loss_scale.unscale(&gradients)?;
+///     let gradients = grad(&[loss_scale.scale(&loss)?], &[&w], &GradConfig::default())?;
+///     let gradients: Vec<_> = loss_scale.unscale(&gradients)?.into_iter().flatten().collect();
 ///     // Clipping and regularisation go here: after unscaling.
 ///     let finite = all_finite(&gradients)?;
 ///     // Unscaled gradients of half-precision parameters are f32, and so are the updates.

@@ -76,18 +76,18 @@ use random::RandomStates;
 ///   backward pass of the part, the second run may have other random numbers: on ranks that are threads, or beside a
 ///   thread that shuffles data. Random numbers on a device that holds none of the inputs differ as well.
 ///
-/// As with PyTorch's reentrant form, gradients are computed with `backward()`, not with `Tensor::run_backward`, and
-/// cannot be differentiated again. Under `DistributedDataParallel`, `find_unused_parameters` does not see what `f`
-/// uses, and a parameter that several parts use is an error. The outputs require a gradient even if nothing in `f`
-/// does.
+/// As with PyTorch's reentrant form, gradients are computed with `backward()`, not with
+/// [`grad`](crate::function::grad()), and cannot be differentiated again. Under `DistributedDataParallel`,
+/// `find_unused_parameters` does not see what `f` uses, and a parameter that several parts use is an error. The outputs
+/// require a gradient even if nothing in `f` does.
 ///
 /// # Errors
 ///
 /// [`FunctionError::Forward`] if `f` fails, and [`FunctionError::Misuse`] if libtorch refuses to record the call, for
 /// instance for a tensor that was made in inference mode. The `backward()` fails if the outputs of the second run
 /// differ in number, shape, dtype or device from those of the first, if `f` fails in it, and if an input was changed in
-/// place after the first run. `Tensor::run_backward` fails for a tensor before the part, and returns no gradient for
-/// one that only `f` uses.
+/// place after the first run. [`grad`](crate::function::grad()) fails for a tensor before the part, and finds one
+/// unused that only `f` uses.
 ///
 /// # Panics
 ///
@@ -173,8 +173,8 @@ where
         grads: &GradOutputs<'_>,
     ) -> FunctionResult<Vec<Option<Tensor>>> {
         if !ffi::backward_accumulates()? {
-            return Err("it works with `backward()` only: `run_backward` would not get the gradients of what the \
-                        closure uses"
+            return Err("it works with `backward()` only: `grad` would not get the gradients of what the closure \
+                        uses"
                 .into());
         }
         let first: &FirstRun = ctx.saved_value()?;

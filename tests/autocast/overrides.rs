@@ -7,6 +7,7 @@ use std::time::Duration;
 use tch::{Device, Kind, Tensor};
 use tch_amp::autocast::{AutocastError, AutocastState, LOG_PROBABILITIES, Plan, Rule, RunAs};
 
+use tch_amp::function::{GradConfig, grad};
 use tch_amp::recompute::checkpointed;
 use tch_amp::{Amp, Autocast, Error};
 
@@ -92,7 +93,9 @@ fn differentiated(
     let (a, b) = (random_on(device, 1), random_on(device, 2));
     let first = region.run(|| {
         let loss = f(&a, &b).to_kind(F32).square().sum(F32);
-        let first = Tensor::run_backward(&[loss], &[&a, &b], true, true);
+        let config = GradConfig { create_graph: true, ..Default::default() };
+        let first: Vec<_> =
+            grad(&[loss], &[&a, &b], &config).unwrap().into_iter().flatten().collect();
         let penalty: Tensor = first.iter().map(|g| g.to_kind(F32).square().sum(F32)).sum();
         penalty.backward();
         first

@@ -6,6 +6,7 @@ use tch_amp::accumulation::Accumulation;
 use tch_amp::average::{Ema, Swa};
 use tch_amp::buffers::{BufferSnapshot, check_buffers_finite};
 use tch_amp::checkpoint::{Checkpoint, Rng};
+use tch_amp::function::{GradConfig, grad};
 use tch_amp::gradcheck::{gradcheck, gradgradcheck};
 use tch_amp::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
 use tch_amp::loss_scale::{
@@ -65,8 +66,9 @@ const JOBS: &[Job] = &[
             within(&mut || {
                 let scaled = scaler.scale(&w).unwrap();
                 let seed = scaler.scale(&g).unwrap();
-                let first = Tensor::run_backward(&[scaled], &[&w], true, true);
-                results.tensors(&first);
+                let config = GradConfig { create_graph: true, ..Default::default() };
+                let first = grad(&[scaled], &[&w], &config).unwrap();
+                results.tensors(&first.into_iter().flatten().collect::<Vec<_>>());
                 results.tensor(&seed);
             });
         },

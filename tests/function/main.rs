@@ -10,6 +10,7 @@ mod autocast;
 mod checkpoint;
 mod context;
 mod errors;
+mod grad;
 mod inputs;
 mod memory;
 mod outputs;

@@ -2,6 +2,7 @@
 
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::Policy;
+use tch_amp::function::{GradConfig, grad};
 use tch_amp::loss_scale::{LossScale, all_finite, select_tree};
 use tch_amp::policy::half_dtype;
 
@@ -23,7 +24,8 @@ fn train(loss_scale: &mut dyn LossScale, policy: Policy, device: Device, own: bo
             loss.backward();
             vec![w.grad()]
         } else {
-            Tensor::run_backward(&[loss], &[&w], false, false)
+            let gradients = grad(&[loss], &[&w], &GradConfig::default()).unwrap();
+            gradients.into_iter().flatten().collect()
         };
         let gradients = loss_scale.unscale(&gradients).unwrap();
         let finite = all_finite(&gradients).unwrap();

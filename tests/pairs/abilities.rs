@@ -153,11 +153,8 @@ const REFUSED: [(Ability, Ability, &str); 4] = [
 ];
 
 /// Pairs that are documented not to work together.
-const DOCUMENTED: [(Ability, Ability, &str); 1] = [(
-    Penalty,
-    Recompute,
-    "`Tensor::run_backward` returns no gradient of a weight that only a recomputed part uses",
-)];
+const DOCUMENTED: [(Ability, Ability, &str); 1] =
+    [(Penalty, Recompute, "`grad` finds no gradient of a weight that only a recomputed part uses")];
 
 /// Why a program cannot have both, if it cannot.
 pub fn cannot_meet(one: Ability, other: Ability) -> Option<String> {

@@ -9,7 +9,7 @@ use tch_amp::autocast::{Plan, Rule, RunAs};
 use tch_amp::average::{AveragedWeights, Swa};
 use tch_amp::checkpoint::{Checkpoint, Stateful};
 use tch_amp::distributed::{DistributedDataParallel, ProcessGroup};
-use tch_amp::function::FunctionResult;
+use tch_amp::function::{FunctionResult, GradConfig, grad};
 use tch_amp::gradients::clip_grad_norm;
 use tch_amp::graph::Captured;
 use tch_amp::optim::{AdamW, Algorithm, AmpOptimizer, MasterWeights, Optimizer, Sgd, States};
@@ -302,9 +302,11 @@ impl<'a> Training<'a> {
             return Ok(losses);
         }
         let [first, second] = losses;
-        let gradients = Tensor::f_run_backward(&[&first + &second], &self.model.p, true, true)?;
+        let config = GradConfig { create_graph: true, ..Default::default() };
+        let gradients = grad(&[&first + &second], &self.model.p, &config)?;
+        let gradients = gradients.iter().flatten();
         let penalty: Tensor =
-            gradients.iter().map(|g| g.to_kind(Kind::Float).square().sum(Kind::Float)).sum();
+            gradients.map(|g| g.to_kind(Kind::Float).square().sum(Kind::Float)).sum();
         Ok([first + penalty * PENALTY, second])
     }
 

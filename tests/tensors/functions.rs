@@ -2,6 +2,7 @@
 
 use tch::{Kind, Tensor};
 use tch_amp::function;
+use tch_amp::function::{GradConfig, grad};
 use tch_amp::gradcheck::{gradcheck, gradgradcheck};
 
 use crate::{assert_takes, with_each_kind};
@@ -47,6 +48,29 @@ fn inputs_and_outputs() {
         made.apply(&[&input])?.f_sum(Kind::Float)?.f_backward()?;
         Ok(())
     });
+}
+
+#[test]
+fn outputs_inputs_and_gradients_of_grad() {
+    let config = GradConfig::default();
+    let x = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
+    with_each_kind("an output of grad", |tensor| grad(&[tensor], &[&x], &config).map(drop));
+    with_each_kind("an input of grad", |tensor| {
+        let y = x.f_sum(Kind::Float)?;
+        let config = GradConfig { allow_unused: true, ..config };
+        grad(&[y], &[tensor], &config).map(drop)
+    });
+    with_each_kind("a tensor of which grad computes", |tensor| {
+        let ones = tensor.f_detach()?.f_ones_like()?;
+        grad(&[&tensor], &[&tensor], &GradConfig { grad_outputs: &[Some(&ones)], ..config })?;
+        Ok(())
+    });
+    let taken = with_each_kind("a gradient that grad is given", |tensor| {
+        let y = x.f_mul_scalar(2.0)?;
+        grad(&[y], &[&x], &GradConfig { grad_outputs: &[Some(&tensor)], ..config }).map(drop)
+    });
+    println!("grad takes {taken:?} as gradients");
+    assert!(!x.grad().defined());
 }
 
 #[test]

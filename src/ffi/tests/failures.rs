@@ -7,7 +7,7 @@ use crate::autocast::{AutocastState, autocast_dtype};
 use crate::error::ScalerError;
 #[cfg(feature = "insight")]
 use crate::ffi::exponents::{CountedGradient, NextRow, StepNumber, StepNumbers};
-use crate::function::Function;
+use crate::function::{Function, GradConfig, grad};
 use crate::gradients::ClipNorm;
 use crate::scaler::{GradScalerConfig, PerLossScalers};
 use crate::{Autocast, Error, GradScaler, Result, autocast, ffi, function, optim, sys};
@@ -150,6 +150,7 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         };
         fails(&|| ffi::cuda_initialize());
         fails(&|| ffi::backward_accumulates().map(drop));
+        fails(&|| grad(&[&w], &[&w], &GradConfig::default()).map(drop));
         fails(&|| ffi::gradients_drop([&w]));
         fails(&|| ffi::gradients_separate(std::slice::from_ref(&w)));
         fails(&|| ffi::gradients_separate_leaves(&w));
