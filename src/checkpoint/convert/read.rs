@@ -118,6 +118,9 @@ impl<'a> Reader<'a> {
             Value::Tensor(tensor) => self.locations.entry(&tensor).map(Part::Tensor),
             Value::Dict(items) => self.guess_dict(items),
             Value::Opaque(what) => return unknown(&what),
+            Value::List(items) | Value::Tuple(items) if items.iter().any(is_state) => {
+                self.list(items)
+            }
             value => match value.into_plain() {
                 Ok(value) => Some(Part::Value(value)),
                 Err(Value::List(items) | Value::Tuple(items)) => self.list(items),
@@ -295,6 +298,12 @@ fn kind_of(items: &Items) -> &'static str {
         () if is_model(items) => "model",
         () => "dict",
     }
+}
+
+/// Whether an item of a list is a state of a kind with a layout of its own, which may have no tensor, such as that of SGD
+/// without momentum.
+fn is_state(item: &Value) -> bool {
+    matches!(item, Value::Dict(items) if ["optimizer", "scaler"].contains(&kind_of(items)))
 }
 
 /// Whether an entry at the top of a file belongs to a model: a tensor with the name of a variable.
