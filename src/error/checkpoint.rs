@@ -161,6 +161,25 @@ pub enum CheckpointError {
         cause: serde_json::Error,
     },
 
+    /// An option that a program of Python has saved beside a state differs from the one here.
+    #[error(
+        "`{}` was saved with `{}` {}, which is {} here; use the same, or restore with `strict(false)` to go on with the option here",
+        shown(part),
+        shown(option),
+        sentence(saved),
+        sentence(here)
+    )]
+    OtherOption {
+        /// The part.
+        part: String,
+        /// The option, by its name in Python.
+        option: String,
+        /// Its value in the checkpoint, as JSON.
+        saved: String,
+        /// Its value here, as JSON.
+        here: String,
+    },
+
     /// A buffer of the model, such as a running mean, has a non-finite element.
     #[error(
         "the buffer {name} has an infinite or NaN element; restore it before the model is saved (see BufferSnapshot)"

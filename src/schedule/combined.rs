@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::checkpoint::SavedState;
 use crate::error::{Error, Result};
 use crate::schedule::Schedule;
 use crate::schedule::progress::{Progress, Rule};
@@ -136,6 +137,10 @@ impl Rule for SequentialLr {
             _ => schedule.advance(state, rates),
         }
     }
+
+    fn compare(&self, _progress: &Progress, saved: &SavedState<'_>) -> Result<()> {
+        saved.option("_milestones", &self.milestones)
+    }
 }
 
 impl Rule for ChainedScheduler {
@@ -156,5 +161,9 @@ impl Rule for ChainedScheduler {
     fn next(&self, progress: &mut Progress, rates: &mut Rates) -> Result<()> {
         let parts = self.schedules.iter().zip(&mut progress.parts);
         parts.into_iter().try_for_each(|(schedule, part)| schedule.advance(part, rates))
+    }
+
+    fn compare(&self, _progress: &Progress, _saved: &SavedState<'_>) -> Result<()> {
+        Ok(()) // its parts have the options
     }
 }

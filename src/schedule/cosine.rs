@@ -4,6 +4,7 @@ use std::f64::consts::PI;
 
 use serde::{Deserialize, Serialize};
 
+use crate::checkpoint::SavedState;
 use crate::error::{Result, ensure};
 use crate::schedule::progress::{Cycle, Part, Progress, Rule, at_least_one};
 use crate::schedule::rates::Rates;
@@ -77,6 +78,11 @@ impl Rule for CosineAnnealingLr {
         }
         Ok(())
     }
+
+    fn compare(&self, _progress: &Progress, saved: &SavedState<'_>) -> Result<()> {
+        saved.option("T_max", &self.t_max)?;
+        saved.option("eta_min", &self.eta_min)
+    }
 }
 
 impl Part for CosineAnnealingLr {
@@ -111,6 +117,12 @@ impl Rule for CosineAnnealingWarmRestarts {
         }
         self.restart(progress, rates);
         Ok(())
+    }
+
+    fn compare(&self, _progress: &Progress, saved: &SavedState<'_>) -> Result<()> {
+        saved.option("T_0", &self.t_0)?;
+        saved.option("T_mult", &self.t_mult)?;
+        saved.option("eta_min", &self.eta_min)
     }
 }
 

@@ -1,7 +1,10 @@
 //! Schedules that multiply the learning rate: at intervals, at milestones, linearly, exponentially and polynomially.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
+use crate::checkpoint::SavedState;
 use crate::error::{Result, ensure};
 use crate::schedule::progress::{Part, Progress, Rule, at_least_one};
 use crate::schedule::rates::Rates;
@@ -122,6 +125,11 @@ impl Rule for StepLr {
         }
         Ok(())
     }
+
+    fn compare(&self, _progress: &Progress, saved: &SavedState<'_>) -> Result<()> {
+        saved.option("step_size", &self.step_size)?;
+        saved.option("gamma", &self.gamma)
+    }
 }
 
 impl Part for StepLr {
@@ -153,6 +161,16 @@ impl Rule for MultiStepLr {
     fn next(&self, progress: &mut Progress, rates: &mut Rates) -> Result<()> {
         self.first(progress, rates)
     }
+
+    fn compare(&self, _progress: &Progress, saved: &SavedState<'_>) -> Result<()> {
+        // Python counts the milestones at each step.
+        let mut milestones = BTreeMap::<_, u64>::new();
+        for milestone in &self.milestones {
+            *milestones.entry(milestone).or_default() += 1;
+        }
+        saved.option("milestones", &milestones)?;
+        saved.option("gamma", &self.gamma)
+    }
 }
 
 impl Part for MultiStepLr {
@@ -177,6 +195,11 @@ impl Rule for ConstantLr {
             rates.scale(1.0 / self.factor);
         }
         Ok(())
+    }
+
+    fn compare(&self, _progress: &Progress, saved: &SavedState<'_>) -> Result<()> {
+        saved.option("factor", &self.factor)?;
+        saved.option("total_iters", &self.total_iters)
     }
 }
 
@@ -207,6 +230,12 @@ impl Rule for LinearLr {
         }
         Ok(())
     }
+
+    fn compare(&self, _progress: &Progress, saved: &SavedState<'_>) -> Result<()> {
+        saved.option("start_factor", &self.start_factor)?;
+        saved.option("end_factor", &self.end_factor)?;
+        saved.option("total_iters", &self.total_iters)
+    }
 }
 
 impl Part for LinearLr {
@@ -227,6 +256,10 @@ impl Rule for ExponentialLr {
     fn next(&self, _progress: &mut Progress, rates: &mut Rates) -> Result<()> {
         rates.scale(self.gamma);
         Ok(())
+    }
+
+    fn compare(&self, _progress: &Progress, saved: &SavedState<'_>) -> Result<()> {
+        saved.option("gamma", &self.gamma)
     }
 }
 
@@ -253,6 +286,11 @@ impl Rule for PolynomialLr {
             rates.scale((left(progress.last) / left(progress.last - 1)).powf(self.power));
         }
         Ok(())
+    }
+
+    fn compare(&self, _progress: &Progress, saved: &SavedState<'_>) -> Result<()> {
+        saved.option("total_iters", &self.total_iters)?;
+        saved.option("power", &self.power)
     }
 }
 

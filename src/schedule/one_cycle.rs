@@ -3,7 +3,9 @@
 use std::f64::consts::PI;
 
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
+use crate::checkpoint::SavedState;
 use crate::error::{Error, Result, ensure};
 use crate::schedule::progress::{Part, Progress, Rule, at_least_one};
 use crate::schedule::rates::Rates;
@@ -130,6 +132,11 @@ impl OneCycleLr {
         self.max_lr[if self.max_lr.len() == 1 { 0 } else { group }]
     }
 
+    /// The first learning rate of a group.
+    fn start(&self, group: usize) -> f64 {
+        self.peak(group) / self.div_factor
+    }
+
     fn phases(&self) -> Vec<Phase> {
         let total = self.total_steps as f64;
         let rise =
@@ -216,8 +223,7 @@ impl Rule for OneCycleLr {
     }
 
     fn prepare(&self, rates: &mut Rates) {
-        let start = |group| self.peak(group) / self.div_factor;
-        rates.initial = (0..rates.initial.len()).map(start).collect();
+        rates.initial = (0..rates.initial.len()).map(|group| self.start(group)).collect();
     }
 
     fn first(&self, progress: &mut Progress, rates: &mut Rates) -> Result<()> {
@@ -233,6 +239,31 @@ impl Rule for OneCycleLr {
         }
         self.set(progress, rates);
         Ok(())
+    }
+
+    fn compare(&self, progress: &Progress, saved: &SavedState<'_>) -> Result<()> {
+        let lr = |level| ["initial_lr", "max_lr", "min_lr"][level];
+        let momentum = |level| ["max_momentum", "base_momentum", "max_momentum"][level];
+        let phase = |Phase { end, lr: [a, b], momentum: [c, d] }| {
+            json!({
+                "end_step": end, "start_lr": lr(a), "end_lr": lr(b),
+                "start_momentum": momentum(c), "end_momentum": momentum(d),
+            })
+        };
+        let phases: Vec<_> = self.phases().into_iter().map(phase).collect();
+        saved.leave_out_unread(&["use_beta1"]);
+        saved.option("total_steps", &self.total_steps)?;
+        saved.option("_schedule_phases", &phases)?;
+        saved.option("_anneal_func_type", &self.anneal_strategy)?;
+        saved.option("cycle_momentum", &self.cycle_momentum)?;
+        let bases: Vec<_> = (0..progress.bases.len()).map(|group| self.start(group)).collect();
+        saved.option("base_lrs", &bases)?;
+        if progress.last >= self.total_steps {
+            return Ok(()); // Python is beyond the curve
+        }
+        let mut rates = Rates::of_lrs(&bases)?;
+        self.set(progress, &mut rates);
+        saved.option("_last_lr", &rates.lrs)
     }
 }
 

@@ -200,6 +200,26 @@ impl PlateauState {
     }
 }
 
+impl ReduceLrOnPlateau {
+    /// Compares the options in a state of Python with those here.
+    fn compare(&self, saved: &SavedState<'_>) -> Result<()> {
+        let Self { mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps } =
+            self;
+        saved.option("mode", mode)?;
+        saved.option("factor", factor)?;
+        saved.option("patience", patience)?;
+        saved.option("threshold", threshold)?;
+        saved.option("threshold_mode", threshold_mode)?;
+        saved.option("cooldown", cooldown)?;
+        saved.option("eps", eps)?;
+        // Python has one for each group.
+        let groups = saved.value::<Vec<f64>>("min_lrs")?.len();
+        saved.option("min_lrs", &vec![*min_lr; groups])?;
+        saved.leave_out_unread(&["_last_lr", "default_min_lr", "mode_worse", "verbose"]);
+        Ok(())
+    }
+}
+
 impl Stateful for PlateauScheduler {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
         let PlateauState { last_epoch, best, num_bad_epochs, cooldown_counter } = self.state;
@@ -217,6 +237,9 @@ impl Stateful for PlateauScheduler {
             cooldown_counter: saved.value("cooldown_counter")?,
         };
         loaded.check()?;
+        if saved.contains("mode")? {
+            self.options.compare(saved)?;
+        }
         Ok(Prepared::new(move || self.state = loaded))
     }
 }

@@ -2,12 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::checkpoint::SavedState;
 use crate::error::{Error, Result};
 use crate::schedule::Schedule;
 use crate::schedule::rates::Rates;
 
 /// The state of a schedule, with PyTorch's names.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Progress {
     /// The steps taken since the schedule began.
     #[serde(rename = "last_epoch")]
@@ -19,7 +20,7 @@ pub(super) struct Progress {
     #[serde(flatten)]
     pub(super) cycle: Option<Cycle>,
     /// The states of the schedules that this one combines.
-    #[serde(rename = "_schedulers", default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(rename = "_schedulers", skip_serializing_if = "Vec::is_empty")]
     pub(super) parts: Vec<Progress>,
 }
 
@@ -47,6 +48,9 @@ pub(super) trait Rule {
 
     /// Sets the rates after a step, which `progress.last` counts already.
     fn next(&self, progress: &mut Progress, rates: &mut Rates) -> Result<()>;
+
+    /// Compares the options in a state of Python with those here. `progress` was read from the state.
+    fn compare(&self, progress: &Progress, saved: &SavedState<'_>) -> Result<()>;
 }
 
 /// A schedule that may be a part of a sequence.
@@ -103,13 +107,18 @@ impl Schedule {
         Ok(())
     }
 
-    /// Whether a loaded state can be that of this schedule for this number of groups.
-    pub(super) fn fits(&self, progress: &Progress, groups: usize) -> bool {
-        let parts: &[Schedule] = match self {
+    /// The schedules that this one combines.
+    fn parts(&self) -> &[Schedule] {
+        match self {
             Self::SequentialLr(sequence) => sequence.schedules(),
             Self::ChainedScheduler(chain) => chain.schedules(),
             _ => &[],
-        };
+        }
+    }
+
+    /// Whether a loaded state can be that of this schedule for this number of groups.
+    pub(super) fn fits(&self, progress: &Progress, groups: usize) -> bool {
+        let parts = self.parts();
         let has_cycle = matches!(self, Self::CosineAnnealingWarmRestarts(_));
         let is_inside = |cycle: Cycle| cycle.position < cycle.length;
         let cycle_fits =
@@ -120,6 +129,46 @@ impl Schedule {
             && bases.iter().all(|base| base.is_finite())
             && progress.parts.len() == parts.len()
             && parts.iter().zip(&progress.parts).all(|(part, state)| part.fits(state, groups))
+    }
+}
+
+/// What Python saves for itself: how often it was stepped, which calls it warns of, and the rates that a part of another
+/// schedule gave last.
+const OF_PYTHON: &[&str] =
+    &["_get_lr_called_within_step", "_is_initial", "_last_lr", "_step_count", "verbose"];
+
+impl Progress {
+    /// Reads the state of a schedule that has begun. Python saves the options beside it, which are compared.
+    pub(super) fn read(&mut self, schedule: &Schedule, saved: &SavedState<'_>) -> Result<()> {
+        let parts = schedule.parts();
+        for (i, (schedule, part)) in parts.iter().zip(&mut self.parts).enumerate() {
+            saved.within(&format!("_schedulers.{i}"), |saved| part.read(schedule, saved))?;
+        }
+        if saved.contains_within(&format!("_schedulers.{}", parts.len())) {
+            let problem = format!("has more parts than this schedule, which has {}", parts.len());
+            return Err(Error::InvalidArgument { name: "the scheduler's state", problem });
+        }
+        // In Python a chain counts no steps, a part of a sequence that has not begun is at -1, and neither a chain nor a
+        // sequence has learning rates of its own.
+        let is_chain = matches!(schedule, Schedule::ChainedScheduler(_));
+        self.last = match self.parts.first() {
+            Some(first) if is_chain && !saved.contains("last_epoch")? => first.last,
+            _ if matches!(saved.value::<i64>("last_epoch"), Ok(-1)) => 0,
+            _ => saved.value("last_epoch")?,
+        };
+        if self.parts.is_empty() || saved.contains("base_lrs")? {
+            self.bases = saved.value("base_lrs")?;
+        }
+        if let Some(cycle) = &mut self.cycle {
+            cycle.position = saved.value("T_cur")?;
+            cycle.length = saved.value("T_i")?;
+        }
+        saved.leave_out_unread(OF_PYTHON);
+        // A state of this crate has no options, so that the schedule can be made longer.
+        if !saved.contains("_step_count")? && !saved.contains("_milestones")? {
+            return Ok(());
+        }
+        schedule.rule().compare(self, saved)
     }
 }
 

@@ -381,15 +381,7 @@ impl Stateful for Scheduler {
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
         let mut progress = self.state.progress.clone();
-        progress.last = saved.value("last_epoch")?;
-        progress.bases = saved.value("base_lrs")?;
-        if let Some(cycle) = &mut progress.cycle {
-            cycle.position = saved.value("T_cur")?;
-            cycle.length = saved.value("T_i")?;
-        }
-        if !progress.parts.is_empty() {
-            progress.parts = saved.value("_schedulers")?;
-        }
+        progress.read(&self.schedule, saved)?;
         let lrs: Vec<f64> = saved.value("_last_lr")?;
         let loaded = self.with_progress(progress, &lrs)?;
         Ok(Prepared::new(move || self.resume(loaded)))

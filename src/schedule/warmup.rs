@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::checkpoint::SavedState;
 use crate::error::Result;
 use crate::schedule::decay::from_bases;
 use crate::schedule::progress::{Part, Progress, Rule, at_least_one};
@@ -71,6 +72,14 @@ macro_rules! from_factors {
             fn next(&self, progress: &mut Progress, rates: &mut Rates) -> Result<()> {
                 from_bases(progress, rates, self.factor(progress.last));
                 Ok(())
+            }
+
+            /// In Python it is a `LambdaLR`, whose function is not saved, but what it gave last.
+            fn compare(&self, progress: &Progress, saved: &SavedState<'_>) -> Result<()> {
+                saved.leave_out_unread(&["lr_lambdas"]);
+                let factor = self.factor(progress.last);
+                let lrs: Vec<_> = progress.bases.iter().map(|base| base * factor).collect();
+                saved.option("_last_lr", &lrs)
             }
         }
 

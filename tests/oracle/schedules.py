@@ -3,7 +3,8 @@ JSON for each, a list of [learning rates, momenta] after the start and after eac
 
 A case has the options of a schedule as tests/schedule/oracle.rs writes them, the learning rates of the groups, the
 number of steps, and the learning rates that the program itself sets before some of the steps. A case with metrics is
-one of ReduceLROnPlateau.
+one of ReduceLROnPlateau. One with "saved" writes, after "at" of the steps, the states of the scheduler and of the
+optimizer into files, in the layout of Hugging Face's Trainer, of Lightning, or of a dict of states.
 """
 
 import json
@@ -73,16 +74,32 @@ def momentum(group):
     return group["betas"][0] if "betas" in group else group["momentum"]
 
 
+def save(saved, scheduler, optimizer):
+    scheduler, optimizer = scheduler.state_dict(), optimizer.state_dict()
+    path = saved["path"]
+    if saved["layout"] == "trainer":
+        torch.save(scheduler, path)
+        torch.save(optimizer, path + ".optimizer.pt")
+    elif saved["layout"] == "lightning":
+        scheduler["verbose"] = False  # as PyTorch before 2.7
+        torch.save({"lr_schedulers": [scheduler], "optimizer_states": [optimizer]}, path)
+    else:
+        torch.save({"sched": scheduler, "opt": optimizer}, path)
+
+
 def run(case):
     groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": lr} for lr in case["lrs"]]
     kind = torch.optim.AdamW if case["adam"] else torch.optim.SGD
     optimizer = kind(groups, lr=0.1)
     rates = lambda: [[group["lr"], momentum(group)] for group in optimizer.param_groups]
+    saved = case.get("saved", {"at": None})
     if "metrics" in case:
         scheduler = schedulers.ReduceLROnPlateau(optimizer, **case["options"])
         yield rates()
-        for metric in case["metrics"]:
+        for step, metric in enumerate(case["metrics"]):
             scheduler.step(metric)
+            if step + 1 == saved["at"]:
+                save(saved, scheduler, optimizer)
             yield rates()
         return
     scheduler = build(case["options"], optimizer)
@@ -92,6 +109,8 @@ def run(case):
             group["lr"] = lr
         optimizer.step()
         scheduler.step()
+        if step + 1 == saved["at"]:
+            save(saved, scheduler, optimizer)
         yield rates()
 
 

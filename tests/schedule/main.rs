@@ -5,6 +5,7 @@
 mod common;
 
 mod oracle;
+mod python;
 mod refused;
 mod resumed;
 mod skipped;

@@ -54,6 +54,7 @@ impl<'a> Reader<'a> {
             match kind_of(&items) {
                 "optimizer" => return Ok(self.single("optimizer", Value::Dict(items))),
                 "scaler" => return Ok(self.single("scaler", Value::Dict(items))),
+                "scheduler" => return Ok(self.single("scheduler", Value::Dict(items))),
                 "model" => return Ok(self.single(MODEL, Value::Dict(items))),
                 _ if is_model_with_others(&items) => {
                     return self.model_and_others(items).ok_or_else(too_many);
@@ -295,6 +296,8 @@ fn kind_of(items: &Items) -> &'static str {
         () if is_pair(items) => "optimizer",
         () if items.is_empty() => "empty",
         () if has("growth_factor") && has("backoff_factor") => "scaler",
+        // Those of a chain count no steps themselves.
+        () if has("_last_lr") && (has("last_epoch") || has("_schedulers")) => "scheduler",
         () if is_model(items) => "model",
         () => "dict",
     }

@@ -4,6 +4,7 @@ use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeSet, HashSet};
 use std::fmt;
 
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::{Kind, Tensor};
 
@@ -13,7 +14,7 @@ use crate::checkpoint::restore::{Options, Restored};
 use crate::checkpoint::stateful::Prepared;
 use crate::checkpoint::stateful::dict::Dict;
 use crate::checkpoint::stateful::prepared::Copy;
-use crate::checkpoint::stateful::save::part_name;
+use crate::checkpoint::stateful::save::{part_name, plain};
 use crate::checkpoint::{Checkpoint, CheckpointError, other_part, read_value};
 use crate::error::{Error, Result, shown};
 use crate::optim::Saved as _;
@@ -40,9 +41,11 @@ struct Notes {
     /// Whether values that were not read are left out instead of being unexpected.
     values_are_left_out: bool,
     used: BTreeSet<String>,
+    /// Further such values.
+    of_no_use: Vec<&'static str>,
     missing: Vec<String>,
     skipped: Vec<String>,
-    /// What was left out of a part that was taken as a whole.
+    /// What was left out of a part that was taken as a whole, or of states within this one.
     report: Restored,
 }
 
@@ -194,6 +197,55 @@ impl<'a> SavedState<'a> {
         Ok(())
     }
 
+    /// Compares an option that a program of Python has saved among the values with the one here. A restore that is not
+    /// strict goes on with the one here, and the saved one is unexpected.
+    pub(crate) fn option(&self, name: &str, here: &impl Serialize) -> Result<()> {
+        if !self.options.strict {
+            return Ok(());
+        }
+        let Some(saved) = self.dict()?.value(name) else {
+            return Err(self.none("a value", name));
+        };
+        self.use_up(name);
+        let here = plain(name, here)?;
+        if saved.equals(&here) {
+            return Ok(());
+        }
+        let json = |value| {
+            let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
+            serde_json::to_string(value).map_err(wrong)
+        };
+        let (part, option) = (self.name.to_owned(), name.to_owned());
+        Err(CheckpointError::OtherOption { part, option, saved: json(saved)?, here: json(&here)? }
+            .into())
+    }
+
+    /// Leaves out the values of these names that are not read, instead of their being unexpected.
+    pub(crate) fn leave_out_unread(&self, names: &[&'static str]) {
+        self.notes.borrow_mut().of_no_use.extend(names);
+    }
+
+    /// Reads a state within this one, such as the first one of a list: `name.0`.
+    pub(crate) fn within(
+        &self,
+        name: &str,
+        read: impl FnOnce(&SavedState<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let full = format!("{}.{name}", self.name);
+        let inner = SavedState::new(self.checkpoint, &full, self.options);
+        read(&inner)?;
+        let mut report = Restored::default();
+        inner.finish(&mut report)?;
+        self.use_up(name.split('.').next().unwrap_or(name));
+        self.notes.borrow_mut().report.extend(report);
+        Ok(())
+    }
+
+    /// Whether there is something at the end of names, as in [`within`](Self::within).
+    pub(crate) fn contains_within(&self, name: &str) -> bool {
+        self.checkpoint.find(&format!("{}.{name}", self.name)).is_ok()
+    }
+
     /// Leaves out what is under these names.
     pub(crate) fn leave_out<'n>(&self, names: impl Iterator<Item = &'n String>) {
         self.notes.borrow_mut().used.extend(names.cloned());
@@ -271,16 +323,17 @@ impl<'a> SavedState<'a> {
 
     /// Checks for names that were missing or were never read.
     pub(crate) fn finish(self, restored: &mut Restored) -> Result<()> {
-        let Notes { whole, values_are_left_out, used, missing, mut skipped, report } =
+        let Notes { whole, values_are_left_out, used, of_no_use, missing, mut skipped, report } =
             self.notes.take();
+        restored.extend(report);
         if whole {
-            restored.extend(report);
             return Ok(());
         }
         let dict = self.dict()?;
         let (mut unexpected, mut left_out) = (Vec::new(), Vec::new());
         let tensors = dict.tensor_names().map(|names| (names, true));
-        let values = dict.value_names().map(|names| (names, !values_are_left_out));
+        let is_of_no_use = |name: &str| values_are_left_out || of_no_use.contains(&name);
+        let values = dict.value_names().map(|names| (names, !is_of_no_use(names.0)));
         let others = dict.other_names().map(|names| (names, false));
         for ((here, saved), is_expected) in tensors.chain(values).chain(others) {
             if used.contains(here) {

@@ -138,6 +138,32 @@ impl Value {
         step(path).or_else(|| path.match_indices('.').find_map(inside))
     }
 
+    /// Whether two plain values are equal in Python, where 1 is 1.0.
+    pub(crate) fn equals(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::List(here), Self::List(there)) => {
+                here.len() == there.len() && here.iter().zip(there).all(|(a, b)| a.equals(b))
+            }
+            (Self::Map(here), Self::Map(there)) => {
+                let same = |((a, x), (b, y)): (&(Text, Self), &(Text, Self))| a == b && x.equals(y);
+                here.len() == there.len() && here.iter().zip(there).all(same)
+            }
+            _ => match (self.number(), other.number()) {
+                (Some(here), Some(there)) => here == there,
+                _ => self == other,
+            },
+        }
+    }
+
+    fn number(&self) -> Option<f64> {
+        match *self {
+            Self::Int(number) => Some(number as f64),
+            Self::Uint(number) => Some(number as f64),
+            Self::Float(number) => Some(number),
+            _ => None,
+        }
+    }
+
     /// Returns the text, if this is one.
     pub(crate) fn text(&self) -> Option<&str> {
         match self {
