@@ -32,7 +32,9 @@ use crate::schedule::rates::{Changes, Rates};
 ///
 /// A checkpoint saves it with [`Checkpoint::add`](crate::checkpoint::Checkpoint::add), which waits for the outcomes
 /// that are still open. The first step after a restore sets the learning rates that the schedule had, whatever was done
-/// to the optimizer in between.
+/// to the optimizer in between. In iterations of a graph, a resumed run has the rates of an uninterrupted one. Without a
+/// graph it has those of the run that saved it, which by waiting may have learned of a skipped step earlier than a run
+/// that does not save.
 #[derive(Debug)]
 pub struct Scheduler {
     schedule: Schedule,

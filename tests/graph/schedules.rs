@@ -1,11 +1,15 @@
 //! Schedules that a graph follows, beside a host that asks for every outcome.
 
+use std::ops::Range;
+
 use tch::{Device, Kind, Tensor};
+use tch_amp::checkpoint::{Checkpoint, Stateful};
 use tch_amp::graph::Captured;
 use tch_amp::optim::{AdamW, Lion};
 use tch_amp::schedule::{LinearWithWarmup, MultiStepLr, OneCycleLr, Schedule};
 
-use crate::training::{Program, Training, overflows, warm_up_and_cosine};
+use crate::common::files::Folder;
+use crate::training::{Program, Training, first_difference, overflows, warm_up_and_cosine};
 use crate::{gpu, refusal};
 
 fn weights(training: &Training) -> Vec<Tensor> {
@@ -182,6 +186,48 @@ fn a_schedule_that_was_dropped_is_noticed() {
         match i {
             5 => assert!(refusal(result).contains("the schedule, which was dropped")),
             _ => assert!(result.is_ok()),
+        }
+    }
+}
+
+fn run(training: &mut Training, iterations: Range<usize>) -> Vec<Vec<Tensor>> {
+    let mut graph = Captured::new(training.vs.device()).unwrap();
+    let mut out = Vec::new();
+    for i in iterations {
+        training.feed(i);
+        graph.replay(|| training.iteration()).unwrap();
+        out.push(weights(training));
+    }
+    out
+}
+
+fn parts(training: &mut Training) -> [(&str, &mut dyn Stateful); 4] {
+    let Training { vs, opt, scaler, scheduler, .. } = training;
+    let scheduler = scheduler.as_mut().unwrap();
+    [("model", vs), ("opt", opt), ("scaler", scaler), ("scheduler", scheduler)]
+}
+
+/// Iterations 5 and 22 skip their steps.
+#[test]
+fn a_schedule_that_is_resumed_after_a_skip_has_the_rates_of_an_uninterrupted_run() {
+    let Some(gpu) = gpu() else { return };
+    let program = Program { is_scheduled: true, ..Program::new(AdamW::default()) };
+    let whole = run(&mut Training::new(program, gpu.device), 0..40);
+    for at in [1, 5, 6, 7, 12, 22, 23, 24] {
+        let mut first = Training::new(program, gpu.device);
+        run(&mut first, 0..at);
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_all(parts(&mut first)).unwrap();
+        let (folder, name) = (Folder::new(), "run.safetensors");
+        checkpoint.save(folder.file(name)).unwrap();
+        let checkpoint = Checkpoint::load(folder.file(name)).unwrap();
+        // In another process, and in the same one, which has gone on.
+        run(&mut first, at..at + 9);
+        for mut resumed in [Training::new(program, gpu.device), first] {
+            checkpoint.restore().add_all(parts(&mut resumed)).apply().unwrap();
+            let rest = run(&mut resumed, at..40);
+            let different = first_difference(&rest, &whole[at..]);
+            assert_eq!(different, None, "resumed at {at}");
         }
     }
 }

@@ -1,5 +1,7 @@
 //! Schedules on a device that answers late.
 
+use std::ops::Range;
+
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::checkpoint::Checkpoint;
@@ -107,4 +109,35 @@ fn a_rate_that_the_program_sets_outlives_a_step_that_is_taken_back() {
     assert_eq!((training.scheduler.steps(), training.scheduler.skipped()), (3, 1));
     // The rate that the program has set was followed by a step and an advance.
     assert_eq!(training.opt.lr(0).unwrap(), 0.375 / 4.0);
+}
+
+/// The rate of each iteration. Those with the numbers 2, 5 and 6 overflow.
+fn rates(training: &mut Training, iterations: Range<usize>) -> Vec<f64> {
+    let mut rate = |i| {
+        let rate = training.opt.lr(0).unwrap();
+        training.iterate(if [2, 5, 6].contains(&i) { f64::INFINITY } else { 1.0 });
+        let_answers_come(DEVICE);
+        rate
+    };
+    iterations.map(&mut rate).collect()
+}
+
+/// A run that has not saved learns later that a step was skipped.
+#[test]
+fn a_run_that_is_resumed_after_a_skip_has_the_rates_of_the_one_that_saved_it() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for at in 1..10 {
+        let mut saved = Training::new();
+        rates(&mut saved, 0..at);
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add("scheduler", &mut saved.scheduler).unwrap();
+        checkpoint.add("opt", &mut saved.opt).unwrap();
+        checkpoint.add("scaler", &mut saved.scaler).unwrap();
+        let mut resumed = Training::new();
+        let Training { opt, scaler, scheduler, .. } = &mut resumed;
+        let restore = checkpoint.restore().add("scheduler", scheduler).add("opt", opt);
+        restore.add("scaler", scaler).apply().unwrap();
+        let rest = rates(&mut saved, at..12);
+        assert_eq!(rates(&mut resumed, at..12), rest, "resumed at {at}");
+    }
 }
