@@ -78,7 +78,8 @@ pub enum Error {
     #[error(transparent)]
     Optimizer(#[from] OptimizerError),
 
-    /// A custom autograd function could not be applied, or failed its gradient check.
+    /// A custom autograd function could not be applied, or failed its gradient check, or a call of
+    /// [`grad`](crate::function::grad()) was refused.
     #[error(transparent)]
     Function(#[from] FunctionError),
 
