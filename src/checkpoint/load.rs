@@ -31,8 +31,9 @@ impl Checkpoint {
     /// `pytorch_model.bin.index.json`, with the files beside it, as a model named `model`. The page on checkpoints in
     /// the guide lists the shapes of files that can be read.
     ///
-    /// The parameters of an optimizer are matched by name if this crate saved the file, or if Python built the
-    /// optimizer from `model.named_parameters()` (PyTorch 2.6 or later). Otherwise they are matched by position, and
+    /// The parameters of an optimizer are matched by name if this crate saved the file, if Python built the
+    /// optimizer from `model.named_parameters()` (PyTorch 2.6 or later), or if they have names in the place of numbers,
+    /// as in files of FSDP. Otherwise they are matched by position, and
     /// parameters of equal shapes in another order go unnoticed: build your optimizer from a list of named tensors in
     /// Python's order, because tch's layers may create their variables in another order, such as `nn::linear`, which
     /// creates the bias first.

@@ -47,6 +47,9 @@ pub(crate) struct OptimizerPart {
     pub(crate) adam_or_adamw: bool,
     /// The parameters that Muon steps. Those of its optimizer that AdamW steps are the others.
     pub(crate) by_muon: BTreeSet<String>,
+    /// What a Python program has put into the dict besides, such as the state of a scaler. An optimizer with any cannot
+    /// be saved.
+    pub(crate) others: BTreeMap<String, Part>,
 }
 
 /// The state of any other type that has tensors.
@@ -162,6 +165,7 @@ impl Part {
                 let value = || values.within(name).map(Item::Value);
                 tensor().or_else(value).or_else(|| find(others, name))
             }
+            Self::Optimizer(OptimizerPart { others, .. }) => find(others, name),
             Self::Value(value) => value.within(name).map(Item::Value),
             _ => None,
         }
@@ -170,7 +174,8 @@ impl Part {
     /// Whether a file can hold the part.
     pub(crate) fn is_supported(&self) -> bool {
         match self {
-            Self::State(StatePart { others, .. }) => others.is_empty(),
+            Self::State(StatePart { others, .. })
+            | Self::Optimizer(OptimizerPart { others, .. }) => others.is_empty(),
             Self::Unknown(_) => false,
             _ => true,
         }

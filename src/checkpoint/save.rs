@@ -61,8 +61,8 @@ impl Checkpoint {
                     safetensors::write(&mut layout, out).map_err(note)
                 })
             }
-            Format::Torch => {
-                let layout = torch::plan(&self.parts)?;
+            Format::Torch | Format::TorchByName => {
+                let layout = torch::plan(&self.parts, format == Format::TorchByName)?;
                 replaced(path.as_ref(), &mut |out, note| torch::write(&layout, out, note))
             }
         }
@@ -161,6 +161,17 @@ pub enum Format {
     /// create a learning-rate scheduler that keeps values in the groups, as `OneCycleLR` keeps its `initial_lr`, after
     /// `load_state_dict`.
     Torch,
+    /// A file like that of [`Torch`](Self::Torch), except that optimizers have the names of their parameters in the
+    /// place of numbers, `"params": ["weight", "bias"]`, as FSDP and `torch.distributed.checkpoint` have them. Python
+    /// takes such a state whatever the order of the parameters:
+    ///
+    /// ```python
+    /// from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+    ///
+    /// saved = torch.load("run.pt", weights_only=True)
+    /// set_optimizer_state_dict(module, optimizer, saved["optimizer"])
+    /// ```
+    TorchByName,
 }
 
 impl Format {

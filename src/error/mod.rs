@@ -30,7 +30,8 @@ pub use optimizer::{OptimizerError, ParameterProblem};
 pub use policy::PolicyError;
 pub use scaler::ScalerError;
 pub(crate) use text::{
-    Number, chain, list, sentence, shown, strict, text, warn, with_nearest, without_backtrace,
+    Number, chain, list, nearest, sentence, shown, strict, text, warn, with_nearest,
+    without_backtrace,
 };
 
 /// The result type of every fallible function of this crate.

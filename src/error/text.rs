@@ -85,7 +85,7 @@ where
 
 /// Returns the known name that an unknown one is likely to be a misspelling of: that with the fewest differing letters,
 /// unless more than a third of them differ.
-fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+pub(crate) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     // Names are short, and what a damaged file has in place of one may not be.
     let name: String = name.chars().take(MOST_LETTERS).collect();
     let distances = known.into_iter().map(|known| (strsim::osa_distance(&name, known), known));

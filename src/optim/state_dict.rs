@@ -6,7 +6,7 @@ use std::ops::Deref;
 use tch::{Device, Kind, Tensor};
 
 use crate::capture;
-use crate::error::{Error, Number, OptimizerError, Result, shown};
+use crate::error::{Error, Number, OptimizerError, Result, nearest, shown};
 use crate::ffi::{self, KeptAs, Master, OutsideRegions};
 use crate::optim::first_step::FirstStep;
 use crate::optim::saved::Saved;
@@ -255,12 +255,27 @@ impl Optimizer {
         match names.find(|name| !known.contains(name)) {
             Some(name) => Err(Error::Optimizer(OptimizerError::State {
                 parameter: name.clone(),
-                problem: "is not a parameter of this optimizer; an optimizer that is built from a list without names calls \
-                          its parameters `0`, `1` and so on"
-                    .to_owned(),
+                problem: format!("is not a parameter of this optimizer; {}", advice(name, &known)),
             })),
             None => Ok(()),
         }
+    }
+}
+
+/// What to do about a name that is not among those of the parameters.
+fn advice(name: &str, known: &HashSet<&String>) -> String {
+    let known = || known.iter().map(|known| known.as_str());
+    // Wrappers of a module, such as those of DDP and `torch.compile`, put their names before the others.
+    let prefix = |inner: &str| Some(name.strip_suffix(inner)?).filter(|it| it.ends_with('.'));
+    let wrapped = known().filter_map(|inner| Some((prefix(inner)?, inner)));
+    if let Some((prefix, inner)) = wrapped.min_by_key(|(prefix, _)| prefix.len()) {
+        let (prefix, inner) = (shown(prefix), shown(inner));
+        return format!("it has `{inner}`: restore with `rename_prefix(\"{prefix}\", \"\")`");
+    }
+    match nearest(name, known()) {
+        Some(near) => format!("did you mean `{}`?", shown(near)),
+        None => "an optimizer that is built from a list without names calls its parameters `0`, `1` and so on"
+            .to_owned(),
     }
 }
 

@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod by_name;
 mod damage;
 mod files;
 mod folder;

@@ -15,15 +15,15 @@ use crate::common::python::Oracle;
 use crate::round_trip::{every_option, restored_options};
 
 /// The same training as in tests/oracle/checkpoint.py.
-struct Twin {
-    vs: VarStore,
-    net: nn::Linear,
-    opt: Optimizer,
-    scaler: GradScaler,
+pub(crate) struct Twin {
+    pub(crate) vs: VarStore,
+    pub(crate) net: nn::Linear,
+    pub(crate) opt: Optimizer,
+    pub(crate) scaler: GradScaler,
 }
 
 impl Twin {
-    fn new(algorithm: &str) -> Self {
+    pub(crate) fn new(algorithm: &str) -> Self {
         let vs = VarStore::new(Device::Cpu);
         let net = nn::linear(vs.root(), 3, 2, Default::default());
         let parameters = vec![
@@ -52,7 +52,7 @@ impl Twin {
         Self { vs, net, opt, scaler: config.build(Device::Cpu).unwrap() }
     }
 
-    fn train(&mut self, steps: usize, overflow: &[usize]) -> Vec<f32> {
+    pub(crate) fn train(&mut self, steps: usize, overflow: &[usize]) -> Vec<f32> {
         let xs = Tensor::arange(12, (Kind::Float, Device::Cpu)).view([4, 3]) / 8 - 0.5;
         let mut losses = Vec::new();
         for step in 0..steps {
@@ -89,7 +89,7 @@ pub(crate) fn hex_float(text: &str) -> f32 {
     (sign * mantissa * f64::from(exponent).exp2()) as f32
 }
 
-const ALGORITHMS: [&str; 6] = ["adamw", "adam", "sgd", "plain", "adagrad", "rmsprop"];
+pub(crate) const ALGORITHMS: [&str; 6] = ["adamw", "adam", "sgd", "plain", "adagrad", "rmsprop"];
 
 #[test]
 fn training_resumes_from_pythons_file() {

@@ -16,6 +16,10 @@ save_muon FOLDER: trains a little with Muon and AdamW, writes their states with 
 losses of the next steps.
 resume_muon FOLDER: loads FOLDER/rust.pt as this crate wrote it into Muon and AdamW, writes their states without names
 and with other learning rates, and prints the losses of the next steps.
+by_name FOLDER: loads FOLDER/rust.pt, in which this crate wrote each optimizer by names, and prints the next losses;
+trains a little with each optimizer, prints the losses of the next steps, and writes what torch.distributed.checkpoint
+makes of them: the folder FOLDER/dcp, FOLDER/dcp.pt, which PyTorch makes of that, and FOLDER/flat.pt. FOLDER/odd.pt has
+states with other names and with tensors among the options.
 version: prints PyTorch's.
 safe FILE: reads a safetensors file with nothing but its specification and prints what is in it.
 """
@@ -280,6 +284,85 @@ def resume_muon(folder):
     print(*train_muon(net, opts, STEPS))
 
 
+def with_names(state, names):
+    """A state of an optimizer with names in the place of numbers."""
+    groups = [{**group, "params": [names[n] for n in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[n]: tensors for n, tensors in state["state"].items()}, "param_groups": groups}
+
+
+def by_name(folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    content = torch.load(f"{folder}/rust.pt", weights_only=True)
+    for name in NAMES:
+        net = nn.Linear(3, 2)
+        opt, scale = optimizer(name, net, fused=True), scaler()
+        net.load_state_dict(content[f"{name} model"])
+        set_optimizer_state_dict(net, opt, content[f"{name} optimizer"])
+        scale.load_state_dict(content[f"{name} scaler"])
+        print(f"rust {name}", *train(net, opt, scale, STEPS), sep=",")
+    trained, contents = {}, {}
+    for name in NAMES:
+        net = model()
+        opt, scale = optimizer(name, net, fused=True), scaler()
+        train(net, opt, scale, 5, overflow=(2,))
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        trained[name] = (net, opt, scale)
+        contents[name] = {
+            "model": net.state_dict(),
+            "scaler": scale.state_dict(),
+            "optim": get_optimizer_state_dict(net, opt),
+            "flat": get_optimizer_state_dict(net, opt, options=flat),
+        }
+    dcp.save(contents, checkpoint_id=f"{folder}/dcp", no_dist=True)
+    dcp_to_torch_save(f"{folder}/dcp", f"{folder}/dcp.pt")
+    torch.save(get_optimizer_state_dict(*trained["adamw"][:2], options=flat), f"{folder}/flat.pt")
+    net, opt, scale = trained["adamw"]
+    state = opt.state_dict()
+    wrapped = with_names(state, ["module._orig_mod.weight", "module._orig_mod.bias"])
+    misspelled = with_names(state, ["weight", "bias"])
+    misspelled["state"]["wieght"] = misspelled["state"].pop("weight")
+    mixed = {"state": {}, "param_groups": [{**state["param_groups"][0], "params": ["weight", 1]}]}
+    beside = with_names(state, ["weight", "bias"])
+    for group in beside["param_groups"]:
+        group["param_names"] = [f"inner.{name}" for name in group["params"]]
+    tensors = opt.state_dict()
+    for group in tensors["param_groups"]:
+        group["lr"] = torch.tensor(0.05)
+        group["betas"] = (torch.tensor(0.75), torch.tensor([0.9], dtype=torch.float64))
+        group["eps"], group["amsgrad"] = torch.tensor(1e-8, dtype=torch.float64), torch.tensor(True)
+    odd = {
+        "model": {name: tensor.clone() for name, tensor in net.state_dict().items()},
+        "scaler": scale.state_dict(),
+        "wrapped": wrapped,
+        "unknown": with_names(state, ["weigth", "bias"]),
+        "missing": {"state": {}, "param_groups": [beside["param_groups"][0]]},
+        "misspelled": misspelled,
+        "mixed": mixed,
+        "beside": beside,
+        "tensors": tensors,
+    }
+    torch.save(odd, f"{folder}/odd.pt")
+    for name, (net, opt, scale) in trained.items():
+        if name != "adamw":
+            print(name, *train(net, opt, scale, STEPS), sep=",")
+    net, opt, scale = trained["adamw"]
+    saved = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    print("adamw", *train(net, opt, scale, STEPS), sep=",")
+    # The same steps with the options that are tensors in the file.
+    net.load_state_dict(saved)
+    numbers = torch.load(f"{folder}/odd.pt", weights_only=True)
+    for group in numbers["tensors"]["param_groups"]:
+        group.update({key: group[key].item() for key in ["lr", "eps", "amsgrad"]})
+        group["betas"] = tuple(beta.item() for beta in group["betas"])
+    opt.load_state_dict(numbers["tensors"])
+    scale.load_state_dict(numbers["scaler"])
+    print("tensors", *train(net, opt, scale, STEPS), sep=",")
+
+
 def safe(path):
     import json
     import struct
@@ -338,5 +421,6 @@ def version():
 
 
 if __name__ == "__main__":
-    commands = [save, resume, state, save_norm, load_norm, golden, odd, others, options, version, safe, save_muon, resume_muon]
+    commands = [save, resume, state, save_norm, load_norm, golden, odd, others, options, version, safe, save_muon]
+    commands += [resume_muon, by_name]
     {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

@@ -2,7 +2,8 @@
 //!
 //! PyTorch numbers the parameters through all groups. Names are taken from those that this crate has recorded, or from
 //! the `param_names` of a group; without either, the numbers remain and are matched by position when the state is
-//! restored.
+//! restored. FSDP and `torch.distributed.checkpoint` have the names in the place of the numbers, and in their flat layout
+//! one dict with keys such as `state.weight.exp_avg` and `param_groups.weight.lr`.
 //!
 //! PyTorch does not save the name of the algorithm, so it is inferred from the options: `lr_decay` makes Adagrad,
 //! `amsgrad` makes Adam or, with a true `decoupled_weight_decay`, AdamW, `momentum` with `dampening` makes SGD,
@@ -12,14 +13,17 @@
 //! group of each, in the same place. Python may have groups that do not correspond; then each of them becomes a group
 //! here.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
+
+use tch::Kind;
 
 use crate::checkpoint::entry::{Entry, Location};
 use crate::checkpoint::limits::MAX_TENSORS;
-use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::part::OptimizerPart;
 use crate::checkpoint::source::Source;
-use crate::checkpoint::value::{Items, TensorRef, Text, Value, get};
+use crate::checkpoint::value::{Items, Key, TensorRef, Text, Value, get};
+use crate::error::{nearest, shown};
 use crate::optim::{
     Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, ParamGroup, ParamGroupState, RmsProp,
     Saved as _, Sgd,
@@ -51,36 +55,48 @@ impl Locations<'_> {
 /// A parameter group in PyTorch's layout.
 struct PythonGroup {
     options: ParamGroup,
-    numbers: Vec<i64>,
-    /// In the order of the numbers.
+    /// The numbers of its parameters, or their names.
+    params: Vec<Value>,
+    /// The `param_names`, in the order of the parameters.
     names: Option<Vec<String>>,
     may_be_adamw: bool,
 }
 
-/// Returns the names of the parameters in each group, which this crate or PyTorch has saved in addition to the numbers;
-/// `None` if there are none, or their counts are not those of the groups.
+/// Returns the names of the parameters in each group, which the groups have in the place of the numbers, or which this
+/// crate or PyTorch has saved in addition to them; `None` if there are none, or their counts are not those of the
+/// groups.
 fn names_of(groups: &[PythonGroup], noted: Option<&Value>) -> Option<Vec<Vec<String>>> {
-    let noted = noted.and_then(|names| names.read().ok());
+    let name = |param: &Value| param.text().map(str::to_owned);
+    let own = groups.iter().map(|group| group.params.iter().map(name).collect()).collect();
+    let noted = || noted.and_then(|names| names.read().ok());
     let beside = || groups.iter().map(|group| group.names.clone()).collect();
     let fit = |names: &Vec<Vec<String>>| {
-        names.iter().map(Vec::len).eq(groups.iter().map(|group| group.numbers.len()))
+        names.iter().map(Vec::len).eq(groups.iter().map(|group| group.params.len()))
     };
-    noted.or_else(beside).filter(fit)
+    Option::or_else(own, noted).or_else(beside).filter(fit)
 }
 
 /// The numbers of the parameters in each group as names, plus `offset`.
 fn numbered(groups: &[PythonGroup], offset: i64) -> Vec<Vec<String>> {
-    let names = |group: &PythonGroup| {
-        group.numbers.iter().map(|number| number.saturating_add(offset).to_string()).collect()
+    let name = |param: &Value| match param {
+        Value::Int(number) => number.saturating_add(offset).to_string(),
+        other => other.key_text().unwrap_or_default().to_string(),
     };
-    groups.iter().map(names).collect()
+    groups.iter().map(|group| group.params.iter().map(name).collect()).collect()
 }
 
 impl Locations<'_> {
     /// Converts an optimizer. `names` are those of the parameters in each group, if this crate has recorded them.
-    pub(super) fn optimizer(&self, items: &Items, names: Option<&Value>) -> Result<Part, Problem> {
+    pub(super) fn optimizer(
+        &self,
+        items: &Items,
+        names: Option<&Value>,
+    ) -> Result<OptimizerPart, Problem> {
         if is_pair(items) {
             return self.muon_and_adamw(items, names);
+        }
+        if is_flat(items) {
+            return self.optimizer(&self.nested(items), names);
         }
         let groups = self.groups(items)?;
         let names = names_of(&groups, names);
@@ -94,13 +110,54 @@ impl Locations<'_> {
         let is_muon =
             |group: &&ParamGroupState| matches!(group.options.algorithm, Algorithm::Muon(_));
         let by_muon = param_groups.iter().filter(is_muon).flat_map(|group| group.params.clone());
-        Ok(Part::Optimizer(OptimizerPart {
+        Ok(OptimizerPart {
             by_muon: by_muon.collect(),
+            others: BTreeMap::new(),
             state,
             param_groups,
             params_are_numbers,
             adam_or_adamw,
-        }))
+        })
+    }
+
+    /// Converts the flat layout of `torch.distributed.checkpoint` to the usual one. It has the options of each parameter
+    /// and no groups, so that those with equal options become one.
+    fn nested(&self, items: &Items) -> Vec<(Value, Value)> {
+        type Entries = Vec<(Value, Vec<(Value, Value)>)>;
+        let (mut states, mut options) = (Entries::new(), Entries::new());
+        let mut places = [HashMap::new(), HashMap::new()];
+        for (key, value) in items {
+            let Some((is_state, name, key)) = key.text().and_then(flat_key) else { continue };
+            let (found, places) = match is_state {
+                true => (&mut states, &mut places[0]),
+                false => (&mut options, &mut places[1]),
+            };
+            let place = *places.entry(name).or_insert_with(|| {
+                found.push((name.into(), Vec::new()));
+                found.len() - 1
+            });
+            let value = if is_state { value.clone() } else { self.plain(value) };
+            found[place].1.push((key.into(), value));
+        }
+        let mut groups: Vec<(Vec<_>, Vec<Value>)> = Vec::new();
+        let mut places = HashMap::new();
+        for (name, mut options) in options {
+            options.sort_by(|(one, _), (other, _)| one.text().cmp(&other.text()));
+            let place = *places.entry(format!("{options:?}")).or_insert_with(|| {
+                groups.push((options, Vec::new()));
+                groups.len() - 1
+            });
+            groups[place].1.push(name);
+        }
+        let groups = groups.into_iter().map(|(mut group, params)| {
+            group.push(("params".into(), Value::List(params)));
+            Value::Dict(group)
+        });
+        let states = states.into_iter().map(|(name, state)| (name, Value::Dict(state)));
+        vec![
+            ("state".into(), Value::Dict(states.collect())),
+            ("param_groups".into(), Value::List(groups.collect())),
+        ]
     }
 
     /// Converts the groups of a state dict.
@@ -109,9 +166,18 @@ impl Locations<'_> {
             Some(Value::List(groups)) => {
                 let groups: Vec<_> =
                     groups.iter().map(|group| self.group(group)).collect::<Result<_, _>>()?;
-                let count: usize = groups.iter().map(|group| group.numbers.len()).sum();
+                let count: usize = groups.iter().map(|group| group.params.len()).sum();
                 if count > MAX_TENSORS {
                     return Err(format!("has {count} parameters, more than {MAX_TENSORS}"));
+                }
+                let params = || groups.iter().flat_map(|group| &group.params);
+                let named = params().find(|param| param.text().is_some());
+                let numbered = params().find(|param| param.text().is_none());
+                if let (Some(name), Some(number)) = (named, numbered) {
+                    let [name, number] = [name, number].map(shown_key);
+                    return Err(format!(
+                        "has parameters by names, such as {name}, and others by numbers, such as {number}"
+                    ));
                 }
                 Ok(groups)
             }
@@ -126,19 +192,32 @@ impl Locations<'_> {
         groups: &[PythonGroup],
         names: &[Vec<String>],
     ) -> Result<BTreeMap<String, BTreeMap<String, Box<Entry>>>, Problem> {
-        let Some(Value::Dict(state)) = get(items, "state") else {
-            return Err("is not an optimizer".to_owned());
+        let state = match get(items, "state") {
+            Some(Value::Dict(state)) => state.as_slice(),
+            // `torch.distributed.checkpoint` leaves out what is empty.
+            None => &[],
+            Some(_) => return Err("is not an optimizer".to_owned()),
         };
-        let numbers = groups.iter().flat_map(|group| &group.numbers);
-        let by_number: BTreeMap<_, _> = numbers.zip(names.iter().flatten()).collect();
+        let params = groups.iter().flat_map(|group| &group.params);
+        let by_key: HashMap<_, _> = params.map(Key::of).zip(names.iter().flatten()).collect();
         let mut entries = BTreeMap::new();
         for (key, tensors) in state {
-            let name = match key {
-                Value::Int(number) => by_number.get(number),
-                _ => None,
+            let Some(name) = Key::of(key).and_then(|key| by_key.get(&Some(key))) else {
+                let names = by_key.keys().filter_map(|key| match key {
+                    Some(Key::Text(name)) => Some(*name),
+                    _ => None,
+                });
+                let near = key.text().and_then(|key| nearest(key, names));
+                let near = near
+                    .map_or_else(String::new, |near| format!("; did you mean `{}`?", shown(near)));
+                let key = shown_key(key);
+                return Err(format!(
+                    "has a state of the parameter {key}, which is in no group{near}"
+                ));
             };
-            let (Some(name), Value::Dict(tensors)) = (name, tensors) else {
-                return Err("has a state of a parameter that is in no group".to_owned());
+            let Value::Dict(tensors) = tensors else {
+                let key = shown_key(key);
+                return Err(format!("has a state of the parameter {key} that is not a dict"));
             };
             entries.insert(String::clone(name), self.state(tensors)?);
         }
@@ -153,32 +232,42 @@ impl Locations<'_> {
             Some(Value::List(list)) => Some(list),
             _ => None,
         };
-        let numbers = list("params").ok_or("has a group without parameters")?;
-        let numbers = numbers.iter().map(|number| match number {
-            Value::Int(number) => Ok(*number),
-            _ => Err("has a parameter without a number".to_owned()),
+        let params = list("params").ok_or("has a group without parameters")?;
+        let params = params.iter().map(|param| match param {
+            Value::Int(_) | Value::Text(_) => Ok(param.clone()),
+            _ => Err("has a parameter without a number or a name".to_owned()),
         });
-        let numbers = numbers.collect::<Result<Vec<_>, _>>()?;
+        let params = params.collect::<Result<Vec<_>, _>>()?;
         let names = list("param_names");
         let names = names.and_then(|names| {
             names.iter().map(|name| Some(name.key_text()?.to_string())).collect()
         });
-        // A learning rate can be a tensor, so that `torch.compile` does not treat it as a constant.
         let plain = items.iter().filter(|(key, _)| !is_list_of_parameters(key));
-        let plain: Vec<_> = plain.map(|(key, value)| (key.clone(), self.number(value))).collect();
+        let plain: Vec<_> = plain.map(|(key, value)| (key.clone(), self.plain(value))).collect();
         let options =
             options_of(&plain).map_err(|problem| format!("its param_groups {problem}"))?;
-        Ok(PythonGroup { options, numbers, names, may_be_adamw: may_be_adamw(items) })
+        Ok(PythonGroup { options, params, names, may_be_adamw: may_be_adamw(items) })
     }
 
-    /// Returns the number in a tensor of one element, and any other value as it is.
-    fn number(&self, value: &Value) -> Value {
+    /// Returns an option with the numbers of its tensors: a learning rate or betas can be tensors of one element, so
+    /// that `torch.compile` does not treat them as constants. Anything else remains as it is.
+    fn plain(&self, value: &Value) -> Value {
         let number = |tensor: &TensorRef| {
             let single = tensor.size.iter().all(|&size| size == 1);
-            self.entry(tensor).filter(|_| single)?.item().ok().map(Value::Float)
+            let number = self.entry(tensor).filter(|_| single)?.item().ok()?;
+            Some(match tensor.kind {
+                Kind::Bool => Value::Bool(number != 0.0),
+                Kind::Uint8 | Kind::Int8 | Kind::Int16 | Kind::Int | Kind::Int64 => {
+                    Value::Int(number as i64)
+                }
+                _ => Value::Float(number),
+            })
         };
+        let all = |items: &[Value]| items.iter().map(|item| self.plain(item)).collect();
         match value {
             Value::Tensor(tensor) => number(tensor).unwrap_or_else(|| value.clone()),
+            Value::List(items) => Value::List(all(items)),
+            Value::Tuple(items) => Value::Tuple(all(items)),
             value => value.clone(),
         }
     }
@@ -204,7 +293,11 @@ impl Locations<'_> {
     }
 
     /// Converts the states of PyTorch's two optimizers to one.
-    fn muon_and_adamw(&self, items: &Items, noted: Option<&Value>) -> Result<Part, Problem> {
+    fn muon_and_adamw(
+        &self,
+        items: &Items,
+        noted: Option<&Value>,
+    ) -> Result<OptimizerPart, Problem> {
         let [muon, adamw] = two_states(items).ok_or("is not an optimizer")?;
         let are_ours = is_ours(muon);
         let groups = [self.groups(muon)?, self.groups(adamw)?];
@@ -215,7 +308,7 @@ impl Locations<'_> {
         let [by_muon, others] = match names {
             [Some(by_muon), Some(others)] => [by_muon, others],
             _ => {
-                let count: usize = muons.iter().map(|group| group.numbers.len()).sum();
+                let count: usize = muons.iter().map(|group| group.params.len()).sum();
                 [numbered(muons, 0), numbered(adamws, i64::try_from(count).unwrap_or(i64::MAX))]
             }
         };
@@ -238,13 +331,14 @@ impl Locations<'_> {
                 all.map(|(options, params)| Ok(ParamGroupState { options: options?, params }));
             all.collect::<Result<_, Problem>>()?
         };
-        Ok(Part::Optimizer(OptimizerPart {
+        Ok(OptimizerPart {
             state,
             param_groups,
             params_are_numbers,
             adam_or_adamw: false,
             by_muon: stepped_by_muon,
-        }))
+            others: BTreeMap::new(),
+        })
     }
 }
 
@@ -285,6 +379,33 @@ fn two_states(items: &Items) -> Option<[&Items; 2]> {
 /// Whether a dict has the states of both optimizers, and nothing else.
 pub(super) fn is_pair(items: &Items) -> bool {
     items.len() == 2 && two_states(items).is_some()
+}
+
+/// Whether a dict has the groups of an optimizer, by which it is recognized without a state.
+pub(super) fn has_groups(items: &Items) -> bool {
+    let has_params =
+        |group: &Value| matches!(group, Value::Dict(items) if get(items, "params").is_some());
+    matches!(get(items, "param_groups"), Some(Value::List(groups))
+        if !groups.is_empty() && groups.iter().all(has_params))
+}
+
+/// Whether a dict is an optimizer in the flat layout of `torch.distributed.checkpoint`.
+pub(super) fn is_flat(items: &Items) -> bool {
+    let mut has_options = false;
+    let is_flat = |(key, _): &(Value, Value)| {
+        let found = key.text().and_then(flat_key);
+        has_options |= found.is_some_and(|(is_state, ..)| !is_state);
+        found.is_some()
+    };
+    items.iter().all(is_flat) && has_options
+}
+
+/// Divides a key of the flat layout: whether it is of a state or of options, the name of the parameter, and the key in
+/// its state or its options.
+fn flat_key(key: &str) -> Option<(bool, &str, &str)> {
+    let of = |prefix| key.strip_prefix(prefix)?.rsplit_once('.');
+    let state = of("state.").map(|(name, key)| (true, name, key));
+    state.or_else(|| of("param_groups.").map(|(name, key)| (false, name, key)))
 }
 
 /// Whether this crate has saved the groups, and has added the options that PyTorch does not have.
@@ -363,6 +484,15 @@ fn options_of(group: &Items) -> Result<ParamGroup, String> {
     };
     options.push(("algorithm".into(), algorithm.into()));
     Value::map(options).read().map_err(|error| error.to_string())
+}
+
+/// Shows the number or the name of a parameter in a message.
+fn shown_key(key: &Value) -> String {
+    match (key.text(), key.key_text()) {
+        (Some(name), _) => format!("`{}`", shown(name)),
+        (None, Some(number)) => shown(&number),
+        (None, None) => "whose key is an object".to_owned(),
+    }
 }
 
 /// Whether a key of a group is that of its parameters or of their names.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::KEY;
-use super::optimizer::{Locations, Problem, is_pair};
+use super::optimizer::{Locations, Problem, has_groups, is_flat, is_pair};
 use crate::checkpoint::limits::MAX_PARTS;
 use crate::checkpoint::part::{MODULE, Part, StatePart, UPDATES};
 use crate::checkpoint::source::Source;
@@ -91,10 +91,7 @@ impl<'a> Reader<'a> {
     fn part_of(&self, kind: &str, value: Value, names: Option<&Value>) -> Result<Part, Problem> {
         let part = match (kind, value) {
             ("model", Value::Dict(items)) => self.model(&items).or_else(|| self.dict(items)),
-            ("optimizer", Value::Dict(items)) => {
-                let part = self.locations.optimizer(&items, names);
-                Some(part.unwrap_or_else(|problem| unknown(&problem)))
-            }
+            ("optimizer", Value::Dict(items)) => self.optimizer(items, names),
             ("state", Value::Dict(items)) => self.dict(items),
             ("scaler" | "optimizer", Value::None) => Some(Part::Value(Value::None)),
             ("scaler" | "value", value) => match value.into_plain() {
@@ -134,10 +131,7 @@ impl<'a> Reader<'a> {
     fn guess_dict(&self, items: Vec<(Value, Value)>) -> Option<Part> {
         let kind = kind_of(&items);
         match kind {
-            "optimizer" => {
-                let part = self.locations.optimizer(&items, None);
-                Some(part.unwrap_or_else(|problem| unknown(&problem)))
-            }
+            "optimizer" => self.optimizer(items, None),
             "model" => self.model(&items).or_else(|| self.dict(items)),
             "empty" => Some(Part::Empty),
             kind => match Value::Dict(items).into_plain() {
@@ -149,6 +143,23 @@ impl<'a> Reader<'a> {
                 Err(_) => None,
             },
         }
+    }
+
+    /// Converts an optimizer, and what a Python program has put beside its state. Returns `None` if that is too much.
+    fn optimizer(&self, items: Vec<(Value, Value)>, names: Option<&Value>) -> Option<Part> {
+        let mut part = match self.locations.optimizer(&items, names) {
+            Ok(part) => part,
+            Err(problem) => return Some(unknown(&problem)),
+        };
+        if is_pair(&items) || is_flat(&items) {
+            return Some(Part::Optimizer(part));
+        }
+        let is_its_own = |key: &Value| matches!(key.text(), Some("state" | "param_groups"));
+        for (key, value) in items.into_iter().filter(|(key, _)| !is_its_own(key)) {
+            self.count(1)?;
+            part.others.insert(name_of(&key), self.guess(value));
+        }
+        Some(Part::Optimizer(part))
     }
 
     /// Converts averages of a model, which this crate has written as the state of an `AveragedModel`. `noted` are the
@@ -292,8 +303,8 @@ fn without_a_name() -> Part {
 fn kind_of(items: &Items) -> &'static str {
     let has = |key: &str| get(items, key).is_some();
     match () {
-        () if has("state") && has("param_groups") => "optimizer",
-        () if is_pair(items) => "optimizer",
+        () if has("state") && has("param_groups") || has_groups(items) => "optimizer",
+        () if is_pair(items) || is_flat(items) => "optimizer",
         () if items.is_empty() => "empty",
         () if has("growth_factor") && has("backoff_factor") => "scaler",
         // Those of a chain count no steps themselves.

@@ -59,12 +59,15 @@ pub(crate) struct Layout<'a> {
     pub(crate) root: Value,
     /// The tensor of each storage, in the order of their keys.
     pub(crate) storages: Vec<Stored<'a>>,
+    /// Whether optimizers have the names of their parameters in the place of PyTorch's numbers.
+    by_name: bool,
 }
 
 impl<'a> Layout<'a> {
-    /// Converts the parts. Returns an error for a part that cannot be represented in Python.
-    pub(crate) fn new(parts: &'a BTreeMap<String, Part>) -> Result<Self> {
-        let mut layout = Self { root: Value::None, storages: Vec::new() };
+    /// Converts the parts, the parameters of optimizers by names or by numbers. Returns an error for a part that cannot
+    /// be represented in Python.
+    pub(crate) fn new(parts: &'a BTreeMap<String, Part>, by_name: bool) -> Result<Self> {
+        let mut layout = Self { root: Value::None, storages: Vec::new(), by_name };
         let mut root = Vec::with_capacity(parts.len() + 1);
         let mut kinds = Vec::new();
         let mut names = Vec::new();
@@ -75,7 +78,7 @@ impl<'a> Layout<'a> {
             if let Some(kind) = kind {
                 kinds.push((name.as_str().into(), kind.into()));
             }
-            if let Part::Optimizer(part) = part {
+            if let (Part::Optimizer(part), false) = (part, by_name) {
                 names.push((name.as_str().into(), all_names_of(part)));
             }
             if let Part::State(StatePart { values, beside_averages: Some(beside), .. }) = part {
@@ -100,7 +103,7 @@ impl<'a> Layout<'a> {
 
     /// Converts the tensors of a model to a dict of them and nothing else.
     pub(crate) fn of_weights(tensors: &'a BTreeMap<String, Entry>) -> Self {
-        let mut layout = Self { root: Value::None, storages: Vec::new() };
+        let mut layout = Self { root: Value::None, storages: Vec::new(), by_name: false };
         layout.root = layout.model(tensors);
         layout
     }
@@ -175,22 +178,24 @@ impl<'a> Layout<'a> {
     }
 
     /// PyTorch numbers the parameters consecutively through all groups. Their names are stored at the root: next to the
-    /// numbers, as `param_names`, they would prevent Python from adding groups without names.
+    /// numbers, as `param_names`, they would prevent Python from adding groups without names. By name, they take the
+    /// place of the numbers.
     fn state_dict(&mut self, part: &'a OptimizerPart, groups: &[ParamGroupState]) -> Value {
         let mut state = Vec::new();
         let mut param_groups = Vec::new();
         let mut number = 0;
         for group in groups {
-            let mut numbers = Vec::with_capacity(group.params.len());
+            let mut params = Vec::with_capacity(group.params.len());
             for name in &group.params {
+                let key = if self.by_name { name.as_str().into() } else { Value::Int(number) };
                 if let Some(entries) = part.state.get(name) {
-                    state.push((Value::Int(number), Value::Dict(self.states(entries))));
+                    state.push((key.clone(), Value::Dict(self.states(entries))));
                 }
-                numbers.push(Value::Int(number));
+                params.push(key);
                 number += 1;
             }
             let mut items = group_options(&group.options, has_fused_kernels(part, group));
-            items.push(("params".into(), Value::List(numbers)));
+            items.push(("params".into(), Value::List(params)));
             param_groups.push(Value::Dict(items));
         }
         Value::Dict(vec![

@@ -88,7 +88,7 @@ pub(super) fn parse(name: &str) -> Option<(u64, Option<f64>)> {
 fn ending(format: Format) -> &'static str {
     match format {
         Format::Safetensors => "safetensors",
-        Format::Torch => "pt",
+        Format::Torch | Format::TorchByName => "pt",
     }
 }
 

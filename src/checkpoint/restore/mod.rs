@@ -214,6 +214,7 @@ impl<'a> Restore<'a> {
     /// ```
     pub fn apply(self) -> Result<Restored> {
         let Self { checkpoint, options, mut targets } = self;
+        let names: Vec<_> = targets.iter().map(|(name, _)| name.clone()).collect();
         let mut restored = Restored::default();
         let mut all = Prepared::default();
         for (name, target) in &mut targets {
@@ -223,6 +224,7 @@ impl<'a> Restore<'a> {
             prepared.check(options.cast)?;
             all = all.and(prepared);
         }
+        names.iter().for_each(|name| restored.strike_out(name));
         // Cleared before the weights change, because a commit that stops midway changes some of them, too.
         crate::autocast::clear_autocast_cache();
         all.commit().map_err(|cause| CheckpointError::Interrupted { cause: Box::new(cause) })?;

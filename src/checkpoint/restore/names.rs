@@ -109,8 +109,9 @@ pub struct Restored {
     /// is false.
     pub missing_keys: Vec<String>,
     /// The names that only the checkpoint has, as they are in the checkpoint. If [`strict`](Restore::strict) is true,
-    /// only those of entries that were left out because nothing could take them: those of a model that are not tensors,
-    /// those of a schedule that count for Python alone, such as `_step_count`, and what this crate does not support.
+    /// only those of entries that were left out because nothing has taken them: those of a model that are not tensors,
+    /// those beside the state of an optimizer, those of a schedule that count for Python alone, such as `_step_count`,
+    /// and what this crate does not support.
     pub unexpected_keys: Vec<String>,
     /// The names that [`skip`](Restore::skip) excluded.
     pub skipped_keys: Vec<String>,
@@ -148,6 +149,11 @@ impl Restored {
     /// Records names of a part whose entries nothing could take.
     pub(crate) fn leave_out(&mut self, part: &str, left_out: Vec<String>) {
         self.unexpected_keys.extend(full(part, left_out));
+    }
+
+    /// Strikes out what was restored under a name of its own: `optimizer/loss_scaler` by `optimizer.loss_scaler`.
+    pub(crate) fn strike_out(&mut self, part: &str) {
+        self.unexpected_keys.retain(|key| key.replacen('/', ".", 1) != part);
     }
 
     /// Records names of a part that were skipped.

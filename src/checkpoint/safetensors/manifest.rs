@@ -133,6 +133,8 @@ impl PartManifest {
                 params_are_numbers,
                 adam_or_adamw,
                 by_muon,
+                // A part with any is not saved.
+                others: _,
             }) => {
                 let param_groups = param_groups.clone();
                 Self::Optimizer {
@@ -168,6 +170,7 @@ impl PartManifest {
                     params_are_numbers,
                     adam_or_adamw,
                     by_muon,
+                    others: BTreeMap::new(),
                 })
             }
             Self::Scaler { state } => Part::Scaler(state),

@@ -46,9 +46,10 @@ pub(crate) struct Pickled<'a> {
     storages: Vec<Stored<'a>>,
 }
 
-/// Lays out the parts. Returns an error for a part that cannot be represented in Python or could not be loaded again.
-pub(crate) fn plan(parts: &BTreeMap<String, Part>) -> Result<Pickled<'_>> {
-    planned(Layout::new(parts)?)
+/// Lays out the parts, the parameters of optimizers by names or by numbers. Returns an error for a part that cannot be
+/// represented in Python or could not be loaded again.
+pub(crate) fn plan(parts: &BTreeMap<String, Part>, by_name: bool) -> Result<Pickled<'_>> {
+    planned(Layout::new(parts, by_name)?)
 }
 
 /// Lays out the tensors of a model without anything else, as [`plan`] does.

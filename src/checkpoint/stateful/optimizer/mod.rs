@@ -34,6 +34,7 @@ impl Stateful for Optimizer {
             params_are_numbers: false,
             adam_or_adamw: false,
             by_muon: self.stepped_by_muon(),
+            others: BTreeMap::new(),
         }));
         Ok(())
     }
@@ -62,7 +63,8 @@ fn prepare(
     restored: &mut Restored,
 ) -> Result<CheckedState> {
     optimizer.take_added()?;
-    let OptimizerPart { state, param_groups, params_are_numbers, adam_or_adamw, by_muon: _ } = part;
+    let OptimizerPart { state, param_groups, params_are_numbers, adam_or_adamw, .. } = part;
+    restored.leave_out(name, part.others.keys().cloned().collect());
     let Options { strict, names: renames, .. } = options;
     if !params_are_numbers && !adam_or_adamw && *strict && renames.is_empty() {
         return optimizer.prepare_load(state, param_groups);
