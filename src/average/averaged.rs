@@ -25,7 +25,9 @@ const BATCHES: &str = "num_batches_tracked";
 ///
 /// A checkpoint saves it with [`Checkpoint::add`](crate::checkpoint::Checkpoint::add): the averages by the names of the
 /// variables, and how many updates they have had, as `n_averaged`. In PyTorch's format the part is the state of an
-/// `AveragedModel`, and an `AveragedModel` of a file from Python is restored likewise.
+/// `AveragedModel`, and an `AveragedModel` of a file from Python is restored likewise, as are averages with `steps`
+/// instead of `n_averaged`, and with [`averages_updates`](crate::checkpoint::Restore::averages_updates) those without
+/// either.
 #[derive(Debug)]
 pub struct AveragedWeights {
     averaging: Averaging,
@@ -249,9 +251,9 @@ impl Stateful for AveragedWeights {
         state.averaged_model(updates, self.not_averaged())
     }
 
-    /// Accepts the state of an `AveragedModel`, too.
+    /// Accepts the state of an `AveragedModel` and other averages from Python, too.
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
-        let from_python = saved.averaged_model()?;
+        let from_python = saved.averages_of_python()?;
         let mut statistics = BTreeMap::new();
         for names in self.buffers() {
             for name in names.iter() {
@@ -264,7 +266,10 @@ impl Stateful for AveragedWeights {
         let (updates, rest) = match from_python {
             // Its averages begin with the first weights, so that nothing is left of the start.
             Some(updates) => (updates, if updates == 0 { 1.0 } else { 0.0 }),
-            None => (saved.value("n_averaged")?, saved.value("rest")?),
+            None => {
+                let updates = saved.value("n_averaged")?;
+                (saved.averages_updates().unwrap_or(updates), saved.value("rest")?)
+            }
         };
         if from_python.is_some() {
             let names = self.tensors().chain(self.not_averaged()).map(|(name, _)| name);

@@ -18,6 +18,12 @@ pub(crate) const WRITER: &str = concat!("tch-amp ", env!("CARGO_PKG_VERSION"));
 pub(crate) const UPDATES: &str = "n_averaged";
 pub(crate) const MODULE: &str = "module.";
 
+/// The name of what is left of the start of averages, which only this crate saves.
+pub(crate) const REST: &str = "rest";
+
+/// The name of the number of updates in averages of mmengine, which otherwise have the names of an `AveragedModel`.
+pub(crate) const STEPS: &str = "steps";
+
 /// One named part of a checkpoint.
 #[derive(Debug)]
 pub(crate) enum Part {

@@ -3,7 +3,7 @@
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind};
 use tch_amp::average::{AveragedWeights, Averaging, Ema, Swa};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restore, Restored};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restore, Restored, Rng};
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
@@ -119,6 +119,7 @@ fn a_model_is_found_wherever_it_is() {
         ("state_dict.pt", "state_dict"),
         ("deep.pt", "checkpoint.last.model"),
         ("list.pt", "0"),
+        ("deepspeed.pt", "module"),
     ];
     for (file, name) in whole {
         assert_eq!(check_model(&files, file, name, &[]), Restored::default(), "{file}");
@@ -217,6 +218,8 @@ fn an_optimizer_is_found_wherever_it_is() {
         ("lightning.pt", "optimizer_states.0"),
         ("lightning.old.pt", "optimizer_states.0"),
         ("two.pt", "optimizer_states.0"),
+        ("mmengine_amp.pt", "optimizer"),
+        ("timm.pt", "optimizer"),
     ];
     for (file, name) in places {
         let (checkpoint, mut run) = (files.load(file), Run::new());
@@ -242,6 +245,8 @@ fn a_scaler_a_schedule_and_values_are_found_wherever_they_are() {
         ("run.old.pt", "scaler"),
         ("deep.pt", "checkpoint.last.scaler"),
         ("lightning.pt", "MixedPrecision"),
+        ("mmengine_amp.pt", "optimizer.loss_scaler"),
+        ("timm.pt", "amp_scaler"),
     ];
     for (file, name) in places {
         let (checkpoint, mut run) = (files.load(file), Run::new());
@@ -261,7 +266,29 @@ fn a_scaler_a_schedule_and_values_are_found_wherever_they_are() {
     assert_eq!(files.load("scheduler.pt").value::<u64>("last_epoch").unwrap(), epochs);
     assert_eq!(files.load("bare_tensor.pt").tensor("tensor").unwrap().size(), [2, 3]);
     assert_eq!(files.load("bare_tensor.old.pt").tensor("tensor").unwrap().size(), [2, 3]);
-    assert_eq!(files.load("rng_state.pth").tensor("cpu").unwrap().kind(), Kind::Uint8);
+    let random = files.load("rng_state.pth");
+    random.restore().add("cpu", Rng(Device::Cpu)).apply().unwrap();
+}
+
+#[test]
+fn what_an_optimizer_has_beside_its_state_is_restored_or_listed() {
+    let Some(files) = files() else { return };
+    let (checkpoint, mut run) = (files.load("mmengine_amp.pt"), Run::new());
+    let restored = checkpoint.restore().add("optimizer", &mut run.opt).apply().unwrap();
+    assert_eq!(restored.unexpected_keys, ["optimizer/loss_scaler"]);
+    let both = checkpoint.restore().add("optimizer", &mut run.opt);
+    let restored = both.add("optimizer.loss_scaler", &mut run.scaler).apply().unwrap();
+    assert_eq!(restored, Restored::default());
+    files.check_optimizer("mmengine_amp.pt", &mut run);
+    files.check_scaler("mmengine_amp.pt", &run);
+    // A file of this crate has no place for it, and it is not dropped in silence.
+    for file in ["again.pt", "again.safetensors"] {
+        let refused = checkpoint.save(files.folder.file(file));
+        assert!(
+            matches!(refused, Err(Error::Checkpoint(CheckpointError::Unsaveable { .. }))),
+            "{refused:?}"
+        );
+    }
 }
 
 /// A model with a norm, as in the oracle.
@@ -307,6 +334,75 @@ fn an_averaged_model_becomes_averages_and_back() {
         assert_eq!(crate::common::to_f64(&vs.variables()["norm.running_mean"]), mean, "{file}");
         drop(guard);
     }
+}
+
+#[test]
+fn averages_of_timm_and_mmengine_go_on() {
+    let Some(files) = files() else { return };
+    let cases = [
+        ("steps.pt", "state_dict", "ema_state_dict", None),
+        ("steps.pt", "state_dict", "ema_state_dict", Some(2)),
+        ("timm.pt", "state_dict", "state_dict_ema", Some(2)),
+        ("mmengine.pt", "ema_state_dict", "state_dict", Some(2)),
+    ];
+    for (file, model, averages, updates) in cases {
+        let (vs, linear, _norm) = wide();
+        let mut ema = Ema { decay: 0.5, ..Ema::default() }.build(&vs).unwrap();
+        let checkpoint = files.load(file);
+        let mut restore = checkpoint.restore().add(model, &vs).add(averages, &mut ema);
+        if file == "mmengine.pt" {
+            restore = restore.rename_prefix("module.", "").skip(&["steps"]);
+        }
+        restore = updates.into_iter().fold(restore, Restore::averages_updates);
+        drop(restore.apply().unwrap());
+        assert_eq!(ema.updates().unwrap(), 2, "{file}");
+        check_averages(&files, &ema, "averages");
+        {
+            let _no_grad = tch::no_grad_guard();
+            linear.ws.shallow_clone().copy_(&(&linear.ws + 1.0));
+        }
+        ema.advance().unwrap();
+        check_averages(&files, &ema, "next averages");
+    }
+}
+
+#[test]
+fn the_number_of_updates_is_the_files_or_the_programs() {
+    let Some(files) = files() else { return };
+    let (vs, linear, _norm) = wide();
+    let mut ema = built(&vs);
+    ema.advance().unwrap();
+    let before = ema.average("linear.weight").unwrap().copy();
+    for (file, part, says) in [
+        ("timm.pt", "state_dict_ema", "averages_updates"),
+        ("bad_steps.pt", "ema_state_dict", "`steps` in `ema_state_dict` is -1"),
+    ] {
+        let refused = files.load(file).restore().add(part, &mut ema).apply().unwrap_err();
+        assert!(
+            matches!(refused, Error::Checkpoint(CheckpointError::Tensor { .. })),
+            "{refused:?}"
+        );
+        assert!(refused.to_string().contains(says), "{refused}");
+        assert_eq!(ema.updates().unwrap(), 1);
+        assert_eq!(ema.average("linear.weight").unwrap(), before);
+    }
+    let mut own = Checkpoint::new();
+    own.add("ema", &mut ema).unwrap();
+    let averaged = files.load("averaged.pt");
+    for (checkpoint, part) in [
+        (&averaged, "ema"),
+        (&files.load("steps.pt"), "ema_state_dict"),
+        (&files.load("bad_steps.pt"), "ema_state_dict"),
+        (&own, "ema"),
+    ] {
+        drop(checkpoint.restore().add(part, &mut ema).averages_updates(9).apply().unwrap());
+        assert_eq!(ema.updates().unwrap(), 9, "{part}");
+    }
+    // After none, the next update is the first, which takes the weights as they are.
+    let timm = files.load("timm.pt");
+    drop(timm.restore().add("state_dict_ema", &mut ema).averages_updates(0).apply().unwrap());
+    ema.advance().unwrap();
+    assert_eq!(ema.average("linear.weight").unwrap(), linear.ws);
 }
 
 /// The first update of averages takes the weights as they are, and the later ones have the weights that they have

@@ -138,6 +138,17 @@ def averaged(net, updates):
     return wide, ema
 
 
+def steps(state, count):
+    """The state of an AveragedModel as that of mmengine's, which has another name for the number of updates."""
+    return {"steps": torch.tensor(count), **{name: state[name] for name in state if name != "n_averaged"}}
+
+
+def mmengine(wide, ema):
+    """What mmengine's EMAHook saves: it exchanges the averages and the weights."""
+    weights = steps({f"module.{name}": tensor for name, tensor in wide.state_dict().items()}, 2)
+    return {"state_dict": ema.module.state_dict(), "ema_state_dict": weights}
+
+
 def shapes(folder):
     net, opt, schedule, scaler = trained()
     weights, zip_format = net.state_dict(), {"_use_new_zipfile_serialization": False}
@@ -159,6 +170,22 @@ def shapes(folder):
         "two": {"optimizer_states": [opt.state_dict(), torch.optim.SGD(net.parameters(), lr=0.25).state_dict()]},
         "averaged": {"model": wide.state_dict(), "ema": ema.state_dict()},
         "bare_averaged": ema.state_dict(),
+        "timm": {
+            "epoch": 3, "arch": "x", "args": argparse.Namespace(lr=0.5), "version": 2, "metric": 0.5,
+            "state_dict": wide.state_dict(), "state_dict_ema": ema.module.state_dict(),
+            "optimizer": opt.state_dict(), "amp_scaler": scaler.state_dict(),
+        },
+        "deepspeed": {
+            "module": weights, "optimizer": None, "lr_scheduler": None, "global_steps": 2, "ds_version": "0.16.0",
+            "param_shapes": [collections.OrderedDict((name, tensor.shape) for name, tensor in weights.items())],
+        },
+        "steps": {"state_dict": wide.state_dict(), "ema_state_dict": steps(ema.state_dict(), 2)},
+        "bad_steps": {"ema_state_dict": steps(ema.state_dict(), -1)},
+        "mmengine": mmengine(wide, ema),
+        "mmengine_amp": {
+            "state_dict": weights,
+            "optimizer": {**opt.state_dict(), "loss_scaler": scaler.state_dict()},
+        },
         "not_averaged_yet": {"ema": averaged(net, 0)[1].state_dict()},
         "bare_tensor": net.weight.detach(),
         "list": [weights, 3],

@@ -38,7 +38,8 @@ impl Checkpoint {
 
 impl<'a> Restore<'a> {
     fn new(checkpoint: &'a Checkpoint) -> Self {
-        let options = Options { strict: true, cast: false, names: Renames::default() };
+        let names = Renames::default();
+        let options = Options { strict: true, cast: false, averages_updates: None, names };
         Self { checkpoint, options, targets: Vec::new() }
     }
 
@@ -170,6 +171,36 @@ impl<'a> Restore<'a> {
     /// ```
     pub fn cast(mut self, cast: bool) -> Self {
         self.options.cast = cast;
+        self
+    }
+
+    /// Sets how many updates the [`AveragedWeights`](crate::average::AveragedWeights) of the restore have had, instead
+    /// of the number in the file: `n_averaged`, or `steps` in averages of mmengine. Averages that were saved as a plain
+    /// state of a model, as timm saves them under `state_dict_ema`, have no number, and it is an error to restore them
+    /// without this call. With 0, the first update copies the weights, as in averages that are new.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, nn};
+    /// use tch_amp::average::Ema;
+    /// use tch_amp::checkpoint::Checkpoint;
+    ///
+    /// # let saved = nn::VarStore::new(Device::Cpu);
+    /// # drop(saved.root().ones("weight", &[2]));
+    /// # let mut checkpoint = Checkpoint::new();
+    /// # checkpoint.add("state_dict_ema", &saved)?;
+    /// // The part `state_dict_ema` of the checkpoint has a `weight`, and nothing else.
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let _weight = vs.root().zeros("weight", &[2]);
+    /// let mut ema = Ema::default().build(&vs)?;
+    /// assert!(checkpoint.restore().add("state_dict_ema", &mut ema).apply().is_err());
+    /// checkpoint.restore().add("state_dict_ema", &mut ema).averages_updates(5000).apply()?;
+    /// assert_eq!(ema.updates()?, 5000);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn averages_updates(mut self, updates: u64) -> Self {
+        self.options.averages_updates = Some(updates);
         self
     }
 

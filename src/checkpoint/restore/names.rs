@@ -15,6 +15,7 @@ use crate::patterns;
 pub(crate) struct Options {
     pub(crate) strict: bool,
     pub(crate) cast: bool,
+    pub(crate) averages_updates: Option<u64>,
     pub(crate) names: Renames,
 }
 

@@ -75,6 +75,14 @@ impl<'a> Dict<'a> {
         other.or_else(|| self.value(name).map(Item::Value))
     }
 
+    /// Whether there is a single number under a name.
+    pub(super) fn is_number(&self, name: &str) -> bool {
+        let number =
+            |value: &Value| matches!(value, Value::Int(_) | Value::Uint(_) | Value::Float(_));
+        self.tensors.get(name).is_some_and(|(_, entry)| entry.numel() == 1)
+            || self.value(name).is_some_and(number)
+    }
+
     pub(super) fn value(&self, name: &str) -> Option<&'a Value> {
         let found = self.values.binary_search_by(|(key, _)| (**key).cmp(name));
         found.ok().map(|at| &self.values[at].1)

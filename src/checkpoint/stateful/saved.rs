@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::{Kind, Tensor};
 
-use crate::checkpoint::part::{Item, MODULE, Part, UPDATES};
+use crate::checkpoint::part::{Item, MODULE, Part, REST, STEPS, UPDATES};
 use crate::checkpoint::restore::names::is_batch_count;
 use crate::checkpoint::restore::{Options, Restored};
 use crate::checkpoint::stateful::Prepared;
@@ -251,24 +251,53 @@ impl<'a> SavedState<'a> {
         self.notes.borrow_mut().used.extend(names.cloned());
     }
 
-    /// Reads the state as that of PyTorch's `AveragedModel`, in which names begin with `module.`, and returns the
-    /// number of updates. Returns `None` for any other state. Called before anything else is read.
-    pub(crate) fn averaged_model(&self) -> Result<Option<u64>> {
+    /// Reads the state as averages that a Python program has saved, in whose names it removes the `module.` of a wrapper
+    /// that counts its updates, and returns how many there were. Returns `None` for averages of this crate. Called
+    /// before anything else is read.
+    pub(crate) fn averages_of_python(&self) -> Result<Option<u64>> {
         let mut dict = Dict::of(self.checkpoint, self.name, self.options)?;
-        let count = dict.tensors.get(UPDATES).map(|(_, count)| count);
-        let Some(count) = count.filter(|count| count.numel() == 1) else {
+        if [UPDATES, REST].iter().all(|name| dict.value(name).is_some()) {
             return Ok(None);
-        };
-        let count = count.item()?;
-        if count.fract() != 0.0 || count.is_sign_negative() {
-            let (part, tensor) = (self.name.to_owned(), UPDATES.to_owned());
-            let problem = format!("is {count}, which is not a number of updates");
-            return Err(CheckpointError::Tensor { part, tensor, problem }.into());
         }
-        dict.remove_prefix(MODULE);
+        let counted = [UPDATES, STEPS].into_iter().find(|name| dict.is_number(name));
+        let updates = match (self.options.averages_updates, counted) {
+            (Some(updates), _) => updates,
+            (None, Some(name)) => self.updates_in(&dict, name)?,
+            (None, None) => {
+                let problem = "is missing, and so is `steps`: say with `averages_updates` of the restore how many \
+                               updates the averages have had";
+                return Err(self.wrong(UPDATES, problem.to_owned()));
+            }
+        };
+        if let Some(name) = counted {
+            dict.remove_prefix(MODULE);
+            self.use_up(name);
+        }
         self.dict.get_or_init(|| dict);
-        self.use_up(UPDATES);
-        Ok(Some(count as u64))
+        Ok(Some(updates))
+    }
+
+    /// Reads a number of updates.
+    fn updates_in(&self, dict: &Dict<'a>, name: &str) -> Result<u64> {
+        let count: f64 = match (dict.value(name), dict.tensor(name)) {
+            (Some(value), _) => read_value(&format!("{}/{name}", self.name), value)?,
+            (None, Some((_, (_, entry)))) => entry.item()?,
+            (None, None) => return Err(self.missing(name)),
+        };
+        if count.fract() != 0.0 || count.is_sign_negative() {
+            return Err(self.wrong(name, format!("is {count}, which is not a number of updates")));
+        }
+        Ok(count as u64)
+    }
+
+    pub(super) fn wrong(&self, name: &str, problem: String) -> Error {
+        let (part, tensor) = (self.name.to_owned(), name.to_owned());
+        CheckpointError::Tensor { part, tensor, problem }.into()
+    }
+
+    /// The number of updates that averages have had by the program's own word.
+    pub(crate) fn averages_updates(&self) -> Option<u64> {
+        self.options.averages_updates
     }
 
     /// Returns the part as a whole instead of as a dict.
