@@ -6,13 +6,68 @@
 //! Variables are tied by handles of one tensor, as `shallow_clone` makes them. Two tensors that only share their
 //! memory, as after `set_data`, are two variables, as in PyTorch: each has a gradient of its own.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use lazy_static::lazy_static;
 use tch::Tensor;
 use tch::nn::VarStore;
 
 use crate::error::Result;
 use crate::ffi;
+
+lazy_static! {
+    /// The variables that have other numbers than their own for a while.
+    static ref SWAPPED: Mutex<HashSet<usize>> = Mutex::default();
+}
+
+fn swapped() -> MutexGuard<'static, HashSet<usize>> {
+    SWAPPED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Variables in whose place other numbers are until this is dropped, such as their averages.
+#[derive(Debug)]
+pub(crate) struct Swapped {
+    /// Kept alive, so that their identities stay theirs.
+    variables: Vec<Tensor>,
+    identities: Vec<usize>,
+}
+
+impl Swapped {
+    /// Notes variables that are to have other numbers; `None` if one of them has already. Guards that were dropped in
+    /// another order than the reverse of their making would leave the numbers of one there, and the variable's own would
+    /// be lost.
+    pub(crate) fn claim(variables: Vec<Tensor>) -> Result<Option<Self>> {
+        let identities = ffi::identities(&variables)?;
+        let mut swapped = swapped();
+        if identities.iter().any(|identity| swapped.contains(identity)) {
+            return Ok(None);
+        }
+        swapped.extend(&identities);
+        Ok(Some(Self { variables, identities }))
+    }
+
+    /// Whether one of these variables has other numbers than its own.
+    pub(crate) fn has_any<'t>(variables: impl IntoIterator<Item = &'t Tensor>) -> Result<bool> {
+        if swapped().is_empty() {
+            return Ok(false);
+        }
+        let variables: Vec<_> = variables.into_iter().map(Tensor::shallow_clone).collect();
+        let identities = ffi::identities(&variables)?;
+        let swapped = swapped();
+        Ok(identities.iter().any(|identity| swapped.contains(identity)))
+    }
+}
+
+impl Drop for Swapped {
+    fn drop(&mut self) {
+        let Self { variables: _alive, identities } = self;
+        let mut swapped = swapped();
+        for identity in identities {
+            let _was_there = swapped.remove(identity);
+        }
+    }
+}
 
 /// The names of a variable.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,10 +1,8 @@
 //! The guard that puts averages in the place of weights.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::mem;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use lazy_static::lazy_static;
 use tch::Tensor;
 
 use crate::autocast::clear_autocast_cache;
@@ -12,17 +10,8 @@ use crate::average::AveragedWeights;
 use crate::average::averaged::fits;
 use crate::capture;
 use crate::error::{Error, Result};
-use crate::ffi::{self, OutsideRegions};
-
-lazy_static! {
-    /// The variables in whose place some averages are. Their guards keep them alive, so that their identities stay
-    /// theirs.
-    static ref SWAPPED: Mutex<HashSet<usize>> = Mutex::default();
-}
-
-fn swapped() -> MutexGuard<'static, HashSet<usize>> {
-    SWAPPED.lock().unwrap_or_else(PoisonError::into_inner)
-}
+use crate::ffi::OutsideRegions;
+use crate::variables::Swapped;
 
 /// Keeps the averaged weights in the model until it is dropped. Made by [`AveragedWeights::swap_in`].
 ///
@@ -52,7 +41,7 @@ pub struct SwappedIn<'a> {
     _averages: &'a mut AveragedWeights,
     /// The variables that were replaced, and what holds their own numbers.
     replaced: Vec<(Tensor, Tensor)>,
-    identities: Vec<usize>,
+    _swapped: Swapped,
 }
 
 impl AveragedWeights {
@@ -60,7 +49,8 @@ impl AveragedWeights {
     ///
     /// Every module of the model computes with the averages meanwhile, rounded to the dtype of the weights. No weight
     /// is copied: f32 weights become the averages themselves, so do not train while the guard lives; a fused optimizer
-    /// with master weights would take them for weights that the program has loaded. Statistics from
+    /// with master weights would take them for weights that the program has loaded. A checkpoint neither saves nor
+    /// restores the model and its optimizer meanwhile. Statistics from
     /// [`update_batch_norm`](Self::update_batch_norm) are swapped in as well. Casts of weights that an autocast region
     /// keeps are cleared.
     ///
@@ -90,12 +80,14 @@ impl<'a> SwappedIn<'a> {
             fits(variable, average)?;
             pairs.push((variable.shallow_clone(), average.f_to_kind(variable.f_kind()?)?));
         }
-        let variables: Vec<_> =
-            pairs.iter().map(|(variable, _)| variable.shallow_clone()).collect();
-        let identities = claim(&variables)?;
+        let variables = pairs.iter().map(|(variable, _)| variable.shallow_clone()).collect();
+        let claimed = Swapped::claim(variables)?.ok_or_else(|| {
+            let problem = "cannot take the place of weights that other averages have taken; drop their guard first";
+            Error::InvalidArgument { name: "the averages", problem: problem.to_owned() }
+        })?;
         // From here on, dropping this puts back what was replaced.
         let replaced = Vec::with_capacity(pairs.len());
-        let mut swapped = Self { _averages: averages, replaced, identities };
+        let mut swapped = Self { _averages: averages, replaced, _swapped: claimed };
         for (mut variable, rounded) in pairs {
             let own = variable.f_data()?;
             // The storage changes, and not its contents: afterwards the weights are the same, and autograd and the
@@ -114,25 +106,6 @@ impl Drop for SwappedIn<'_> {
             // This cannot fail: the two were exchanged before, so that their types are compatible.
             drop(variable.f_set_data(&own));
         }
-        let mut swapped = swapped();
-        for identity in &self.identities {
-            let _was_there = swapped.remove(identity);
-        }
-        drop(swapped);
         clear_autocast_cache();
     }
-}
-
-/// Notes that averages are put in the place of these variables, or fails if others are. Guards that were dropped in
-/// another order than the reverse of their making would leave averages there, and the weights would be lost.
-fn claim(variables: &[Tensor]) -> Result<Vec<usize>> {
-    let identities = ffi::identities(variables)?;
-    let mut swapped = swapped();
-    if identities.iter().any(|identity| swapped.contains(identity)) {
-        let problem =
-            "cannot take the place of weights that other averages have taken; drop their guard first".to_owned();
-        return Err(Error::InvalidArgument { name: "the averages", problem });
-    }
-    swapped.extend(&identities);
-    Ok(identities)
 }

@@ -6,7 +6,8 @@ use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::average::Ema;
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, SaveError, save_weights};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, SaveError, Stateful, save_weights};
+use tch_amp::optim::AdamW;
 
 use crate::common::bits::{bits, hex};
 use crate::common::files::{Folder, names_in};
@@ -306,4 +307,61 @@ fn save_on_a_full_disk() {
         Err(Error::Checkpoint(CheckpointError::Save(error))) => println!("{error}"),
         other => panic!("{other:?}"),
     }
+}
+
+/// The averages would be taken for the weights later, and restored weights would be lost with the guard.
+#[test]
+fn a_checkpoint_neither_saves_nor_restores_what_averages_have_replaced() {
+    let vs = VarStore::new(Device::Cpu);
+    let linear = nn::linear(vs.root(), 3, 2, Default::default());
+    let mut opt = AdamW::default().build(&vs, 0.1).unwrap();
+    let other = VarStore::new(Device::Cpu);
+    nn::linear(other.root(), 3, 2, Default::default());
+    let mut ema = Ema { decay: 0.5, ..Ema::default() }.build(&vs).unwrap();
+    let mut saved = Checkpoint::new();
+    saved.add("model", &vs).unwrap();
+    saved.add("optimizer", &mut opt).unwrap();
+    ema.advance().unwrap();
+    drop(tch::no_grad(|| linear.ws.shallow_clone().fill_(7.0)));
+    ema.advance().unwrap();
+    let averages = ema.average("weight").unwrap();
+    let expected = averages.copy();
+    {
+        let _averages = ema.swap_in().unwrap();
+        let mut checkpoint = Checkpoint::new();
+        let mut vs_by_value = &vs;
+        let mut tied = crate::own::Ema { updates: 0, weights: Default::default() };
+        tied.weights.insert("w".to_owned(), linear.ws.shallow_clone());
+        let parts: [(&str, &mut dyn Stateful); 3] =
+            [("model", &mut vs_by_value), ("optimizer", &mut opt), ("own", &mut tied)];
+        for (name, part) in parts {
+            let refused = checkpoint.add(name, part).unwrap_err();
+            assert!(
+                matches!(refused, Error::Checkpoint(CheckpointError::Unsaveable { .. })),
+                "{refused:?}"
+            );
+            assert!(refused.to_string().contains("drop the guard of `swap_in`"), "{refused}");
+        }
+        assert_eq!(checkpoint.names().count(), 0);
+        let refused = [
+            saved.restore().add("model", &vs).apply(),
+            saved.restore().add("optimizer", &mut opt).apply(),
+        ];
+        for refused in refused {
+            let Err(Error::Checkpoint(CheckpointError::Tensor { .. })) = refused else {
+                panic!("{refused:?}");
+            };
+        }
+        // Another model is saved and restored as ever.
+        checkpoint.add("model", &other).unwrap();
+        checkpoint.restore().add("model", &other).apply().unwrap();
+        assert_eq!(linear.ws, expected);
+    }
+    assert_eq!(linear.ws.max().double_value(&[]), 7.0);
+    assert_eq!(averages, expected);
+    let mut after = Checkpoint::new();
+    after.add("model", &vs).unwrap();
+    after.add("optimizer", &mut opt).unwrap();
+    assert_eq!(after.tensor("model.weight").unwrap(), linear.ws);
+    saved.restore().add("optimizer", &mut opt).apply().unwrap();
 }

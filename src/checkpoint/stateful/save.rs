@@ -13,6 +13,7 @@ use crate::checkpoint::value::{MAX_DIMS, Value};
 use crate::error::{Result, unsaveable};
 use crate::ffi;
 use crate::scale::GradScalerState;
+use crate::variables::Swapped;
 
 /// Collects the tensors and values of a state that is being saved.
 /// [`Stateful::save_state`](crate::checkpoint::Stateful::save_state) records them here.
@@ -39,11 +40,11 @@ impl<'a> SaveState<'a> {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Unsaveable`] for a name that this state already has, and for an undefined, sparse or
-    /// quantized tensor.
+    /// [`CheckpointError::Unsaveable`] for a name that this state already has, for an undefined, sparse or quantized
+    /// tensor, and for a variable in whose place its average is.
     pub fn tensor(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
         self.check_name(name)?;
-        self.tensors.insert(name.to_owned(), entry(name, tensor)?);
+        self.tensors.insert(name.to_owned(), own(name, tensor)?);
         Ok(())
     }
 
@@ -72,6 +73,11 @@ impl<'a> SaveState<'a> {
         Ok(())
     }
 
+    /// The name of the part.
+    pub(super) fn name(&self) -> &'a str {
+        self.name
+    }
+
     fn check_name(&self, name: &str) -> Result<()> {
         if self.tensors.contains_key(name) || self.values.contains_key(name) {
             let name = format!("{}/{name}", self.name);
@@ -91,7 +97,7 @@ impl<'a> SaveState<'a> {
         let mut beside = BTreeMap::from([(UPDATES.to_owned(), Entry::in_memory(&updates)?)]);
         let mut known: HashSet<_> = self.tensors.keys().map(String::as_str).collect();
         for (name, tensor) in not_averaged.filter(|(name, _)| !self.tensors.contains_key(*name)) {
-            beside.insert(format!("{MODULE}{name}"), entry(name, tensor)?);
+            beside.insert(format!("{MODULE}{name}"), own(name, tensor)?);
             known.insert(name);
         }
         for name in batch_counts(&known) {
@@ -159,6 +165,18 @@ pub(crate) fn plain(name: &str, value: &(impl Serialize + ?Sized)) -> Result<Val
     let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
     Ok(Value::of(value).map_err(wrong)?)
 }
+
+/// Makes an entry of a tensor that has its own numbers, and not its average, for which it could be taken later.
+fn own(name: &str, tensor: &Tensor) -> Result<Entry> {
+    let entry = entry(name, tensor)?;
+    if Swapped::has_any([tensor])? {
+        return Err(unsaveable(name, SWAPPED).into());
+    }
+    Ok(entry)
+}
+
+const SWAPPED: &str = "its average is in its place; drop the guard of `swap_in` first, or save the averages \
+                                  with `save_weights`";
 
 /// Checks a tensor and makes an entry of it. `name` is for errors.
 pub(crate) fn entry(name: &str, tensor: &Tensor) -> Result<Entry> {

@@ -19,7 +19,7 @@ use crate::checkpoint::{Checkpoint, CheckpointError, other_part, read_value};
 use crate::error::{Error, Result, shown};
 use crate::optim::Saved as _;
 use crate::scale::GradScalerState;
-use crate::variables::{Variable, each_once};
+use crate::variables::{Swapped, Variable, each_once};
 
 /// A state in a checkpoint, which [`Stateful::prepare_restore`](crate::checkpoint::Stateful::prepare_restore) reads.
 ///
@@ -60,6 +60,10 @@ impl fmt::Debug for SavedState<'_> {
             .finish_non_exhaustive()
     }
 }
+
+/// Why a variable is not restored for now.
+const SWAPPED: &str = "has its average in its place, which a restore would overwrite; drop the guard of \
+                                  `swap_in` first";
 
 impl<'a> SavedState<'a> {
     pub(crate) fn new(checkpoint: &'a Checkpoint, name: &'a str, options: &'a Options) -> Self {
@@ -145,8 +149,8 @@ impl<'a> SavedState<'a> {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`]. Names, shapes and dtypes that do not match are
-    /// errors of [`Restore::apply`](crate::checkpoint::Restore::apply), because they can be compared only when all
+    /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`]; [`CheckpointError::Tensor`] for a variable in
+    /// whose place its average is. Names, shapes and dtypes that do not match are errors of [`Restore::apply`](crate::checkpoint::Restore::apply), because they can be compared only when all
     /// names that the state should have are known.
     pub fn copy_to<'t, N: AsRef<str>>(
         &self,
@@ -164,6 +168,13 @@ impl<'a> SavedState<'a> {
         let dict = self.dict()?;
         let tensors = tensors.into_iter();
         let targets = each_once(tensors.map(|(n, t)| (n.as_ref().to_owned(), t.shallow_clone())))?;
+        if Swapped::has_any(targets.iter().map(|target| &target.tensor))? {
+            for Variable { names, tensor } in &targets {
+                if Swapped::has_any([tensor])? {
+                    return Err(self.wrong(&names.first, SWAPPED.to_owned()));
+                }
+            }
+        }
         let names = targets.iter().flat_map(|target| target.names.iter().map(String::as_str));
         let known: HashSet<_> = names.collect();
         let mut notes = self.notes.borrow_mut();

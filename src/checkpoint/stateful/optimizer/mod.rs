@@ -9,15 +9,20 @@ use crate::checkpoint::part::{Item, OptimizerPart, Part};
 use crate::checkpoint::restore::{Options, Restored};
 use crate::checkpoint::stateful::save::entry;
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
-use crate::error::{Error, OptimizerError, Result};
+use crate::error::{Error, OptimizerError, Result, unsaveable};
 use crate::optim::{
-    Adam, AdamW, Algorithm, CheckedState, Optimizer, OptimizerState, ParamGroupState,
+    Adam, AdamW, Algorithm, AmpOptimizer as _, CheckedState, Optimizer, OptimizerState,
+    ParamGroupState,
 };
+use crate::variables::Swapped;
 
 /// Saves and restores the state of every parameter, and the groups with their options.
 impl Stateful for Optimizer {
     /// Records the state. Synchronizes in the rare cases in which [`Optimizer::state_dict`] does.
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        if Swapped::has_any(self.parameters().as_slice())? {
+            return Err(unsaveable(state.name(), SAVED).into());
+        }
         let OptimizerState { state: tensors, param_groups } = self.state_dict()?;
         let mut entries = BTreeMap::new();
         for (parameter, tensors) in tensors {
@@ -42,6 +47,9 @@ impl Stateful for Optimizer {
     /// Prepares to load a state. Variables that were added to the `VarStore` since are registered with the optimizer
     /// right away.
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        if Swapped::has_any(self.parameters().as_slice())? {
+            return Err(saved.wrong("param_groups", RESTORED.to_owned()));
+        }
         let part = match saved.whole()? {
             Item::Part(Part::Optimizer(part)) => part,
             other => return Err(other_part(saved.name, "an optimizer", other)),
@@ -52,6 +60,11 @@ impl Stateful for Optimizer {
         Ok(Prepared::new(move || self.finish_load(loaded)))
     }
 }
+
+const SAVED: &str = "the averages of its parameters are in their place, which it would take for new weights; drop the \
+                     guard of `swap_in` first";
+const RESTORED: &str =
+    "has parameters in whose place their averages are; drop the guard of `swap_in` first";
 
 /// Checks a part against an optimizer and copies its tensors. The optimizer does not change, except that it registers
 /// variables that were added to its `VarStore`.
