@@ -62,6 +62,26 @@ impl Entry {
         }
     }
 
+    /// Returns how many finite elements become infinite or NaN if they are converted to another dtype. Reads the elements
+    /// only if that has a smaller range.
+    pub(crate) fn beyond(&self, kind: Kind) -> Result<usize> {
+        if largest(kind) >= largest(self.kind) {
+            return Ok(0);
+        }
+        let _own = OutsideRegions::enter();
+        let is_finite = |tensor: &Tensor| {
+            let wide = if tensor.is_complex() { Kind::ComplexDouble } else { Kind::Double };
+            tensor.f_to_kind(wide)?.f_isfinite()
+        };
+        let mut count = 0;
+        for part in self.to_tensor()?.f_reshape([-1i64])?.f_split(AT_ONCE, 0)? {
+            let lost = is_finite(&part.f_to_kind(kind)?)?.f_logical_not()?;
+            let lost = lost.f_logical_and(&is_finite(&part)?)?;
+            count += lost.f_sum(Kind::Int64)?.f_int64_value(&[])? as usize;
+        }
+        Ok(count)
+    }
+
     pub(crate) fn numel(&self) -> usize {
         ffi::elements(&self.size)
     }
@@ -140,6 +160,23 @@ impl Saved for Entry {
             Data::Memory(tensor) => tensor.copy_to(to),
             Data::Number(_) | Data::File(_) => self.to_tensor()?.copy_to(to),
         }
+    }
+}
+
+/// How many elements are compared at a time.
+const AT_ONCE: i64 = 1 << 20;
+
+/// The largest finite number of a dtype, and infinity for integers, which have no infinite numbers.
+fn largest(kind: Kind) -> f64 {
+    match kind {
+        Kind::Half | Kind::ComplexHalf => 65504.0,
+        Kind::BFloat16 => (2.0 - 2f64.powi(-7)) * 2f64.powi(127),
+        Kind::Float | Kind::ComplexFloat => f64::from(f32::MAX),
+        Kind::Float8e5m2 | Kind::Float8e5m2fnuz => 57344.0,
+        Kind::Float8e4m3fn => 448.0,
+        Kind::Float8e4m3fnuz => 240.0,
+        Kind::Double | Kind::ComplexDouble => f64::MAX,
+        _ => f64::INFINITY,
     }
 }
 

@@ -1,5 +1,7 @@
 //! What does not fit is refused, and nothing changes.
 
+use std::collections::BTreeMap;
+
 use serde::de::DeserializeOwned;
 use serde_json::{Value as Json, json};
 use tch::nn::{self, VarStore};
@@ -19,6 +21,7 @@ use tch_amp::{Error, GradScaler};
 use crate::Run;
 use crate::common::bits::bits;
 use crate::common::files::{Folder, names_in};
+use crate::own::Ema;
 
 /// A checkpoint that was loaded from a file, and the folder that holds the file.
 fn saved(fill: impl FnOnce(&mut Checkpoint)) -> (Folder, Checkpoint) {
@@ -149,6 +152,65 @@ fn another_dtype_is_converted_only_on_request() {
     assert!(matches!(error, CheckpointError::Tensor { .. }) && error.to_string().contains("cast"));
     whole.restore().add("m", &target).cast(true).apply().unwrap();
     assert_eq!(bits(&w), bits(&source.variables()["w"].to_kind(Kind::Float)));
+}
+
+fn weights(numbers: &[f64], kind: Kind) -> Ema {
+    let tensor = Tensor::from_slice(numbers).to_kind(kind);
+    Ema { updates: 0, weights: BTreeMap::from([("w".to_owned(), tensor)]) }
+}
+
+#[test]
+fn a_cast_that_would_make_finite_numbers_infinite_is_refused() {
+    let (half, bfloat16) = (65520.0, (2.0 - 2f64.powi(-8)) * 2f64.powi(127));
+    let float = (2.0 - 2f64.powi(-24)) * 2f64.powi(127);
+    let large = f64::from(f32::MAX);
+    let numbers =
+        [1.0, 65504.0, 65519.0, half, -1e30, f64::INFINITY, f64::NAN, large, -1e300, 0.0, 1e5];
+    // The saved and the wanted dtype, and the smallest number that rounds to infinity there.
+    let cases = [
+        (Kind::Float, Kind::Half, half),
+        (Kind::Double, Kind::Half, half),
+        (Kind::BFloat16, Kind::Half, half),
+        (Kind::Double, Kind::Float, float),
+        (Kind::Double, Kind::BFloat16, bfloat16),
+        (Kind::Float, Kind::BFloat16, bfloat16),
+    ];
+    for (from, to, limit) in cases {
+        let mut source = weights(&numbers, from);
+        let there = crate::common::to_f64(&source.weights["w"]);
+        let lost = there.iter().filter(|number| number.is_finite() && number.abs() >= limit);
+        let count = lost.count();
+        assert!(count > 0, "{from:?} {to:?}");
+        let (_folder, checkpoint) = saved(|checkpoint| checkpoint.add("e", &mut source).unwrap());
+        let mut target = weights(&[0.5; 11], to);
+        let error = checkpoint_error(checkpoint.restore().cast(true).add("e", &mut target).apply());
+        assert!(matches!(error, CheckpointError::Tensor { .. }), "{error:?}");
+        let message = error.to_string();
+        assert!(message.contains(&format!("`w` in `e` has {count} finite numbers")), "{message}");
+        assert_eq!(crate::common::to_f64(&target.weights["w"]), [0.5; 11]);
+        let skip = checkpoint.restore().cast(true).skip(&["w"]).add("e", &mut target);
+        assert_eq!(skip.apply().unwrap().skipped_keys, ["e/w"]);
+        // The other way nothing is lost.
+        let (_folder, checkpoint) =
+            saved(|checkpoint| checkpoint.add("e", &mut weights(&numbers, to)).unwrap());
+        let mut target = weights(&[0.5; 11], from);
+        checkpoint.restore().cast(true).add("e", &mut target).apply().unwrap();
+    }
+    for (numbers, is_refused) in [
+        ([1.0, f64::INFINITY, f64::NAN], false),
+        ([65519.0, -65519.0, 2.0], false),
+        ([7e4, 0.0, 1.0], true),
+    ] {
+        let kinds =
+            if numbers[1].is_finite() { vec![Kind::Float, Kind::Int64] } else { vec![Kind::Float] };
+        for kind in kinds {
+            let (_folder, checkpoint) =
+                saved(|checkpoint| checkpoint.add("e", &mut weights(&numbers, kind)).unwrap());
+            let mut target = weights(&[0.5; 3], Kind::Half);
+            let applied = checkpoint.restore().cast(true).add("e", &mut target).apply();
+            assert_eq!(applied.is_err(), is_refused, "{numbers:?} {kind:?}");
+        }
+    }
 }
 
 #[test]

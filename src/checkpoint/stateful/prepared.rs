@@ -52,7 +52,8 @@ impl<'a> Prepared<'a> {
         Self { copies, ..Self::default() }
     }
 
-    /// Returns an error if a tensor does not match its target in shape or, unless `cast`, in dtype.
+    /// Returns an error if a tensor does not match its target in shape or, unless `cast`, in dtype, and if a cast would
+    /// make finite numbers infinite.
     pub(crate) fn check(&self, cast: bool) -> Result<()> {
         self.copies.iter().try_for_each(|copy| copy.check(cast))
     }
@@ -118,7 +119,15 @@ impl Copy<'_> {
             let found = entry.kind;
             format!("is {found:?} {there}, and {kind:?} {place}; `cast(true)` converts it")
         } else {
-            return Ok(());
+            match entry.beyond(kind)? {
+                0 => return Ok(()),
+                count => format!(
+                    "has {count} finite numbers {there} that {kind:?} does not reach, so that `cast(true)` would make \
+                     them infinite; give the variable a dtype with their range, or leave it as it is with \
+                     `skip(&[\"{}\"])`",
+                    shown(name)
+                ),
+            }
         };
         let (part, tensor) = (part.clone(), name.clone());
         Err(CheckpointError::Tensor { part, tensor, problem }.into())
