@@ -1,14 +1,13 @@
 //! Loading a checkpoint.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
 use crate::checkpoint::archive::Archive;
 use crate::checkpoint::source::Source;
 use crate::checkpoint::{Checkpoint, safetensors, shards, torch, zip};
-#[cfg(doc)]
-use crate::error::CheckpointError;
-use crate::error::Result;
+use crate::error::{CheckpointError, Error, Result};
 
 const NEITHER: &str = "it is neither safetensors nor a file of torch.save";
 
@@ -46,7 +45,18 @@ impl Checkpoint {
     /// [`Io`](crate::checkpoint::CheckpointError::Io), [`Damaged`](crate::checkpoint::CheckpointError::Damaged) and
     /// [`Newer`](crate::checkpoint::CheckpointError::Newer) of [`CheckpointError`].
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
-        let source = Source::open(path.as_ref())?;
+        let path = path.as_ref();
+        Self::load_file(path).map_err(|error| match distributed(path) {
+            Some(what) if is_of_content(&error) => {
+                CheckpointError::Damaged { path: path.to_owned(), problem: advice(path, what) }
+                    .into()
+            }
+            _ => error,
+        })
+    }
+
+    fn load_file(path: &Path) -> Result<Self> {
+        let source = Source::open(path)?;
         if shards::is_index(&beginning(&source)?) {
             return Ok(Self { parts: shards::load(&source, &open)?, ..Self::default() });
         }
@@ -73,6 +83,40 @@ impl Checkpoint {
             source: Some(archive.source),
         })
     }
+}
+
+/// What a path is if `torch.distributed.checkpoint` has written it.
+fn distributed(path: &Path) -> Option<&'static str> {
+    if path.join(DISTRIBUTED).is_file() {
+        return Some("a folder");
+    }
+    let is_piece = path.extension().is_some_and(|ending| ending == "distcp");
+    (is_piece || path.file_name().is_some_and(|name| name == DISTRIBUTED))
+        .then_some("a piece of a folder")
+}
+
+/// The file that each folder of `torch.distributed.checkpoint` has.
+const DISTRIBUTED: &str = ".metadata";
+
+fn is_of_content(error: &Error) -> bool {
+    match error {
+        Error::Checkpoint(CheckpointError::Damaged { .. }) => true,
+        Error::Checkpoint(CheckpointError::Io { cause, .. }) => {
+            cause.kind() == io::ErrorKind::InvalidInput
+        }
+        _ => false,
+    }
+}
+
+/// Says how to convert a folder of `torch.distributed.checkpoint`, given what the path is.
+fn advice(path: &Path, what: &str) -> String {
+    let folder = if path.is_dir() { Some(path) } else { path.parent() };
+    let folder = folder.filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new(".")).display();
+    format!(
+        "it is {what} that torch.distributed.checkpoint has written, of which Python makes one file: \
+         `python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} run.pt`; load that"
+    )
 }
 
 /// Returns the first bytes of a file, by which its format is recognized.

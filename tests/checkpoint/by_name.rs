@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use tch_amp::checkpoint::{Checkpoint, Format, Restore};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Format, Restore};
 use tch_amp::optim::{AdamW, Muon, Optimizer};
 use tch_amp::{Error, Result};
 
@@ -108,6 +108,7 @@ fn training_resumes_from_names_in_rust_and_in_python() {
 
     let odd = Checkpoint::load(files.folder.file("odd.pt")).unwrap();
     options_that_are_tensors_are_read(&files, &odd);
+    folders_of_pieces_are_named(&files.folder);
     names_that_do_not_fit_are_refused(&odd);
 }
 
@@ -118,6 +119,34 @@ fn options_that_are_tensors_are_read(files: &Files, odd: &Checkpoint) {
     restore.apply().unwrap();
     assert_eq!(twin.opt.param_group(0).unwrap().lr, f64::from(0.05f32));
     assert_eq!(next(&mut twin), files.losses["tensors"]);
+}
+
+/// What torch.distributed.checkpoint has written is no single file, and the message has the command that makes one.
+fn folders_of_pieces_are_named(folder: &Folder) {
+    let dcp = folder.file("dcp");
+    let command = format!(
+        "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {}",
+        dcp.display()
+    );
+    for piece in ["", "__0_0.distcp", ".metadata"] {
+        let path = if piece.is_empty() { dcp.clone() } else { dcp.join(piece) };
+        match Checkpoint::load(&path) {
+            Err(Error::Checkpoint(CheckpointError::Damaged { path: named, problem })) => {
+                assert_eq!(named, path);
+                assert!(problem.contains(&command), "{problem}");
+                assert_eq!(problem.contains("a piece of"), !piece.is_empty(), "{problem}");
+            }
+            other => panic!("{piece}: {other:?}"),
+        }
+    }
+    // The content counts where it is a checkpoint, and a missing file is missing.
+    let renamed = folder.file("renamed.distcp");
+    std::fs::copy(folder.file("flat.pt"), &renamed).unwrap();
+    assert!(Checkpoint::load(&renamed).unwrap().contains("optimizer"));
+    let missing = Checkpoint::load(folder.file("missing.distcp"));
+    assert!(matches!(missing, Err(Error::Checkpoint(CheckpointError::Io { .. }))), "{missing:?}");
+    let folder = Checkpoint::load(&folder.0);
+    assert!(matches!(folder, Err(Error::Checkpoint(CheckpointError::Io { .. }))), "{folder:?}");
 }
 
 fn names_that_do_not_fit_are_refused(odd: &Checkpoint) {
