@@ -117,9 +117,13 @@ impl Part {
             Self::Model(_) => "a model",
             Self::Optimizer(_) => "an optimizer",
             Self::Scaler(_) => "a scaler",
-            Self::State(StatePart { others, maybe, .. }) => match others.keys().next() {
-                Some(name) => {
-                    return format!("a dict that holds others, such as `….{}`", shown(name));
+            Self::State(StatePart { others, maybe, .. }) => match others.iter().next() {
+                Some((name, other)) => {
+                    let why = match other {
+                        Self::Unknown(why) => format!(", which is unsupported ({why})"),
+                        _ => String::new(),
+                    };
+                    return format!("a dict that holds others, such as `….{}`{why}", shown(name));
                 }
                 None if !maybe.is_empty() => "a model",
                 None => "a state",

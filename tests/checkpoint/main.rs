@@ -15,6 +15,7 @@ mod memory;
 mod messages;
 mod muon;
 mod names;
+mod numpy;
 mod own;
 mod precision;
 mod python;

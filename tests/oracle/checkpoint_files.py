@@ -7,6 +7,8 @@ is not common, and prints the names of the entries, with `tensor` behind those t
 parts_of_models FOLDER: writes models in several files, with other entries than tensors among the weights, and models of
 TorchScript with objects that only TorchScript has.
 edited FILE: puts other things in the places of the parts of FILE, which this crate wrote.
+arrays FOLDER: writes numpy's arrays and numbers in pickles of each protocol, alone and in files of torch.save, and prints
+the arrays as JSON.
 average FILE: loads an AveragedModel from the part `ema` of FILE, which this crate wrote, and prints it after an update.
 """
 
@@ -20,12 +22,15 @@ import enum
 import functools
 import json
 import pathlib
+import pickle
+import random
 import struct
 import sys
 import types
 import typing
 import uuid
 import warnings
+import zipfile
 
 import torch
 from torch import nn
@@ -247,10 +252,10 @@ class Subclass(torch.Tensor):
     pass
 
 
-def numpy_numbers():
-    """The pickles of numpy's numbers and arrays, without numpy."""
-    core = types.ModuleType("numpy.core.multiarray")
-    numpy = types.ModuleType("numpy")
+def numpy():
+    """Functions that make what pickles as numpy's arrays, numbers and dtypes do, without numpy."""
+    modules = {name: types.ModuleType(name) for name in ["numpy", "numpy._core.multiarray", "numpy._core.numeric"]}
+    sys.modules.update(modules)
 
     def scalar(dtype, data):
         pass
@@ -258,28 +263,92 @@ def numpy_numbers():
     def _reconstruct(cls, shape, kind):
         pass
 
+    def _frombuffer(data, dtype, shape, order):
+        pass
+
     class dtype:
+        def __init__(self, name, order="<"):
+            self.name, self.order = name, order
+
         def __reduce__(self):
-            return dtype, ("f8", False, True), (3, "<", None, None, None, -1, -1, 0)
+            return dtype, (self.name, False, True), (3, self.order, None, None, None, -1, -1, 0)
 
     class ndarray:
-        def __reduce__(self):
-            return _reconstruct, (ndarray, (0,), b"b"), (1, (2,), float64, False, b"\x00" * 16)
+        def __init__(self, dtype, shape, data, is_fortran=False):
+            self.dtype, self.shape, self.data, self.is_fortran = dtype, tuple(shape), data, is_fortran
 
-    float64 = dtype()
+        def __reduce_ex__(self, protocol):
+            if protocol >= 5 and isinstance(self.data, bytes):
+                content = bytearray(self.data) if self.data else self.data
+                return _frombuffer, (content, self.dtype, self.shape, "F" if self.is_fortran else "C")
+            state = (1, self.shape, self.dtype, self.is_fortran, self.data)
+            return _reconstruct, (ndarray, (0,), b"b"), state
 
     class Number:
-        def __reduce__(self):
-            return scalar, (float64, b"\x00" * 8)
+        def __init__(self, dtype, data):
+            self.dtype, self.data = dtype, data
 
-    for function in [scalar, _reconstruct]:
-        function.__module__, function.__qualname__ = "numpy.core.multiarray", function.__name__
-        setattr(core, function.__name__, function)
+        def __reduce__(self):
+            return scalar, (self.dtype, self.data)
+
+    for function, name in [(scalar, "multiarray"), (_reconstruct, "multiarray"), (_frombuffer, "numeric")]:
+        function.__module__, function.__qualname__ = f"numpy._core.{name}", function.__name__
+        setattr(modules[function.__module__], function.__name__, function)
     for cls in [dtype, ndarray]:
         cls.__module__, cls.__qualname__ = "numpy", cls.__name__
-        setattr(numpy, cls.__name__, cls)
-    sys.modules.update({"numpy.core.multiarray": core, "numpy": numpy})
-    return {"numpy number": Number(), "numpy array": ndarray(), "numpy list": [1.0, Number()]}
+        setattr(modules["numpy"], cls.__name__, cls)
+    return dtype, ndarray, Number
+
+
+def odd_numpy():
+    dtype, ndarray, number = numpy()
+    return {
+        "numpy objects": ndarray(dtype("O8", "|"), (2,), [1, {"a": 2}]),
+        "numpy byte order": ndarray(dtype("f4", ">"), (2,), bytes(8)),
+        "numpy times": ndarray(dtype("M8"), (2,), bytes(16)),
+        "numpy complex number": number(dtype("c8"), bytes(8)),
+        "numpy list": [1.0, number(dtype("M8"), bytes(8))],
+        "numpy dtype": dtype("f4"),
+        "numpy class": ndarray,
+        "numpy array tensor": ndarray(dtype("f4"), (2,), struct.pack("<2f", 1, 1)),
+    }
+
+
+def arrays(folder):
+    dtype, ndarray, number = numpy()
+    names = {
+        torch.float32: "f4", torch.float64: "f8", torch.float16: "f2", torch.int64: "i8", torch.int32: "i4",
+        torch.int16: "i2", torch.int8: "i1", torch.uint8: "u1", torch.bool: "b1", torch.complex64: "c8",
+    }
+    dtypes = {kind: dtype(name) for kind, name in names.items()}
+    content = lambda tensor: bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
+    array = lambda tensor: ndarray(dtypes[tensor.dtype], tensor.shape, content(tensor))
+    tensors = {name: ((torch.arange(6) - 2.0) / 4 * 30).to(kind).view(2, 3) for kind, name in names.items()}
+    tensors["zeros"], tensors["single"] = torch.zeros(3), torch.tensor(0.75)
+    model = {name: array(tensor) for name, tensor in tensors.items()}
+    fortran = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
+    model["fortran"] = ndarray(dtypes[torch.float32], fortran.shape, content(fortran.permute(2, 1, 0)), True)
+    model["empty"] = array(torch.zeros(0, 3))
+    net = {name: array(tensor) for name, tensor in globals()["model"]().state_dict().items()}
+    numbers = {"lr": number(dtype("f8"), struct.pack("<d", 0.1)), "step": number(dtype("i2"), b"\xfe\xff")}
+    numbers |= {"f4": number(dtype("f4"), struct.pack("<f", 0.5)), "f2": number(dtype("f2"), struct.pack("<e", -1.5))}
+    numbers |= {"flag": number(dtype("b1"), b"\x01"), "u1": number(dtype("u1"), b"\xff")}
+    saved = {"arrays": model, "model": net, "numbers": numbers, "__author__": "x", "matching_heuristics": True}
+    for protocol in (2, 3, 4, 5):
+        with open(f"{folder}/{protocol}.pkl", "wb") as file:
+            pickle.dump(saved, file, protocol)
+        torch.save(saved, f"{folder}/{protocol}.pt", pickle_protocol=protocol)
+        old = {"_use_new_zipfile_serialization": False}
+        torch.save({**saved, "tensor": torch.ones(2)}, f"{folder}/{protocol}.old.pt", pickle_protocol=protocol, **old)
+    with open(f"{folder}/tensors.pkl", "wb") as file:
+        pickle.dump({"model": {"weight": torch.ones(2)}}, file)
+    numpy_state = ("MT19937", ndarray(dtype("u4"), (624,), bytes(2496)), 624, 0, 0.0)
+    states = {"random_state": random.getstate(), "numpy_random_seed": numpy_state}
+    torch.save({**states, "torch_manual_seed": torch.get_rng_state()}, f"{folder}/random_states_0.pkl")
+    with zipfile.ZipFile(f"{folder}/arrays.npz", "w") as file:
+        file.writestr("weight.npy", b"\x93NUMPY\x01\x00" + bytes(120))
+    tensors["fortran"], tensors["c8"] = fortran, torch.view_as_real(tensors["c8"])
+    print(json.dumps({name: tensor.double().flatten().tolist() for name, tensor in tensors.items()}))
 
 
 def with_attribute(tensor):
@@ -394,7 +463,7 @@ def odd_values():
         "recursive tuple": recursive_tuple(),
         "error": ValueError("x"),
         "exception in a list": [1, {"a": KeyError("b")}],
-        **numpy_numbers(),
+        **odd_numpy(),
         # Tensors in ways that are not common.
         "buffer tensor": nn.Buffer(torch.ones(2)),
         "attribute tensor": with_attribute(torch.ones(2)),
@@ -482,5 +551,5 @@ def average(path):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    commands = [shapes, unsupported, parts_of_models, edited, average]
+    commands = [shapes, unsupported, parts_of_models, edited, average, arrays]
     {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

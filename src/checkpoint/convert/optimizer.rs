@@ -32,22 +32,19 @@ use crate::optim::{
 /// Why the objects are not a checkpoint.
 pub(super) type Problem = String;
 
-/// Where the storages of a file are.
+/// Where the storages of a file are: the file and the position of each, by key. What was made of texts is in memory.
 #[derive(Debug)]
-pub(super) struct Locations<'a> {
-    pub(super) source: &'a Arc<Source>,
-    /// The position of each storage, by key.
-    pub(super) offsets: BTreeMap<Text, u64>,
-}
+pub(super) struct Locations(pub(super) BTreeMap<Text, (Arc<Source>, u64)>);
 
-impl Locations<'_> {
+impl Locations {
     /// Returns the entry of a tensor, if its storage is in the file.
     pub(super) fn entry(&self, tensor: &TensorRef) -> Option<Entry> {
-        let start = self.offsets.get(&tensor.storage)?;
+        let Self(storages) = self;
+        let (source, start) = storages.get(&tensor.storage)?;
         let width = tensor.kind.elt_size_in_bytes() as u64;
         let offset = start.checked_add(tensor.offset.checked_mul(width)?)?;
         let stride = (!is_in_order(&tensor.size, &tensor.stride)).then(|| tensor.stride.clone());
-        let location = Location { source: Arc::clone(self.source), offset, stride };
+        let location = Location { source: Arc::clone(source), offset, stride };
         Some(Entry::in_file(tensor.kind, tensor.size.clone(), location))
     }
 }
@@ -85,7 +82,7 @@ fn numbered(groups: &[PythonGroup], offset: i64) -> Vec<Vec<String>> {
     groups.iter().map(|group| group.params.iter().map(name).collect()).collect()
 }
 
-impl Locations<'_> {
+impl Locations {
     /// Converts an optimizer. `names` are those of the parameters in each group, if this crate has recorded them.
     pub(super) fn optimizer(
         &self,
@@ -282,6 +279,7 @@ impl Locations<'_> {
                 // Older versions of PyTorch keep the step as a number.
                 Value::Int(value) => Some(Entry::number(*value as f32)),
                 Value::Float(value) => Some(Entry::number(*value as f32)),
+                Value::Opaque(what) => return Err(format!("has {what} in a parameter's state")),
                 _ => None,
             };
             let (Value::Text(key), Some(entry)) = (key, entry) else {

@@ -17,15 +17,15 @@ type Parts = BTreeMap<String, Part>;
 
 /// Converts objects, given where the storages are in the file.
 #[derive(Debug)]
-pub(crate) struct Reader<'a> {
-    locations: Locations<'a>,
+pub(crate) struct Reader {
+    locations: Locations,
     /// How many more parts the file may have.
     left: Cell<usize>,
 }
 
-impl<'a> Reader<'a> {
-    pub(crate) fn new(source: &'a Arc<Source>, offsets: BTreeMap<Text, u64>) -> Self {
-        Self { locations: Locations { source, offsets }, left: Cell::new(MAX_PARTS) }
+impl Reader {
+    pub(crate) fn new(storages: BTreeMap<Text, (Arc<Source>, u64)>) -> Self {
+        Self { locations: Locations(storages), left: Cell::new(MAX_PARTS) }
     }
 
     /// Converts the saved object. A single state becomes a part that is named after its kind; any other dict or list

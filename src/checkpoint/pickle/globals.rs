@@ -26,12 +26,26 @@ pub(super) enum Global {
     /// A TorchScript module of any class.
     Module,
     Counter,
+    /// Makes the bytes of a text: protocol 2 has none.
+    Encode,
+    /// Makes a numpy array, whose content is set afterwards.
+    NumpyArray,
+    /// Makes a numpy array of its content.
+    NumpyFromBuffer,
+    NumpyScalar,
+    NumpyDtype,
+    /// The class of numpy's arrays.
+    NumpyClass,
 }
 
 /// Module and name of some others, whose values have a description that says more than the name. In protocol 2
 /// `builtins` is called `__builtin__`.
 const OTHERS: [(&str, &str, &str); 17] = [
-    ("_codecs", "encode", "bytes"),
+    (
+        "torch.storage",
+        "_load_from_bytes",
+        "a tensor in a plain pickle, which Python reads and `torch.save` saves as one in a file",
+    ),
     ("__builtin__", "bytearray", "a bytearray"),
     ("__builtin__", "set", "a set"),
     ("__builtin__", "complex", "a complex number"),
@@ -91,6 +105,14 @@ pub(super) fn find(module: &str, name: &str) -> Option<Global> {
         ("torch._tensor", "_rebuild_from_type" | "_rebuild_from_type_v2") => Global::FromType,
         ("torch", "Tensor") | ("torch.nn.parameter", "Parameter" | "Buffer") => Global::TensorClass,
         ("torch.storage", "UntypedStorage") => Global::UntypedStorage,
+        // Protocol 2 has the second for none.
+        ("_codecs", "encode") | ("__builtin__", "bytes") => Global::Encode,
+        ("numpy", "dtype") => Global::NumpyDtype,
+        ("numpy", "ndarray") => Global::NumpyClass,
+        // Before numpy 2 the module had no underscore.
+        ("numpy._core.multiarray" | "numpy.core.multiarray", "_reconstruct") => Global::NumpyArray,
+        ("numpy._core.multiarray" | "numpy.core.multiarray", "scalar") => Global::NumpyScalar,
+        ("numpy._core.numeric" | "numpy.core.numeric", "_frombuffer") => Global::NumpyFromBuffer,
         ("torch", "Size") => Global::Size,
         ("torch", "device") => Global::Device,
         (module, _) if module == "__torch__" || module.starts_with("__torch__.") => Global::Module,

@@ -6,14 +6,16 @@
 //! container may contain itself, which `tree` refuses.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
+use std::sync::Arc;
 
 use tch::Kind;
 
 use super::globals::Global;
 use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
+use crate::checkpoint::source::Source;
 use crate::checkpoint::value::{TensorRef, Text, element_bytes};
 
 /// The index of a node in the arena.
@@ -37,8 +39,32 @@ pub(super) enum Node {
     Tensor(Box<TensorRef>),
     /// A TorchScript module, with the dict of its attributes once it was set.
     Module(Option<Id>),
+    /// Bytes, which a checkpoint cannot hold, and what they are. Those of a numpy array become a tensor.
+    Bytes(Bytes, &'static str),
+    /// The dtype of numpy's arrays, if a tensor can have it.
+    NumpyDtype(Option<Kind>),
+    /// A numpy array before its content was set.
+    NumpyArray,
     /// A value that a checkpoint cannot hold, and what makes it.
     Opaque(Text),
+}
+
+/// Where bytes of a pickle are.
+#[derive(Clone, Debug)]
+pub(crate) enum Bytes {
+    /// In the pickle, as they are.
+    Here(Range<usize>),
+    /// Made of a text of the pickle.
+    Made(Arc<Source>),
+}
+
+impl Bytes {
+    pub(super) fn len(&self) -> u64 {
+        match self {
+            Self::Here(range) => range.len() as u64,
+            Self::Made(source) => source.len(),
+        }
+    }
 }
 
 /// A storage as the pickle refers to it.
@@ -81,6 +107,10 @@ pub(super) struct Machine<'a> {
     /// The position of the current opcode.
     pub opcode_at: usize,
     pub stack: Vec<Id>,
+    /// The content of numpy arrays, by the key that their tensors have for a storage.
+    pub arrays: BTreeMap<Text, Bytes>,
+    /// The bytes that were made of texts, so that each is made once.
+    pub made: HashMap<Id, Arc<Source>>,
     /// The heights of the stack at which the marks were set.
     pub marks: Vec<usize>,
     /// By index, which takes at most four bytes in a pickle.
@@ -104,6 +134,8 @@ impl<'a> Machine<'a> {
             at: 0,
             opcode_at: 0,
             stack: Vec::new(),
+            arrays: BTreeMap::new(),
+            made: HashMap::new(),
             marks: Vec::new(),
             memo: HashMap::new(),
             descriptions: RefCell::default(),
@@ -211,8 +243,13 @@ impl<'a> Machine<'a> {
 
     /// Makes a node of a value that a checkpoint cannot hold.
     pub fn opaque(&self, what: &'static str) -> Node {
+        Node::Opaque(self.description(what))
+    }
+
+    /// Returns a description that many values share.
+    pub fn description(&self, what: &'static str) -> Text {
         let mut descriptions = self.descriptions.borrow_mut();
-        Node::Opaque(descriptions.entry(what).or_insert_with(|| what.into()).clone())
+        descriptions.entry(what).or_insert_with(|| what.into()).clone()
     }
 
     /// Returns the text of a node, if it is one.
@@ -247,6 +284,16 @@ impl<'a> Machine<'a> {
         self.push(Node::Tuple(items.into()))
     }
 
+    /// Pushes the next string of Python 2, whose length takes `width` bytes: a text or bytes.
+    pub fn string_of(&mut self, width: usize) -> Step {
+        let range = self.block(width)?;
+        let node = match std::str::from_utf8(&self.bytes[range.clone()]) {
+            Ok(text) => Node::Text(text.into()),
+            Err(_) => Node::Bytes(Bytes::Here(range), "a string that is not UTF-8"),
+        };
+        self.push(node)
+    }
+
     /// Pushes the next text, whose length takes `width` bytes.
     pub fn text_of(&mut self, width: usize) -> Step {
         let range = self.block(width)?;
@@ -258,9 +305,14 @@ impl<'a> Machine<'a> {
         self.push(node)
     }
 
-    /// Pushes a value that a checkpoint cannot hold, and skips its bytes, whose number takes `width` bytes.
-    pub fn opaque_of(&mut self, width: usize, what: &'static str) -> Step {
-        let _bytes = self.block(width)?;
+    /// Pushes the next bytes, whose number takes `width` bytes.
+    pub fn bytes_of(&mut self, width: usize, what: &'static str) -> Step {
+        let range = self.block(width)?;
+        self.push(Node::Bytes(Bytes::Here(range), what))
+    }
+
+    /// Pushes a value that a checkpoint cannot hold.
+    pub fn push_opaque(&mut self, what: &'static str) -> Step {
         let node = self.opaque(what);
         self.push(node)
     }
@@ -272,7 +324,7 @@ impl<'a> Machine<'a> {
         let negative = given.last().is_some_and(|byte| byte & 0x80 != 0);
         let mut bytes = if negative { [0xff; 16] } else { [0; 16] };
         let Some(places) = bytes.get_mut(..given.len()) else {
-            return self.opaque_of(0, LONG);
+            return self.push_opaque(LONG);
         };
         places.copy_from_slice(given);
         let value = i128::from_le_bytes(bytes);

@@ -5,15 +5,16 @@
 //!
 //! Protocols 2 to 5 of Python's `pickle` are read, and protocol 2 is written. `read` executes the opcodes on the
 //! `machine`, with stand-ins for the classes and functions that `globals` lists. `tree` converts the result to a value,
-//! of which `write` makes a pickle again.
+//! of which `write` makes a pickle again. `numpy` makes tensors of numpy's arrays.
 
 pub(crate) mod globals;
 mod machine;
+mod numpy;
 mod read;
 mod tree;
 mod write;
 
-pub(crate) use machine::Declared;
+pub(crate) use machine::{Bytes, Declared};
 pub(crate) use read::{First, read, read_first};
 pub(crate) use write::write;
 

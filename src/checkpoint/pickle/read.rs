@@ -13,7 +13,7 @@ use std::ops::Range;
 use tch::Kind;
 
 use super::globals::{self, Global};
-use super::machine::{Declared, Id, Machine, Node, Step, Storage, Storages};
+use super::machine::{Bytes, Declared, Id, Machine, Node, Step, Storage, Storages};
 use super::{op, tree};
 use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
@@ -28,34 +28,42 @@ const LONGEST_NAME: usize = 512;
 const LONGEST_KEY: usize = 64;
 
 const NOT_PLAIN: &str = "a tensor with hooks, or a conjugated or negated one";
+const NUMPY: &str = "a numpy object";
 const OBJECT: &str = "a TorchScript object";
 const LONG_SIZE: &str = "a size of more than 64 dimensions";
 
-/// Reads a pickle.
-pub(crate) fn read(bytes: &[u8], storages: &Storages<'_>, limits: &Limits) -> Step<Value> {
+/// Reads a pickle that is a record of its own, whose storages are others.
+pub(crate) fn read(bytes: &[u8], storages: &Storages<'_>, limits: &Limits) -> Step<First> {
     let mut machine = Machine::new(bytes, Some(storages), limits);
     let root = machine.run()?;
     if machine.at != machine.bytes.len() {
         return Err(machine.refuse("ends before the end of its record"));
     }
-    tree::value(&machine, root)
+    first(machine, root)
 }
 
-/// A pickle that is followed by something else.
+/// A pickle, which may be followed by something else.
 pub(crate) struct First {
     pub(crate) root: Value,
     /// Its length in bytes.
     pub(crate) len: usize,
     /// The storages that it declares, by key. The caller must compare them with what follows.
     pub(crate) storages: BTreeMap<Text, Declared>,
+    /// The content of numpy arrays, by the key that their tensors have for a storage.
+    pub(crate) arrays: BTreeMap<Text, Bytes>,
 }
 
 /// Reads the pickle at the beginning of `bytes`.
 pub(crate) fn read_first(bytes: &[u8], limits: &Limits) -> Step<First> {
     let mut machine = Machine::new(bytes, None, limits);
     let root = machine.run()?;
+    first(machine, root)
+}
+
+fn first(machine: Machine<'_>, root: Id) -> Step<First> {
     let root = tree::value(&machine, root)?;
-    Ok(First { root, len: machine.at, storages: machine.declared.into_iter().collect() })
+    let Machine { at, declared, arrays, .. } = machine;
+    Ok(First { root, len: at, storages: declared.into_iter().collect(), arrays })
 }
 
 impl Machine<'_> {
@@ -91,7 +99,7 @@ impl Machine<'_> {
     /// Pushes a class or a function. One that checkpoints do not need is never called: it only stands for itself.
     fn global(&mut self, module: &str, name: &str) -> Step {
         if module.len().max(name.len()) > LONGEST_NAME {
-            return self.opaque_of(0, "an object of a class with a long name");
+            return self.push_opaque("an object of a class with a long name");
         }
         let node = match (globals::find(module, name), globals::description(module, name)) {
             (Some(known), _) => Node::Global(known),
@@ -200,18 +208,20 @@ impl Machine<'_> {
                 let value = f64::from_be_bytes(self.take()?);
                 self.push(Node::Float(value))
             }
-            // Those without `UNI` are strings of Python 2.
-            op::SHORT_BINUNICODE | op::SHORT_BINSTRING => self.text_of(1),
-            op::BINUNICODE | op::BINSTRING => self.text_of(4),
+            op::SHORT_BINUNICODE => self.text_of(1),
+            op::BINUNICODE => self.text_of(4),
+            // Strings of Python 2.
+            op::SHORT_BINSTRING => self.string_of(1),
+            op::BINSTRING => self.string_of(4),
             op::BINUNICODE8 => self.text_of(8),
-            op::SHORT_BINBYTES => self.opaque_of(1, "bytes"),
-            op::BINBYTES => self.opaque_of(4, "bytes"),
-            op::BINBYTES8 => self.opaque_of(8, "bytes"),
-            op::BYTEARRAY8 => self.opaque_of(8, "a bytearray"),
-            op::EMPTY_SET => self.opaque_of(0, "a set"),
+            op::SHORT_BINBYTES => self.bytes_of(1, "bytes"),
+            op::BINBYTES => self.bytes_of(4, "bytes"),
+            op::BINBYTES8 => self.bytes_of(8, "bytes"),
+            op::BYTEARRAY8 => self.bytes_of(8, "a bytearray"),
+            op::EMPTY_SET => self.push_opaque("a set"),
             op::FROZENSET => {
                 self.pop_mark()?;
-                self.opaque_of(0, "a frozenset")
+                self.push_opaque("a frozenset")
             }
             op::EMPTY_LIST => self.push(Node::List(Vec::new())),
             op::EMPTY_DICT => self.push(Node::Dict(Vec::new())),
@@ -244,7 +254,7 @@ impl Machine<'_> {
         let (args, function) = (self.pop()?, self.pop()?);
         match (&self.nodes[function], &self.nodes[args]) {
             // TorchScript calls the class of an enum with the value itself instead of a tuple.
-            (Node::Global(Global::Module), _) => self.opaque_of(0, OBJECT),
+            (Node::Global(Global::Module), _) => self.push_opaque(OBJECT),
             (&Node::Global(function), Node::Tuple(_)) => self.call(function, args),
             // An unknown function, or something that one has returned.
             (Node::Opaque(what), Node::Tuple(_)) => self.push(Node::Opaque(what.clone())),
@@ -284,6 +294,29 @@ impl Machine<'_> {
             | (Global::ParameterWithState, &[data, requires_grad, hooks, _]) => {
                 self.parameter(data, requires_grad, hooks)?
             }
+            (Global::Encode, []) => Node::Bytes(Bytes::Here(0..0), "bytes"),
+            (Global::Encode, &[text, encoding]) => self.encoded(text, encoding),
+            (Global::Encode, _) => self.opaque("bytes"),
+            (Global::NumpyDtype, [name, ..]) => Node::NumpyDtype(self.numpy_kind(*name)),
+            (Global::NumpyArray, &[class, _, _]) => match &self.nodes[class] {
+                Node::Opaque(what) => Node::Opaque(what.clone()),
+                _ => Node::NumpyArray,
+            },
+            (Global::NumpyFromBuffer, &[content, dtype, shape, order, ..])
+                if ["C", "F"].iter().any(|known| self.is_text(order, known)) =>
+            {
+                let is_fortran = self.is_text(order, "F");
+                self.numpy_array([shape, dtype, content], is_fortran)?
+            }
+            (Global::NumpyScalar, &[dtype, content]) => self.numpy_scalar(dtype, content)?,
+            (
+                Global::NumpyArray
+                | Global::NumpyFromBuffer
+                | Global::NumpyScalar
+                | Global::NumpyDtype
+                | Global::NumpyClass,
+                _,
+            ) => self.opaque(NUMPY),
             (Global::TensorClass, []) => self.opaque("a tensor without data"),
             (Global::TensorClass, &[data, ..])
                 if matches!(self.nodes[data], Node::Tensor(_) | Node::Opaque(_)) =>
@@ -343,6 +376,11 @@ impl Machine<'_> {
         })
     }
 
+    /// Whether a node is this text.
+    pub(super) fn is_text(&self, id: Id, text: &str) -> bool {
+        self.text(id).is_some_and(|found| **found == *text)
+    }
+
     fn items(&self, tuple: Id) -> Option<&[Id]> {
         match &self.nodes[tuple] {
             Node::Tuple(items) => Some(items),
@@ -368,7 +406,7 @@ impl Machine<'_> {
         }
     }
 
-    fn ints(&self, tuple: Id) -> Option<Vec<i64>> {
+    pub(super) fn ints(&self, tuple: Id) -> Option<Vec<i64>> {
         // Checked before the tuple is copied: a pickle could refer to a long one again and again.
         let items = self.items(tuple).filter(|items| items.len() <= MAX_DIMS)?;
         items.iter().map(|&id| self.int(id)).collect()
@@ -406,6 +444,10 @@ impl Machine<'_> {
         match (&self.nodes[class], self.items(args)) {
             (Node::Global(Global::Module), Some([])) => self.push(Node::Module(None)),
             (Node::Global(Global::TensorClass), Some(_)) => self.call(Global::TensorClass, args),
+            (Node::Global(Global::Encode), Some(_)) => self.push_opaque("bytes"),
+            (Node::Global(Global::NumpyClass | Global::NumpyDtype), Some(_)) => {
+                self.push_opaque(NUMPY)
+            }
             (Node::Opaque(what), Some(_)) => self.push(Node::Opaque(what.clone())),
             _ => Err(self.refuse("makes an object of what is not a class")),
         }
@@ -416,8 +458,27 @@ impl Machine<'_> {
         match (&self.nodes[object], &self.nodes[state]) {
             // The `_metadata` of a module's `state_dict`, which holds the versions of its layers, is ignored, and so is
             // whether a parameter of PyTorch before 0.4 requires gradients.
-            (Node::OrderedDict(_), Node::Dict(_)) | (Node::Opaque(_), _) => {}
+            (Node::OrderedDict(_), Node::Dict(_)) | (Node::Opaque(_) | Node::Bytes(..), _) => {}
             (Node::Tensor(_), Node::Tuple(state)) if state.len() == 3 => {}
+            (Node::NumpyDtype(_), Node::Tuple(state)) => {
+                // Numbers of another byte order are no tensor.
+                if state.get(1).is_some_and(|&order| self.is_text(order, ">")) {
+                    self.nodes[object] = Node::NumpyDtype(None);
+                }
+            }
+            (Node::NumpyArray, Node::Tuple(state)) => {
+                let array = match **state {
+                    [_, shape, dtype, order, content] => {
+                        let is_fortran = self.bool(order).unwrap_or(self.int(order) == Some(1));
+                        self.numpy_array([shape, dtype, content], is_fortran)?
+                    }
+                    _ => self.opaque(NUMPY),
+                };
+                if let Node::Tensor(tensor) = &array {
+                    self.spend_tensor(tensor.size.len())?;
+                }
+                self.nodes[object] = array;
+            }
             (Node::Module(None), Node::Dict(_)) => self.nodes[object] = Node::Module(Some(state)),
             // What its class makes of another state is unknown, such as the packed weights of a quantized layer.
             (Node::Module(None), _) => self.nodes[object] = self.opaque(OBJECT),
@@ -537,7 +598,7 @@ impl Machine<'_> {
         }
         // PyTorch before 0.4 could save a storage that was a part of another one.
         if view.is_some_and(|view| !matches!(self.nodes[view], Node::None)) {
-            return self.opaque_of(0, "a tensor in a part of a storage");
+            return self.push_opaque("a tensor in a part of a storage");
         }
         self.push(Node::Storage(Storage { key, bytes, kind }))
     }

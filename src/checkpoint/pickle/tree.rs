@@ -4,7 +4,7 @@
 //! text and expanded tensors are therefore counted once more here, for each place, before they are allocated.
 
 use super::globals::{self, Global};
-use super::machine::{Id, Machine, Node, Step};
+use super::machine::{Bytes, Id, Machine, Node, Step};
 use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
 use crate::checkpoint::value::{TensorRef, Text, Value, check_keys};
@@ -75,6 +75,7 @@ impl Tree<'_> {
             Node::Uint(value) => Value::Uint(*value),
             Node::Float(value) => Value::Float(*value),
             Node::Text(text) => Value::Text(self.text(text)?),
+            Node::Bytes(_, what) => Value::Opaque(machine.description(what)),
             Node::Opaque(what) => Value::Opaque(what.clone()),
             Node::List(_)
             | Node::Tuple(_)
@@ -82,7 +83,11 @@ impl Tree<'_> {
             | Node::OrderedDict(_)
             | Node::Module(Some(_)) => self.container(id)?,
             Node::Tensor(tensor) => Value::Tensor(Box::new(self.tensor(tensor)?)),
-            Node::Module(None) | Node::Storage(_) | Node::Global(_) => self.bare(id)?,
+            Node::Module(None)
+            | Node::Storage(_)
+            | Node::Global(_)
+            | Node::NumpyDtype(_)
+            | Node::NumpyArray => self.bare(id)?,
         })
     }
 
@@ -127,7 +132,9 @@ impl Tree<'_> {
         // A pickle can recall one tensor again and again, and each place takes as much memory as many values.
         self.spend(TENSOR + 2 * tensor.size.len())?;
         let storage = self.text(&tensor.storage)?;
-        let len = self.machine.declared.get(&storage).map_or(0, |known| known.bytes);
+        let declared = self.machine.declared.get(&storage).map(|known| known.bytes);
+        let array = || self.machine.arrays.get(&storage).map(Bytes::len);
+        let len = declared.or_else(array).unwrap_or(0);
         // The tensor was checked before. Here it counts once for each place that it is in.
         let expanded = tensor.check(len).unwrap_or(u64::MAX);
         let limit = self.machine.limits.max_expanded_bytes;
@@ -163,6 +170,7 @@ impl Tree<'_> {
             }
             Node::Global(_) => "a class or a function",
             Node::Storage(_) => "a storage",
+            Node::NumpyDtype(_) => "a numpy dtype",
             _ => "an object without attributes",
         };
         Ok(Value::Opaque(what.into()))

@@ -2,7 +2,7 @@
 //!
 //! The record `data.pkl` is a pickle of all values, and each record `data/KEY` holds the elements of one storage. `zip`
 //! handles the records, `pickle` the values and `convert` the parts. `old` reads the format before PyTorch 1.6, which
-//! has no records.
+//! has no records. A pickle alone, with numpy's arrays in it, is read as well.
 
 mod old;
 #[cfg(test)]
@@ -20,7 +20,7 @@ use crate::checkpoint::entry::{Entry, Failure};
 use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
 use crate::checkpoint::part::Part;
-use crate::checkpoint::pickle;
+use crate::checkpoint::pickle::{self, Bytes, First};
 use crate::checkpoint::source::Source;
 use crate::checkpoint::value::{Text, Value};
 use crate::checkpoint::zip::{self, ZipRecord};
@@ -99,7 +99,7 @@ pub(crate) fn write(
 /// Reads the structure of a file. The storages are not read.
 pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     let opened = open(Cursor { source: &source, at: 0 }, &Limits::default());
-    let Opened { root, storages, others } = opened.map_err(failed(&source))?;
+    let Opened { root, arrays, storages, others } = opened.map_err(failed(&source))?;
     let region = |name: &str, record: &ZipRecord| Region {
         name: name.to_owned(),
         offset: record.offset,
@@ -108,10 +108,9 @@ pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     };
     let mut regions: Vec<_> = storages.iter().map(|(key, record)| region(key, record)).collect();
     regions.extend(others.iter().map(|(name, record)| region(name, record)));
-    let offsets = storages.into_iter().map(|(key, record)| (key, record.offset)).collect();
-    let parts = Reader::new(&source, offsets).parts(root);
-    let parts = parts.map_err(|problem| source.damaged(problem))?;
-    Ok(Archive { source, parts, regions })
+    let pickle = others.get(PICKLE).map_or(0, |record| record.offset);
+    let storages = storages.into_iter().map(|(key, record)| (key, record.offset));
+    archive(source, root, storages, arrays, pickle, regions)
 }
 
 /// Reads the structure of a file that PyTorch before 1.6 wrote: pickles, and then the storages. It has no checksums.
@@ -120,11 +119,56 @@ pub(crate) fn read_old(source: Arc<Source>) -> Result<Archive> {
     let len = source.len().min(limits.max_pickle_bytes);
     let mut bytes = vec![0; usize::try_from(len).unwrap_or(0)];
     source.read_at(0, &mut bytes)?;
-    let (root, offsets) = old::read(&bytes, &source, &limits).map_err(failed(&source))?;
+    if !old::is_marked(&bytes) {
+        drop(bytes);
+        return read_plain(source, limits);
+    }
+    let opened = old::read(&bytes, &source, &limits).map_err(failed(&source))?;
     drop(bytes);
-    let parts = Reader::new(&source, offsets).parts(root);
+    let old::Opened { root, storages, arrays, pickle } = opened;
+    archive(source, root, storages, arrays, pickle, Vec::new())
+}
+
+/// Reads a pickle that is a file of its own, as Python's `pickle` writes it. It has no checksums. Numpy's arrays are in
+/// the pickle itself, which may therefore be as large as any file.
+fn read_plain(source: Arc<Source>, limits: Limits) -> Result<Archive> {
+    let mut bytes = vec![0; usize::try_from(source.len()).unwrap_or(0)];
+    source.read_at(0, &mut bytes)?;
+    let limits = Limits { max_pickle_bytes: limits.max_pickle_bytes.max(source.len()), ..limits };
+    let first = pickle::read_first(&bytes, &limits).map_err(failed(&source))?;
+    let First { root, len, storages, arrays } = first;
+    if len != bytes.len() || !storages.is_empty() {
+        let problem = "it is a pickle with something behind it, and not one that PyTorch writes";
+        return Err(source.damaged(problem).into());
+    }
+    drop(bytes);
+    archive(source, root, [], arrays, 0, Vec::new())
+}
+
+/// Makes the parts of a saved object, given the positions of its storages and that of the pickle, in which numpy's arrays
+/// are.
+fn archive(
+    source: Arc<Source>,
+    root: Value,
+    storages: impl IntoIterator<Item = (Text, u64)>,
+    arrays: BTreeMap<Text, Bytes>,
+    pickle: u64,
+    regions: Vec<Region>,
+) -> Result<Archive> {
+    let storages = storages.into_iter().map(|(key, start)| (key, (Arc::clone(&source), start)));
+    let mut storages: BTreeMap<_, _> = storages.collect();
+    for (key, bytes) in arrays {
+        let place = match bytes {
+            Bytes::Here(range) => (Arc::clone(&source), pickle + range.start as u64),
+            Bytes::Made(made) => (made, 0),
+        };
+        if storages.insert(key, place).is_some() {
+            return Err(source.damaged("a storage has the name of a numpy array").into());
+        }
+    }
+    let parts = Reader::new(storages).parts(root);
     let parts = parts.map_err(|problem| source.damaged(problem))?;
-    Ok(Archive { source, parts, regions: Vec::new() })
+    Ok(Archive { source, parts, regions })
 }
 
 /// Returns what a function that reads a file makes of an error.
@@ -142,6 +186,8 @@ fn failed(source: &Source) -> impl Fn(Malformed) -> CheckpointError {
 struct Opened {
     /// The saved object.
     root: Value,
+    /// The content of the numpy arrays in it.
+    arrays: BTreeMap<Text, Bytes>,
     /// The records of the storages, by key.
     storages: BTreeMap<Text, ZipRecord>,
     /// The other records by name, except compressed ones such as the code in a TorchScript archive.
@@ -172,8 +218,9 @@ fn open<R: Read + Seek>(mut file: R, limits: &Limits) -> std::result::Result<Ope
             None => drop(others.insert(name, record)),
         }
     }
-    let root = pickle::read(&bytes, &|key| storages.get(key).map(|record| record.len), limits)?;
-    Ok(Opened { root, storages, others })
+    let read = pickle::read(&bytes, &|key| storages.get(key).map(|record| record.len), limits)?;
+    let First { root, arrays, .. } = read;
+    Ok(Opened { root, arrays, storages, others })
 }
 
 /// A reader with a position in the file.

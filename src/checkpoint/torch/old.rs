@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
-use crate::checkpoint::pickle::{self, Declared, First};
+use crate::checkpoint::pickle::{self, Bytes, Declared, First};
 use crate::checkpoint::source::Source;
 use crate::checkpoint::value::{Text, Value, get};
 use crate::error::shown;
@@ -27,12 +27,26 @@ pub(crate) fn is_old(start: &[u8]) -> bool {
     matches!(start, [0x80, 2..=5, ..])
 }
 
-/// Reads the saved object, given the beginning of the file. Returns it with the position of each storage, by key.
-pub(super) fn read(
-    bytes: &[u8],
-    source: &Source,
-    limits: &Limits,
-) -> Result<(Value, BTreeMap<Text, u64>), Malformed> {
+/// Whether a pickle begins with the number that marks the format, after its protocol and the length of a frame.
+pub(super) fn is_marked(bytes: &[u8]) -> bool {
+    let start = &bytes[..bytes.len().min(32)];
+    start.windows(MARK.len()).any(|part| part == MARK)
+}
+
+/// The content of a file.
+pub(super) struct Opened {
+    /// The saved object.
+    pub(super) root: Value,
+    /// The position of each storage, by key.
+    pub(super) storages: BTreeMap<Text, u64>,
+    /// The content of the numpy arrays in the object.
+    pub(super) arrays: BTreeMap<Text, Bytes>,
+    /// The position of the pickle in which they are.
+    pub(super) pickle: u64,
+}
+
+/// Reads the saved object, given the beginning of the file.
+pub(super) fn read(bytes: &[u8], source: &Source, limits: &Limits) -> Result<Opened, Malformed> {
     let mut at = 0;
     let mut next = |max_values: u64| {
         let limits = Limits { max_values, ..limits.clone() };
@@ -51,14 +65,18 @@ pub(super) fn read(
         Value::Dict(facts) if get(&facts, "little_endian") == Some(&Value::Bool(true)) => {}
         _ => return Err(refuse("was not written on a little-endian machine")),
     }
-    let (First { root, storages, .. }, _) = next(limits.max_values)?;
+    let (First { root, len, storages, arrays }, end) = next(limits.max_values)?;
+    let pickle = (end - len) as u64;
     if storages.len() > limits.max_records {
         let limit = limits.max_records as u64;
         return Err(Malformed::TooMuch { what: "storages", limit });
     }
     let (First { root: keys, .. }, end) = next(FEW + storages.len() as u64)?;
     match keys {
-        Value::List(keys) => Ok((root, positions(keys, &storages, end as u64, source)?)),
+        Value::List(keys) => {
+            let storages = positions(keys, &storages, end as u64, source)?;
+            Ok(Opened { root, storages, arrays, pickle })
+        }
         _ => Err(refuse("has no list of its storages")),
     }
 }

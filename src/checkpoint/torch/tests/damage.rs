@@ -18,7 +18,7 @@ type Storages = Vec<(Text, Vec<u8>)>;
 /// Returns the content, that is, the values and the storages. `None` if a checksum, which the caller verifies, does not
 /// match.
 fn content(bytes: &[u8]) -> Option<(Value, Storages)> {
-    let Opened { root, storages, others: _ } = opened(bytes).ok()?;
+    let Opened { root, storages, others: _, arrays: _ } = opened(bytes).ok()?;
     let storages = storages.into_iter().map(|(key, record)| {
         let (start, len) = (record.offset as usize, record.len as usize);
         let data = &bytes[start..start + len];
