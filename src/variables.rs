@@ -35,8 +35,8 @@ pub(crate) struct Swapped {
 
 impl Swapped {
     /// Notes variables that are to have other numbers; `None` if one of them has already. Guards that were dropped in
-    /// another order than the reverse of their making would leave the numbers of one there, and the variable's own would
-    /// be lost.
+    /// another order than the reverse of their making would leave the numbers of one there, and the variable's own
+    /// would be lost.
     pub(crate) fn claim(variables: Vec<Tensor>) -> Result<Option<Self>> {
         let identities = ffi::identities(&variables)?;
         let mut swapped = swapped();

@@ -23,8 +23,10 @@ impl Checkpoint {
     /// # Errors
     ///
     /// [`CheckpointError::Unsaveable`] for a name that is taken, is empty, is `__metadata__` or `tch_amp`, or contains
-    /// a `/`, and if a file could not hold all that has been added, see [`add_value`](Self::add_value); and those of
-    /// [`Stateful::save_state`]. Nothing is added then.
+    /// a `/`, if a file could not hold all that has been added, see [`add_value`](Self::add_value), and for a model or
+    /// its optimizer while averages are in the place of the weights, see
+    /// [`swap_in`](crate::average::AveragedWeights::swap_in); and those of [`Stateful::save_state`]. Nothing is added
+    /// then.
     ///
     /// # Examples
     ///

@@ -62,8 +62,8 @@ impl Entry {
         }
     }
 
-    /// Returns how many finite elements become infinite or NaN if they are converted to another dtype. Reads the elements
-    /// only if that has a smaller range.
+    /// Returns how many finite elements become infinite or NaN if they are converted to another dtype. Reads the
+    /// elements only if that has a smaller range.
     pub(crate) fn beyond(&self, kind: Kind) -> Result<usize> {
         if largest(kind) >= largest(self.kind) {
             return Ok(0);

@@ -12,9 +12,8 @@ use crate::error::{CheckpointError, Error, Result};
 const NEITHER: &str = "it is neither safetensors, a file of torch.save nor a pickle";
 
 impl Checkpoint {
-    /// Loads a file that was written by [`save`](Self::save), by `torch.save` in Python, or by `VarStore::save` in tch, or a
-    /// pickle with numpy's arrays.
-    /// Its name does not matter: the format is detected from the content.
+    /// Loads a file that was written by [`save`](Self::save), by `torch.save` in Python, or by `VarStore::save` in tch,
+    /// or a pickle with numpy's arrays. Its name does not matter: the format is detected from the content.
     ///
     /// Nothing in the file is executed. All checksums are verified; safetensors files from other programs have none.
     /// Only names, shapes and values are kept in memory, and even for a hostile file loading takes at most three times

@@ -1,4 +1,5 @@
-//! Optimizers whose parameters have names in the place of numbers, as FSDP and `torch.distributed.checkpoint` save them.
+//! Optimizers whose parameters have names in the place of numbers, as FSDP and `torch.distributed.checkpoint` save
+//! them.
 
 use std::collections::BTreeMap;
 

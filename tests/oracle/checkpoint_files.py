@@ -7,8 +7,8 @@ is not common, and prints the names of the entries, with `tensor` behind those t
 parts_of_models FOLDER: writes models in several files, with other entries than tensors among the weights, and models of
 TorchScript with objects that only TorchScript has.
 edited FILE: puts other things in the places of the parts of FILE, which this crate wrote.
-arrays FOLDER: writes numpy's arrays and numbers in pickles of each protocol, alone and in files of torch.save, and prints
-the arrays as JSON.
+arrays FOLDER: writes numpy's arrays and numbers in pickles of each protocol, alone and in files of torch.save, and
+prints the arrays as JSON.
 average FILE: loads an AveragedModel from the part `ema` of FILE, which this crate wrote, and prints it after an update.
 """
 

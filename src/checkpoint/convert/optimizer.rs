@@ -2,8 +2,8 @@
 //!
 //! PyTorch numbers the parameters through all groups. Names are taken from those that this crate has recorded, or from
 //! the `param_names` of a group; without either, the numbers remain and are matched by position when the state is
-//! restored. FSDP and `torch.distributed.checkpoint` have the names in the place of the numbers, and in their flat layout
-//! one dict with keys such as `state.weight.exp_avg` and `param_groups.weight.lr`.
+//! restored. FSDP and `torch.distributed.checkpoint` have the names in the place of the numbers, and in their flat
+//! layout one dict with keys such as `state.weight.exp_avg` and `param_groups.weight.lr`.
 //!
 //! PyTorch does not save the name of the algorithm, so it is inferred from the options: `lr_decay` makes Adagrad,
 //! `amsgrad` makes Adam or, with a true `decoupled_weight_decay`, AdamW, `momentum` with `dampening` makes SGD,
@@ -117,8 +117,8 @@ impl Locations {
         })
     }
 
-    /// Converts the flat layout of `torch.distributed.checkpoint` to the usual one. It has the options of each parameter
-    /// and no groups, so that those with equal options become one.
+    /// Converts the flat layout of `torch.distributed.checkpoint` to the usual one. It has the options of each
+    /// parameter and no groups, so that those with equal options become one.
     fn nested(&self, items: &Items) -> Vec<(Value, Value)> {
         type Entries = Vec<(Value, Vec<(Value, Value)>)>;
         let (mut states, mut options) = (Entries::new(), Entries::new());

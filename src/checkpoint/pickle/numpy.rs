@@ -16,7 +16,8 @@ const OTHER_DTYPE: &str =
     "a numpy array of objects, or of a dtype or byte order that tch does not have";
 
 impl Machine<'_> {
-    /// `_codecs.encode`, which makes bytes of a text. In the encoding that Python takes for bytes, each character is one.
+    /// `_codecs.encode`, which makes bytes of a text. In the encoding that Python takes for bytes, each character is
+    /// one.
     pub(super) fn encoded(&mut self, text: Id, encoding: Id) -> Node {
         let is_latin = self.is_text(encoding, "latin1");
         let bytes = |text: &str| text.chars().map(|char| u8::try_from(char).ok()).collect();

@@ -148,8 +148,8 @@ impl<'a> Restore<'a> {
     }
 
     /// Sets whether tensors of a model that have another dtype are converted. False by default: another dtype is an
-    /// error. Even if true, it is an error if a finite number becomes infinite, such as 1e5 in fp16; for this, tensors that
-    /// are converted to a dtype of a smaller range are read once more.
+    /// error. Even if true, it is an error if a finite number becomes infinite, such as 1e5 in fp16; for this, tensors
+    /// that are converted to a dtype of a smaller range are read once more.
     ///
     /// # Examples
     ///

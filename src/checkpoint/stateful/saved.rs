@@ -150,8 +150,9 @@ impl<'a> SavedState<'a> {
     /// # Errors
     ///
     /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`]; [`CheckpointError::Tensor`] for a variable in
-    /// whose place its average is. Names, shapes and dtypes that do not match are errors of [`Restore::apply`](crate::checkpoint::Restore::apply), because they can be compared only when all
-    /// names that the state should have are known.
+    /// whose place its average is. Names, shapes and dtypes that do not match are errors of
+    /// [`Restore::apply`](crate::checkpoint::Restore::apply), because they can be compared only when all names that the
+    /// state should have are known.
     pub fn copy_to<'t, N: AsRef<str>>(
         &self,
         tensors: impl IntoIterator<Item = (N, &'t Tensor)>,
@@ -262,9 +263,9 @@ impl<'a> SavedState<'a> {
         self.notes.borrow_mut().used.extend(names.cloned());
     }
 
-    /// Reads the state as averages that a Python program has saved, in whose names it removes the `module.` of a wrapper
-    /// that counts its updates, and returns how many there were. Returns `None` for averages of this crate. Called
-    /// before anything else is read.
+    /// Reads the state as averages that a Python program has saved, in whose names it removes the `module.` of a
+    /// wrapper that counts its updates, and returns how many there were. Returns `None` for averages of this crate.
+    /// Called before anything else is read.
     pub(crate) fn averages_of_python(&self) -> Result<Option<u64>> {
         let mut dict = Dict::of(self.checkpoint, self.name, self.options)?;
         if [UPDATES, REST].iter().all(|name| dict.value(name).is_some()) {

@@ -145,8 +145,8 @@ fn read_plain(source: Arc<Source>, limits: Limits) -> Result<Archive> {
     archive(source, root, [], arrays, 0, Vec::new())
 }
 
-/// Makes the parts of a saved object, given the positions of its storages and that of the pickle, in which numpy's arrays
-/// are.
+/// Makes the parts of a saved object, given the positions of its storages and that of the pickle, in which numpy's
+/// arrays are.
 fn archive(
     source: Arc<Source>,
     root: Value,
