@@ -1,0 +1,359 @@
+//! Gradients that `update` finds and that their optimizer steps with later are divided by the scale by which they were
+//! multiplied. In all tests the learning rate is 0.5 and the gradient of a loss 1, so that a step moves a weight by 0.5.
+
+use tch::nn::{self, OptimizerConfig, VarStore};
+use tch::{Device, Tensor};
+use tch_amp::gradients::GradientError;
+use tch_amp::optim::{AmpOptimizer, Sgd};
+use tch_amp::scaler::{GradScalerConfig, SpikeConfig};
+use tch_amp::{Error, GradScaler, Result};
+
+use crate::common::tensors::leaf;
+use crate::common::{for_each_device, to_f64};
+use crate::{INF, loss};
+
+/// A scaler whose scale of 8 doubles in every iteration without an overflow.
+fn growing(device: Device) -> GradScaler {
+    let config = GradScalerConfig { init_scale: 8.0, growth_interval: 1, ..Default::default() };
+    config.build(device).unwrap()
+}
+
+/// A weight of one, and its optimizer.
+struct Model {
+    w: Tensor,
+    opt: Box<dyn AmpOptimizer>,
+    _vs: VarStore,
+}
+
+impl Model {
+    fn new(device: Device, fused: bool) -> Self {
+        let vs = VarStore::new(device);
+        let w = vs.root().ones("w", &[1]);
+        let opt: Box<dyn AmpOptimizer> = match fused {
+            true => Box::new(Sgd::default().build(&[w.shallow_clone()], 0.5).unwrap()),
+            false => Box::new(nn::Sgd::default().build(&vs, 0.5).unwrap()),
+        };
+        Self { w, opt, _vs: vs }
+    }
+
+    fn loss(&self) -> Tensor {
+        loss(&self.w, &[1.0])
+    }
+
+    fn zero(&mut self) {
+        Sgd::default().build(&[self.w.shallow_clone()], 0.0).unwrap().zero_grad().unwrap();
+    }
+
+    fn value(&self) -> f64 {
+        to_f64(&self.w)[0]
+    }
+}
+
+/// All kinds of two models, on all devices.
+fn for_each_pair(test: impl Fn(Device, bool, Model, Model)) {
+    for_each_device(|device| {
+        for fused in [false, true] {
+            test(device, fused, Model::new(device, fused), Model::new(device, fused));
+        }
+    });
+}
+
+fn is_mixed<T>(result: Result<T>) -> bool {
+    matches!(result, Err(Error::Gradient(GradientError::MixedScales { .. })))
+}
+
+/// A way to step.
+type Way = fn(&mut GradScaler, &mut dyn AmpOptimizer) -> Result<()>;
+
+const WAYS: [Way; 5] = [
+    |scaler, opt| scaler.step(opt).map(drop),
+    |scaler, opt| {
+        scaler.unscale_(opt)?;
+        scaler.step(opt).map(drop)
+    },
+    |scaler, opt| scaler.unscale(opt)?.step().map(drop),
+    |scaler, opt| scaler.step_clip_norm(opt, 1000.0).map(drop),
+    |scaler, opt| scaler.step_clip_value(opt, 1000.0).map(drop),
+];
+
+#[test]
+fn an_optimizer_that_steps_after_an_update_divides_by_the_scale_of_its_loss() {
+    for (way, step) in WAYS.iter().enumerate() {
+        for overflows in [false, true] {
+            for_each_pair(|device, fused, mut a, mut b| {
+                let case = format!("{device:?} fused {fused} way {way} overflows {overflows}");
+                let mut scaler = growing(device);
+                let of_a = if overflows { &a.w * INF } else { a.loss() };
+                for scaled in scaler.scale(&[of_a.sum(None), b.loss()]).unwrap() {
+                    scaled.backward();
+                }
+                scaler.step(&mut *a.opt).unwrap();
+                scaler.update().unwrap();
+                step(&mut scaler, &mut *b.opt).unwrap();
+                assert_eq!(b.value(), 0.5, "{case}");
+                scaler.update().unwrap();
+                let factor = if overflows { 1.0 } else { 4.0 };
+                assert_eq!(scaler.get_scale().unwrap(), 8.0 * factor, "{case}");
+                // The next iterations are like any other, and also with a loss in between.
+                for _ in 0..2 {
+                    [&mut a, &mut b].into_iter().for_each(Model::zero);
+                    scaler.backward(&(a.loss() + b.loss())).unwrap();
+                    scaler.step(&mut *a.opt).unwrap();
+                    scaler.update().unwrap();
+                    a.zero();
+                    scaler.backward(&a.loss()).unwrap();
+                    step(&mut scaler, &mut *b.opt).unwrap();
+                    scaler.step(&mut *a.opt).unwrap();
+                    scaler.update().unwrap();
+                }
+                let moved_a = if overflows { 1.0 } else { 0.5 } - 2.0;
+                assert_eq!((a.value(), b.value()), (moved_a, -0.5), "{case}");
+            });
+        }
+    }
+}
+
+#[test]
+fn a_gradient_keeps_its_scale_over_several_updates_and_however_the_scale_is_set() {
+    let changes: [fn(&mut GradScaler) -> Result<()>; 3] = [
+        |scaler| scaler.update_with(1024.0),
+        |scaler| scaler.update_with_tensor(&Tensor::from(1024f32)),
+        |scaler| {
+            let mut state = scaler.state_dict()?;
+            state.scale = Some(1024.0);
+            scaler.load_state_dict(&state)
+        },
+    ];
+    for change in changes {
+        for_each_pair(|device, fused, mut a, mut b| {
+            let mut scaler = growing(device);
+            scaler.backward(&(a.loss() + b.loss())).unwrap();
+            for _ in 0..3 {
+                a.zero();
+                scaler.backward(&a.loss()).unwrap();
+                scaler.step(&mut *a.opt).unwrap();
+                scaler.update().unwrap();
+            }
+            change(&mut scaler).unwrap();
+            scaler.step(&mut *b.opt).unwrap();
+            assert_eq!((a.value(), b.value()), (-0.5, 0.5), "{device:?} fused {fused}");
+        });
+    }
+}
+
+#[test]
+fn a_gradient_of_two_scales_is_refused_before_any_change_and_zeroing_it_helps() {
+    for_each_pair(|device, fused, mut a, mut b| {
+        if fused && device.is_cuda() {
+            // The host knows neither scale.
+            return;
+        }
+        for (way, step) in WAYS.iter().enumerate() {
+            let mut scaler = growing(device);
+            let losses = if way % 2 == 0 { 1 } else { 2 };
+            scaler.backward(&(a.loss() + b.loss())).unwrap();
+            scaler.step(&mut *a.opt).unwrap();
+            scaler.update().unwrap();
+            for _ in 0..losses {
+                a.zero();
+                scaler.backward(&(a.loss() + b.loss())).unwrap();
+            }
+            let before = (b.value(), to_f64(&b.w.grad()));
+            assert_eq!(before.1, [8.0 + 16.0 * f64::from(losses)]);
+            assert!(is_mixed(step(&mut scaler, &mut *b.opt)), "{device:?} fused {fused} way {way}");
+            assert_eq!((b.value(), to_f64(&b.w.grad())), before);
+            // Nor after another update, or another loss.
+            scaler.step(&mut *a.opt).unwrap();
+            scaler.update().unwrap();
+            assert!(is_mixed(scaler.step(&mut *b.opt)), "{device:?} fused {fused} way {way}");
+            a.zero();
+            scaler.backward(&(a.loss() + b.loss())).unwrap();
+            assert!(is_mixed(scaler.unscale_(&mut *b.opt)), "{device:?} fused {fused} way {way}");
+            // In place or not.
+            if way == 0 {
+                b.zero()
+            } else {
+                b.w.zero_grad()
+            }
+            scaler.backward(&b.loss()).unwrap();
+            step(&mut scaler, &mut *b.opt).unwrap();
+            assert_eq!(b.value(), before.0 - 0.5, "{device:?} fused {fused} way {way}");
+            b.zero();
+        }
+    });
+}
+
+#[test]
+fn gradients_that_were_zeroed_are_new_whenever_and_however_they_were_zeroed() {
+    // Before the update, before the loss is scaled, and before its backward.
+    for time in 0..3 {
+        for in_place in [false, true] {
+            for_each_pair(|device, fused, mut a, mut b| {
+                let mut scaler = growing(device);
+                let zero = |b: &mut Model| if in_place { b.w.zero_grad() } else { b.zero() };
+                scaler.backward(&(a.loss() + b.loss())).unwrap();
+                scaler.step(&mut *a.opt).unwrap();
+                if time == 0 {
+                    zero(&mut b);
+                }
+                scaler.update().unwrap();
+                if time == 1 {
+                    zero(&mut b);
+                }
+                let scaled = scaler.scale(&b.loss()).unwrap();
+                if time == 2 {
+                    zero(&mut b);
+                }
+                scaled.backward();
+                scaler.step(&mut *b.opt).unwrap();
+                let case = format!("{device:?} fused {fused} time {time} in place {in_place}");
+                assert_eq!(b.value(), 0.5, "{case}");
+            });
+        }
+    }
+}
+
+#[test]
+fn one_optimizer_divides_each_of_its_gradients_by_the_scale_of_that_one() {
+    for_each_device(|device| {
+        for fused in [false, true] {
+            for way in WAYS.iter().map(Some).chain([None]) {
+                let vs = VarStore::new(device);
+                let ws: Vec<_> = (0..3).map(|i| vs.root().ones(&format!("w{i}"), &[1])).collect();
+                let mut sgd = Sgd::default().build(&ws, 0.5).unwrap();
+                let mut host = nn::Sgd::default().build(&vs, 0.5).unwrap();
+                let mut a = Model::new(device, fused);
+                let mut scaler = growing(device);
+                for w in &ws {
+                    scaler.backward(&(loss(w, &[1.0]) + a.loss())).unwrap();
+                    scaler.step(&mut *a.opt).unwrap();
+                    scaler.update().unwrap();
+                    a.zero();
+                }
+                scaler.backward(&a.loss()).unwrap();
+                match (way, fused) {
+                    (Some(step), true) => step(&mut scaler, &mut sgd).unwrap(),
+                    (Some(step), false) => step(&mut scaler, &mut host).unwrap(),
+                    (None, true) => {
+                        let mut spikes = SpikeConfig::default().build().unwrap();
+                        scaler.step_unless_spike(&mut sgd, INF, &mut spikes).unwrap();
+                    }
+                    (None, false) => continue,
+                }
+                let values: Vec<_> = ws.iter().flat_map(to_f64).collect();
+                let is_spike = way.is_none();
+                assert_eq!(values, [0.5; 3], "{device:?} fused {fused} spike {is_spike}");
+            }
+        }
+    });
+}
+
+#[test]
+fn clipping_takes_the_norm_of_gradients_of_several_scales() {
+    for_each_device(|device| {
+        let ws = [leaf(&[0.0], tch::Kind::Float, device), leaf(&[0.0], tch::Kind::Float, device)];
+        let mut opt = Sgd::default().build(&ws, 1.0).unwrap();
+        let mut a = Model::new(device, true);
+        let mut scaler = growing(device);
+        scaler.backward(&(loss(&ws[0], &[3.0]) + a.loss())).unwrap();
+        scaler.step(&mut *a.opt).unwrap();
+        scaler.update().unwrap();
+        scaler.backward(&loss(&ws[1], &[4.0])).unwrap();
+        let outcome = scaler.step_clip_norm(&mut opt, 1.0).unwrap();
+        assert_eq!(to_f64(outcome.total_norm().unwrap()), [5.0], "{device:?}");
+        for (w, expected) in ws.iter().zip([-0.6, -0.8]) {
+            assert!((to_f64(w)[0] - expected).abs() < 1e-6, "{device:?}: {w:?}");
+        }
+    });
+}
+
+#[test]
+fn an_optimizer_that_was_unscaled_before_an_update_is_not_unscaled_again() {
+    for grows in [false, true] {
+        for again in [false, true] {
+            for_each_pair(|device, fused, mut a, mut b| {
+                let growth_interval = if grows { 1 } else { 1000 };
+                let mut scaler = growing(device);
+                scaler.set_growth_interval(growth_interval).unwrap();
+                scaler.backward(&(a.loss() + b.loss())).unwrap();
+                scaler.unscale_(&mut *b.opt).unwrap();
+                scaler.step(&mut *a.opt).unwrap();
+                scaler.update().unwrap();
+                if again {
+                    scaler.unscale_(&mut *b.opt).unwrap();
+                }
+                scaler.step(&mut *b.opt).unwrap();
+                assert_eq!(b.value(), 0.5, "{device:?} fused {fused} grows {grows} {again}");
+            });
+        }
+    }
+}
+
+#[test]
+fn gradients_accumulate_over_updates_while_the_scale_stands_still() {
+    for_each_pair(|device, fused, mut a, mut b| {
+        let mut scaler = growing(device);
+        scaler.set_growth_interval(1000).unwrap();
+        for iteration in 0..6 {
+            a.zero();
+            scaler.backward(&(a.loss() + b.loss())).unwrap();
+            scaler.step(&mut *a.opt).unwrap();
+            if iteration % 2 == 1 {
+                scaler.step(&mut *b.opt).unwrap();
+                b.zero();
+            }
+            scaler.update().unwrap();
+        }
+        assert_eq!((a.value(), b.value()), (-2.0, -2.0), "{device:?} fused {fused}");
+    });
+}
+
+#[test]
+fn gradients_accumulate_over_an_update_after_which_the_scale_is_the_same_again() {
+    for_each_pair(|device, fused, mut a, mut b| {
+        let mut scaler = growing(device);
+        scaler.backward(&(a.loss() + b.loss())).unwrap();
+        scaler.step(&mut *a.opt).unwrap();
+        scaler.update().unwrap();
+        scaler.update_with(8.0).unwrap();
+        scaler.backward(&b.loss()).unwrap();
+        scaler.step(&mut *b.opt).unwrap();
+        assert_eq!(b.value(), 0.0, "{device:?} fused {fused}");
+    });
+}
+
+#[test]
+fn gradients_of_another_loss_after_a_step_are_not_added_to_those_of_a_new_scale() {
+    // The loss of a generator leaves gradients in the discriminator, which has stepped before.
+    for_each_pair(|device, fused, mut g, mut d| {
+        if fused && device.is_cuda() {
+            return;
+        }
+        let mut scaler = growing(device);
+        scaler.backward(&d.loss()).unwrap();
+        scaler.step(&mut *d.opt).unwrap();
+        d.zero();
+        scaler.backward(&(g.loss() + d.loss())).unwrap();
+        scaler.step(&mut *g.opt).unwrap();
+        scaler.update().unwrap();
+        scaler.backward(&d.loss()).unwrap();
+        assert!(is_mixed(scaler.step(&mut *d.opt)), "{device:?} fused {fused}");
+        d.zero();
+        scaler.backward(&d.loss()).unwrap();
+        scaler.step(&mut *d.opt).unwrap();
+        assert_eq!((g.value(), d.value()), (0.5, 0.0), "{device:?} fused {fused}");
+    });
+}
+
+#[test]
+fn a_fused_optimizer_that_never_zeroes_is_refused_once_the_scale_has_changed() {
+    // On the CPU a fused step leaves the gradients scaled.
+    let mut a = Model::new(Device::Cpu, true);
+    let mut scaler = growing(Device::Cpu);
+    scaler.backward(&a.loss()).unwrap();
+    scaler.step(&mut *a.opt).unwrap();
+    scaler.update().unwrap();
+    scaler.backward(&a.loss()).unwrap();
+    assert!(is_mixed(scaler.step(&mut *a.opt)));
+    assert_eq!(a.value(), 0.5);
+}
