@@ -1,5 +1,6 @@
 // Half precision emulated in f32: what a region would compute in half precision is computed in f32 and rounded at random
-// to one of the two neighbouring half-precision numbers. Such runs show how far rounding alone moves a result.
+// to one of the two neighbouring half-precision numbers. Such runs show how far rounding alone moves a result, and one
+// that does all of this but rounds nothing shows what else is in them.
 //
 // Two dispatch keys that libtorch keeps for extensions and tests have kernels here while a thread emulates. One comes
 // before all others and, like autocast, sees the operators that the program calls: autocast's lists decide there which of
@@ -79,6 +80,7 @@ class Emulation : public c10::DebugInfoBase, public std::enable_shared_from_this
  public:
   explicit Emulation(const tamp_emulated &how)
       : regions(how.regions),
+        rounding(how.rounding),
         dtype(static_cast<at::ScalarType>(how.dtype)),
         device(static_cast<c10::DeviceType>(how.device_type)),
         lower_(how.lower, how.lower + how.lower_count),
@@ -93,6 +95,7 @@ class Emulation : public c10::DebugInfoBase, public std::enable_shared_from_this
   bool rounds() const { return regions == TAMP_REGIONS_EMULATED; }
 
   const uint8_t regions;
+  const uint8_t rounding;
   const at::ScalarType dtype;
   const c10::DeviceType device;
 
@@ -210,14 +213,16 @@ Tensor thresholds(const Tensor &cells, uint64_t key, int64_t bits) {
   return x.bitwise_right_shift_(32 - bits).bitwise_and_((int64_t{1} << bits) - 1);
 }
 
-// Rounds f32 numbers at random to a neighbour in a dtype, without bias. Numbers of the dtype stay.
-Tensor rounded(const Tensor &x, at::ScalarType dtype, uint64_t key) {
-  const int64_t spare = spare_bits(dtype);
+// Rounds f32 numbers as the emulation does. At random, to a neighbour in its dtype, is without bias, and numbers of the
+// dtype stay.
+Tensor rounded(const Emulation &emulation, const Tensor &x, uint64_t key) {
+  if (emulation.rounding == TAMP_ROUNDING_NONE) return x;
+  const int64_t spare = spare_bits(emulation.dtype);
   const Tensor bits = x.view(at::kInt);
   Tensor sum = thresholds(bits.bitwise_right_shift(spare), key, spare);
   sum.add_(bits).bitwise_and_(-(int64_t{1} << spare));
   Tensor y = sum.view(at::kFloat);
-  if (dtype == at::kHalf) {
+  if (emulation.dtype == at::kHalf && emulation.rounding == TAMP_ROUNDING_RANDOM) {
     // Subnormal numbers are 2^-24 apart.
     const Tensor scaled = x * 0x1p24;
     const Tensor cells = scaled.floor().clamp(-2048, 2048).to(at::kInt);
@@ -230,11 +235,13 @@ Tensor rounded(const Tensor &x, at::ScalarType dtype, uint64_t key) {
 
 Tensor cast(Emulation &emulation, const Tensor &t) {
   if (!is_rounded(t) || t.numel() == 0 || emulation.is_marked(t)) return t;
-  return rounded(t, emulation.dtype, emulation.key_of_cast(t));
+  return rounded(emulation, t, emulation.key_of_cast(t));
 }
 
 void round(Emulation &emulation, const Tensor &t) {
-  if (t.numel() > 0) t.copy_(rounded(t, emulation.dtype, emulation.next_key()));
+  if (t.numel() > 0 && emulation.rounding != TAMP_ROUNDING_NONE) {
+    t.copy_(rounded(emulation, t, emulation.next_key()));
+  }
   emulation.mark(t);
 }
 
@@ -479,7 +486,7 @@ void round_gradient(Emulation &emulation, const Tensor &result) {
     Tensor half;
     {
       const Unnoticed own;
-      half = rounded(gradient, emulation->dtype, emulation->next_key());
+      half = rounded(*emulation, gradient, emulation->next_key());
     }
     if (c10::GradMode::is_enabled() && gradient.requires_grad()) {
       const OutsideRegions own;

@@ -148,9 +148,13 @@ typedef struct tamp_emulation tamp_emulation;
 // off; or f32, in which what half precision would round is rounded at random.
 enum { TAMP_REGIONS_AS_GIVEN = 0, TAMP_REGIONS_OFF = 1, TAMP_REGIONS_EMULATED = 2 };
 
+// How emulated regions round: at random to the numbers of their dtype; the same, but with the exponents of f32, so that
+// nothing is too small or too large; or not at all, so that every number is that of f32.
+enum { TAMP_ROUNDING_RANDOM = 0, TAMP_ROUNDING_UNBOUNDED = 1, TAMP_ROUNDING_NONE = 2 };
+
 // The dtype and the type of device of the regions to emulate, which are those that are open with the dtype f32; the
 // operators that autocast would run in half precision there, and those that it would run in f32, by name without
-// overload; the seed of the rounding; and what the regions are.
+// overload; the seed of the rounding; what the regions are; and how they round.
 typedef struct tamp_emulated {
   const char *const *lower;
   const char *const *f32;
@@ -160,6 +164,7 @@ typedef struct tamp_emulated {
   int8_t dtype;
   int8_t device_type;
   uint8_t regions;
+  uint8_t rounding;
 } tamp_emulated;
 
 // The dtypes in half precision that operators have returned.

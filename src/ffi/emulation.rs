@@ -17,8 +17,19 @@ pub(crate) enum Regions {
     AsGiven,
     /// They are switched off.
     Off,
-    /// Their dtype is f32, and what half precision rounds is rounded at random.
+    /// Their dtype is f32, and what half precision rounds is rounded as [`Rounding`] says.
     Emulated,
+}
+
+/// How emulated regions round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rounding {
+    /// At random to one of the two neighbours in half precision.
+    Random { seed: u64 },
+    /// The same, but with the exponents of f32, so that no number is too small or too large.
+    Unbounded { seed: u64 },
+    /// Not at all: every number is that of f32.
+    None,
 }
 
 impl Regions {
@@ -53,11 +64,16 @@ pub(crate) struct Emulation {
 
 impl Emulation {
     /// Begins to note the dtypes that operators return, and makes the regions of the thread what is wanted.
-    pub(crate) fn begin(how: &Emulated, regions: Regions, seed: u64) -> Result<Self> {
+    pub(crate) fn begin(how: &Emulated, regions: Regions, rounding: Rounding) -> Result<Self> {
         let names = |list: &[CString]| {
             list.iter().map(|name| name.as_ptr()).collect::<Vec<*const c_char>>()
         };
         let (lower, f32) = (names(&how.lower), names(&how.f32));
+        let (rounding, seed) = match rounding {
+            Rounding::Random { seed } => (sys::ROUNDING_RANDOM, seed),
+            Rounding::Unbounded { seed } => (sys::ROUNDING_UNBOUNDED, seed),
+            Rounding::None => (sys::ROUNDING_NONE, 0),
+        };
         let raw = sys::Emulated {
             lower: lower.as_ptr(),
             f32: f32.as_ptr(),
@@ -71,6 +87,7 @@ impl Emulation {
                 Regions::Off => sys::REGIONS_OFF,
                 Regions::Emulated => sys::REGIONS_EMULATED,
             },
+            rounding,
         };
         // SAFETY: the struct and the arrays of C strings in it live for the call, which copies them, and `err` is valid
         // for a write.

@@ -47,7 +47,7 @@ mod tune;
 pub use audit::{Audit, AuditedGradient, AuditedOutput, AuditedPart, Suspicion, audit};
 pub use budget::{
     Budget, BudgetFile, BudgetOperator, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRow,
-    BudgetRun,
+    BudgetRun, ScaleFault,
 };
 pub use dtype::Dtype;
 pub use explanation::{Cause, Culprit, Explanation, Values};

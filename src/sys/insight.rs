@@ -102,6 +102,9 @@ pub(crate) struct Emulation {
 pub(crate) const REGIONS_AS_GIVEN: u8 = 0;
 pub(crate) const REGIONS_OFF: u8 = 1;
 pub(crate) const REGIONS_EMULATED: u8 = 2;
+pub(crate) const ROUNDING_RANDOM: u8 = 0;
+pub(crate) const ROUNDING_UNBOUNDED: u8 = 1;
+pub(crate) const ROUNDING_NONE: u8 = 2;
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -114,6 +117,7 @@ pub(crate) struct Emulated {
     pub(crate) dtype: i8,
     pub(crate) device_type: i8,
     pub(crate) regions: u8,
+    pub(crate) rounding: u8,
 }
 
 pub(crate) const RETURNED_BFLOAT16: u8 = 1;

@@ -8,6 +8,7 @@ use tch_amp::Autocast;
 use tch_amp::insight::BudgetRun;
 
 use crate::models::{Layer, Model, Norm};
+use crate::program::Form;
 
 /// What a program keeps from one iteration to the next.
 #[derive(Default)]
@@ -22,6 +23,7 @@ pub(crate) struct Context<'a> {
     pub(crate) store: &'a Store,
     /// The name of a fault or of a harmless change.
     pub(crate) change: &'static str,
+    pub(crate) form: Form,
     pub(crate) seed: i64,
 }
 
@@ -46,9 +48,9 @@ fn summed_in_half(x: &Tensor) -> Tensor {
 }
 
 impl Context<'_> {
-    /// Whether this is the run in half precision of a program with this change.
+    /// Whether this is a run with this change.
     pub(crate) fn is(&self, change: &str) -> bool {
-        self.run.is_half() && self.change == change
+        self.form.has(self.run) && self.change == change
     }
 
     fn device(&self) -> Device {

@@ -138,6 +138,80 @@ fn frozen_weights_can_be_in_half_precision() {
     assert_eq!(frozen.kind(), Kind::BFloat16);
 }
 
+/// What makes the gradients of a loss too small for fp16.
+const SMALL: f64 = 2e-5;
+
+/// Gradients that are too small for fp16 become zero, and noise is as large as they are.
+#[test]
+fn a_loss_that_is_too_small_for_fp16_is_over_budget_with_the_share_that_is_lost() {
+    let _alone = alone();
+    tch::manual_seed(0);
+    let vs = VarStore::new(Device::Cpu);
+    let layer = |i: i64| nn::linear(vs.root() / i, 32, 32, Default::default());
+    let (first, last) = (layer(0), layer(1));
+    let forward = |xs: &Tensor| last.forward(&first.forward(xs).tanh());
+    let xs = floats(&[16, 32]);
+    let optimizer = || AdamW::default().build(&vs, 1e-3);
+    let iteration = |scaled: bool, small: f64| {
+        let (forward, xs) = (&forward, &xs);
+        move |run: &mut BudgetRun, optimizer: &mut Optimizer| {
+            optimizer.zero_grad()?;
+            let loss = run.region(|| forward(xs).square().mean(Kind::Float) * small)?;
+            if scaled {
+                run.scaler().backward(&loss)?;
+                let _outcome = run.scaler().step(optimizer)?;
+                run.scaler().update()?;
+            } else {
+                optimizer.backward_step(&loss)?;
+            }
+            Ok(loss)
+        }
+    };
+    let measure = |dtype, scaled, small| {
+        Budget::new(&vs, region(dtype)).measure(optimizer, iteration(scaled, small)).unwrap()
+    };
+    let lost = measure(Kind::Half, false, SMALL);
+    assert!(!lost.is_within(), "{lost}");
+    let of = |report: &BudgetReport, name: &str| {
+        let row = report
+            .rows
+            .iter()
+            .find(|row| row.name == name && row.quantity == BudgetQuantity::Gradient);
+        row.unwrap().lost
+    };
+    // The gradient of the last layer by hand, with fp16's smallest numbers 2^-24 apart.
+    let hidden = first.forward(&xs).tanh();
+    let wide = |t: &Tensor| t.detach().to_kind(Kind::Double);
+    let in_fp16 = |t: Tensor| (t * 2f64.powi(24)).round() * 2f64.powi(-24);
+    let of_squares = in_fp16(Tensor::from(SMALL / 512.0));
+    let of_outputs = in_fp16(wide(&forward(&xs)) * (of_squares * 2.0));
+    let gradient = in_fp16(of_outputs.transpose(0, 1).matmul(&wide(&hidden)));
+    let expected = gradient.eq(0.0).to_kind(Kind::Double).mean(Kind::Double).double_value(&[]);
+    let share = of(&lost, "1.weight").unwrap();
+    assert!((share - expected).abs() < 0.01 && (0.01..0.9).contains(&share), "{share}, {expected}");
+    let text = format!(
+        "nothing can be told here: {:.0} % of the numbers are below fp16's range",
+        100.0 * share
+    );
+    assert!(lost.to_string().contains(&text), "{lost}");
+    // A scale, a loss that is large enough, or the range of bf16.
+    for (dtype, scaled, small) in
+        [(Kind::Half, true, SMALL), (Kind::Half, false, 1.0), (Kind::BFloat16, false, SMALL)]
+    {
+        measure(dtype, scaled, small).assert();
+    }
+    // What the program allows, and what a file knows.
+    let budget = Budget::new(&vs, region(Kind::Half));
+    let allowed = budget.allow_underflow("*");
+    let report = allowed.measure(optimizer, iteration(false, SMALL)).unwrap();
+    assert!(report.rows.iter().all(|row| row.lost.is_none()), "{report}");
+    report.assert();
+    let budget = Budget::new(&vs, region(Kind::Half));
+    let checked = budget.check(&lost.file(), optimizer, iteration(false, SMALL)).unwrap();
+    assert_eq!(of(&checked, "1.weight"), Some(share));
+    allowed.check(&lost.file(), optimizer, iteration(false, SMALL)).unwrap().assert();
+}
+
 /// The gradient of a bias before a normalization is rounding and nothing else.
 #[test]
 fn gradients_that_are_rounding_alone_are_not_compared_exactly() {
@@ -338,7 +412,7 @@ fn a_region_in_f32_is_within_budget_and_the_report_says_why() {
         };
         let report = budget.measure(optimizer, &mut iteration).unwrap();
         report.assert();
-        assert_eq!((report.dtype, report.iterations), (Dtype::F32, 7), "{what}");
+        assert_eq!((report.dtype, report.iterations), (Dtype::F32, 8), "{what}");
         let text = report.to_string();
         assert!(text.starts_with("fp32 at a scale of 2048: within budget"), "{what}: {text}");
         assert!(text.contains(IN_F32), "{what}: {text}");
@@ -410,6 +484,52 @@ fn a_region_that_is_not_opened_or_whose_rules_leave_nothing_is_over_budget() {
             text.contains("was not opened, it has another device, or its rules keep"),
             "{text}"
         );
+    }
+}
+
+/// What noise runs have in common with half precision besides rounding, in programs that ask for it by themselves.
+#[test]
+fn branches_on_what_noise_runs_share_are_over_budget() {
+    let _alone = alone();
+    type Wrong = fn(&BudgetRun, bool, &Tensor) -> Tensor;
+    let branches: [(&str, Wrong); 3] = [
+        ("a region that is on", |_, _, x| {
+            let is_on = tch_amp::autocast::is_autocast_enabled(Device::Cpu);
+            if is_on { x * 0.9 } else { x.shallow_clone() }
+        }),
+        ("the dtype of the run", |run, _, x| {
+            if run.dtype() == Kind::Float { x.shallow_clone() } else { x.detach() + x * 1e-3 }
+        }),
+        (
+            "an enabled scaler",
+            |_, is_enabled, x| {
+                if is_enabled { x * 1.5 } else { x.shallow_clone() }
+            },
+        ),
+    ];
+    for (what, wrong) in branches {
+        for (planted, dtype) in
+            [(false, Kind::BFloat16), (true, Kind::BFloat16), (true, Kind::Half)]
+        {
+            tch::manual_seed(0);
+            let vs = VarStore::new(Device::Cpu);
+            let layer = nn::linear(vs.root(), 16, 16, Default::default());
+            let xs = floats(&[32, 16]);
+            let optimizer = || AdamW::default().build(&vs, 1e-3);
+            let report = Budget::new(&vs, region(dtype)).measure(optimizer, |run, optimizer| {
+                let is_enabled = run.scaler().is_enabled();
+                step(run, optimizer, &|run| {
+                    let ys = layer.forward(&xs).tanh();
+                    let ys = if planted { wrong(run, is_enabled, &ys) } else { ys };
+                    ys.square().mean(Kind::Float)
+                })
+            });
+            let report = report.unwrap();
+            assert_eq!(report.is_within(), !planted, "{what}, {dtype:?}: {report}");
+            let is_told =
+                |problem: &BudgetProblem| matches!(problem, BudgetProblem::OtherThanRounding(_));
+            assert_eq!(report.problems.iter().any(is_told), planted, "{what}, {dtype:?}: {report}");
+        }
     }
 }
 

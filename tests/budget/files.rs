@@ -33,7 +33,7 @@ fn a_kept_budget_holds_for_every_libtorch() {
     }
     let file: BudgetFile = serde_json::from_str(&fs::read_to_string(GOLDEN).unwrap()).unwrap();
     let report = check(&program("none"), &file).unwrap();
-    assert_eq!(report.iterations, 3);
+    assert_eq!(report.iterations, 4);
     report.assert();
     for fault in ["stale_copy_of_one_layer", "unscale_is_skipped", "no_master_weights"] {
         let report = check(&program(fault), &file).unwrap();

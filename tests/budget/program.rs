@@ -1,5 +1,7 @@
 //! One iteration of training, in which a fault or a harmless change is planted.
 
+use std::ops::Range;
+
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::gradients::clip_grad_norm;
 use tch_amp::insight::{Budget, BudgetReport, BudgetRun};
@@ -17,11 +19,35 @@ fn multiply_gradient(parameter: &Tensor, factor: f64) {
     }
 }
 
+/// The runs in which a change is planted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// Those in half precision, as if the fault were in a library that they alone call.
+    Half,
+    /// Those in which the program asks for half precision, noise runs among them: a branch on the dtype.
+    Branch,
+    /// All, as in a program that simply has it.
+    Every,
+}
+
+impl Form {
+    pub(crate) const ALL: [Self; 3] = [Self::Half, Self::Branch, Self::Every];
+
+    pub(crate) fn has(self, run: &BudgetRun) -> bool {
+        match self {
+            Self::Half => run.is_half(),
+            Self::Branch => run.dtype() != Kind::Float,
+            Self::Every => true,
+        }
+    }
+}
+
 /// A model with what its program keeps, and what is planted in it.
 pub(crate) struct Program {
     pub(crate) model: Model,
     pub(crate) dtype: Kind,
     pub(crate) change: &'static str,
+    pub(crate) form: Form,
     pub(crate) seed: i64,
     pub(crate) scale: f64,
     pub(crate) runs: usize,
@@ -34,7 +60,12 @@ impl Program {
     }
 
     pub(crate) fn of(model: Model, dtype: Kind, change: &'static str, seed: i64) -> Self {
-        Self { model, dtype, change, seed, scale: 1024.0, runs: 4, store: Store::default() }
+        let (form, scale, runs) = (Form::Half, 1024.0, 4);
+        Self { model, dtype, change, form, seed, scale, runs, store: Store::default() }
+    }
+
+    pub(crate) fn form(self, form: Form) -> Self {
+        Self { form, ..self }
     }
 
     pub(crate) fn budget(&self) -> Budget<'_> {
@@ -57,6 +88,7 @@ impl Program {
             model: &self.model,
             store: &self.store,
             change: self.change,
+            form: self.form,
             seed: self.seed,
         };
         let forward = self.model.forward(&c);
@@ -83,18 +115,23 @@ impl Program {
     }
 
     pub(crate) fn iterate(&self, run: &mut BudgetRun, optimizer: &mut Optimizer) -> Result<Tensor> {
-        let half = run.is_half();
-        let is = |change: &str| half && self.change == change;
+        let is_changed = self.form.has(run);
+        let is = |change: &str| is_changed && self.change == change;
         if !is("zero_grad_is_missing") {
             optimizer.zero_grad()?;
+        }
+        let scale = run.scaler().get_scale()?;
+        if is("accumulated") || is("losses_apart") {
+            let loss = self.backward_in_parts(run)?;
+            self.step(run, optimizer, scale)?;
+            return Ok(loss);
         }
         let region_does_nothing = is("region_does_nothing");
         let losses =
             if region_does_nothing { self.forward(run) } else { run.region(|| self.forward(run))? };
         let loss =
             losses.iter().map(|loss| loss.to_kind(Kind::Float)).reduce(|a, b| a + b).unwrap();
-        let scale = run.scaler().get_scale()?;
-        if is("loss_is_scaled_twice") {
+        if is("loss_is_scaled_twice") || is("loss_is_scaled_twice_and_not_unscaled") {
             let scaled = run.scaler().scale(&loss)?;
             run.scaler().backward(&scaled)?;
         } else if is("one_loss_of_two_is_not_scaled") {
@@ -105,10 +142,43 @@ impl Program {
             run.scaler().backward(&loss)?;
         }
         self.step(run, optimizer, scale)?;
-        if half {
+        if is_changed {
             self.after()?;
         }
         Ok(loss)
+    }
+
+    /// Scales and differentiates halves of the loss, or each of several losses, one after the other.
+    fn backward_in_parts(&self, run: &mut BudgetRun) -> Result<Tensor> {
+        let is_apart = self.change == "losses_apart";
+        let mut total = Tensor::zeros([], (Kind::Float, self.model.vs.device()));
+        let (mut part, mut parts) = (0, 2);
+        while part < parts {
+            let losses = run.region(|| self.forward(run))?;
+            let loss = if is_apart {
+                parts = losses.len();
+                losses[part].to_kind(Kind::Float)
+            } else {
+                losses.iter().map(|loss| loss.to_kind(Kind::Float)).sum::<Tensor>() / 2.0
+            };
+            run.scaler().backward(&loss)?;
+            total += loss.detach();
+            part += 1;
+        }
+        Ok(total)
+    }
+
+    /// The norm of the gradients of some of the losses, for the parameters whose names are given.
+    pub(crate) fn norm_of_losses(&self, run: &BudgetRun, losses: Range<usize>, of: &[&str]) -> f64 {
+        self.model.parameters().iter_mut().for_each(Tensor::zero_grad);
+        let loss: Tensor = self.forward(run)[losses].iter().sum();
+        loss.backward();
+        let variables = self.model.vs.variables();
+        let squares = of.iter().map(|&name| {
+            let gradient = variables[name].grad().to_kind(Kind::Double);
+            gradient.square().sum(Kind::Double).double_value(&[])
+        });
+        squares.sum::<f64>().sqrt()
     }
 
     /// Divides the gradients by a scale.
@@ -121,9 +191,15 @@ impl Program {
     }
 
     fn step(&self, run: &mut BudgetRun, optimizer: &mut Optimizer, scale: f64) -> Result<()> {
-        let half = run.is_half();
-        let is = |change: &str| half && self.change == change;
-        if is("unscale_is_skipped") {
+        let is_changed = self.form.has(run);
+        let is = |change: &str| is_changed && self.change == change;
+        if is("unscaled_by_a_constant") && run.scaler().is_enabled() {
+            self.divide(1024.0);
+        }
+        if is("unscale_is_skipped")
+            || is("loss_is_scaled_twice_and_not_unscaled")
+            || is("unscaled_by_a_constant")
+        {
             self.clip()?;
             optimizer.step()?;
             return run.scaler().update_with(2.0 * scale);
@@ -137,7 +213,7 @@ impl Program {
         }
         if is("gradients_rounded_once_more") {
             for p in self.model.parameters() {
-                let rounded = p.grad().to_kind(self.dtype).to_kind(Kind::Float);
+                let rounded = p.grad().to_kind(run.dtype()).to_kind(Kind::Float);
                 no_grad(|| p.grad().copy_(&rounded));
             }
         }

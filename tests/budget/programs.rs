@@ -161,7 +161,7 @@ fn regions_of_the_program_follow_the_run() {
         )
         .unwrap();
     report.assert();
-    assert_eq!((report.iterations, report.scale), (7, 1.0));
+    assert_eq!((report.iterations, report.scale), (8, 1.0));
 }
 
 #[test]

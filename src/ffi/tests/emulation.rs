@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::Autocast;
-use crate::ffi::emulation::{Emulated, Emulation, Regions};
+use crate::ffi::emulation::{Emulated, Emulation, Regions, Rounding};
 use crate::insight::AutocastList;
 
 fn emulated(dtype: Kind) -> Emulated {
@@ -13,7 +13,8 @@ fn emulated(dtype: Kind) -> Emulated {
 
 /// Runs `f` in an emulated region.
 fn emulate<T>(dtype: Kind, seed: u64, f: impl FnOnce() -> T) -> T {
-    let _emulation = Emulation::begin(&emulated(dtype), Regions::Emulated, seed).unwrap();
+    let _emulation =
+        Emulation::begin(&emulated(dtype), Regions::Emulated, Rounding::Random { seed }).unwrap();
     Autocast::new(Device::Cpu).dtype(dtype).run(f).unwrap()
 }
 
@@ -63,7 +64,8 @@ fn results_are_one_of_two_neighbours() {
                 assert!(ends.contains(&y), "{x:e} in {dtype:?} became {y:e} instead of {ends:?}");
             }
         }
-        let emulation = Emulation::begin(&emulated(dtype), Regions::Emulated, 0).unwrap();
+        let random = Rounding::Random { seed: 0 };
+        let emulation = Emulation::begin(&emulated(dtype), Regions::Emulated, random).unwrap();
         let outside = product(&x);
         drop(emulation);
         assert_eq!(outside, xs, "outside of a region nothing is rounded");

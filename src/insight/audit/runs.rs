@@ -10,7 +10,7 @@ use super::{Audit, AuditedPart, parts};
 use crate::Autocast;
 use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
-use crate::ffi::emulation::{Emulation, Regions};
+use crate::ffi::emulation::{Emulation, Regions, Rounding};
 use crate::ffi::insight::{RecordingMode, Reference};
 use crate::insight::dtype::Dtype;
 use crate::insight::recording::Recording;
@@ -122,7 +122,8 @@ fn with_noise(
     let emulated = emulated(&region)?;
     let mut emulation = None;
     let mut emulating = || {
-        emulation = Some(Emulation::begin(&emulated, Regions::Emulated, seed)?);
+        emulation =
+            Some(Emulation::begin(&emulated, Regions::Emulated, Rounding::Random { seed })?);
         loss(region)
     };
     Ok(record(rerun, RecordingMode::Compared(reference), scale, &mut emulating)?.recording)

@@ -2,11 +2,13 @@
 
 use std::collections::BTreeSet;
 
-use tch::Kind;
+use tch::{Kind, Tensor};
 
-use super::BudgetProblem;
 use super::program::Observed;
-use super::report::Measured;
+use super::report::{Measured, MeasuredQuantity};
+use super::{Budget, BudgetProblem, BudgetQuantity};
+use crate::error::Result;
+use crate::ffi::OutsideRegions;
 use crate::patterns::matches_any;
 
 /// What differs between an iteration in half precision and the same in f32.
@@ -14,13 +16,13 @@ pub(super) fn problems(
     f32: &Observed,
     half: &Observed,
     dtype: Kind,
-    unused: &[String],
+    budget: &Budget<'_>,
     measured: &Measured,
 ) -> Vec<BudgetProblem> {
     let mut problems = of_operators(f32, half, dtype);
     problems.extend(of_dtypes(f32, half));
-    problems.extend(of_gradients(f32, half, measured));
-    problems.extend(untrained(f32, half, unused));
+    problems.extend(of_gradients(f32, half, budget, measured));
+    problems.extend(untrained(f32, half, &budget.unused));
     problems.extend(of_steps(f32, half));
     if f32.random != half.random {
         problems.push(BudgetProblem::RandomNumbers);
@@ -55,11 +57,20 @@ fn of_dtypes(f32: &Observed, half: &Observed) -> Vec<BudgetProblem> {
 
 /// Where a gradient is rounding alone, that decides whether it is zero, and whether it is too small to change a
 /// parameter.
-fn of_gradients(f32: &Observed, half: &Observed, measured: &Measured) -> Vec<BudgetProblem> {
+fn of_gradients(
+    f32: &Observed,
+    half: &Observed,
+    budget: &Budget<'_>,
+    measured: &Measured,
+) -> Vec<BudgetProblem> {
     let alone = |one: &BTreeSet<String>, other: &BTreeSet<String>| names(one.difference(other));
     let exact = |one: &BTreeSet<String>, other: &BTreeSet<String>| {
         let mut names = alone(one, other);
-        names.retain(|name| !measured.is_only_rounding(name));
+        names.retain(|name| {
+            let is_allowed = matches_any(&budget.underflow, name);
+            let known = measured.gradient(name);
+            !known.is_some_and(|known| known.is_only_noise() && (is_allowed || !known.underflows()))
+        });
         names
     };
     let all = [
@@ -86,8 +97,15 @@ fn untrained(f32: &Observed, half: &Observed, unused: &[String]) -> Option<Budge
     (!untrained.is_empty()).then_some(BudgetProblem::Untrained(untrained))
 }
 
-/// The first parameter that was stepped more or less often. A skipped step is another problem.
+/// No step at all, or the first parameter that was stepped more or less often. A skipped step is another problem.
 fn of_steps(f32: &Observed, half: &Observed) -> Option<BudgetProblem> {
+    let is_still = |run: &Observed| {
+        run.steps.keys().all(|name| run.unchanged.contains(name))
+            && run.steps.values().all(|&steps| steps == 0)
+    };
+    if is_still(f32) && is_still(half) && !half.is_skipped {
+        return Some(BudgetProblem::NotStepped);
+    }
     let beside = f32
         .steps
         .iter()
@@ -99,4 +117,36 @@ fn of_steps(f32: &Observed, half: &Observed) -> Option<BudgetProblem> {
 
 fn names<'a>(names: impl Iterator<Item = &'a String>) -> Vec<String> {
     names.cloned().collect()
+}
+
+/// For each quantity that is too small for the dtype, so that noise is as large as it is, the share of its numbers that
+/// become zero in half precision.
+pub(super) fn lost(
+    f32: &Observed,
+    half: &Observed,
+    measured: &Measured,
+    is_allowed: impl Fn(&str) -> bool,
+) -> Result<Vec<Option<f64>>> {
+    let halves = half.by_name();
+    let share = |(known, f): (&MeasuredQuantity, &(BudgetQuantity, String, Tensor))| {
+        let is_judged = !matches!(known.quantity, BudgetQuantity::Update | BudgetQuantity::Loss);
+        if !is_judged || !known.underflows() || is_allowed(&known.name) {
+            return Ok(None);
+        }
+        let half = halves.get(&(known.quantity, known.name.as_str()));
+        half.map(|half| share_of_zeros(&f.2, half)).transpose()
+    };
+    measured.quantities.iter().zip(&f32.values).map(share).collect()
+}
+
+/// The share of the numbers of `f` that are not zero and are in `h`.
+fn share_of_zeros(f: &Tensor, h: &Tensor) -> Result<f64> {
+    let _own = OutsideRegions::enter();
+    let count = |t: Tensor| -> Result<f64> { Ok(t.f_sum(Kind::Double)?.f_double_value(&[])?) };
+    if f.size() != h.size() {
+        return Ok(0.0);
+    }
+    let is_number = f.f_ne(0.0)?;
+    let zeros = count(is_number.f_logical_and(&h.f_eq(0.0)?)?)?;
+    Ok(zeros / count(is_number)?.max(1.0))
 }

@@ -8,7 +8,7 @@ use crate::ffi::OutsideRegions;
 use crate::insight::numbers;
 
 /// The smallest noise of an error: what f32 does on other kernels and with other numbers of threads.
-const LEAST_NOISE: f64 = 2e-6;
+pub(super) const LEAST_NOISE: f64 = 2e-6;
 
 /// The smallest noise of the median of an update, which moves few bits of a parameter.
 const LEAST_NOISE_OF_UPDATE: f64 = 1e-3;

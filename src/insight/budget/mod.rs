@@ -5,26 +5,28 @@ mod checks;
 mod deviation;
 mod program;
 mod report;
+mod unrounded;
 
 use std::cell::RefCell;
-use std::collections::HashMap;
-
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 use crate::capture;
 use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
+use crate::ffi::emulation::Rounding;
 use crate::ffi::insight::RecordingMode;
 use crate::insight::dtype::Dtype;
 use crate::optim::AmpOptimizer;
+use crate::patterns::matches_any;
 use crate::{Autocast, GradScaler};
-use deviation::Deviation;
+use deviation::{Deviation, root_mean_square};
 use program::{Iterate, Iterated, Mode, Observed, Program};
 use report::{KEPT, Measured, MeasuredQuantity};
+use unrounded::Unrounded;
 
 pub use report::{
-    BudgetFile, BudgetOperator, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRow,
+    BudgetFile, BudgetOperator, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRow, ScaleFault,
 };
 
 /// The scale that the first iteration in half precision begins with.
@@ -39,6 +41,9 @@ const MOST_REPEATS: usize = 3;
 /// How many iterations with noise there are at first, and how many more if something is over budget.
 const RUNS: usize = 4;
 const MORE_RUNS: usize = 8;
+
+/// How many runs show the noise that a dtype would have if its numbers could be as small as in f32.
+const UNBOUNDED_RUNS: usize = 2;
 
 /// Tests that training in half precision differs from training in f32 by rounding alone: one whole iteration of a
 /// program is run in both and compared, in units of what rounding explains.
@@ -90,6 +95,7 @@ pub struct Budget<'a> {
     runs: usize,
     scale: f64,
     unused: Vec<String>,
+    underflow: Vec<String>,
 }
 
 /// One run of an iteration: its region, its scaler and its outputs. A [`Budget`] makes it for each run.
@@ -108,7 +114,8 @@ impl<'a> Budget<'a> {
     /// off, for instance by a plan in f32, leaves nothing to compare, and the report says that. What does not depend on
     /// half precision, such as whether gradients are unscaled, is checked all the same.
     pub fn new(vs: &'a VarStore, region: Autocast) -> Self {
-        Self { vs, region, runs: RUNS, scale: SCALE, unused: Vec::new() }
+        let (unused, underflow) = (Vec::new(), Vec::new());
+        Self { vs, region, runs: RUNS, scale: SCALE, unused, underflow }
     }
 
     /// Sets the number of noise runs; 4 by default, and 2 instead of fewer. If something is over budget, eight more
@@ -133,9 +140,19 @@ impl<'a> Budget<'a> {
         self
     }
 
-    /// Runs the iteration seven times and compares: twice in half precision, once in f32, and in four noise runs. If a
-    /// quantity is over its limit and nothing else differs, eight more noise runs decide; if it is the loss, an output or
-    /// a buffer, six more runs find the first operator.
+    /// Allows that outputs, buffers and gradients whose names match the pattern consist of numbers that are too small for
+    /// fp16, so that rounding is as large as they are and nothing can be told about them. Without this such a
+    /// [row](BudgetRow::lost) is over budget.
+    #[must_use]
+    pub fn allow_underflow(mut self, pattern: &str) -> Self {
+        self.underflow.push(pattern.to_owned());
+        self
+    }
+
+    /// Runs the iteration eight times and compares: twice in half precision; in f32; in f32 with a scale and with regions
+    /// that are on, which must not change a bit; and in four noise runs. If a quantity is over its limit and nothing else
+    /// differs, eight more noise runs decide; if it is the loss, an output or a buffer, six more runs find the first
+    /// operator. If a bit changes without rounding, two to four more runs find out why.
     ///
     /// `iteration` is one whole step of training and returns its unscaled loss, one number; with accumulation, the sum
     /// over the micro-batches. It clears gradients, computes the loss in [`BudgetRun::region`], runs backward and steps
@@ -165,11 +182,11 @@ impl<'a> Budget<'a> {
     {
         capture::refuse("a report of iterations", "make it of iterations without a graph")?;
         let mut iterate = iterate(optimizer, iteration);
-        Runner::new(self, &mut iterate)?.measure(self.runs, &self.unused)
+        Runner::new(self, &mut iterate)?.measure()
     }
 
-    /// Runs the iteration three times and compares with the noise that an earlier run measured: twice in half
-    /// precision, and once in f32. The limits are a quarter larger, because libtorch, the number of threads or the
+    /// Runs the iteration four times and compares with the noise that an earlier run measured: twice in half precision,
+    /// in f32, and in f32 with a scale and with regions that are on. The limits are a quarter larger, because libtorch, the number of threads or the
     /// machine may be others.
     ///
     /// # Errors
@@ -187,7 +204,7 @@ impl<'a> Budget<'a> {
         E: Into<Error>,
     {
         let mut iterate = iterate(optimizer, iteration);
-        Runner::new(self, &mut iterate)?.check(file, &self.unused)
+        Runner::new(self, &mut iterate)?.check(file)
     }
 }
 
@@ -259,6 +276,7 @@ impl BudgetRun {
 
 /// Runs the iterations of a budget, and counts them.
 struct Runner<'a> {
+    budget: &'a Budget<'a>,
     program: Program,
     iterate: &'a mut Iterate<'a>,
     /// The scale that the first iteration in half precision begins with.
@@ -268,18 +286,18 @@ struct Runner<'a> {
 }
 
 impl<'a> Runner<'a> {
-    fn new(budget: &Budget<'_>, iterate: &'a mut Iterate<'a>) -> Result<Self> {
+    fn new(budget: &'a Budget<'a>, iterate: &'a mut Iterate<'a>) -> Result<Self> {
         let scale = budget.scale;
         if !(scale.is_normal() && scale > 0.0 && scale.log2().fract() == 0.0) {
             let problem = format!("is {scale}: use a power of two, so that scaling does not round");
             return Err(Error::InvalidArgument { name: "scale", problem });
         }
         let program = Program::new(budget.vs, budget.region)?;
-        Ok(Self { program, iterate, scale, iterations: 0, seed: 0 })
+        Ok(Self { budget, program, iterate, scale, iterations: 0, seed: 0 })
     }
 
-    fn measure(&mut self, runs: usize, unused: &[String]) -> Result<BudgetReport> {
-        let dtype = self.program.dtype();
+    fn measure(&mut self) -> Result<BudgetReport> {
+        let runs = self.budget.runs;
         let (half, mut problems, f32, mut measured) = loop {
             let (half, problems, f32) = self.both()?;
             let mut measured = self.measured(&f32)?;
@@ -291,12 +309,13 @@ impl<'a> Runner<'a> {
             // The largest numbers are so near to infinity that rounding decides.
             self.scale /= 2.0;
         };
-        let compared = compared(&f32, &half)?;
-        problems.extend(checks::problems(&f32, &half, dtype, unused, &measured));
-        let mut rows = report::rows(dtype, &measured, &compared, 1.0);
+        self.add_unbounded(&f32, half.scale, &mut measured)?;
+        let unrounded = unrounded::look(self, &f32, &half)?;
+        problems.extend(self.problems(&f32, &half, &measured, unrounded));
+        let mut rows = self.rows(&f32, &half, &measured, 1.0)?;
         if rows.iter().any(BudgetRow::is_over) && problems.is_empty() {
             let _finite = self.add_noise(MORE_RUNS, &f32, half.scale, &mut measured)?;
-            rows = report::rows(dtype, &measured, &compared, 1.0);
+            rows = self.rows(&f32, &half, &measured, 1.0)?;
         }
         let is_forward = |row: &&BudgetRow| row.quantity <= BudgetQuantity::Buffer;
         let mut first_operator = None;
@@ -307,11 +326,11 @@ impl<'a> Runner<'a> {
         Ok(BudgetReport { first_operator, ..report })
     }
 
-    fn check(&mut self, file: &BudgetFile, unused: &[String]) -> Result<BudgetReport> {
+    fn check(&mut self, file: &BudgetFile) -> Result<BudgetReport> {
         let refuse =
             |problem: String| Error::InvalidArgument { name: "the budget's file", problem };
-        let kind = self.program.dtype();
-        let (dtype, device) = (Dtype::from(kind), device_name(self.program.region.device()));
+        let (dtype, device) =
+            (Dtype::from(self.program.dtype()), device_name(self.program.region.device()));
         if file.dtype != dtype || file.device != device {
             return Err(refuse(format!(
                 "is of {} on {}, and the region has {dtype} on {device}: measure again",
@@ -326,9 +345,38 @@ impl<'a> Runner<'a> {
             )));
         }
         let measured = file.measured.in_order_of(&now);
-        problems.extend(checks::problems(&f32, &half, kind, unused, &measured));
-        let rows = report::rows(kind, &measured, &compared(&f32, &half)?, KEPT);
+        let unrounded = unrounded::look(self, &f32, &half)?;
+        problems.extend(self.problems(&f32, &half, &measured, unrounded));
+        let rows = self.rows(&f32, &half, &measured, KEPT)?;
         Ok(self.report([&f32, &half], problems, rows, measured))
+    }
+
+    /// What differs and is no rounding.
+    fn problems(
+        &self,
+        f32: &Observed,
+        half: &Observed,
+        measured: &Measured,
+        unrounded: Unrounded,
+    ) -> Vec<BudgetProblem> {
+        let branches = unrounded.branches(measured);
+        let mut problems = unrounded.problems;
+        let budget = self.budget;
+        problems.extend(checks::problems(f32, half, self.program.dtype(), budget, measured));
+        problems.extend(branches);
+        problems
+    }
+
+    fn rows(
+        &self,
+        f32: &Observed,
+        half: &Observed,
+        measured: &Measured,
+        allowance: f64,
+    ) -> Result<Vec<BudgetRow>> {
+        let is_allowed = |name: &str| matches_any(&self.budget.underflow, name);
+        let lost = checks::lost(f32, half, measured, is_allowed)?;
+        Ok(report::rows(self.program.dtype(), measured, &compared(f32, half)?, &lost, allowance))
     }
 
     fn run(
@@ -360,12 +408,17 @@ impl<'a> Runner<'a> {
         recorded: Option<RecordingMode<'_>>,
     ) -> Result<Observed> {
         self.seed += 1;
-        // In f32 nothing underflows, and noise that is scaled would hide that the scale is not taken back.
-        let scaler = match self.program.is_f32 {
-            true => GradScaler::disabled(),
-            false => self.program.scaler(scale)?,
-        };
-        self.run_afresh(Mode::Noise { seed: self.seed }, scaler, recorded)
+        self.run_emulated(Rounding::Random { seed: self.seed }, scale, recorded)
+    }
+
+    fn run_emulated(
+        &mut self,
+        rounding: Rounding,
+        scale: f64,
+        recorded: Option<RecordingMode<'_>>,
+    ) -> Result<Observed> {
+        let scaler = self.program.scaler(scale)?;
+        self.run_afresh(Mode::Emulated(rounding), scaler, recorded)
     }
 
     /// Runs two iterations in half precision, the first with other parameters.
@@ -418,6 +471,7 @@ impl<'a> Runner<'a> {
                 name: name.clone(),
                 norm,
                 noise: Vec::new(),
+                unbounded: None,
             })
         };
         Ok(Measured { quantities: f32.values.iter().map(quantity).collect::<Result<_>>()? })
@@ -450,6 +504,26 @@ impl<'a> Runner<'a> {
         Ok(repeats > 0)
     }
 
+    /// Where noise in fp16 is as large as the quantity, measures how large it would be without the limits of fp16's
+    /// exponents.
+    fn add_unbounded(&mut self, f32: &Observed, scale: f64, measured: &mut Measured) -> Result<()> {
+        let is_large = measured.quantities.iter().any(MeasuredQuantity::is_only_noise);
+        if self.program.dtype() != Kind::Half || !is_large {
+            return Ok(());
+        }
+        let mut runs = Vec::new();
+        for _ in 0..UNBOUNDED_RUNS {
+            self.seed += 1;
+            let rounding = Rounding::Unbounded { seed: self.seed };
+            runs.push(compared(f32, &self.run_emulated(rounding, scale, None)?)?);
+        }
+        for (index, quantity) in measured.quantities.iter_mut().enumerate() {
+            let errors = runs.iter().map(|deviations| deviations[index].error);
+            quantity.unbounded = Some(root_mean_square(errors));
+        }
+        Ok(())
+    }
+
     fn report(
         &self,
         [f32, half]: [&Observed; 2],
@@ -473,10 +547,9 @@ impl<'a> Runner<'a> {
 
 /// How far each quantity of another run is from that in f32. One that the other run lacks is infinitely far.
 fn compared(f32: &Observed, other: &Observed) -> Result<Vec<Deviation>> {
-    let others: HashMap<_, _> =
-        other.values.iter().map(|(quantity, name, value)| ((*quantity, name), value)).collect();
+    let others = other.by_name();
     let deviation = |(quantity, name, value): &(BudgetQuantity, String, Tensor)| match others
-        .get(&(*quantity, name))
+        .get(&(*quantity, name.as_str()))
     {
         Some(other) => Deviation::of(other, value),
         None => Ok(Deviation::MISSING),

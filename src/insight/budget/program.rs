@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor, no_grad};
 
 use super::{BudgetQuantity, BudgetRun};
 use crate::error::{Error, Result, ensure_defined};
-use crate::ffi::emulation::{Emulated, Emulation, Regions};
+use crate::ffi::emulation::{Emulated, Emulation, Regions, Rounding};
 use crate::ffi::insight::RecordingMode;
 use crate::ffi::{self, OutsideRegions};
 use crate::gradients::Taken;
@@ -38,10 +38,9 @@ pub(super) type Iterate<'a> = dyn FnMut(&mut BudgetRun) -> Result<Iterated> + 'a
 pub(super) enum Mode {
     F32,
     Half,
-    /// In f32, with what half precision rounds rounded at random.
-    Noise {
-        seed: u64,
-    },
+    /// In f32, with all that is different in half precision but the precision: regions are open, and what half precision
+    /// rounds is rounded so.
+    Emulated(Rounding),
 }
 
 /// A variable and its numbers before the iteration.
@@ -324,12 +323,12 @@ impl Program {
 
     /// Begins what makes the run one of its mode.
     fn emulate(&self, mode: Mode) -> Result<Emulation> {
-        let (regions, seed) = match mode {
-            Mode::F32 => (Regions::Off, 0),
-            Mode::Half => (Regions::AsGiven, 0),
-            Mode::Noise { seed } => (Regions::Emulated, seed),
+        let (regions, rounding) = match mode {
+            Mode::F32 => (Regions::Off, Rounding::None),
+            Mode::Half => (Regions::AsGiven, Rounding::None),
+            Mode::Emulated(rounding) => (Regions::Emulated, rounding),
         };
-        let emulation = Emulation::begin(&self.emulated, regions, seed)?;
+        let emulation = Emulation::begin(&self.emulated, regions, rounding)?;
         if mode != Mode::Half {
             let in_half = self.variables.iter().filter(|kept| kept.is_half());
             let in_half: Vec<_> = in_half.map(|kept| kept.variable.shallow_clone()).collect();
@@ -453,6 +452,12 @@ impl Observed {
             self.values.push((BudgetQuantity::Gradient, name, gradient));
         }
         Ok(())
+    }
+
+    /// The quantities by what they are.
+    pub(super) fn by_name(&self) -> HashMap<(BudgetQuantity, &str), &Tensor> {
+        let values = self.values.iter();
+        values.map(|(quantity, name, value)| ((*quantity, name.as_str()), value)).collect()
     }
 
     /// Whether a parameter was stepped, as far as that is known.

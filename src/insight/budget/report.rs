@@ -65,12 +65,16 @@ pub struct BudgetRow {
     pub multiple: f64,
     /// The multiple that is allowed.
     pub limit: f64,
+    /// If nothing can be told, because the numbers are so small in fp16 that rounding is as large as they are: the share
+    /// that becomes zero. The row is over budget then;
+    /// [`Budget::allow_underflow`](super::Budget::allow_underflow) makes it one that is judged by its multiple.
+    pub lost: Option<f64>,
 }
 
 impl BudgetRow {
     /// Whether it is further from f32 than rounding explains.
     pub(in crate::insight) fn is_over(&self) -> bool {
-        self.multiple > self.limit
+        self.multiple > self.limit || self.lost.is_some()
     }
 }
 
@@ -128,6 +132,22 @@ pub enum BudgetProblem {
         /// The steps in half precision.
         half: u64,
     },
+    /// No parameter was stepped in any run.
+    NotStepped,
+    /// What the program does with the loss scale changes its numbers in f32, where scaling by a power of two is exact.
+    Scaling {
+        /// The scale at which that was seen.
+        #[serde(with = "numbers")]
+        scale: f64,
+        /// What is done wrong, by the factor of the gradients.
+        fault: ScaleFault,
+        /// The parameters whose gradients are concerned, if not all are; or what else changes.
+        names: Vec<String>,
+    },
+    /// These move in f32 if the scaler is enabled, regions are on and [`BudgetRun::dtype`](super::BudgetRun::dtype) is
+    /// half precision, although nothing is rounded: the program takes another branch then. The noise runs take it as
+    /// well, so that they do not show what rounding does.
+    OtherThanRounding(Vec<String>),
     /// The gradients of the iteration before were not cleared.
     NotCleared,
     /// The runs drew different random numbers: dropout is off in one of them, for instance.
@@ -138,6 +158,31 @@ pub enum BudgetProblem {
     Scale(#[serde(with = "numbers")] f64),
     /// The step is skipped at every scale.
     Skipped,
+}
+
+/// What a program does wrong with the loss scale, by what it does to the gradients at two scales in f32.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ScaleFault {
+    /// They are too large by the scale: they are not unscaled, or the loss is scaled twice.
+    NotUnscaled,
+    /// They are too large by the square of the scale: the loss is scaled twice, and they are not unscaled.
+    ScaledTwice,
+    /// They are divided by this number instead of the scale, such as the scale of another iteration.
+    UnscaledByAnother(#[serde(with = "numbers")] f64),
+    /// They are too small by the scale: they are unscaled twice, or clipped before they are unscaled, or their loss was
+    /// not scaled.
+    UnscaledTwice,
+    /// This part of their norm is too small by the scale: that of one of several losses that was not scaled, or what the
+    /// program adds to the gradients before they are unscaled.
+    PartNotScaled(#[serde(with = "numbers")] f64),
+    /// This part of their norm is too large by the scale: that of one of several losses that was scaled twice, or what is
+    /// added after the rest is unscaled.
+    PartNotUnscaled(#[serde(with = "numbers")] f64),
+    /// They are clipped, or changed otherwise, before they are unscaled.
+    ChangedBeforeUnscaling,
+    /// They are right, and something else depends on the scale, such as the loss that is returned or a step.
+    Other,
 }
 
 impl BudgetProblem {
@@ -209,6 +254,38 @@ pub(super) struct MeasuredQuantity {
     #[serde(with = "numbers")]
     pub(super) norm: f64,
     pub(super) noise: Vec<Deviation>,
+    /// In fp16 the error of runs with noise that knows no smallest number, if it was measured.
+    #[serde(default)]
+    pub(super) unbounded: Option<f64>,
+}
+
+/// From this relative noise on, it is as large as the quantity, and no limit.
+const AS_LARGE: f64 = 0.5;
+
+impl MeasuredQuantity {
+    /// Whether the noise is as large as the quantity.
+    pub(super) fn is_only_noise(&self) -> bool {
+        let noise = Noise::of(&self.noise).error;
+        if self.norm > 0.0 { noise >= AS_LARGE } else { noise > 0.0 }
+    }
+
+    /// Whether it is so because the numbers are too small for fp16, and not because they cancel out, for instance.
+    pub(super) fn underflows(&self) -> bool {
+        self.norm > 0.0
+            && self.is_only_noise()
+            && self.unbounded.is_some_and(|noise| noise < AS_LARGE / 2.0)
+    }
+}
+
+/// A quantity with its name, if it has one.
+pub(super) struct Named<'a>(pub(super) BudgetQuantity, pub(super) &'a str);
+
+impl fmt::Display for Named<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(quantity, name) = self;
+        let space = if name.is_empty() { "" } else { " " };
+        write!(f, "{quantity}{space}{name}")
+    }
 }
 
 /// The noise of an iteration, with which later runs of the same program are compared. It replaces a file of expected
@@ -240,7 +317,7 @@ pub(super) struct MeasuredQuantity {
 /// // In later runs:
 /// let file: BudgetFile = serde_json::from_str(&json)?;
 /// let report = budget.check(&file, optimizer, &mut iteration)?;
-/// assert_eq!(report.iterations, 3);
+/// assert_eq!(report.iterations, 4);
 /// report.assert();
 /// # Ok(()) }
 /// ```
@@ -307,14 +384,11 @@ impl BudgetReport {
 }
 
 impl Measured {
-    /// Whether rounding alone decides whether a gradient is zero, and its parameter changed: its noise is as large as
-    /// the gradient.
-    pub(super) fn is_only_rounding(&self, name: &str) -> bool {
-        self.quantities.iter().any(|known| {
-            let noise = Noise::of(&known.noise).error;
-            let is_large = if known.norm > 0.0 { noise >= 0.5 } else { noise > 0.0 };
-            known.quantity == BudgetQuantity::Gradient && known.name == name && is_large
-        })
+    pub(super) fn gradient(&self, name: &str) -> Option<&MeasuredQuantity> {
+        let is = |known: &&MeasuredQuantity| {
+            known.quantity == BudgetQuantity::Gradient && known.name == name
+        };
+        self.quantities.iter().find(is)
     }
 
     /// What tells that these are of another program: their norms in f32 are not the present ones.
@@ -364,6 +438,7 @@ pub(super) fn rows(
     dtype: Kind,
     measured: &Measured,
     half: &[Deviation],
+    lost: &[Option<f64>],
     allowance: f64,
 ) -> Vec<BudgetRow> {
     // One rounding more, such as that of gradients that are stored in half precision, moves a factor by the unit
@@ -373,11 +448,11 @@ pub(super) fn rows(
     let row = |quantity: BudgetQuantity, name: &str, of: (f64, f64, f64)| {
         let (error, factor, multiple) = of;
         let limit = allowance * quantity.limit();
-        BudgetRow { quantity, name: name.to_owned(), error, factor, multiple, limit }
+        BudgetRow { quantity, name: name.to_owned(), error, factor, multiple, limit, lost: None }
     };
     let pairs = || measured.quantities.iter().zip(half);
     let mut rows: Vec<BudgetRow> = Vec::new();
-    for (known, deviation) in pairs() {
+    for ((known, deviation), &lost) in pairs().zip(lost) {
         let noise = Noise::of(&known.noise);
         let multiple = match known.quantity {
             BudgetQuantity::Gradient => {
@@ -388,7 +463,8 @@ pub(super) fn rows(
             BudgetQuantity::Update => noise.of_update(deviation),
             _ => noise.of_error(deviation),
         };
-        rows.push(row(known.quantity, &known.name, (deviation.error, deviation.factor, multiple)));
+        let of = (deviation.error, deviation.factor, multiple);
+        rows.push(BudgetRow { lost, ..row(known.quantity, &known.name, of) });
     }
     for (quantity, name) in
         [(BudgetQuantity::Output, OUTPUTS), (BudgetQuantity::Gradient, GRADIENTS)]
@@ -472,6 +548,14 @@ impl fmt::Display for BudgetProblem {
             Self::Steps { name, f32, half } => {
                 write!(f, "{name} was stepped {half} times instead of {f32}")
             }
+            Self::NotStepped => write!(f, "no parameter was stepped, in f32 and in half precision"),
+            Self::Scaling { scale, fault, names } => write_fault(f, *scale, *fault, names),
+            Self::OtherThanRounding(names) => write!(
+                f,
+                "another branch of the program: with regions that are on, `run.dtype()` in half precision and an enabled \
+                 scaler, but without any rounding, it moves {}",
+                list(names)
+            ),
             Self::NotCleared => write!(f, "the gradients of the iteration before were not cleared"),
             Self::RandomNumbers => {
                 write!(f, "the runs drew different random numbers: is dropout off in one of them?")
@@ -486,6 +570,61 @@ impl fmt::Display for BudgetProblem {
                 f,
                 "infinite or NaN gradients at every scale down to 2^-8, so that the step is always skipped"
             ),
+        }
+    }
+}
+
+fn write_fault(
+    f: &mut fmt::Formatter<'_>,
+    scale: f64,
+    fault: ScaleFault,
+    names: &[String],
+) -> fmt::Result {
+    let scale = Number(scale);
+    write!(f, "in f32 at a scale of {scale}, which must not change anything, ")?;
+    if fault == ScaleFault::Other {
+        let moved = list(names);
+        return write!(f, "these change: {moved} (the iteration has to return its unscaled loss)");
+    }
+    match names {
+        [] => write!(f, "the gradients are ")?,
+        _ => write!(f, "the gradients of {} are ", list(names))?,
+    }
+    let percent = |share: f64| Number((share * 1000.0).round() / 10.0);
+    match fault {
+        ScaleFault::NotUnscaled => {
+            write!(f, "{scale} × too large: not unscaled, or the loss is scaled twice")
+        }
+        ScaleFault::ScaledTwice => {
+            write!(
+                f,
+                "too large by the square of the scale: the loss is scaled twice, and they are not unscaled"
+            )
+        }
+        ScaleFault::UnscaledByAnother(other) => {
+            write!(
+                f,
+                "divided by {} instead: the scale of another iteration, or a constant",
+                Number(other)
+            )
+        }
+        ScaleFault::UnscaledTwice => write!(
+            f,
+            "{scale} × too small: unscaled twice, or clipped before they are unscaled, or the loss is not scaled"
+        ),
+        ScaleFault::PartNotScaled(share) => write!(
+            f,
+            "too small by a part of {} % that is not scaled: one of several losses, or what is added before they are unscaled",
+            percent(share)
+        ),
+        ScaleFault::PartNotUnscaled(share) => write!(
+            f,
+            "too large by a part of {} % that is scaled once too often: one of several losses, or what is added after \
+             they are unscaled",
+            percent(share)
+        ),
+        ScaleFault::ChangedBeforeUnscaling | ScaleFault::Other => {
+            write!(f, "clipped, or changed otherwise, before they are unscaled")
         }
     }
 }
@@ -542,9 +681,16 @@ impl fmt::Display for BudgetReport {
 
 impl fmt::Display for BudgetRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { quantity, name, error, factor, multiple, limit } = self;
-        let space = if name.is_empty() { "" } else { " " };
-        write!(f, "{quantity}{space}{name}: ")?;
+        let Self { quantity, name, error, factor, multiple, limit, lost } = self;
+        write!(f, "{}: ", Named(*quantity, name))?;
+        if let Some(lost) = lost {
+            return write!(
+                f,
+                "nothing can be told here: {:.0} % of the numbers are below fp16's range; use a larger scale, or \
+                 `allow_underflow`",
+                100.0 * lost
+            );
+        }
         if !error.is_finite() {
             return write!(f, "missing, not finite, or of another shape");
         }

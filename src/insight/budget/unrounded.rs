@@ -1,0 +1,346 @@
+//! What the noise runs have in common with the run in half precision besides rounding.
+
+use tch::{Device, Kind, Tensor};
+
+use super::deviation::{Deviation, LEAST_NOISE, Noise};
+use super::program::{Mode, Observed};
+use super::report::{Measured, Named};
+use super::{BudgetProblem, BudgetQuantity, Runner, ScaleFault, compared};
+use crate::GradScaler;
+use crate::error::Result;
+use crate::ffi::OutsideRegions;
+use crate::ffi::emulation::Rounding;
+
+/// The first scale that is tried is so many times that of the run in half precision, so that it is none of those that
+/// the program has seen, and each further one is so many times smaller.
+const LARGER: f64 = 4.0;
+const SMALLER: f64 = 64.0;
+
+/// How many scales are tried until two of them do not overflow.
+const SCALES: usize = 3;
+
+/// The largest part of the noise that a quantity may be moved without any rounding.
+const PART_OF_NOISE: f64 = 0.25;
+
+/// How many times as far from f32 as another run in f32 a quantity is that no order of sums explains.
+const UNSTEADY: f64 = 100.0;
+
+/// The relative error up to which gradients follow a pattern, and up to which two scales move them alike.
+const PATTERN: f64 = 1e-2;
+const SAME: f64 = 1e-4;
+
+/// What differs between f32 and a run that has all that noise has but the rounding.
+#[derive(Default)]
+pub(super) struct Unrounded {
+    /// Faults in the use of the scale.
+    pub(super) problems: Vec<BudgetProblem>,
+    /// How far the quantities are from those in f32, if it is not the scale that moves them.
+    deviations: Option<Vec<Deviation>>,
+}
+
+/// Runs the iteration in f32 with a scale and with regions that say that they are on. Multiplying by a power of two is
+/// exact, and a backward pass is linear, so that no bit may change; if one does, more runs find out why.
+pub(super) fn look(runner: &mut Runner<'_>, f32: &Observed, half: &Observed) -> Result<Unrounded> {
+    if !f32.returned.is_empty() {
+        // That is a problem by itself, and such a run is rounded.
+        return Ok(Unrounded::default());
+    }
+    let scales = scales(half);
+    let mut exact = run(runner, Mode::Emulated(Rounding::None), scales[0])?;
+    if overflows(f32, &exact) {
+        exact = run(runner, Mode::Emulated(Rounding::None), scales[SCALES - 1])?;
+    }
+    if differing(f32, &exact)?.is_empty() {
+        return Ok(Unrounded::default());
+    }
+    if half.is_scaled {
+        // A fault in a branch that the program takes in half precision is seen there alone.
+        let inside = Mode::Emulated(Rounding::None);
+        for mode in [Mode::F32, inside] {
+            let unscaled = if mode == inside { Some(run(runner, mode, None)?) } else { None };
+            let unscaled = unscaled.as_ref().unwrap_or(f32);
+            let steady = Steady { unscaled, again: run(runner, mode, None)? };
+            if let Some(problem) = of_scale(runner, mode, &steady, &scales)? {
+                return Ok(Unrounded { problems: vec![problem], deviations: None });
+            }
+        }
+    }
+    Ok(Unrounded { problems: Vec::new(), deviations: Some(compared(f32, &exact)?) })
+}
+
+impl Unrounded {
+    /// What moves by a part of the noise or more although nothing is rounded, so that the noise is no measure of
+    /// rounding.
+    pub(super) fn branches(&self, measured: &Measured) -> Option<BudgetProblem> {
+        let beside = measured.quantities.iter().zip(self.deviations.as_deref()?);
+        let is_far = |noise: &Noise, deviation: &Deviation| {
+            let least = LEAST_NOISE / PART_OF_NOISE;
+            deviation.error.is_nan() || deviation.error > PART_OF_NOISE * noise.error.max(least)
+        };
+        let names: Vec<String> = beside
+            .filter(|(known, deviation)| {
+                known.quantity != BudgetQuantity::Update
+                    && is_far(&Noise::of(&known.noise), deviation)
+            })
+            .map(|(known, _)| Named(known.quantity, &known.name).to_string())
+            .collect();
+        (!names.is_empty()).then_some(BudgetProblem::OtherThanRounding(names))
+    }
+}
+
+/// Powers of two that are not one, at which scaling would change nothing whatever the program does.
+fn scales(half: &Observed) -> [Option<f64>; SCALES] {
+    if !half.is_scaled {
+        return [None; SCALES];
+    }
+    let mut scale = half.scale * LARGER;
+    [(); SCALES].map(|()| {
+        let this = if scale == 1.0 { 2.0 } else { scale };
+        scale /= SMALLER;
+        Some(this)
+    })
+}
+
+fn run(runner: &mut Runner<'_>, mode: Mode, scale: Option<f64>) -> Result<Observed> {
+    let scaler = match scale {
+        Some(scale) => runner.program.scaler(scale)?,
+        None => GradScaler::disabled(),
+    };
+    runner.run_afresh(mode, scaler, None)
+}
+
+fn overflows(f32: &Observed, other: &Observed) -> bool {
+    other.is_skipped || !other.not_finite.is_subset(&f32.not_finite)
+}
+
+/// The place of a quantity that is not what it is in f32, and its numbers.
+type Differing<'a> = (usize, Option<&'a Tensor>);
+
+/// The quantities that are not bit for bit those in f32. What is beyond f32's own range, where the smallest numbers are
+/// rounded, does not count, and an update does only if the gradients are the same.
+fn differing<'a>(f32: &Observed, other: &'a Observed) -> Result<Vec<Differing<'a>>> {
+    let others = other.by_name();
+    let (mut found, mut is_moved) = (Vec::new(), false);
+    for (index, (quantity, name, f)) in f32.values.iter().enumerate() {
+        let h = others.get(&(*quantity, name.as_str())).copied();
+        let (is_same, is_near) = h.map_or(Ok((false, false)), |h| same(h, f))?;
+        if !(is_near || is_moved && *quantity == BudgetQuantity::Update) {
+            found.push((index, h));
+        }
+        is_moved = match quantity {
+            BudgetQuantity::Gradient => is_moved || !is_same,
+            _ => false,
+        };
+    }
+    Ok(found)
+}
+
+/// Whether numbers are the same, and whether they are the same but for numbers that f32 cannot hold exactly.
+fn same(h: &Tensor, f: &Tensor) -> Result<(bool, bool)> {
+    let _own = OutsideRegions::enter();
+    if h.size() != f.size() {
+        return Ok((false, false));
+    }
+    if h.kind() == f.kind() && h.f_equal(f)? {
+        return Ok((true, true));
+    }
+    let difference = h.f_to_kind(Kind::Double)?.f_sub(&f.f_to_kind(Kind::Double)?)?;
+    let largest = difference.f_abs()?.f_max()?.f_double_value(&[])?;
+    Ok((false, largest < f64::from(f32::MIN_POSITIVE)))
+}
+
+/// Two runs without a scale, which differ where the order of sums is not fixed.
+struct Steady<'a> {
+    unscaled: &'a Observed,
+    again: Observed,
+}
+
+impl Steady<'_> {
+    /// What differs in another run by more than the two do.
+    fn differing<'a>(&self, other: &'a Observed) -> Result<Vec<Differing<'a>>> {
+        let unsteady = differing(self.unscaled, &self.again)?;
+        let mut found = differing(self.unscaled, other)?;
+        if unsteady.is_empty() {
+            return Ok(found);
+        }
+        let (repeated, far) =
+            (compared(self.unscaled, &self.again)?, compared(self.unscaled, other)?);
+        found.retain(|&(index, _)| {
+            let least = repeated[index].error.max(LEAST_NOISE);
+            let is_update = self.unscaled.values[index].0 == BudgetQuantity::Update;
+            !is_update && !(far[index].error <= UNSTEADY * least)
+        });
+        Ok(found)
+    }
+}
+
+/// What the program does wrong with the scale, by two that do not overflow.
+fn of_scale(
+    runner: &mut Runner<'_>,
+    mode: Mode,
+    steady: &Steady<'_>,
+    scales: &[Option<f64>],
+) -> Result<Option<BudgetProblem>> {
+    let mut at = Vec::new();
+    for &scale in scales {
+        let scaled = run(runner, mode, scale)?;
+        if !overflows(steady.unscaled, &scaled) {
+            at.push((scale.unwrap_or(1.0), scaled));
+        }
+        if at.len() == 2 {
+            break;
+        }
+    }
+    let Some((scale, first)) = at.first() else { return Ok(None) };
+    let found = steady.differing(first)?;
+    if found.is_empty() {
+        return Ok(None);
+    }
+    let values = &steady.unscaled.values;
+    let is_gradient = |index: &usize| values[*index].0 == BudgetQuantity::Gradient;
+    let all = (0..values.len()).filter(is_gradient).count();
+    let mut indices: Vec<usize> =
+        found.iter().map(|&(index, _)| index).filter(is_gradient).collect();
+    let mut fault_of = None;
+    if let ([first, second], false) = (at.as_slice(), indices.is_empty()) {
+        fault_of = fault(steady.unscaled, [first, second], &mut indices)?;
+    }
+    let names = match indices.len() {
+        // What else there is follows from them.
+        count if count == all && all > 0 => Vec::new(),
+        0 => found.iter().map(|(index, _)| text(&values[*index])).collect(),
+        _ => indices.iter().map(|&index| values[index].1.clone()).collect(),
+    };
+    let fault = match fault_of {
+        Some(fault) => fault,
+        None if indices.is_empty() => ScaleFault::Other,
+        None => {
+            // The scale does not matter: the program asks whether the scaler is enabled.
+            let names = found.iter().map(|(index, _)| text(&values[*index])).collect();
+            return Ok(Some(BudgetProblem::OtherThanRounding(names)));
+        }
+    };
+    Ok(Some(BudgetProblem::Scaling { scale: *scale, fault, names }))
+}
+
+/// A quantity and its name.
+fn text((quantity, name, _): &(BudgetQuantity, String, Tensor)) -> String {
+    Named(*quantity, name).to_string()
+}
+
+/// Recognizes what is wrong, if it depends on the scale, by how gradients at two scales follow from those in f32. If most have one factor, such as
+/// that of clipping, it is in the others, whose places are returned in `indices`.
+fn fault(
+    f32: &Observed,
+    at: [&(f64, Observed); 2],
+    indices: &mut Vec<usize>,
+) -> Result<Option<ScaleFault>> {
+    let scales = at.map(|(scale, _)| *scale);
+    let [Some(f), Some(h1), Some(h2)] = [
+        gradients(f32, f32, indices)?,
+        gradients(&at[0].1, f32, indices)?,
+        gradients(&at[1].1, f32, indices)?,
+    ] else {
+        return Ok(None);
+    };
+    let all = |of: &[Tensor]| Tensor::f_cat(of, 0);
+    let of_all = pattern(&all(&f)?, [&all(&h1)?, &all(&h2)?], scales)?;
+    if of_all != Some(ScaleFault::ChangedBeforeUnscaling) {
+        return Ok(of_all);
+    }
+    let (common, others) = uncommon(&f, [&h1, &h2])?;
+    if others.is_empty() || others.len() == f.len() {
+        return Ok(of_all);
+    }
+    let some =
+        |of: &[Tensor]| Tensor::f_cat(&others.iter().map(|&i| &of[i]).collect::<Vec<_>>(), 0);
+    let alike = |of: &[Tensor], factor: f64| some(of)?.f_div_scalar(factor);
+    let of_others =
+        pattern(&some(&f)?, [&alike(&h1, common[0])?, &alike(&h2, common[1])?], scales)?;
+    if of_others == Some(ScaleFault::ChangedBeforeUnscaling) {
+        return Ok(of_all);
+    }
+    *indices = others.into_iter().map(|i| indices[i]).collect();
+    Ok(of_others)
+}
+
+/// The numbers of gradients in f64, on the CPU; `None` if one is missing or not finite.
+fn gradients(of: &Observed, f32: &Observed, indices: &[usize]) -> Result<Option<Vec<Tensor>>> {
+    let _own = OutsideRegions::enter();
+    let known = of.by_name();
+    let mut flat = Vec::new();
+    for &index in indices {
+        let (quantity, name, _) = &f32.values[index];
+        let Some(gradient) = known.get(&(*quantity, name.as_str())) else { return Ok(None) };
+        let wide = gradient.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?.f_flatten(0, -1)?;
+        if wide.f_isfinite()?.f_all()?.f_int64_value(&[])? == 0 {
+            return Ok(None);
+        }
+        flat.push(wide);
+    }
+    Ok(Some(flat))
+}
+
+/// The factor that most gradients have in common at each scale, and the places of those that have another.
+fn uncommon(f: &[Tensor], at: [&[Tensor]; 2]) -> Result<([f64; 2], Vec<usize>)> {
+    let factors = |h: &[Tensor]| -> Result<Vec<f64>> {
+        f.iter().zip(h).map(|(f, h)| Ok(Deviation::of(h, f)?.factor)).collect()
+    };
+    let of_scales = [factors(at[0])?, factors(at[1])?];
+    let common = of_scales.each_ref().map(|factors| {
+        let mut sorted = factors.clone();
+        sorted.sort_by(f64::total_cmp);
+        sorted[sorted.len() / 2]
+    });
+    let is_other = |&i: &usize| {
+        of_scales.iter().zip(common).any(|(factors, common)| !is_near(factors[i], common))
+    };
+    Ok((common, (0..f.len()).filter(is_other).collect()))
+}
+
+fn is_near(a: f64, b: f64) -> bool {
+    (a / b - 1.0).abs() < PATTERN
+}
+
+/// What numbers at two scales show beside those in f32; nothing if it is not the scale that moves them.
+fn pattern(f: &Tensor, [h1, h2]: [&Tensor; 2], [s1, s2]: [f64; 2]) -> Result<Option<ScaleFault>> {
+    let _own = OutsideRegions::enter();
+    let (d1, d2) = (Deviation::of(h1, f)?, Deviation::of(h2, f)?);
+    let norm = |t: &Tensor| -> Result<f64> { Ok(t.f_norm()?.f_double_value(&[])?) };
+    if norm(&h2.f_sub(h1)?)? <= SAME * norm(&h1.f_sub(f)?)? {
+        return Ok(None);
+    }
+    let rest = |d: &Deviation| (d.error * d.error - (d.factor - 1.0).powi(2)).max(0.0).sqrt();
+    let is_multiple = |d: &Deviation| rest(d) <= PATTERN * d.factor.abs();
+    if is_multiple(&d1) && is_multiple(&d2) {
+        let (f1, f2) = (d1.factor, d2.factor);
+        if is_near(f1, s1 * s1) && is_near(f2, s2 * s2) {
+            return Ok(Some(ScaleFault::ScaledTwice));
+        }
+        if is_near(f1, s1) && is_near(f2, s2) {
+            return Ok(Some(ScaleFault::NotUnscaled));
+        }
+        if is_near(f1, 1.0 / s1) && is_near(f2, 1.0 / s2) {
+            return Ok(Some(ScaleFault::UnscaledTwice));
+        }
+        // Clipping makes nothing larger.
+        if is_near(f1 / s1, f2 / s2) || f1 > 1.0 + PATTERN || f2 > 1.0 + PATTERN {
+            return Ok(Some(ScaleFault::UnscaledByAnother(s1 / f1)));
+        }
+        return Ok(Some(ScaleFault::ChangedBeforeUnscaling));
+    }
+    // A part that is divided by the scale, or multiplied by it, once more than the rest.
+    let part = |h: &Tensor, whole: f64| f.f_sub(h)?.f_div_scalar(whole);
+    let share = |w1: f64, w2: f64| -> Result<Option<f64>> {
+        let (one, other) = (part(h1, w1)?, part(h2, w2)?);
+        let is_same = Deviation::of(&other, &one)?.error <= PATTERN;
+        is_same.then(|| Ok(norm(&one)? / norm(f)?)).transpose()
+    };
+    if let Some(share) = share(1.0 - 1.0 / s1, 1.0 - 1.0 / s2)? {
+        return Ok(Some(ScaleFault::PartNotScaled(share)));
+    }
+    if let Some(share) = share(1.0 - s1, 1.0 - s2)? {
+        return Ok(Some(ScaleFault::PartNotUnscaled(share)));
+    }
+    Ok(Some(ScaleFault::ChangedBeforeUnscaling))
+}
