@@ -146,7 +146,7 @@ fn share_of_zeros(f: &Tensor, h: &Tensor) -> Result<f64> {
     if f.size() != h.size() {
         return Ok(0.0);
     }
-    let is_number = f.f_ne(0.0)?;
-    let zeros = count(is_number.f_logical_and(&h.f_eq(0.0)?)?)?;
+    let is_number = f.f_to_kind(Kind::Bool)?;
+    let zeros = count(is_number.f_logical_and(&h.f_logical_not()?)?)?;
     Ok(zeros / count(is_number)?.max(1.0))
 }

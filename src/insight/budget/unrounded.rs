@@ -8,8 +8,8 @@ use super::report::{Measured, Named};
 use super::{BudgetProblem, BudgetQuantity, Runner, ScaleFault, compared};
 use crate::GradScaler;
 use crate::error::Result;
-use crate::ffi::OutsideRegions;
 use crate::ffi::emulation::Rounding;
+use crate::ffi::{self, OutsideRegions};
 
 /// The first scale that is tried is so many times that of the run in half precision, so that it is none of those that
 /// the program has seen, and each further one is so many times smaller.
@@ -168,7 +168,8 @@ impl Steady<'_> {
         found.retain(|&(index, _)| {
             let least = repeated[index].error.max(LEAST_NOISE);
             let is_update = self.unscaled.values[index].0 == BudgetQuantity::Update;
-            !is_update && !(far[index].error <= UNSTEADY * least)
+            let error = far[index].error;
+            !is_update && (error.is_nan() || error > UNSTEADY * least)
         });
         Ok(found)
     }
@@ -254,7 +255,8 @@ fn fault(
     }
     let some =
         |of: &[Tensor]| Tensor::f_cat(&others.iter().map(|&i| &of[i]).collect::<Vec<_>>(), 0);
-    let alike = |of: &[Tensor], factor: f64| some(of)?.f_div_scalar(factor);
+    let alike =
+        |of: &[Tensor], factor: f64| -> Result<Tensor> { Ok(some(of)?.f_div(&number(factor)?)?) };
     let of_others =
         pattern(&some(&f)?, [&alike(&h1, common[0])?, &alike(&h2, common[1])?], scales)?;
     if of_others == Some(ScaleFault::ChangedBeforeUnscaling) {
@@ -298,6 +300,11 @@ fn uncommon(f: &[Tensor], at: [&[Tensor]; 2]) -> Result<([f64; 2], Vec<usize>)> 
     Ok((common, (0..f.len()).filter(is_other).collect()))
 }
 
+/// A number beside those of [`gradients`].
+fn number(x: f64) -> Result<Tensor> {
+    ffi::number_new(x, Kind::Double, Device::Cpu)
+}
+
 fn is_near(a: f64, b: f64) -> bool {
     (a / b - 1.0).abs() < PATTERN
 }
@@ -330,7 +337,8 @@ fn pattern(f: &Tensor, [h1, h2]: [&Tensor; 2], [s1, s2]: [f64; 2]) -> Result<Opt
         return Ok(Some(ScaleFault::ChangedBeforeUnscaling));
     }
     // A part that is divided by the scale, or multiplied by it, once more than the rest.
-    let part = |h: &Tensor, whole: f64| f.f_sub(h)?.f_div_scalar(whole);
+    let part =
+        |h: &Tensor, whole: f64| -> Result<Tensor> { Ok(f.f_sub(h)?.f_div(&number(whole)?)?) };
     let share = |w1: f64, w2: f64| -> Result<Option<f64>> {
         let (one, other) = (part(h1, w1)?, part(h2, w2)?);
         let is_same = Deviation::of(&other, &one)?.error <= PATTERN;
