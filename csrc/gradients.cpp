@@ -87,8 +87,7 @@ void separate(tamp_tensor *const *parameters, size_t count, bool from_all) {
 
 void for_each_leaf(const Tensor &loss, const std::function<void(const Tensor &)> &f) {
   using torch::autograd::Node;
-  if (!loss.requires_grad()) return;
-  if (loss.grad_fn() == nullptr) return f(loss);
+  if (!loss.requires_grad() || loss.grad_fn() == nullptr) return;
   // A list of what is left to visit, because a graph can be deeper than the stack.
   std::vector<Node *> left{loss.grad_fn().get()};
   std::unordered_set<const Node *> seen{left.front()};
@@ -104,22 +103,6 @@ void for_each_leaf(const Tensor &loss, const std::function<void(const Tensor &)>
       if (next != nullptr && seen.insert(next).second) left.push_back(next);
     }
   }
-}
-
-uint64_t mark_of(const Tensor &loss) {
-  using torch::autograd::Node;
-  if (!loss.defined() || !loss.requires_grad()) return 0;
-  const Node *node = loss.grad_fn().get();
-  if (node == nullptr) return identity(loss);
-  const uint64_t depth = node->topological_nr();
-  for (const Node *next = node; next != nullptr;) {
-    node = std::exchange(next, nullptr);
-    for (const auto &edge : node->next_edges()) {
-      if ((next = edge.function.get()) != nullptr) break;
-    }
-  }
-  const auto *leaf = dynamic_cast<const torch::autograd::AccumulateGrad *>(node);
-  return (leaf == nullptr ? 0 : identity(leaf->variable)) * 31 + depth;
 }
 
 tamp_gradient inspect(const Tensor &parameter) {
@@ -186,23 +169,6 @@ void tamp_gradients_separate_leaves(const tamp_tensor *loss, char **err) noexcep
     tamp::separate(pointers.data(), pointers.size(), /*from_all=*/true);
   });
 }
-
-size_t tamp_leaves(const tamp_tensor *loss, tamp_tensor *const *parameters, size_t count, tamp_tensor **leaves,
-                   size_t room, char **err) noexcept {
-  return tamp::guarded(err, [&]() -> size_t {
-    std::unordered_set<const at::TensorImpl *> known;
-    for (size_t i = 0; i < count; ++i) known.insert(tamp::tensor(parameters[i]).unsafeGetTensorImpl());
-    size_t found = 0;
-    tamp::for_each_leaf(tamp::tensor(loss), [&](const Tensor &leaf) {
-      if (known.count(leaf.unsafeGetTensorImpl()) != 0) return;
-      if (found < room) leaves[found] = tamp::give(leaf);
-      ++found;
-    });
-    return found;
-  });
-}
-
-uint64_t tamp_loss_mark(const tamp_tensor *loss) noexcept { return tamp::mark_of(tamp::tensor(loss)); }
 
 void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, uint8_t narrows, char **err) noexcept {
   tamp::guarded(err, [&] {

@@ -17,10 +17,7 @@ tamp_gradient inspect(const at::Tensor &parameter);
 // other.
 void separate(tamp_tensor *const *parameters, size_t count, bool from_all);
 
-// Calls `f` with each leaf of the graph of `loss`, which may be a leaf itself.
+// Calls `f` with each leaf of the graph of `loss`.
 void for_each_leaf(const at::Tensor &loss, const std::function<void(const at::Tensor &)> &f);
-
-// A number that is made from the depth of the graph of `loss` and from its first leaf; see tamp_loss_mark.
-uint64_t mark_of(const at::Tensor &loss);
 
 }  // namespace tamp

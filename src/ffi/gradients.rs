@@ -188,34 +188,6 @@ pub(crate) fn gradients_separate_leaves(loss: &Tensor) -> Result<()> {
     call(|err| unsafe { sys::tamp_gradients_separate_leaves(loss.as_ptr(), err) })
 }
 
-/// The leaves to which the backward pass of `loss` adds gradients, except these parameters.
-pub(crate) fn other_leaves(loss: &Tensor, parameters: &[Tensor]) -> Result<Vec<Tensor>> {
-    let tensors = pointers(parameters);
-    let mut leaves = Vec::new();
-    loop {
-        let room = leaves.len();
-        let (loss, array, count, to) =
-            (loss.as_ptr(), tensors.as_ptr(), tensors.len(), leaves.as_mut_ptr());
-        // SAFETY: the arrays have `count` and `room` elements, the latter all null, the borrows keep every tensor
-        // alive, and the tensors that the shim writes to `leaves` are owned by the caller, even after a failure.
-        let found = call(|err| unsafe { sys::tamp_leaves(loss, array, count, to, room, err) });
-        let written = leaves.iter().copied().filter(|leaf| !leaf.is_null());
-        let owned = written.map(given).collect::<Result<Vec<Tensor>>>()?;
-        let found = found?;
-        if found <= room {
-            return Ok(owned);
-        }
-        leaves = vec![ptr::null_mut(); found];
-    }
-}
-
-/// A number that two graphs share only by chance if they have other leaves, from the depth of the graph of `loss` and
-/// its first leaf.
-pub(crate) fn loss_mark(loss: &Tensor) -> u64 {
-    // SAFETY: `loss` is a live tensor.
-    unsafe { sys::tamp_loss_mark(loss.as_ptr()) }
-}
-
 /// Drops the gradients of the parameters.
 pub(crate) fn gradients_drop<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<()> {
     drop_gradients(&pointers(parameters), false)

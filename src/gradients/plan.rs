@@ -71,17 +71,6 @@ impl Plan {
         Ok(plan)
     }
 
-    /// The part of the plan that concerns the gradients at these indices.
-    pub(crate) fn part(&self, indices: &[usize]) -> Self {
-        let mut part = Self::default();
-        for (device, all) in &self.groups {
-            for &index in all.iter().filter(|index| indices.contains(index)) {
-                part.add(*device, index);
-            }
-        }
-        part
-    }
-
     fn add(&mut self, device: DeviceCode, index: usize) {
         match self.groups.iter_mut().find(|(known, _)| *known == device) {
             Some((_, indices)) => indices.push(index),

@@ -108,11 +108,6 @@ impl Number {
         &self.tensor
     }
 
-    /// Whether the scale is fixed at 1.
-    pub(crate) fn is_one(&self) -> bool {
-        self.is_one
-    }
-
     /// The value on the host. Synchronizes, in one transfer, if only the device has it. Fails, once, if the device has
     /// refused a scale since the last call.
     pub(crate) fn value(&self) -> Result<Mirror> {
@@ -139,48 +134,13 @@ impl Number {
 
     /// The scale, if the host has it. Never synchronizes.
     pub(crate) fn known(&self) -> Option<f64> {
-        self.known_value().map(|mirror| mirror.scale.into())
-    }
-
-    fn known_value(&self) -> Option<Mirror> {
         self.forget_replays();
-        match self.mirror.get() {
+        let mirror = match self.mirror.get() {
             // Reading host memory does not synchronize.
             None if self.tensor.device() == Device::Cpu => self.value().ok(),
             mirror => mirror,
-        }
-    }
-
-    /// Whether the host knows that the scale is still the same after an iteration with this answer.
-    pub(crate) fn stays(&self, overflow: Option<bool>, rule: &ScaleRule) -> bool {
-        if rule.min_scale == rule.max_scale {
-            return true;
-        }
-        let known = self.known_value().zip(overflow);
-        known.is_some_and(|(now, overflow)| next(now, overflow, rule).scale == now.scale)
-    }
-
-    /// A number on the same device that keeps the present scale.
-    pub(crate) fn kept(&self) -> Result<Self> {
-        let _own = OutsideRegions::enter();
-        let at_least = match self.known() {
-            Some(scale) => scale as f32,
-            None => self.bound.borrow_mut().at_least(),
         };
-        Ok(Self {
-            tensor: self.tensor.f_detach_copy()?,
-            mirror: self.mirror.clone(),
-            bound: RefCell::new(Bound::new(at_least)),
-            link: Arc::default(),
-            followed: Cell::default(),
-            ..self.shallow_clone()
-        })
-    }
-
-    /// A number that is one.
-    pub(crate) fn one(device: Device) -> Result<Self> {
-        let value = Mirror { scale: 1.0, tracker: 0, counts: OverflowCounts::default() };
-        Self::new(device, value, false, true)
+        mirror.map(|mirror| mirror.scale.into())
     }
 
     /// Whether the reciprocal may be more than 1, so that unscaling can overflow. Never synchronizes.

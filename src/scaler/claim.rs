@@ -10,7 +10,6 @@ use crate::gradients::{Gradients, Plan, Preparation, unclippable};
 use crate::optim::AmpOptimizer;
 use crate::scale::Number;
 use crate::scaler::GradScaler;
-use crate::scaler::carried::Scales;
 use crate::scaler::grad_scaler::{Agreement, Averaged};
 use crate::scaler::iteration::{Iteration, Owner, RecordId};
 use crate::scaler::record::Stage;
@@ -79,20 +78,9 @@ impl GradScaler {
                 known(&mut *self.iteration()?, record, scale, gradients).map(|()| Some(record))
             }
             Owner::None => {
-                let scales = self.iteration()?.scales_of(&gradients, scale)?;
-                let (prepared, widens) = match scales {
-                    Scales::Present(_) | Scales::Earlier(_) => (preparation, widens),
-                    // A fused step divides all gradients by one number.
-                    Scales::Several(_) => {
-                        if matches!(preparation, Preparation::Norm(_)) {
-                            gradients.refuse(Gradient::is_used, unclippable)?;
-                        }
-                        (Preparation::Unscale, optimizer.wants_f32_gradients())
-                    }
-                };
-                let (plan, widened) = self.prepare(&mut gradients, prepared, widens)?;
+                let (plan, widened) = self.prepare(&mut gradients, preparation, widens)?;
                 let even_empty = self.agreement.is_some();
-                self.iteration()?.open(gradients, widened, &plan, scales, preparation, even_empty)
+                self.iteration()?.open(gradients, widened, &plan, scale, preparation, even_empty)
             }
         }
     }

@@ -18,7 +18,6 @@ use crate::ffi::Gradient;
 use crate::gradients::NonFiniteGradient;
 use crate::optim::AmpOptimizer;
 use crate::scale::{AdaptiveScale, LoadedState};
-use crate::scaler::carried::Carried;
 use crate::scaler::first_steps::FirstSteps;
 use crate::scaler::iteration::Iteration;
 use crate::scaler::{GradScalerConfig, GradScalerState};
@@ -47,26 +46,6 @@ pub(crate) trait Averaged: Debug + Send + Sync {
 /// In each iteration call [`scale`](Self::scale) or [`backward`](Self::backward); for each optimizer, optionally
 /// [`unscale_`](Self::unscale_) and then [`step`](Self::step); and at the end [`update`](Self::update) once. Optimizers
 /// that have parameters in common take turns: each zeroes the gradients, scales its own loss and steps.
-///
-/// # Gradients from before an update
-///
-/// An optimizer that steps after the next [`update`](Self::update), or after another change of the scale, divides each
-/// gradient by the scale by which its loss was multiplied, which stays on its device; PyTorch divides by the new scale.
-/// Gradients that [`unscale_`](Self::unscale_) has divided are not divided again. A step fails with
-/// [`GradientError::MixedScales`](crate::gradients::GradientError::MixedScales) if a backward has added gradients of
-/// another scale to such a gradient. Where the scale is the same, gradients may accumulate over updates.
-///
-/// Gradients count as those of the present scale where the host cannot tell:
-///
-/// - if a backward has added to them and the host does not know whether the scale has changed, because a fused
-///   optimizer on a GPU has stepped and the scale was not read since;
-/// - if they have changed in place more than once since a loss was scaled, as by two backwards, both of whose losses were
-///   scaled before, or by zeroing between `scale` and its backward;
-/// - if `unscale_` has divided them, no step has used them, and a backward has added to them after an update;
-/// - if their memory is that of other tensors too, as in `DistributedDataParallel`;
-/// - if no loss of this scaler has reached their parameters by a graph that the scaler has seen, as inside
-///   [`recompute`](crate::recompute), or after `scale` of a loss whose graph has the depth and the first parameter of an
-///   earlier one, but other parameters.
 ///
 /// # Examples
 ///
@@ -100,13 +79,6 @@ pub struct GradScaler {
     pub(super) ranks: Vec<Weak<dyn Averaged>>,
     /// The ranks that skip the same steps as this one.
     pub(super) agreement: Option<Arc<dyn Agreement>>,
-}
-
-/// A checked state, and the gradients that loading it leaves with the scale from before.
-#[derive(Debug)]
-pub(crate) struct LoadedScaler {
-    scale: LoadedState,
-    carried: Option<Carried>,
 }
 
 impl GradScalerConfig {
@@ -241,7 +213,7 @@ impl GradScaler {
         self.refuse_open_iteration()?;
         let scaled = self.scale.apply(outputs)?;
         // After scaling: if that fails, no backward follows.
-        self.iteration()?.note_scale(&leaves(outputs), self.scale.number())?;
+        self.iteration()?.note_scale(&leaves(outputs))?;
         Ok(scaled)
     }
 
@@ -252,13 +224,9 @@ impl GradScaler {
         if number.take_loss() {
             self.iteration()?.close();
         }
-        if number.begins_capture() {
-            if self.iteration()?.is_open() {
-                let remedy = "call `update` after its step, before the next iteration";
-                capture::refuse("the rest of another iteration", remedy)?;
-            }
-            // Replays would divide by a scale from before the capture.
-            self.iteration()?.set_carried(None);
+        if number.begins_capture() && self.iteration()?.is_open() {
+            let remedy = "call `update` after its step, before the next iteration";
+            capture::refuse("the rest of another iteration", remedy)?;
         }
         Ok(())
     }
@@ -413,17 +381,13 @@ impl GradScaler {
     }
 
     /// Checks a state and allocates what loading it needs; `None` for a disabled scaler, which loads nothing.
-    pub(crate) fn prepare_state(&self, state: &GradScalerState) -> Result<Option<LoadedScaler>> {
+    pub(crate) fn prepare_state(&self, state: &GradScalerState) -> Result<Option<LoadedState>> {
         self.check_closed("load_state_dict")?;
-        let Some(scale) = self.scale.prepare_state(state)? else { return Ok(None) };
-        Ok(Some(LoadedScaler { scale, carried: self.carry(true)? }))
+        self.scale.prepare_state(state)
     }
 
-    pub(crate) fn set_state(&mut self, loaded: LoadedScaler) -> Result<()> {
-        let LoadedScaler { scale, carried } = loaded;
-        self.scale.set_state(scale)?;
-        self.iteration.get_mut().set_carried(carried);
-        Ok(())
+    pub(crate) fn set_state(&mut self, loaded: LoadedState) -> Result<()> {
+        self.scale.set_state(loaded)
     }
 
     fn check_closed(&self, call: &'static str) -> Result<()> {

@@ -18,10 +18,9 @@ use tch::Tensor;
 use crate::error::{Error, GradientError, Result, ScalerError};
 use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot, Widened};
 use crate::gradients::{
-    Change, Findings, Gradients, IdentityMap, Plan, Preparation, change, drop_frozen, overflow,
+    Change, Findings, Gradients, Plan, Preparation, change, drop_frozen, overflow,
 };
 use crate::scale::Number;
-use crate::scaler::carried::{Carried, Collection, Reached, Scales, Use};
 use crate::scaler::record::{Record, Stage};
 
 /// Whether a step can be taken.
@@ -47,9 +46,9 @@ pub(crate) enum Owner {
 }
 
 /// What identifies a gradient: its parameter and itself.
-pub(super) type Key = (usize, (usize, usize));
+type Key = (usize, (usize, usize));
 
-pub(super) fn key(gradient: &Gradient) -> Option<Key> {
+fn key(gradient: &Gradient) -> Option<Key> {
     gradient.exists().then(|| (gradient.parameter(), gradient.identity()))
 }
 
@@ -59,9 +58,6 @@ pub(crate) struct Iteration {
     records: Vec<Record>,
     /// A loss was scaled.
     is_scaled: bool,
-    /// The gradients that earlier iterations have left.
-    carried: Option<Carried>,
-    reached: Reached,
 }
 
 impl Iteration {
@@ -186,7 +182,7 @@ impl Iteration {
         gradients: Gradients<'_>,
         widened: Option<Widened>,
         plan: &Plan,
-        scales: Scales<'_>,
+        scale: &Number,
         preparation: Preparation,
         even_empty: bool,
     ) -> Result<Option<RecordId>> {
@@ -196,81 +192,41 @@ impl Iteration {
         }
         let id = RecordId(self.records.len());
         self.records.push(Record::new(gradients, widened));
-        match scales {
-            Scales::Present(scale) => self.prepare(id, plan, scale, preparation)?,
-            Scales::Earlier(scale) => {
-                let number = scale.shallow_clone();
-                self.get_mut(id).scale = Some(scale);
-                self.prepare(id, plan, &number, preparation)?;
-            }
-            Scales::Several(parts) => self.unscale_several(id, plan, &parts, preparation)?,
+        match preparation {
+            Preparation::Unscale => self.unscale(id, plan, scale)?,
+            Preparation::Check => self.check(id, plan, scale, None)?,
+            Preparation::Norm(norm_type) => self.check(id, plan, scale, Some(norm_type))?,
         }
         let record = self.get(id);
         drop_frozen(&record.parameters, &record.snapshot)?;
         Ok(Some(id))
     }
 
-    /// Prepares the gradients of a new record, all of which have the same scale.
-    fn prepare(
-        &mut self,
-        id: RecordId,
-        plan: &Plan,
-        scale: &Number,
-        preparation: Preparation,
-    ) -> Result<()> {
-        match preparation {
-            Preparation::Unscale => self.unscale(id, &[(plan, scale)]),
-            Preparation::Check => self.check(id, plan, scale, None),
-            Preparation::Norm(norm_type) => self.check(id, plan, scale, Some(norm_type)),
-        }
-    }
-
-    /// Unscales the gradients of a new record, each part by its scale, and takes their norm if a step needs it.
-    fn unscale_several(
-        &mut self,
-        id: RecordId,
-        plan: &Plan,
-        parts: &[(Number, Vec<usize>)],
-        preparation: Preparation,
-    ) -> Result<()> {
-        let plans: Vec<_> = parts.iter().map(|(_, indices)| plan.part(indices)).collect();
-        let scales = parts.iter().map(|(scale, _)| scale);
-        self.unscale(id, &plans.iter().zip(scales).collect::<Vec<_>>())?;
-        if let Preparation::Norm(norm_type) = preparation {
-            let record = self.get_mut(id);
-            let Findings { found, norm } = plan.norm(&record.parameters, norm_type, None)?;
-            record.found.extend(found);
-            record.norm = norm;
-        }
-        Ok(())
-    }
-
-    /// Unscales the gradients of a new record, which `parts` lists with their scales. A failure before the first change
-    /// removes the record; one midway leaves it broken.
-    fn unscale(&mut self, id: RecordId, parts: &[(&Plan, &Number)]) -> Result<()> {
+    /// Unscales the gradients of a new record. A failure before the first change removes the record; one midway leaves
+    /// it broken.
+    fn unscale(&mut self, id: RecordId, plan: &Plan, scale: &Number) -> Result<()> {
         let record = self.get_mut(id);
-        let mut changed = false;
-        for (plan, scale) in parts {
-            let unscaling = scale.unscaling();
-            match plan.unscale(&record.parameters, scale.tensor(), unscaling) {
-                Ok(found) => record.found.extend(found),
-                Err(Interrupted { error, begun }) => {
-                    if begun || changed {
-                        record.set_broken();
-                    } else {
-                        self.withdraw(id);
-                    }
-                    return Err(error);
+        let unscaling = scale.unscaling();
+        match plan.unscale(&record.parameters, scale.tensor(), unscaling) {
+            Ok(found) => {
+                // Without the new versions, the gradients only count as changed.
+                if !unscaling.check_only
+                    && let Ok(now) = Snapshot::of(&record.parameters)
+                {
+                    record.snapshot = now;
                 }
+                (record.stage, record.found) = (Stage::Unscaled, found);
+                Ok(())
             }
-            changed |= !unscaling.check_only;
+            Err(Interrupted { error, begun }) => {
+                if begun {
+                    record.set_broken();
+                } else {
+                    self.withdraw(id);
+                }
+                Err(error)
+            }
         }
-        // Without the new versions, the gradients only count as changed.
-        if changed && let Ok(now) = Snapshot::of(&record.parameters) {
-            record.snapshot = now;
-        }
-        record.stage = Stage::Unscaled;
-        Ok(())
     }
 
     /// Checks the gradients of a new record without changing them, and takes a norm if its type is given. A failure
@@ -323,103 +279,20 @@ impl Iteration {
     }
 
     /// Records that losses are being scaled: from here on, a change of a gradient may come from their backward. That of
-    /// any but the first may add to gradients, each of which has to have memory of its own. `scale` is the scale, if any.
-    pub(crate) fn note_scale(&mut self, losses: &[&Tensor], scale: Option<&Number>) -> Result<()> {
-        if let Some(scale) = scale {
-            if let Some(carried) = &mut self.carried {
-                carried.note(scale)?;
-            }
-            for loss in losses {
-                self.reached.note(loss)?;
-            }
-        }
+    /// any but the first may add to gradients, each of which has to have memory of its own.
+    pub(crate) fn note_scale(&mut self, losses: &[&Tensor]) -> Result<()> {
         for loss in losses {
             if std::mem::replace(&mut self.is_scaled, true) {
                 ffi::gradients_separate_leaves(loss)?;
             }
         }
         self.note_rests()?;
-        for record in &mut self.records {
-            if record.stage == Stage::Unscaled {
-                let now = Snapshot::of(&record.parameters)?;
-                record.accept(now);
-            }
+        for record in self.records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {
+            let now = Snapshot::of(&record.parameters)?;
+            record.accept(now);
             record.rescaled = true;
         }
         Ok(())
-    }
-
-    /// The scales of the gradients of an optimizer without a record. Fails if one of them is a sum of gradients of two
-    /// scales.
-    pub(crate) fn scales_of<'a>(
-        &self,
-        gradients: &Gradients<'_>,
-        present: &'a Number,
-    ) -> Result<Scales<'a>> {
-        match &self.carried {
-            Some(carried) => carried.scales_of(gradients, present),
-            None => Ok(Scales::Present(present)),
-        }
-    }
-
-    /// The scale of the gradients of a record, unless that is the present one.
-    pub(crate) fn earlier_scale(&self, record: RecordId) -> Option<Tensor> {
-        self.get(record).scale.as_ref().map(|scale| scale.tensor().shallow_clone())
-    }
-
-    /// The gradients that the end of this iteration leaves, with their scales, of which the present one `changes` then
-    /// as far as the host knows. Changes nothing.
-    pub(crate) fn carry(&self, present: &Number, changes: bool) -> Result<Option<Carried>> {
-        if self.carried.is_none() {
-            let is_used = |record: &Record| match record.stage {
-                Stage::Stepped => !changes || (!record.rescaled && !record.is_left_scaled),
-                Stage::Checked => !changes,
-                Stage::Unscaled => false,
-                Stage::Broken | Stage::Removed => true,
-            };
-            let all_used = self.records.iter().all(is_used);
-            if all_used && (!changes || self.reached.is_within(&self.identities())) {
-                return Ok(None);
-            }
-        }
-        let mut parameters = if changes { self.reached.alive()? } else { Vec::new() };
-        let records = self.live().flat_map(|(_, record)| &record.parameters);
-        parameters.extend(records.map(Tensor::shallow_clone));
-        let held = self.held();
-        let used = |gradient: &Gradient| {
-            let Some((record, at)) = key(gradient).and_then(|key| held.get(&key)) else {
-                return Use::None;
-            };
-            let is_same = record.snapshot[*at].version() == gradient.version();
-            match record.stage {
-                Stage::Unscaled => Use::Unscaled,
-                Stage::Stepped if is_same || !record.rescaled => match record.is_left_scaled {
-                    true => Use::Scaled(record.scale.as_deref()),
-                    false => Use::Stepped,
-                },
-                Stage::Checked | Stage::Stepped => Use::Scaled(None),
-                Stage::Broken | Stage::Removed => Use::Stepped,
-            }
-        };
-        let mut collection = Collection::new(self.carried.as_ref(), present, changes);
-        collection.add(parameters, used)?;
-        collection.finish()
-    }
-
-    /// The parameters of all records.
-    fn identities(&self) -> IdentityMap<()> {
-        let all = self.live().flat_map(|(_, record)| record.snapshot.iter());
-        all.map(|gradient| (gradient.parameter(), ())).collect()
-    }
-
-    #[cfg(test)]
-    pub(crate) fn carried(&self) -> Option<&Carried> {
-        self.carried.as_ref()
-    }
-
-    /// Replaces the gradients that earlier iterations have left.
-    pub(crate) fn set_carried(&mut self, carried: Option<Carried>) {
-        self.carried = carried;
     }
 
     /// Notes what is left of the gradients that were changed in place since a step. Nothing is left of those that were
@@ -540,6 +413,5 @@ impl Iteration {
     pub(crate) fn close(&mut self) {
         self.records.clear();
         self.is_scaled = false;
-        self.carried = None;
     }
 }

@@ -7,7 +7,6 @@ use tch::Tensor;
 use crate::error::{GradientChange, Result};
 use crate::ffi::{self, FoundInf, Gradient, Snapshot, Widened};
 use crate::gradients::{Change, Gradients, change, overflow};
-use crate::scale::Number;
 
 /// How far an optimizer is in this iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,10 +34,6 @@ pub(crate) struct Record {
     pub(super) dirty: bool,
     /// A loss was scaled since unscaling, so a change may come from its backward.
     pub(super) rescaled: bool,
-    /// The scale of the gradients, unless that is the present one.
-    pub(super) scale: Option<Box<Number>>,
-    /// The step has left the gradients scaled.
-    pub(super) is_left_scaled: bool,
     /// The norm of the unscaled gradients, where it was taken.
     pub(super) norm: Option<Tensor>,
     /// For each gradient that was changed in place after the step, a flag on its device: zero if nothing was left of it
@@ -59,8 +54,6 @@ impl Record {
             found: Vec::new(),
             dirty: false,
             rescaled: false,
-            scale: None,
-            is_left_scaled: false,
             norm: None,
             rests: HashMap::new(),
             widened,
@@ -81,7 +74,7 @@ impl Record {
         self.snapshot.truncate(0);
         self.parameters.clear();
         self.found.clear();
-        (self.norm, self.widened, self.scale) = (None, None, None);
+        (self.norm, self.widened) = (None, None);
         self.rests.clear();
     }
 
@@ -98,13 +91,11 @@ impl Record {
         // libtorch's kernels for other devices unscale in place. Without the new versions, the gradients only count as
         // changed.
         let on_device = |gradient: &Gradient| gradient.exists() && !gradient.is_on_cpu();
-        if self.stage == Stage::Checked {
-            self.is_left_scaled = !self.snapshot.iter().any(on_device);
-            if !self.is_left_scaled
-                && let Ok(now) = Snapshot::of(&self.parameters)
-            {
-                self.snapshot = now;
-            }
+        if self.stage == Stage::Checked
+            && self.snapshot.iter().any(on_device)
+            && let Ok(now) = Snapshot::of(&self.parameters)
+        {
+            self.snapshot = now;
         }
         self.stage = Stage::Stepped;
     }

@@ -9,8 +9,7 @@ use crate::error::{Error, GradientProblem, Result, ScalerError, ensure_defined};
 use crate::ffi::{self, Gradient, OutsideRegions};
 use crate::gradients::{ClipNorm, Plan, Preparation, check_limit, clamp, unclampable, unclippable};
 use crate::optim::{AmpOptimizer, Optimizer, Step, drop_gradients, take_step};
-use crate::scale::{End, Number, end_all};
-use crate::scaler::carried::Carried;
+use crate::scale::{Number, end_all};
 use crate::scaler::iteration::{Owner, RecordId, Verdict};
 use crate::scaler::outcome::Taken;
 use crate::scaler::record::Stage;
@@ -41,11 +40,10 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`ScalerError::AlreadyUnscaled`], [`ScalerError::UnscaleAfterStep`], [`GradientError::Shared`],
-    /// [`GradientError::MixedScales`] and [`GradientError::Unsupported`]; no gradient is changed then. [`Error::Torch`]
-    /// if libtorch fails. If memory ran out, all gradients are as before and the call can be repeated; if libtorch
-    /// failed midway, which includes memory that runs out for the second of [several
-    /// scales](Self#gradients-from-before-an-update), later calls return [`ScalerError::UnscaleFailed`].
+    /// [`ScalerError::AlreadyUnscaled`], [`ScalerError::UnscaleAfterStep`], [`GradientError::Shared`] and
+    /// [`GradientError::Unsupported`]; no gradient is changed then. [`Error::Torch`] if libtorch fails. If memory ran
+    /// out, all gradients are as before and the call can be repeated; if libtorch failed midway, later calls return
+    /// [`ScalerError::UnscaleFailed`].
     pub fn unscale_(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         self.open(optimizer)?;
         Ok(())
@@ -96,8 +94,7 @@ impl GradScaler {
     ///
     /// [`ScalerError::AlreadyStepped`] for gradients that a step since the last `update` has used;
     /// [`GradientError::Changed`] if a gradient is not the one that was unscaled,
-    /// because it appeared, was replaced, or changed after another loss was scaled; [`GradientError::MixedScales`] for a
-    /// sum of [gradients of different scales](Self#gradients-from-before-an-update); the errors of
+    /// because it appeared, was replaced, or changed after another loss was scaled; the errors of
     /// [`unscale_`](Self::unscale_); and any error of the optimizer's own step.
     ///
     /// # Examples
@@ -174,8 +171,7 @@ impl GradScaler {
             return Ok(StepOutcome::known(Taken::NoGradients));
         };
         let scaled = self.iteration.borrow().stage(record) == Stage::Checked;
-        let earlier = self.iteration.borrow().earlier_scale(record);
-        let grad_scale = scaled.then(|| earlier.as_ref().unwrap_or_else(|| scale.tensor()));
+        let grad_scale = scaled.then(|| scale.tensor());
         let outcome = self.update_scaled(record, optimizer, grad_scale, clip, spikes);
         let mut iteration = self.iteration.borrow_mut();
         match outcome {
@@ -530,35 +526,25 @@ impl GradScaler {
     /// ```
     pub fn update(&mut self) -> Result<()> {
         if !self.scale.is_enabled() {
-            self.close(None);
+            self.close();
             return Ok(());
         }
         self.check_scale_may_change()?;
         let iteration = self.iteration.get_mut();
         let is_broken = iteration.check_broken()?;
-        let (given_up, carried) = if is_broken && iteration.found().next().is_none() {
-            (None, self.carry(false)?)
+        let given_up = if is_broken && iteration.found().next().is_none() {
+            None
         } else {
             let end = self.scale.end(iteration.found())?;
-            let present = end.as_ref().map(End::present);
-            let carry = |(present, changes)| iteration.carry(present, changes);
-            let carried = present.map_or(Ok(None), carry)?;
-            (end_all(&mut Vec::from_iter(end))?, carried)
+            end_all(&mut Vec::from_iter(end))?
         };
-        self.close(carried);
+        self.close();
         given_up.map_or(Ok(()), Err)
     }
 
-    /// The gradients that the end of the iteration, or another change of the scale, leaves.
-    pub(super) fn carry(&self, changes: bool) -> Result<Option<Carried>> {
-        let carry = |present| self.iteration.borrow().carry(present, changes);
-        self.scale.number().map_or(Ok(None), carry)
-    }
-
-    /// Closes the iteration, which leaves these gradients, and warns if it is the last of too many without a step.
-    fn close(&mut self, carried: Option<Carried>) {
+    /// Closes the iteration, and warns if it is the last of too many without a step.
+    fn close(&mut self) {
         self.iteration.get_mut().close();
-        self.iteration.get_mut().set_carried(carried);
         self.first.get_mut().end_iteration(self.scale.number());
     }
 
@@ -571,10 +557,8 @@ impl GradScaler {
     /// in [`update`](Self::update). Nothing is changed then.
     pub fn update_with(&mut self, new_scale: f64) -> Result<()> {
         self.check_scale_may_change()?;
-        let known = self.scale.number().and_then(Number::known);
-        let carried = self.carry(known != Some(f64::from(new_scale as f32)))?;
         self.scale.set_scale(new_scale)?;
-        self.close(carried);
+        self.close();
         Ok(())
     }
 
@@ -604,9 +588,8 @@ impl GradScaler {
             return Err(Error::InvalidArgument { name: "new_scale", problem });
         }
         self.check_scale_may_change()?;
-        let carried = self.carry(true)?;
         self.scale.set_scale_to(&value.f_view([0i64; 0])?)?;
-        self.close(carried);
+        self.close();
         Ok(())
     }
 

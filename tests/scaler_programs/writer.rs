@@ -227,30 +227,13 @@ impl Writer {
         Op::Transaction(parts.collect())
     }
 
-    /// Before the scale may change, gradients are dropped: those that no step has used keep their scale here, and get
-    /// the new one in PyTorch. Programs in which the scale stands still are written by `generate::turns`.
-    fn drop_gradients(&mut self) -> Option<Op> {
-        let param = self.has_grad.iter().position(|has_grad| *has_grad && self.enabled)?;
-        let optimizer = self.owner(param);
-        for &param in &self.owned[optimizer] {
-            self.has_grad[param] = false;
-        }
-        Some(Op::ZeroGrad { optimizer })
-    }
-
     fn update(&mut self) -> Op {
-        if let Some(op) = self.drop_gradients() {
-            return op;
-        }
         // Without a check to end, it is an error that changes nothing.
         self.stages.fill(Stage::Ready);
         Op::Update
     }
 
     fn update_with(&mut self) -> Op {
-        if let Some(op) = self.drop_gradients() {
-            return op;
-        }
         self.stages.fill(Stage::Ready);
         let scale = scale(&mut self.rng);
         if self.rng.one_in(2) { Op::UpdateWith(scale) } else { Op::UpdateWithTensor(scale) }
