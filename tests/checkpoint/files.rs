@@ -263,7 +263,7 @@ fn a_scaler_a_schedule_and_values_are_found_wherever_they_are() {
     assert_eq!(best, "a.ckpt");
     assert_eq!(files.load("deep.pt").value::<u64>("checkpoint.last.epoch").unwrap(), 3);
     let epochs = lightning.value::<u64>("lr_schedulers.0.last_epoch").unwrap();
-    assert_eq!(files.load("scheduler.pt").value::<u64>("last_epoch").unwrap(), epochs);
+    assert_eq!(files.load("scheduler.pt").value::<u64>("scheduler.last_epoch").unwrap(), epochs);
     assert_eq!(files.load("bare_tensor.pt").tensor("tensor").unwrap().size(), [2, 3]);
     assert_eq!(files.load("bare_tensor.old.pt").tensor("tensor").unwrap().size(), [2, 3]);
     let random = files.load("rng_state.pth");
