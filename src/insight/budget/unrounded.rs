@@ -244,6 +244,7 @@ fn fault(
     ] else {
         return Ok(None);
     };
+    let _own = OutsideRegions::enter();
     let all = |of: &[Tensor]| Tensor::f_cat(of, 0);
     let of_all = pattern(&all(&f)?, [&all(&h1)?, &all(&h2)?], scales)?;
     if of_all != Some(ScaleFault::ChangedBeforeUnscaling) {
