@@ -213,10 +213,8 @@ Tensor thresholds(const Tensor &cells, uint64_t key, int64_t bits) {
   return x.bitwise_right_shift_(32 - bits).bitwise_and_((int64_t{1} << bits) - 1);
 }
 
-// Rounds f32 numbers as the emulation does. At random, to a neighbour in its dtype, is without bias, and numbers of the
-// dtype stay.
+// Rounds f32 numbers at random to a neighbour in the dtype of an emulation, without bias. Numbers of the dtype stay.
 Tensor rounded(const Emulation &emulation, const Tensor &x, uint64_t key) {
-  if (emulation.rounding == TAMP_ROUNDING_NONE) return x;
   const int64_t spare = spare_bits(emulation.dtype);
   const Tensor bits = x.view(at::kInt);
   Tensor sum = thresholds(bits.bitwise_right_shift(spare), key, spare);
@@ -234,7 +232,8 @@ Tensor rounded(const Emulation &emulation, const Tensor &x, uint64_t key) {
 }
 
 Tensor cast(Emulation &emulation, const Tensor &t) {
-  if (!is_rounded(t) || t.numel() == 0 || emulation.is_marked(t)) return t;
+  const bool stays = emulation.rounding == TAMP_ROUNDING_NONE || emulation.is_marked(t);
+  if (!is_rounded(t) || t.numel() == 0 || stays) return t;
   return rounded(emulation, t, emulation.key_of_cast(t));
 }
 
@@ -483,6 +482,10 @@ void round_gradient(Emulation &emulation, const Tensor &result) {
   result.register_hook([weak](const Tensor &gradient) -> Tensor {
     const auto emulation = weak.lock();
     if (emulation == nullptr || !is_rounded(gradient)) return gradient;
+    if (emulation->rounding == TAMP_ROUNDING_NONE) {
+      emulation->mark(gradient);
+      return gradient;
+    }
     Tensor half;
     {
       const Unnoticed own;

@@ -72,6 +72,49 @@ fn results_are_one_of_two_neighbours() {
     }
 }
 
+/// Runs `f` in a region that is emulated without any rounding.
+fn unrounded<T>(dtype: Kind, f: impl FnOnce() -> T) -> T {
+    let _emulation = Emulation::begin(&emulated(dtype), Regions::Emulated, Rounding::None).unwrap();
+    Autocast::new(Device::Cpu).dtype(dtype).run(f).unwrap()
+}
+
+/// Forward and backward, a cast to half precision, and a gradient that is differentiated.
+#[test]
+fn without_rounding_every_bit_is_that_of_f32() {
+    tch::manual_seed(4);
+    let [x, w] =
+        [0, 1].map(|_| Tensor::randn([8, 8], (Kind::Float, Device::Cpu)).set_requires_grad(true));
+    let derivatives = |dtype: Kind| {
+        let y = x.matmul(&w).to_kind(dtype).tanh().matmul(&w).square().sum(Kind::Float);
+        let first = Tensor::run_backward(&[&y], &[&x, &w], true, true);
+        let squares = (first[0].square() + first[1].square()).sum(Kind::Float);
+        let second = Tensor::run_backward(&[squares], &[&x, &w], false, false);
+        let first = first.iter().map(Tensor::detach);
+        [y.detach()].into_iter().chain(first).chain(second).collect::<Vec<_>>()
+    };
+    let plain = derivatives(Kind::Float);
+    for dtype in [Kind::BFloat16, Kind::Half] {
+        assert_eq!(unrounded(dtype, || derivatives(dtype)), plain, "{dtype:?}");
+        assert_ne!(emulate(dtype, 0, || derivatives(dtype)), plain, "{dtype:?}");
+    }
+}
+
+/// The numbers have fp16's eleven bits, however small or large they are.
+#[test]
+fn rounding_without_the_range_of_fp16_loses_no_small_or_large_number() {
+    let xs: Vec<f32> =
+        (0..400).map(|i| (1.0 + i as f32 / 577.0) * 2f32.powi(i % 200 - 100)).collect();
+    let unbounded = Rounding::Unbounded { seed: 1 };
+    let _emulation = Emulation::begin(&emulated(Kind::Half), Regions::Emulated, unbounded).unwrap();
+    let region = Autocast::new(Device::Cpu).dtype(Kind::Half);
+    let rounded = region.run(|| product(&Tensor::from_slice(&xs))).unwrap();
+    for (x, y) in xs.into_iter().zip(rounded) {
+        let step = 2f64.powi(f64::from(x).log2().floor() as i32 - 10);
+        let ends = [f64::floor, f64::ceil].map(|to| to(f64::from(x) / step) * step);
+        assert!(ends.contains(&f64::from(y)), "{x:e} became {y:e} instead of {ends:?}");
+    }
+}
+
 #[test]
 fn the_mean_is_right_and_equal_numbers_are_rounded_alike() {
     for (dtype, step) in [(Kind::BFloat16, 2f64.powi(-7)), (Kind::Half, 2f64.powi(-10))] {

@@ -8,6 +8,7 @@ mod report;
 mod unrounded;
 
 use std::cell::RefCell;
+
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
@@ -152,7 +153,8 @@ impl<'a> Budget<'a> {
     /// Runs the iteration eight times and compares: twice in half precision; in f32; in f32 with a scale and with regions
     /// that are on, which must not change a bit; and in four noise runs. If a quantity is over its limit and nothing else
     /// differs, eight more noise runs decide; if it is the loss, an output or a buffer, six more runs find the first
-    /// operator. If a bit changes without rounding, two to four more runs find out why.
+    /// operator. If a bit changes without rounding, three to seven more runs find out why; and in fp16 two more tell
+    /// numbers that are too small for it from those that are rounding alone.
     ///
     /// `iteration` is one whole step of training and returns its unscaled loss, one number; with accumulation, the sum
     /// over the micro-batches. It clears gradients, computes the loss in [`BudgetRun::region`], runs backward and steps
@@ -186,8 +188,8 @@ impl<'a> Budget<'a> {
     }
 
     /// Runs the iteration four times and compares with the noise that an earlier run measured: twice in half precision,
-    /// in f32, and in f32 with a scale and with regions that are on. The limits are a quarter larger, because libtorch, the number of threads or the
-    /// machine may be others.
+    /// in f32, and in f32 with a scale and with regions that are on. The limits are a quarter larger, because libtorch,
+    /// the number of threads or the machine may be others.
     ///
     /// # Errors
     ///
@@ -313,7 +315,8 @@ impl<'a> Runner<'a> {
         let unrounded = unrounded::look(self, &f32, &half)?;
         problems.extend(self.problems(&f32, &half, &measured, unrounded));
         let mut rows = self.rows(&f32, &half, &measured, 1.0)?;
-        if rows.iter().any(BudgetRow::is_over) && problems.is_empty() {
+        let is_undecided = |row: &BudgetRow| row.is_over() && row.lost.is_none();
+        if rows.iter().any(is_undecided) && problems.is_empty() {
             let _finite = self.add_noise(MORE_RUNS, &f32, half.scale, &mut measured)?;
             rows = self.rows(&f32, &half, &measured, 1.0)?;
         }

@@ -132,7 +132,7 @@ pub enum BudgetProblem {
         /// The steps in half precision.
         half: u64,
     },
-    /// No parameter was stepped in any run.
+    /// No step was seen, and no parameter changed, in any run.
     NotStepped,
     /// What the program does with the loss scale changes its numbers in f32, where scaling by a power of two is exact.
     Scaling {
@@ -548,7 +548,10 @@ impl fmt::Display for BudgetProblem {
             Self::Steps { name, f32, half } => {
                 write!(f, "{name} was stepped {half} times instead of {f32}")
             }
-            Self::NotStepped => write!(f, "no parameter was stepped, in f32 and in half precision"),
+            Self::NotStepped => write!(
+                f,
+                "no step was seen, and no parameter changed, in f32 and in half precision"
+            ),
             Self::Scaling { scale, fault, names } => write_fault(f, *scale, *fault, names),
             Self::OtherThanRounding(names) => write!(
                 f,

@@ -1,4 +1,5 @@
-//! What the noise runs have in common with the run in half precision besides rounding.
+//! What the noise runs have in common with the run in half precision besides rounding: an enabled scaler, and branches
+//! of the program on it, on whether a region is open or on the dtype of the run.
 
 use tch::{Device, Kind, Tensor};
 
@@ -45,17 +46,18 @@ pub(super) fn look(runner: &mut Runner<'_>, f32: &Observed, half: &Observed) -> 
         // That is a problem by itself, and such a run is rounded.
         return Ok(Unrounded::default());
     }
+    // A program without a scaler is not concerned.
     let scales = scales(half);
-    let mut exact = run(runner, Mode::Emulated(Rounding::None), scales[0])?;
+    let inside = Mode::Emulated(Rounding::None);
+    let mut exact = run(runner, inside, Some(scales[0]))?;
     if overflows(f32, &exact) {
-        exact = run(runner, Mode::Emulated(Rounding::None), scales[SCALES - 1])?;
+        exact = run(runner, inside, Some(scales[SCALES - 1]))?;
     }
     if differing(f32, &exact)?.is_empty() {
         return Ok(Unrounded::default());
     }
     if half.is_scaled {
-        // A fault in a branch that the program takes in half precision is seen there alone.
-        let inside = Mode::Emulated(Rounding::None);
+        // A fault in a branch that the program takes in half precision shows there alone.
         for mode in [Mode::F32, inside] {
             let unscaled = if mode == inside { Some(run(runner, mode, None)?) } else { None };
             let unscaled = unscaled.as_ref().unwrap_or(f32);
@@ -88,16 +90,13 @@ impl Unrounded {
     }
 }
 
-/// Powers of two that are not one, at which scaling would change nothing whatever the program does.
-fn scales(half: &Observed) -> [Option<f64>; SCALES] {
-    if !half.is_scaled {
-        return [None; SCALES];
-    }
+/// The scales that are tried: powers of two other than 1, at which no fault would show.
+fn scales(half: &Observed) -> [f64; SCALES] {
     let mut scale = half.scale * LARGER;
     [(); SCALES].map(|()| {
         let this = if scale == 1.0 { 2.0 } else { scale };
         scale /= SMALLER;
-        Some(this)
+        this
     })
 }
 
@@ -113,19 +112,16 @@ fn overflows(f32: &Observed, other: &Observed) -> bool {
     other.is_skipped || !other.not_finite.is_subset(&f32.not_finite)
 }
 
-/// The place of a quantity that is not what it is in f32, and its numbers.
-type Differing<'a> = (usize, Option<&'a Tensor>);
-
-/// The quantities that are not bit for bit those in f32. What is beyond f32's own range, where the smallest numbers are
-/// rounded, does not count, and an update does only if the gradients are the same.
-fn differing<'a>(f32: &Observed, other: &'a Observed) -> Result<Vec<Differing<'a>>> {
+/// The places of the quantities that are not bit for bit those in f32. Differences below f32's smallest normal number,
+/// where scaling is not exact, do not count, and an update does only if the gradients are the same.
+fn differing(f32: &Observed, other: &Observed) -> Result<Vec<usize>> {
     let others = other.by_name();
     let (mut found, mut is_moved) = (Vec::new(), false);
     for (index, (quantity, name, f)) in f32.values.iter().enumerate() {
-        let h = others.get(&(*quantity, name.as_str())).copied();
+        let h = others.get(&(*quantity, name.as_str()));
         let (is_same, is_near) = h.map_or(Ok((false, false)), |h| same(h, f))?;
         if !(is_near || is_moved && *quantity == BudgetQuantity::Update) {
-            found.push((index, h));
+            found.push(index);
         }
         is_moved = match quantity {
             BudgetQuantity::Gradient => is_moved || !is_same,
@@ -157,7 +153,7 @@ struct Steady<'a> {
 
 impl Steady<'_> {
     /// What differs in another run by more than the two do.
-    fn differing<'a>(&self, other: &'a Observed) -> Result<Vec<Differing<'a>>> {
+    fn differing(&self, other: &Observed) -> Result<Vec<usize>> {
         let unsteady = differing(self.unscaled, &self.again)?;
         let mut found = differing(self.unscaled, other)?;
         if unsteady.is_empty() {
@@ -165,7 +161,7 @@ impl Steady<'_> {
         }
         let (repeated, far) =
             (compared(self.unscaled, &self.again)?, compared(self.unscaled, other)?);
-        found.retain(|&(index, _)| {
+        found.retain(|&index| {
             let least = repeated[index].error.max(LEAST_NOISE);
             let is_update = self.unscaled.values[index].0 == BudgetQuantity::Update;
             let error = far[index].error;
@@ -175,18 +171,18 @@ impl Steady<'_> {
     }
 }
 
-/// What the program does wrong with the scale, by two that do not overflow.
+/// Finds what the program does wrong with the scale, by runs at two scales that do not overflow.
 fn of_scale(
     runner: &mut Runner<'_>,
     mode: Mode,
     steady: &Steady<'_>,
-    scales: &[Option<f64>],
+    scales: &[f64],
 ) -> Result<Option<BudgetProblem>> {
     let mut at = Vec::new();
     for &scale in scales {
-        let scaled = run(runner, mode, scale)?;
+        let scaled = run(runner, mode, Some(scale))?;
         if !overflows(steady.unscaled, &scaled) {
-            at.push((scale.unwrap_or(1.0), scaled));
+            at.push((scale, scaled));
         }
         if at.len() == 2 {
             break;
@@ -200,8 +196,7 @@ fn of_scale(
     let values = &steady.unscaled.values;
     let is_gradient = |index: &usize| values[*index].0 == BudgetQuantity::Gradient;
     let all = (0..values.len()).filter(is_gradient).count();
-    let mut indices: Vec<usize> =
-        found.iter().map(|&(index, _)| index).filter(is_gradient).collect();
+    let mut indices: Vec<usize> = found.iter().copied().filter(is_gradient).collect();
     let mut fault_of = None;
     if let ([first, second], false) = (at.as_slice(), indices.is_empty()) {
         fault_of = fault(steady.unscaled, [first, second], &mut indices)?;
@@ -209,7 +204,7 @@ fn of_scale(
     let names = match indices.len() {
         // What else there is follows from them.
         count if count == all && all > 0 => Vec::new(),
-        0 => found.iter().map(|(index, _)| text(&values[*index])).collect(),
+        0 => found.iter().map(|&index| text(&values[index])).collect(),
         _ => indices.iter().map(|&index| values[index].1.clone()).collect(),
     };
     let fault = match fault_of {
@@ -217,7 +212,7 @@ fn of_scale(
         None if indices.is_empty() => ScaleFault::Other,
         None => {
             // The scale does not matter: the program asks whether the scaler is enabled.
-            let names = found.iter().map(|(index, _)| text(&values[*index])).collect();
+            let names = found.iter().map(|&index| text(&values[index])).collect();
             return Ok(Some(BudgetProblem::OtherThanRounding(names)));
         }
     };
@@ -229,8 +224,9 @@ fn text((quantity, name, _): &(BudgetQuantity, String, Tensor)) -> String {
     Named(*quantity, name).to_string()
 }
 
-/// Recognizes what is wrong, if it depends on the scale, by how gradients at two scales follow from those in f32. If most have one factor, such as
-/// that of clipping, it is in the others, whose places are returned in `indices`.
+/// Recognizes a fault by how the gradients at two scales follow from those in f32; returns `None` for a difference that
+/// does not depend on the scale. If most gradients have a factor in common, such as that of clipping, and the fault is in
+/// the others, only the places of these are left in `indices`.
 fn fault(
     f32: &Observed,
     at: [&(f64, Observed); 2],
