@@ -9,6 +9,7 @@ use tch_amp::Result;
 use tch_amp::insight::{BudgetProblem, BudgetReport, ScaleFault};
 use tch_amp::optim::{AmpOptimizer, Parameters, Step};
 
+use crate::models::MODELS;
 use crate::program::{Form, Program};
 use crate::{DTYPES, alone, seeds};
 
@@ -18,130 +19,70 @@ struct Fault {
     /// The models in which half precision alone shows it: where gradients are clipped to a norm in f32 as well, for
     /// instance, a factor of all of them does not reach the optimizer.
     models: &'static [&'static str],
-    /// The other models that can have it.
-    others: &'static [&'static str],
-    /// Whether the guide claims that it is found in the runs in half precision alone, in a branch on the dtype, and in
-    /// every run.
+    /// Whether any model can have it.
+    is_of_any: bool,
+    /// Whether the guide claims that it is found in each [`Form`].
     claimed: [bool; 3],
 }
 
-const fn fault(
-    name: &'static str,
-    models: &'static [&'static str],
-    others: &'static [&'static str],
-    claimed: [bool; 3],
-) -> Fault {
-    Fault { name, models, others, claimed }
+impl Fault {
+    const fn new(name: &'static str, models: &'static [&'static str], claimed: [bool; 3]) -> Self {
+        Self { name, models, is_of_any: false, claimed }
+    }
+
+    const fn of_any_model(self) -> Self {
+        Self { is_of_any: true, ..self }
+    }
+
+    /// The models in which it is planted.
+    fn models(&self, form: Form) -> Vec<&'static str> {
+        let others = MODELS.into_iter().filter(|model| !self.models.contains(model));
+        let others = others.filter(|_| self.is_of_any && form != Form::Half);
+        self.models.iter().copied().chain(others).collect()
+    }
 }
 
-const EVERYWHERE: [bool; 3] = [true, true, true];
-const IN_BRANCHES: [bool; 3] = [true, true, false];
-const IN_HALF: [bool; 3] = [true, false, false];
-const NOT_IN_BRANCHES: [bool; 3] = [true, false, true];
+const HALF: [bool; 3] = [true, false, false];
+const BRANCH: [bool; 3] = [true, true, false];
+const EVERY: [bool; 3] = [true, true, true];
+const HALF_OR_EVERY: [bool; 3] = [true, false, true];
 
 const FAULTS: [Fault; 27] = [
-    fault(
-        "unscale_is_skipped",
-        &["mlp", "gpt", "vae"],
-        &["wide", "rows", "conv", "lstm", "encoder"],
-        EVERYWHERE,
-    ),
-    fault(
-        "loss_is_scaled_twice",
-        &["vae", "mlp", "gpt"],
-        &["wide", "rows", "conv", "lstm", "encoder"],
-        EVERYWHERE,
-    ),
-    fault("clipped_before_unscale", &["lstm", "encoder", "conv"], &[], EVERYWHERE),
-    fault(
-        "unscaled_twice",
-        &["gpt", "mlp", "lstm"],
-        &["vae", "wide", "rows", "conv", "encoder"],
-        EVERYWHERE,
-    ),
-    fault(
-        "unscaled_by_the_last_scale",
-        &["mlp", "gpt", "vae"],
-        &["wide", "rows", "conv", "lstm", "encoder"],
-        EVERYWHERE,
-    ),
-    fault(
-        "one_parameter_is_not_unscaled",
-        &["conv", "mlp", "gpt"],
-        &["vae", "wide", "rows", "lstm", "encoder"],
-        EVERYWHERE,
-    ),
-    fault("one_loss_of_two_is_not_scaled", &["vae"], &[], EVERYWHERE),
-    fault(
-        "never_steps",
-        &["mlp", "conv", "gpt"],
-        &["vae", "wide", "rows", "lstm", "encoder"],
-        EVERYWHERE,
-    ),
-    fault(
-        "steps_twice",
-        &["vae", "mlp", "lstm"],
-        &["gpt", "wide", "rows", "conv", "encoder"],
-        IN_BRANCHES,
-    ),
-    fault(
-        "zero_grad_is_missing",
-        &["mlp", "conv", "gpt"],
-        &["vae", "wide", "rows", "lstm", "encoder"],
-        EVERYWHERE,
-    ),
-    fault("dropout_is_off", &["encoder"], &[], IN_BRANCHES),
-    fault(
-        "layer_is_detached",
-        &["conv", "mlp", "lstm", "encoder", "gpt", "vae"],
-        &["wide", "rows"],
-        EVERYWHERE,
-    ),
-    fault(
-        "bias_is_detached",
-        &["mlp", "encoder", "gpt"],
-        &["vae", "lstm", "wide", "rows"],
-        EVERYWHERE,
-    ),
-    fault("branch_is_detached", &["gpt", "conv", "encoder"], &[], EVERYWHERE),
-    fault("tied_head_is_detached", &["gpt"], &[], IN_BRANCHES),
-    fault(
-        "stale_copy_of_one_layer",
-        &["mlp", "lstm", "encoder", "gpt", "vae"],
-        &["wide", "rows", "conv"],
-        IN_BRANCHES,
-    ),
-    fault(
-        "stale_copies_of_all_layers",
-        &["vae", "mlp", "conv"],
-        &["wide", "rows", "lstm", "encoder", "gpt"],
-        IN_BRANCHES,
-    ),
-    fault(
+    Fault::new("unscale_is_skipped", &["mlp", "gpt", "vae"], EVERY).of_any_model(),
+    Fault::new("loss_is_scaled_twice", &["vae", "mlp", "gpt"], EVERY).of_any_model(),
+    Fault::new("clipped_before_unscale", &["lstm", "encoder", "conv"], EVERY),
+    Fault::new("unscaled_twice", &["gpt", "mlp", "lstm"], EVERY).of_any_model(),
+    Fault::new("unscaled_by_the_last_scale", &["mlp", "gpt", "vae"], EVERY).of_any_model(),
+    Fault::new("one_parameter_is_not_unscaled", &["conv", "mlp", "gpt"], EVERY).of_any_model(),
+    Fault::new("one_loss_of_two_is_not_scaled", &["vae"], EVERY),
+    Fault::new("never_steps", &["mlp", "conv", "gpt"], EVERY).of_any_model(),
+    Fault::new("steps_twice", &["vae", "mlp", "lstm"], BRANCH).of_any_model(),
+    Fault::new("zero_grad_is_missing", &["mlp", "conv", "gpt"], EVERY).of_any_model(),
+    Fault::new("dropout_is_off", &["encoder"], BRANCH),
+    Fault::new("layer_is_detached", &["conv", "mlp", "lstm", "encoder", "gpt", "vae"], EVERY)
+        .of_any_model(),
+    Fault::new("bias_is_detached", &["mlp", "encoder", "gpt"], EVERY),
+    Fault::new("branch_is_detached", &["gpt", "conv", "encoder"], EVERY),
+    Fault::new("tied_head_is_detached", &["gpt"], BRANCH),
+    Fault::new("stale_copy_of_one_layer", &["mlp", "lstm", "encoder", "gpt", "vae"], BRANCH)
+        .of_any_model(),
+    Fault::new("stale_copies_of_all_layers", &["vae", "mlp", "conv"], BRANCH).of_any_model(),
+    Fault::new(
         "no_master_weights",
         &["mlp", "conv", "lstm", "encoder", "gpt", "vae"],
-        &["wide", "rows"],
-        NOT_IN_BRANCHES,
-    ),
-    fault("running_stats_rounded_to_half", &["conv"], &[], NOT_IN_BRANCHES),
-    fault("products_accumulate_in_half", &["wide"], &[], IN_HALF),
-    fault("layer_norm_in_half", &["wide"], &[], IN_HALF),
-    fault("softmax_sums_in_half", &["rows"], &[], IN_HALF),
-    fault(
-        "region_does_nothing",
-        &["mlp", "conv", "lstm", "encoder", "gpt", "vae"],
-        &["wide", "rows"],
-        EVERYWHERE,
-    ),
-    fault(
-        "one_layer_in_the_other_half",
-        &["mlp", "gpt"],
-        &["vae", "conv", "lstm", "encoder", "wide", "rows"],
-        EVERYWHERE,
-    ),
-    fault("cast_before_the_mean_is_subtracted", &["mlp", "conv", "lstm"], &[], IN_HALF),
-    fault("positions_in_half", &["encoder"], &[], IN_HALF),
-    fault("attention_without_its_scale", &["gpt"], &[], IN_BRANCHES),
+        HALF_OR_EVERY,
+    )
+    .of_any_model(),
+    Fault::new("running_stats_rounded_to_half", &["conv"], HALF_OR_EVERY),
+    Fault::new("products_accumulate_in_half", &["wide"], HALF),
+    Fault::new("layer_norm_in_half", &["wide"], HALF),
+    Fault::new("softmax_sums_in_half", &["rows"], HALF),
+    Fault::new("region_does_nothing", &["mlp", "conv", "lstm", "encoder", "gpt", "vae"], EVERY)
+        .of_any_model(),
+    Fault::new("one_layer_in_the_other_half", &["mlp", "gpt"], EVERY).of_any_model(),
+    Fault::new("cast_before_the_mean_is_subtracted", &["mlp", "conv", "lstm"], HALF),
+    Fault::new("positions_in_half", &["encoder"], HALF),
+    Fault::new("attention_without_its_scale", &["gpt"], BRANCH),
 ];
 
 /// The smallest share of the cases that a claimed fault is over budget in.
@@ -159,9 +100,8 @@ fn found(
     models: usize,
     dtypes: &[Kind],
 ) -> (usize, usize, String) {
-    let others = if form == Form::Half { &[] } else { fault.others };
     let (mut over, mut all, mut missed) = (0, 0, String::new());
-    for &kind in fault.models.iter().chain(others).take(models) {
+    for kind in fault.models(form).into_iter().take(models) {
         for seed in seeds.clone() {
             for &dtype in dtypes {
                 let program = Program::new(kind, dtype, fault.name, seed).form(form);
