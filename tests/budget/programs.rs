@@ -154,7 +154,7 @@ fn what_meets_a_scale_in_a_correct_program_changes_no_bit() {
     for builder in optimizers {
         for way in steps {
             let net = Net::new();
-            let optimizer = || builder.clone().build(&net.vs, 1e-3);
+            let optimizer = || builder.build(&net.vs, 1e-3);
             let budget = net.budget(Kind::BFloat16);
             let report =
                 budget.measure(optimizer, |run, optimizer| net.step_in_a_way(run, optimizer, way));
