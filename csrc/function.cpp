@@ -1,4 +1,5 @@
-// Custom autograd functions: the calls before and after forward, and during backward. The gradients of chosen tensors.
+// Custom autograd functions, that is the calls before and after forward and during backward, and the gradients of chosen
+// tensors.
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/is_same_size.h>

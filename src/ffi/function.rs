@@ -139,7 +139,7 @@ pub(crate) fn grad(wanted: &GradCall<'_>) -> Result<Vec<Option<Tensor>>> {
         return Err(wanted.refusal(problem, place));
     }
     let gradient = |tensor: *mut sys::Tensor| {
-        // SAFETY: a non-null pointer from the shim is a new tensor that is owned by the caller alone.
+        // SAFETY: a non-null pointer from the shim is a new handle that the caller owns.
         (!tensor.is_null()).then(|| unsafe { Tensor::from_ptr(tensor) })
     };
     Ok(gradients.into_iter().map(gradient).collect())
@@ -184,7 +184,7 @@ impl GradCall<'_> {
         let given = self.grad_outputs[place].map_or_else(String::new, text);
         let output = text(self.outputs[place]);
         format!(
-            "is {given}, but the output is {output}; both have one shape, and both are complex or neither"
+            "is {given}, but the output is {output}; they must have the same shape, and must be both complex or both real"
         )
     }
 }

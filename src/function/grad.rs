@@ -56,6 +56,9 @@ pub struct GradConfig<'a> {
 /// Use it instead of tch's `Tensor::run_backward`, which ends the process if an output has no graph, and sums an output
 /// of several elements.
 ///
+/// As in PyTorch, a gradient may share memory with one of `grad_outputs` or with another gradient: do not change it in
+/// place.
+///
 /// # Errors
 ///
 /// - [`FunctionError::NoGraph`] for an output that does not require a gradient.
@@ -104,7 +107,7 @@ where
     let (given, count) = (config.grad_outputs.len(), outputs.len());
     if given != 0 && given != count {
         let problem = format!(
-            "has {given} elements, but there are {count} outputs; give a gradient or `None` for each, or an empty slice"
+            "has {given} elements, and `outputs` has {count}; give a gradient or `None` for each, or an empty slice"
         );
         return refused("grad_outputs", problem);
     }

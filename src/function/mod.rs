@@ -1,4 +1,4 @@
-//! Custom autograd functions: a forward and a backward of your own, as one operation in libtorch's autograd graph. And
+//! Custom autograd functions: a forward and a backward of your own, as one operation in libtorch's autograd graph; and
 //! [`grad`](crate::function::grad()), which returns the gradients of chosen tensors.
 //!
 //! A [`Function`] is a value with a `forward` and a `backward`; [`apply`](Function::apply) runs the forward and records

@@ -86,8 +86,8 @@ use random::RandomStates;
 /// [`FunctionError::Forward`] if `f` fails, and [`FunctionError::Misuse`] if libtorch refuses to record the call, for
 /// instance for a tensor that was made in inference mode. The `backward()` fails if the outputs of the second run
 /// differ in number, shape, dtype or device from those of the first, if `f` fails in it, and if an input was changed in
-/// place after the first run. [`grad`](crate::function::grad()) fails for a tensor before the part, and finds one
-/// unused that only `f` uses.
+/// place after the first run. [`grad`](crate::function::grad()) fails for a tensor before the part, and
+/// reports a tensor that only `f` uses as unused.
 ///
 /// # Panics
 ///

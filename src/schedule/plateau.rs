@@ -205,6 +205,10 @@ impl ReduceLrOnPlateau {
     fn compare(&self, saved: &SavedState<'_>) -> Result<()> {
         let Self { mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps } =
             self;
+        saved.leave_out_unread(&["_last_lr", "default_min_lr", "mode_worse", "verbose"]);
+        if !saved.is_strict() {
+            return Ok(());
+        }
         saved.option("mode", mode)?;
         saved.option("factor", factor)?;
         saved.option("patience", patience)?;
@@ -214,9 +218,7 @@ impl ReduceLrOnPlateau {
         saved.option("eps", eps)?;
         // Python has one for each group.
         let groups = saved.value::<Vec<f64>>("min_lrs")?.len();
-        saved.option("min_lrs", &vec![*min_lr; groups])?;
-        saved.leave_out_unread(&["_last_lr", "default_min_lr", "mode_worse", "verbose"]);
-        Ok(())
+        saved.option("min_lrs", &vec![*min_lr; groups])
     }
 }
 

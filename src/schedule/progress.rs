@@ -145,8 +145,7 @@ impl Progress {
             saved.within(&format!("_schedulers.{i}"), |saved| part.read(schedule, saved))?;
         }
         if saved.contains_within(&format!("_schedulers.{}", parts.len())) {
-            let problem = format!("has more parts than this schedule, which has {}", parts.len());
-            return Err(Error::InvalidArgument { name: "the scheduler's state", problem });
+            return refuse(format!("has more parts than this schedule, which has {}", parts.len()));
         }
         // In Python a chain counts no steps, a part of a sequence that has not begun is at -1, and neither a chain nor a
         // sequence has learning rates of its own.
@@ -157,10 +156,24 @@ impl Progress {
             _ => saved.value("last_epoch")?,
         };
         if self.parts.is_empty() || saved.contains("base_lrs")? {
-            self.bases = saved.value("base_lrs")?;
+            let bases: Vec<f64> = saved.value("base_lrs")?;
+            if bases.len() != self.bases.len() {
+                let (saved, here) = (bases.len(), self.bases.len());
+                return refuse(format!(
+                    "has learning rates of {saved} groups, and the optimizer {here}"
+                ));
+            }
+            self.bases = bases;
         }
         if let Some(cycle) = &mut self.cycle {
-            cycle.position = saved.value("T_cur")?;
+            // Python's is a fraction after `step(epoch)` with one, and an integral float after that with none.
+            let position: f64 = saved.value("T_cur")?;
+            if !(position.fract() == 0.0 && position >= 0.0) {
+                return refuse(format!(
+                    "is {position} steps into a cycle; schedules here take whole steps"
+                ));
+            }
+            cycle.position = position as u64;
             cycle.length = saved.value("T_i")?;
         }
         saved.leave_out_unread(OF_PYTHON);
@@ -170,6 +183,10 @@ impl Progress {
         }
         schedule.rule().compare(self, saved)
     }
+}
+
+fn refuse<T>(problem: String) -> Result<T> {
+    Err(Error::InvalidArgument { name: "the scheduler's state", problem })
 }
 
 /// Returns an error unless a count of steps is positive.

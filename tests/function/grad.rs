@@ -236,7 +236,7 @@ fn each_refusal_says_what_is_wrong_and_nothing_has_changed() {
         (&[&y], &[&undefined], ALLOWS, "inputs has an undefined tensor at index 0"),
         (&[&y], &[&x], with(&nothing), "grad_outputs has an undefined tensor at index 0"),
         // Python ignores the second gradient.
-        (&[&y], &[&x], with(&[None, None]), "grad_outputs has 2 elements, but there are 1 outputs"),
+        (&[&y], &[&x], with(&[None, None]), "grad_outputs has 2 elements, and `outputs` has 1"),
         // Python returns no gradient.
         (&[], &[&x], ALLOWS, "outputs is empty"),
     ];
@@ -339,5 +339,5 @@ fn run_backward_of_tch_ends_the_process_for_an_output_without_a_graph() {
     let name = "grad::run_backward_of_tch_ends_the_process_for_an_output_without_a_graph";
     let mut child = Command::new(std::env::current_exe().unwrap());
     let child = child.args([name, "--exact"]).env(CHILD, "1").output().unwrap();
-    assert_eq!(child.status.signal(), Some(11), "{child:?}");
+    assert!(child.status.signal().is_some(), "{child:?}");
 }

@@ -103,7 +103,7 @@ fn names(restored: &Restored) -> Vec<&str> {
 }
 
 /// What a schedule of Python saves beside what is read or compared.
-const LEFT_OUT: [&str; 10] = [
+const LEFT_OUT: [&str; 9] = [
     "_get_lr_called_within_step",
     "_is_initial",
     "_last_lr",
@@ -113,7 +113,6 @@ const LEFT_OUT: [&str; 10] = [
     "mode_worse",
     "use_beta1",
     "verbose",
-    "_schedulers",
 ];
 
 /// One schedule of each kind, with the step at which it is saved.

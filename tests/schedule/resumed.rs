@@ -110,6 +110,41 @@ fn a_position_outside_of_its_cycle_is_refused() {
     assert_eq!(scheduler.steps(), 1);
 }
 
+/// The state of a schedule of Python for three groups, of which the options here know two.
+#[test]
+fn a_state_of_more_groups_is_refused() {
+    let mut opt = optimizer(false, &[0.5, 0.25]);
+    let options = OneCycleLr { max_lr: vec![0.5, 0.25], ..OneCycleLr::new(0.5, 20) };
+    let mut scheduler = options.build(&mut opt).unwrap();
+    let mut state = saved(&mut scheduler).value::<serde_json::Value>("scheduler").unwrap();
+    state["base_lrs"] = json!([0.02, 0.01, 0.004]);
+    state["_step_count"] = json!(1);
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_value("scheduler", &state).unwrap();
+    let error = checkpoint.restore().add("scheduler", &mut scheduler).apply().unwrap_err();
+    assert!(error.to_string().contains("of 3 groups, and the optimizer 2"), "{error}");
+}
+
+/// Python's position is a float after `step(epoch)` with one.
+#[test]
+fn a_position_that_is_a_whole_float_is_read_and_a_fraction_refused() {
+    let mut opt = optimizer(false, &[0.1]);
+    let mut scheduler =
+        CosineAnnealingWarmRestarts { t_0: 5, t_mult: 1, eta_min: 0.0 }.build(&mut opt).unwrap();
+    for (position, text) in [(3.0, None), (2.5, Some("whole steps")), (-1.0, Some("whole steps"))] {
+        let state = json!({
+            "last_epoch": 3, "base_lrs": [0.1], "_last_lr": [0.1], "T_cur": position, "T_i": 5,
+        });
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_value("scheduler", &state).unwrap();
+        let restored = checkpoint.restore().add("scheduler", &mut scheduler).apply();
+        let error = restored.err().map(|error| error.to_string());
+        assert_eq!(error.is_some(), text.is_some(), "{position}: {error:?}");
+        let text = text.unwrap_or_default();
+        assert!(error.unwrap_or_default().contains(text), "{position}");
+    }
+}
+
 #[test]
 fn the_momentum_of_a_restored_optimizer_stays() {
     let mut opt = optimizer(true, &[0.1]);

@@ -111,7 +111,7 @@ pub struct Restored {
     pub missing_keys: Vec<String>,
     /// The names that only the checkpoint has, as they are in the checkpoint. If [`strict`](Restore::strict) is true,
     /// only those of entries that were left out because nothing has taken them: those of a model that are not tensors,
-    /// those beside the state of an optimizer, those of a schedule that count for Python alone, such as `_step_count`,
+    /// those beside the state of an optimizer, those of a schedule that only Python uses, such as `_step_count`,
     /// and what this crate does not support.
     pub unexpected_keys: Vec<String>,
     /// The names that [`skip`](Restore::skip) excluded.

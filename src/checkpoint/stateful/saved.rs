@@ -209,6 +209,11 @@ impl<'a> SavedState<'a> {
         Ok(())
     }
 
+    /// Whether names and options have to agree.
+    pub(crate) fn is_strict(&self) -> bool {
+        self.options.strict
+    }
+
     /// Compares an option that a program of Python has saved among the values with the one here. A restore that is not
     /// strict goes on with the one here, and the saved one is unexpected.
     pub(crate) fn option(&self, name: &str, here: &impl Serialize) -> Result<()> {

@@ -4,6 +4,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Autocast;
 use crate::ffi::emulation::{Emulated, Emulation, Regions, Rounding};
+use crate::function::{GradConfig, grad};
 use crate::insight::AutocastList;
 
 fn emulated(dtype: Kind) -> Emulated {
@@ -86,9 +87,13 @@ fn without_rounding_every_bit_is_that_of_f32() {
         [0, 1].map(|_| Tensor::randn([8, 8], (Kind::Float, Device::Cpu)).set_requires_grad(true));
     let derivatives = |dtype: Kind| {
         let y = x.matmul(&w).to_kind(dtype).tanh().matmul(&w).square().sum(Kind::Float);
-        let first = Tensor::run_backward(&[&y], &[&x, &w], true, true);
-        let squares = (first[0].square() + first[1].square()).sum(Kind::Float);
-        let second = Tensor::run_backward(&[squares], &[&x, &w], false, false);
+        let derive = |of: &Tensor, create_graph| {
+            let config = GradConfig { create_graph, ..GradConfig::default() };
+            let found = grad(&[of], &[&x, &w], &config).unwrap();
+            found.into_iter().flatten().collect::<Vec<_>>()
+        };
+        let first = derive(&y, true);
+        let second = derive(&(first[0].square() + first[1].square()).sum(Kind::Float), false);
         let first = first.iter().map(Tensor::detach);
         [y.detach()].into_iter().chain(first).chain(second).collect::<Vec<_>>()
     };
