@@ -263,12 +263,17 @@ impl Stateful for AveragedWeights {
                 }
             }
         }
+        // Those of Python begin with the first weights, so that nothing is left of the start.
+        let begun = |updates| (updates, if updates == 0 { 1.0 } else { 0.0 });
         let (updates, rest) = match from_python {
-            // Its averages begin with the first weights, so that nothing is left of the start.
-            Some(updates) => (updates, if updates == 0 { 1.0 } else { 0.0 }),
+            Some(updates) => begun(updates),
             None => {
-                let updates = saved.value("n_averaged")?;
-                (saved.averages_updates().unwrap_or(updates), saved.value("rest")?)
+                let own: (u64, f64) = (saved.value("n_averaged")?, saved.value("rest")?);
+                match saved.averages_updates() {
+                    None => own,
+                    Some(updates) if updates == 0 || own.0 == 0 => begun(updates),
+                    Some(updates) => (updates, own.1),
+                }
             }
         };
         if from_python.is_some() {

@@ -65,7 +65,7 @@ impl Entry {
     /// Returns how many finite elements become infinite or NaN if they are converted to another dtype. Reads the
     /// elements only if that has a smaller range.
     pub(crate) fn beyond(&self, kind: Kind) -> Result<usize> {
-        if largest(kind) >= largest(self.kind) {
+        if largest(kind) >= integers(self.kind).unwrap_or_else(|| largest(self.kind)) {
             return Ok(0);
         }
         let _own = OutsideRegions::enter();
@@ -165,6 +165,19 @@ impl Saved for Entry {
 
 /// How many elements are compared at a time.
 const AT_ONCE: i64 = 1 << 20;
+
+/// The largest integer of a dtype of integers, by its absolute value.
+fn integers(kind: Kind) -> Option<f64> {
+    Some(match kind {
+        Kind::Bool => 1.0,
+        Kind::Uint8 => 255.0,
+        Kind::Int8 => 128.0,
+        Kind::Int16 => 2f64.powi(15),
+        Kind::Int => 2f64.powi(31),
+        Kind::Int64 => 2f64.powi(63),
+        _ => return None,
+    })
+}
 
 /// The largest finite number of a dtype, and infinity for integers, which have no infinite numbers.
 fn largest(kind: Kind) -> f64 {

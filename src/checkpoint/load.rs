@@ -16,14 +16,14 @@ impl Checkpoint {
     /// or a pickle with numpy's arrays. Its name does not matter: the format is detected from the content.
     ///
     /// Nothing in the file is executed. All checksums are verified; safetensors files from other programs have none.
-    /// Only names, shapes and values are kept in memory, and even for a hostile file loading takes at most three times
+    /// Only names, shapes and values are kept in memory, and the numpy arrays of a pickle of protocol 2; even for a hostile file loading takes at most three times
     /// the file's size plus 256 MiB.
     ///
     /// In a dict saved by PyTorch each part has its key in Python as its name, as in
     /// `checkpoint.restore().add("model_state_dict", &vs)`, and the kind of a state dict is recognized by its keys.
     /// What is in a dict or a list within a part has the names on the way to it, with dots between them, as in
     /// `checkpoint.restore().add("optimizer_states.0", &mut opt)`. A file that is a single state is a part named
-    /// `model`, `optimizer` or `scaler`. An entry that this crate does not support, such as a quantized tensor, does
+    /// `model`, `optimizer`, `scaler` or `scheduler`. An entry that this crate does not support, such as a quantized tensor, does
     /// not prevent the others from being read: it is an error only to ask for it.
     ///
     /// A model in several files is loaded by its index, `model.safetensors.index.json` or
@@ -32,10 +32,9 @@ impl Checkpoint {
     ///
     /// The parameters of an optimizer are matched by name if this crate saved the file, if Python built the
     /// optimizer from `model.named_parameters()` (PyTorch 2.6 or later), or if they have names in the place of numbers,
-    /// as in files of FSDP. Otherwise they are matched by position, and
-    /// parameters of equal shapes in another order go unnoticed: build your optimizer from a list of named tensors in
-    /// Python's order, because tch's layers may create their variables in another order, such as `nn::linear`, which
-    /// creates the bias first.
+    /// as in files of FSDP. Otherwise they are matched by position, and parameters of equal shapes in another order go
+    /// unnoticed: build your optimizer from a list of named tensors in Python's order, because tch's layers may create
+    /// their variables in another order, such as `nn::linear`, which creates the bias first.
     ///
     /// The file must not be modified in place as long as the checkpoint exists. Another save to the same path is fine,
     /// because it replaces the file.
@@ -115,7 +114,7 @@ fn advice(path: &Path, what: &str) -> String {
     let folder = folder.unwrap_or(Path::new(".")).display();
     format!(
         "it is {what} that torch.distributed.checkpoint has written, of which Python makes one file: \
-         `python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} run.pt`; load that"
+         `python -m torch.distributed.checkpoint.format_utils dcp_to_torch '{folder}' run.pt`; load that"
     )
 }
 

@@ -86,7 +86,8 @@ impl Checkpoint {
     fn check_parts(&self) -> Result<()> {
         let unknown = self.parts.iter().find(|(_, part)| !part.is_supported());
         let Some((name, _)) = unknown else { return Ok(()) };
-        let problem = "it was not recognized when it was loaded; make a new checkpoint of the parts that you need";
+        let problem = "it has entries that were not recognized when it was loaded, for which this file has no place; \
+                       make a new checkpoint of the parts that you need";
         Err(unsaveable(name, problem).into())
     }
 }

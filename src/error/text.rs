@@ -89,7 +89,7 @@ pub(crate) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) 
     // Names are short, and what a damaged file has in place of one may not be.
     let name: String = name.chars().take(MOST_LETTERS).collect();
     let distances = known.into_iter().map(|known| (strsim::osa_distance(&name, known), known));
-    let (distance, nearest) = distances.min_by_key(|(distance, _)| *distance)?;
+    let (distance, nearest) = distances.min()?;
     (3 * distance <= name.len().max(nearest.len())).then_some(nearest)
 }
 

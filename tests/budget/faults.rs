@@ -52,7 +52,8 @@ const FAULTS: [Fault; 27] = [
     Fault::new("loss_is_scaled_twice", &["vae", "mlp", "gpt"], EVERY).of_any_model(),
     Fault::new("clipped_before_unscale", &["lstm", "encoder", "conv"], EVERY),
     Fault::new("unscaled_twice", &["gpt", "mlp", "lstm"], EVERY).of_any_model(),
-    Fault::new("unscaled_by_the_last_scale", &["mlp", "gpt", "vae"], EVERY).of_any_model(),
+    // Where gradients are clipped afterwards, they are what they would be.
+    Fault::new("unscaled_by_the_last_scale", &["mlp", "gpt", "vae"], EVERY),
     Fault::new("one_parameter_is_not_unscaled", &["conv", "mlp", "gpt"], EVERY).of_any_model(),
     Fault::new("one_loss_of_two_is_not_scaled", &["vae"], EVERY),
     Fault::new("never_steps", &["mlp", "conv", "gpt"], EVERY).of_any_model(),

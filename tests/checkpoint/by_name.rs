@@ -126,7 +126,7 @@ fn options_that_are_tensors_are_read(files: &Files, odd: &Checkpoint) {
 fn folders_of_pieces_are_named(folder: &Folder) {
     let dcp = folder.file("dcp");
     let command = format!(
-        "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {}",
+        "python -m torch.distributed.checkpoint.format_utils dcp_to_torch '{}' run.pt",
         dcp.display()
     );
     for piece in ["", "__0_0.distcp", ".metadata"] {

@@ -270,6 +270,29 @@ fn a_scaler_a_schedule_and_values_are_found_wherever_they_are() {
     random.restore().add("cpu", Rng(Device::Cpu)).apply().unwrap();
 }
 
+/// Groups alone are an optimizer without a state only if nothing else is in the dict.
+#[test]
+fn groups_beside_a_model_do_not_hide_it() {
+    let Some(files) = files() else { return };
+    let (checkpoint, run) = (files.load("groups.pt"), Run::new());
+    checkpoint.restore().add("model", &run.vs).apply().unwrap();
+    assert!(checkpoint.contains("param_groups"));
+}
+
+/// A file of Python's numbers has no names to write in their place.
+#[test]
+fn numbers_are_not_written_as_names() {
+    let Some(files) = files() else { return };
+    let checkpoint = files.load("optimizer.pt");
+    let path = std::env::temp_dir().join(format!("numbers-{}.pt", std::process::id()));
+    let refused = checkpoint
+        .save_as(&path, tch_amp::checkpoint::Format::TorchByName)
+        .unwrap_err()
+        .to_string();
+    assert!(!path.exists());
+    assert!(refused.contains("numbers and no names"), "{refused}");
+}
+
 #[test]
 fn what_an_optimizer_has_beside_its_state_is_restored_or_listed() {
     let Some(files) = files() else { return };
@@ -398,7 +421,16 @@ fn the_number_of_updates_is_the_files_or_the_programs() {
         drop(checkpoint.restore().add(part, &mut ema).averages_updates(9).apply().unwrap());
         assert_eq!(ema.updates().unwrap(), 9, "{part}");
     }
-    // After none, the next update is the first, which takes the weights as they are.
+    // After none, the next update is the first, which takes the weights as they are, also of averages of this crate.
+    let mut debiased = Ema { decay: 0.5, debias: true, ..Ema::default() }.build(&vs).unwrap();
+    debiased.advance().unwrap();
+    let mut own = Checkpoint::new();
+    own.add("ema", &mut debiased).unwrap();
+    drop(own.restore().add("ema", &mut debiased).averages_updates(0).apply().unwrap());
+    let mut weight = linear.ws.shallow_clone();
+    tch::no_grad(|| weight += 1.0);
+    debiased.advance().unwrap();
+    assert_eq!(debiased.average("linear.weight").unwrap(), linear.ws);
     let timm = files.load("timm.pt");
     drop(timm.restore().add("state_dict_ema", &mut ema).averages_updates(0).apply().unwrap());
     ema.advance().unwrap();

@@ -114,6 +114,8 @@ def transformers(folder, net, opt, schedule, scaler):
     torch.save(net.state_dict(), f"{folder}/pytorch_model.bin")
     torch.save(opt.state_dict(), f"{folder}/optimizer.pt")
     torch.save(schedule.state_dict(), f"{folder}/scheduler.pt")
+    groups = {"model": net.state_dict(), "param_groups": opt.state_dict()["param_groups"]}
+    torch.save(groups, f"{folder}/groups.pt")
     torch.save(scaler.state_dict(), f"{folder}/scaler.pt")
     torch.save({"python": (3, (1, 2), None), "cpu": torch.get_rng_state()}, f"{folder}/rng_state.pth")
     safetensors(f"{folder}/model.safetensors", net.state_dict(), {"format": "pt"})

@@ -138,7 +138,6 @@ fn a_run_that_is_resumed_after_a_skip_has_the_rates_of_the_one_that_saved_it() {
         let restore = checkpoint.restore().add("scheduler", scheduler).add("opt", opt);
         restore.add("scaler", scaler).apply().unwrap();
         let rest = rates(&mut saved, at..12);
-        assert_eq!(rest, rates(&mut Training::new(), 0..12)[at..], "saved at {at}");
         assert_eq!(rates(&mut resumed, at..12), rest, "resumed at {at}");
     }
 }

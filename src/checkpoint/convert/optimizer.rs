@@ -379,11 +379,13 @@ pub(super) fn is_pair(items: &Items) -> bool {
     items.len() == 2 && two_states(items).is_some()
 }
 
-/// Whether a dict has the groups of an optimizer, by which it is recognized without a state.
+/// Whether a dict has the groups of an optimizer and nothing else, as of one without a state. Beside other entries,
+/// groups are a value like any other.
 pub(super) fn has_groups(items: &Items) -> bool {
     let has_params =
         |group: &Value| matches!(group, Value::Dict(items) if get(items, "params").is_some());
-    matches!(get(items, "param_groups"), Some(Value::List(groups))
+    items.len() == 1
+        && matches!(get(items, "param_groups"), Some(Value::List(groups))
         if !groups.is_empty() && groups.iter().all(has_params))
 }
 

@@ -53,6 +53,9 @@ impl fmt::Debug for Stored<'_> {
     }
 }
 
+const ONLY_NUMBERS: &str = "its parameters have numbers and no names; restore it into an optimizer of named \
+                            parameters, and save that";
+
 /// The parts in PyTorch's layout.
 #[derive(Debug)]
 pub(crate) struct Layout<'a> {
@@ -78,8 +81,12 @@ impl<'a> Layout<'a> {
             if let Some(kind) = kind {
                 kinds.push((name.as_str().into(), kind.into()));
             }
-            if let (Part::Optimizer(part), false) = (part, by_name) {
-                names.push((name.as_str().into(), all_names_of(part)));
+            if let Part::Optimizer(part) = part {
+                match (by_name, part.params_are_numbers) {
+                    (true, true) => return Err(unsaveable(name, ONLY_NUMBERS).into()),
+                    (false, false) => names.push((name.as_str().into(), all_names_of(part))),
+                    _ => {}
+                }
             }
             if let Part::State(StatePart { values, beside_averages: Some(beside), .. }) = part {
                 let beside = beside.keys().map(|name| name.as_str().into()).collect();

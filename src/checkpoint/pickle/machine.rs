@@ -110,7 +110,7 @@ pub(super) struct Machine<'a> {
     /// The content of numpy arrays, by the key that their tensors have for a storage.
     pub arrays: BTreeMap<Text, Bytes>,
     /// The bytes that were made of texts, so that each is made once.
-    pub made: HashMap<Id, Arc<Source>>,
+    pub made: HashMap<(Id, bool), Option<Arc<Source>>>,
     /// The heights of the stack at which the marks were set.
     pub marks: Vec<usize>,
     /// By index, which takes at most four bytes in a pickle.

@@ -15,26 +15,39 @@ use crate::checkpoint::value::{TensorRef, element_bytes};
 const OTHER_DTYPE: &str =
     "a numpy array of objects, or of a dtype or byte order that tch does not have";
 
+/// The characters of a text as one byte each; `None` if one is beyond latin-1. Memory is asked for once.
+fn latin_bytes(text: &str) -> Option<Vec<u8>> {
+    let mut bytes = Vec::with_capacity(text.chars().count());
+    for char in text.chars() {
+        bytes.push(u8::try_from(char).ok()?);
+    }
+    Some(bytes)
+}
+
 impl Machine<'_> {
     /// `_codecs.encode`, which makes bytes of a text. In the encoding that Python takes for bytes, each character is
     /// one.
     pub(super) fn encoded(&mut self, text: Id, encoding: Id) -> Node {
-        let is_latin = self.is_text(encoding, "latin1");
-        let bytes = |text: &str| text.chars().map(|char| u8::try_from(char).ok()).collect();
-        match self.made_of(text, &bytes).filter(|_| is_latin) {
+        if !self.is_text(encoding, "latin1") {
+            return self.opaque("bytes");
+        }
+        match self.made_of(text, true) {
             Some(made) => Node::Bytes(Bytes::Made(made), "bytes"),
             None => self.opaque("bytes"),
         }
     }
 
-    /// Makes bytes of a text once, however often the pickle recalls it.
-    fn made_of(&mut self, text: Id, make: &dyn Fn(&str) -> Option<Vec<u8>>) -> Option<Arc<Source>> {
-        if let Some(made) = self.made.get(&text) {
-            return Some(Arc::clone(made));
+    /// Makes bytes of a text, of each character one or those of UTF-8. A pickle can refer to a long text again and
+    /// again, so that this is done once, also if there are none.
+    fn made_of(&mut self, text: Id, is_latin: bool) -> Option<Arc<Source>> {
+        if let Some(made) = self.made.get(&(text, is_latin)) {
+            return made.clone();
         }
-        let made = Arc::new(Source::in_memory(make(self.text(text)?)?));
-        self.made.insert(text, Arc::clone(&made));
-        Some(made)
+        let content = &**self.text(text)?;
+        let bytes = if is_latin { latin_bytes(content) } else { Some(content.as_bytes().to_vec()) };
+        let made = bytes.map(|bytes| Arc::new(Source::in_memory(bytes)));
+        self.made.insert((text, is_latin), made.clone());
+        made
     }
 
     /// Returns the dtype of a name such as `f4`.
@@ -67,7 +80,7 @@ impl Machine<'_> {
         let bytes = match &self.nodes[content] {
             Node::Bytes(bytes, _) => bytes.clone(),
             // A string of Python 2.
-            Node::Text(_) => match self.made_of(content, &|text| Some(text.as_bytes().to_vec())) {
+            Node::Text(_) => match self.made_of(content, false) {
                 Some(made) => Bytes::Made(made),
                 None => return Ok(self.opaque(OTHER_DTYPE)),
             },

@@ -176,7 +176,7 @@ fn own(name: &str, tensor: &Tensor) -> Result<Entry> {
 }
 
 const SWAPPED: &str = "its average is in its place; drop the guard of `swap_in` first, or save the averages \
-                                  with `save_weights`";
+     with `save_weights`";
 
 /// Checks a tensor and makes an entry of it. `name` is for errors.
 pub(crate) fn entry(name: &str, tensor: &Tensor) -> Result<Entry> {

@@ -63,7 +63,7 @@ impl fmt::Debug for SavedState<'_> {
 
 /// Why a variable is not restored for now.
 const SWAPPED: &str = "has its average in its place, which a restore would overwrite; drop the guard of \
-                                  `swap_in` first";
+     `swap_in` first";
 
 impl<'a> SavedState<'a> {
     pub(crate) fn new(checkpoint: &'a Checkpoint, name: &'a str, options: &'a Options) -> Self {

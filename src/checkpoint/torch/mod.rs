@@ -132,13 +132,19 @@ pub(crate) fn read_old(source: Arc<Source>) -> Result<Archive> {
 /// Reads a pickle that is a file of its own, as Python's `pickle` writes it. It has no checksums. Numpy's arrays are in
 /// the pickle itself, which may therefore be as large as any file.
 fn read_plain(source: Arc<Source>, limits: Limits) -> Result<Archive> {
-    let mut bytes = vec![0; usize::try_from(source.len()).unwrap_or(0)];
+    let len = usize::try_from(source.len()).unwrap_or(usize::MAX);
+    let mut bytes = Vec::new();
+    if bytes.try_reserve_exact(len).is_err() {
+        return Err(source.damaged("it is a pickle that is larger than the memory").into());
+    }
+    bytes.resize(len, 0);
     source.read_at(0, &mut bytes)?;
     let limits = Limits { max_pickle_bytes: limits.max_pickle_bytes.max(source.len()), ..limits };
     let first = pickle::read_first(&bytes, &limits).map_err(failed(&source))?;
     let First { root, len, storages, arrays } = first;
     if len != bytes.len() || !storages.is_empty() {
-        let problem = "it is a pickle with something behind it, and not one that PyTorch writes";
+        let problem = "it is a plain pickle, but more bytes follow its end, or it refers to storages that only a file of \
+                       torch.save has";
         return Err(source.damaged(problem).into());
     }
     drop(bytes);
