@@ -136,3 +136,23 @@ fn arrays_of_python_2_are_read() {
         assert_eq!(Vec::<f32>::try_from(tensor).unwrap(), numbers);
     }
 }
+
+/// A text that no bytes can be made of is read once, and not at each of 100,000 uses, which would take hours.
+#[test]
+fn a_text_that_is_used_again_and_again_is_read_once() {
+    let mut pickle = b"\x80\x02c_codecs\nencode\nq\x000X".to_vec();
+    let mut text = "a".repeat(1 << 20);
+    text.push('\u{100}');
+    pickle.extend(u32::try_from(text.len()).unwrap().to_le_bytes());
+    pickle.extend(text.as_bytes());
+    pickle.extend(b"q\x010X\x06\x00\x00\x00latin1q\x020}X\x04\x00\x00\x00usesq\x03](");
+    for _ in 0..100_000 {
+        pickle.extend(b"h\x00h\x01h\x02\x86R");
+    }
+    pickle.extend(b"es.");
+    let folder = Folder::new();
+    let path = folder.file("uses.pkl");
+    std::fs::write(&path, pickle).unwrap();
+    let checkpoint = Checkpoint::load(&path).unwrap();
+    assert!(checkpoint.contains("uses"));
+}
