@@ -87,8 +87,7 @@ void separate(tamp_tensor *const *parameters, size_t count, bool from_all) {
 
 void for_each_leaf(const Tensor &loss, const std::function<void(const Tensor &)> &f) {
   using torch::autograd::Node;
-  if (!loss.requires_grad()) return;
-  if (loss.grad_fn() == nullptr) return f(loss);
+  if (!loss.requires_grad() || loss.grad_fn() == nullptr) return;
   // A list of what is left to visit, because a graph can be deeper than the stack.
   std::vector<Node *> left{loss.grad_fn().get()};
   std::unordered_set<const Node *> seen{left.front()};
@@ -168,21 +167,6 @@ void tamp_gradients_separate_leaves(const tamp_tensor *loss, char **err) noexcep
     std::vector<tamp_tensor *> pointers;
     for (auto &leaf : leaves) pointers.push_back(reinterpret_cast<tamp_tensor *>(&leaf));
     tamp::separate(pointers.data(), pointers.size(), /*from_all=*/true);
-  });
-}
-
-size_t tamp_leaves(const tamp_tensor *loss, tamp_tensor *const *parameters, size_t count, tamp_tensor **leaves,
-                   size_t room, char **err) noexcept {
-  return tamp::guarded(err, [&]() -> size_t {
-    std::unordered_set<const at::TensorImpl *> known;
-    for (size_t i = 0; i < count; ++i) known.insert(tamp::tensor(parameters[i]).unsafeGetTensorImpl());
-    size_t found = 0;
-    tamp::for_each_leaf(tamp::tensor(loss), [&](const Tensor &leaf) {
-      if (known.count(leaf.unsafeGetTensorImpl()) != 0) return;
-      if (found < room) leaves[found] = tamp::give(leaf);
-      ++found;
-    });
-    return found;
   });
 }
 

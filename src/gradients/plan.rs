@@ -71,7 +71,7 @@ impl Plan {
         Ok(plan)
     }
 
-    pub(crate) fn add(&mut self, device: DeviceCode, index: usize) {
+    fn add(&mut self, device: DeviceCode, index: usize) {
         match self.groups.iter_mut().find(|(known, _)| *known == device) {
             Some((_, indices)) => indices.push(index),
             None => self.groups.push((device, vec![index])),

@@ -78,7 +78,7 @@ impl GradScaler {
                 known(&mut *self.iteration()?, record, scale, gradients).map(|()| Some(record))
             }
             Owner::None => {
-                let (plan, widened) = self.prepare(&mut gradients, scale, preparation, widens)?;
+                let (plan, widened) = self.prepare(&mut gradients, preparation, widens)?;
                 let even_empty = self.agreement.is_some();
                 self.iteration()?.open(gradients, widened, &plan, scale, preparation, even_empty)
             }
@@ -90,7 +90,6 @@ impl GradScaler {
     fn prepare(
         &self,
         gradients: &mut Gradients<'_>,
-        scale: &Number,
         preparation: Preparation,
         widens: bool,
     ) -> Result<(Plan, Option<Widened>)> {
@@ -101,7 +100,6 @@ impl GradScaler {
         if matches!(preparation, Preparation::Norm(_)) {
             gradients.refuse(Gradient::is_used, unclippable)?;
         }
-        self.iteration()?.convert(gradients, &plan, scale)?;
         if !widens {
             gradients.separate()?;
             return Ok((plan, None));

@@ -47,28 +47,6 @@ pub(crate) trait Averaged: Debug + Send + Sync {
 /// [`unscale_`](Self::unscale_) and then [`step`](Self::step); and at the end [`update`](Self::update) once. Optimizers
 /// that have parameters in common take turns: each zeroes the gradients, scales its own loss and steps.
 ///
-/// # Gradients from before an update
-///
-/// An optimizer that steps after the next [`update`](Self::update), or after another change of the scale, divides a
-/// gradient by the scale of its loss; PyTorch divides by the new scale. A gradient that [`unscale_`](Self::unscale_) has
-/// divided is not divided again. A step fails with
-/// [`GradientError::MixedScales`](crate::gradients::GradientError::MixedScales) if the backward of a later loss has added
-/// to such a gradient and the host knows that the scales differ. While the scale stands still, gradients may accumulate
-/// over updates.
-///
-/// This holds for a gradient that only backwards of losses of this scaler have made, since it was missing or, on the
-/// CPU, zero, and that no step has used. Every other gradient is divided by the present scale, as in PyTorch:
-///
-/// - if the program has changed it by other means, or if the present scale is unknown to the host when a backward adds to
-///   it, as after the step of a fused optimizer on a GPU;
-/// - if it has changed more often than losses were scaled by [`scale`](Self::scale), as that of a parameter that a loss
-///   uses several times; after [`backward`](Self::backward) that makes no difference;
-/// - if it is fp16, or its memory is that of other tensors too, as in `DistributedDataParallel`;
-/// - if the parameter is not in the graph of the loss, as inside [`recompute`](crate::recompute), or the iteration is
-///   captured in a graph of a GPU;
-/// - if for 128 iterations no optimizer has stepped with a gradient from before an update, and the same optimizers have
-///   stepped in each: the scaler then no longer looks for such gradients until other optimizers step.
-///
 /// # Examples
 ///
 /// ```
@@ -235,7 +213,7 @@ impl GradScaler {
         self.refuse_open_iteration()?;
         let scaled = self.scale.apply(outputs)?;
         // After scaling: if that fails, no backward follows.
-        self.iteration()?.note_scale(&leaves(outputs), self.scale.number())?;
+        self.iteration()?.note_scale(&leaves(outputs))?;
         Ok(scaled)
     }
 
@@ -261,8 +239,7 @@ impl GradScaler {
     /// disabled scaler, too.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
         ensure_defined("loss", loss)?;
-        self.scale(loss)?.f_backward()?;
-        self.iteration()?.note_backward()
+        Ok(self.scale(loss)?.f_backward()?)
     }
 
     /// Scales a loss, runs backward on it and keeps the graph for another backward through a part of it. Corresponds to
@@ -273,8 +250,7 @@ impl GradScaler {
     /// The same as [`backward`](Self::backward).
     pub fn backward_retain_graph(&self, loss: &Tensor) -> Result<()> {
         ensure_defined("loss", loss)?;
-        ffi::backward(&self.scale(loss)?, true)?;
-        self.iteration()?.note_backward()
+        ffi::backward(&self.scale(loss)?, true)
     }
 
     /// The scale on its device, unless the scaler is disabled.
@@ -411,7 +387,7 @@ impl GradScaler {
     }
 
     pub(crate) fn set_state(&mut self, loaded: LoadedState) -> Result<()> {
-        self.set_scale(|scale| scale.set_state(loaded))
+        self.scale.set_state(loaded)
     }
 
     fn check_closed(&self, call: &'static str) -> Result<()> {

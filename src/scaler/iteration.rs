@@ -21,7 +21,6 @@ use crate::gradients::{
     Change, Findings, Gradients, Plan, Preparation, change, drop_frozen, overflow,
 };
 use crate::scale::Number;
-use crate::scaler::carried::Carried;
 use crate::scaler::record::{Record, Stage};
 
 /// Whether a step can be taken.
@@ -59,8 +58,6 @@ pub(crate) struct Iteration {
     records: Vec<Record>,
     /// A loss was scaled.
     is_scaled: bool,
-    /// The gradients that no step has used yet.
-    carried: Carried,
 }
 
 impl Iteration {
@@ -193,7 +190,6 @@ impl Iteration {
             gradients.drop_frozen()?;
             return Ok(None);
         }
-        self.carried.use_up(gradients.snapshot());
         let id = RecordId(self.records.len());
         self.records.push(Record::new(gradients, widened));
         match preparation {
@@ -282,26 +278,9 @@ impl Iteration {
         Ok(unscaled)
     }
 
-    /// Gives the gradients of an optimizer the present scale, where they have an earlier one. Fails before any change if
-    /// a gradient is a sum of gradients of two scales.
-    pub(crate) fn convert(
-        &mut self,
-        gradients: &mut Gradients<'_>,
-        plan: &Plan,
-        present: &Number,
-    ) -> Result<()> {
-        let earlier = self.carried.earlier(gradients, plan)?;
-        self.carried.convert(gradients, earlier, present)
-    }
-
-    /// Records that the backward of the loss that was just scaled is complete.
-    pub(crate) fn note_backward(&mut self) -> Result<()> {
-        self.carried.note_backward()
-    }
-
     /// Records that losses are being scaled: from here on, a change of a gradient may come from their backward. That of
-    /// any but the first may add to gradients, each of which has to have memory of its own. `scale` is the scale, if any.
-    pub(crate) fn note_scale(&mut self, losses: &[&Tensor], scale: Option<&Number>) -> Result<()> {
+    /// any but the first may add to gradients, each of which has to have memory of its own.
+    pub(crate) fn note_scale(&mut self, losses: &[&Tensor]) -> Result<()> {
         for loss in losses {
             if std::mem::replace(&mut self.is_scaled, true) {
                 ffi::gradients_separate_leaves(loss)?;
@@ -313,7 +292,7 @@ impl Iteration {
             record.accept(now);
             record.rescaled = true;
         }
-        scale.map_or(Ok(()), |scale| self.carried.note(losses, scale))
+        Ok(())
     }
 
     /// Notes what is left of the gradients that were changed in place since a step. Nothing is left of those that were
@@ -404,10 +383,9 @@ impl Iteration {
         self.get_mut(record).found_inf()
     }
 
-    /// What its end needs: the flags of all records, these, and the gradients that no step has used.
-    pub(super) fn ending(&mut self) -> (Vec<&FoundInf>, &[Record], &mut Carried) {
-        let Self { records, carried, .. } = self;
-        (records.iter().flat_map(|record| &record.found).collect(), records, carried)
+    /// The flags of all records.
+    pub(crate) fn found(&self) -> impl Iterator<Item = &FoundInf> {
+        self.records.iter().flat_map(|record| &record.found)
     }
 
     /// Whether there is a flag for the gradients of a record.

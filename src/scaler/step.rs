@@ -9,7 +9,7 @@ use crate::error::{Error, GradientProblem, Result, ScalerError, ensure_defined};
 use crate::ffi::{self, Gradient, OutsideRegions};
 use crate::gradients::{ClipNorm, Plan, Preparation, check_limit, clamp, unclampable, unclippable};
 use crate::optim::{AmpOptimizer, Optimizer, Step, drop_gradients, take_step};
-use crate::scale::{AdaptiveScale, End, Number, end_all};
+use crate::scale::{Number, end_all};
 use crate::scaler::iteration::{Owner, RecordId, Verdict};
 use crate::scaler::outcome::Taken;
 use crate::scaler::record::Stage;
@@ -40,8 +40,7 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`ScalerError::AlreadyUnscaled`], [`ScalerError::UnscaleAfterStep`], [`GradientError::Shared`],
-    /// [`GradientError::MixedScales`] for a sum of [gradients of two scales](Self#gradients-from-before-an-update), and
+    /// [`ScalerError::AlreadyUnscaled`], [`ScalerError::UnscaleAfterStep`], [`GradientError::Shared`] and
     /// [`GradientError::Unsupported`]; no gradient is changed then. [`Error::Torch`] if libtorch fails. If memory ran
     /// out, all gradients are as before and the call can be repeated; if libtorch failed midway, later calls return
     /// [`ScalerError::UnscaleFailed`].
@@ -533,30 +532,14 @@ impl GradScaler {
         self.check_scale_may_change()?;
         let iteration = self.iteration.get_mut();
         let is_broken = iteration.check_broken()?;
-        let (found, records, carried) = iteration.ending();
-        let given_up = if is_broken && found.is_empty() {
+        let given_up = if is_broken && iteration.found().next().is_none() {
             None
         } else {
-            let end = self.scale.end(found)?;
-            if let Some((present, changes)) = end.as_ref().map(End::present) {
-                carried.end(records, present, changes)?;
-            }
-            end_all(&mut Vec::from_iter(end)).inspect_err(|_| carried.forget())?
+            let end = self.scale.end(iteration.found())?;
+            end_all(&mut Vec::from_iter(end))?
         };
         self.close();
         given_up.map_or(Ok(()), Err)
-    }
-
-    /// Sets the scale, and notes before which gradients are left.
-    pub(super) fn set_scale(
-        &mut self,
-        set: impl FnOnce(&mut AdaptiveScale) -> Result<()>,
-    ) -> Result<()> {
-        let (_, records, carried) = self.iteration.get_mut().ending();
-        if let Some(present) = self.scale.number() {
-            carried.end(records, present, true)?;
-        }
-        set(&mut self.scale).inspect_err(|_| carried.forget())
     }
 
     /// Closes the iteration, and warns if it is the last of too many without a step.
@@ -574,7 +557,7 @@ impl GradScaler {
     /// in [`update`](Self::update). Nothing is changed then.
     pub fn update_with(&mut self, new_scale: f64) -> Result<()> {
         self.check_scale_may_change()?;
-        self.set_scale(|scale| scale.set_scale(new_scale))?;
+        self.scale.set_scale(new_scale)?;
         self.close();
         Ok(())
     }
@@ -605,8 +588,7 @@ impl GradScaler {
             return Err(Error::InvalidArgument { name: "new_scale", problem });
         }
         self.check_scale_may_change()?;
-        let value = value.f_view([0i64; 0])?;
-        self.set_scale(|scale| scale.set_scale_to(&value))?;
+        self.scale.set_scale_to(&value.f_view([0i64; 0])?)?;
         self.close();
         Ok(())
     }

@@ -5,7 +5,6 @@
 mod common;
 
 mod backward_step;
-mod carried;
 mod gradients;
 mod identity;
 mod losses;
