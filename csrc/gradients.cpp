@@ -4,8 +4,11 @@
 #include <ATen/SparseTensorImpl.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include <memory>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -20,6 +23,21 @@ namespace tamp {
 namespace {
 
 using at::Tensor;
+
+// Counts on the host how often a backward pass has added to the gradient of a leaf.
+class AdditionCount final : public torch::autograd::FunctionPostHook {
+ public:
+  explicit AdditionCount(Tensor count) : count_(std::move(count)) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list &outputs,
+                                            const torch::autograd::variable_list & /*inputs*/) override {
+    ++*count_.mutable_data_ptr<int64_t>();
+    return outputs;
+  }
+
+ private:
+  Tensor count_;
+};
 
 uintptr_t identity(const Tensor &t) { return reinterpret_cast<uintptr_t>(t.unsafeGetTensorImpl()); }
 
@@ -87,7 +105,8 @@ void separate(tamp_tensor *const *parameters, size_t count, bool from_all) {
 
 void for_each_leaf(const Tensor &loss, const std::function<void(const Tensor &)> &f) {
   using torch::autograd::Node;
-  if (!loss.requires_grad() || loss.grad_fn() == nullptr) return;
+  if (!loss.requires_grad()) return;
+  if (loss.grad_fn() == nullptr) return f(loss);
   // A list of what is left to visit, because a graph can be deeper than the stack.
   std::vector<Node *> left{loss.grad_fn().get()};
   std::unordered_set<const Node *> seen{left.front()};
@@ -167,6 +186,31 @@ void tamp_gradients_separate_leaves(const tamp_tensor *loss, char **err) noexcep
     std::vector<tamp_tensor *> pointers;
     for (auto &leaf : leaves) pointers.push_back(reinterpret_cast<tamp_tensor *>(&leaf));
     tamp::separate(pointers.data(), pointers.size(), /*from_all=*/true);
+  });
+}
+
+size_t tamp_leaves(const tamp_tensor *loss, tamp_tensor *const *parameters, size_t count, tamp_tensor **leaves,
+                   size_t room, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> size_t {
+    std::unordered_set<const at::TensorImpl *> known;
+    for (size_t i = 0; i < count; ++i) known.insert(tamp::tensor(parameters[i]).unsafeGetTensorImpl());
+    size_t found = 0;
+    tamp::for_each_leaf(tamp::tensor(loss), [&](const Tensor &leaf) {
+      if (known.count(leaf.unsafeGetTensorImpl()) != 0) return;
+      if (found < room) leaves[found] = tamp::give(leaf);
+      ++found;
+    });
+    return found;
+  });
+}
+
+tamp_tensor *tamp_leaf_count_additions(const tamp_tensor *leaf, char **err) noexcept {
+  return tamp::guarded(err, [&] {
+    const auto node = torch::autograd::impl::grad_accumulator(tamp::tensor(leaf));
+    TORCH_CHECK(node != nullptr, "the tensor is no leaf that requires a gradient");
+    const Tensor count = at::zeros({}, at::kLong);
+    node->add_post_hook(std::make_unique<tamp::AdditionCount>(count));
+    return tamp::give(count);
   });
 }
 

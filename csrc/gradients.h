@@ -17,7 +17,7 @@ tamp_gradient inspect(const at::Tensor &parameter);
 // other.
 void separate(tamp_tensor *const *parameters, size_t count, bool from_all);
 
-// Calls `f` with each leaf of the graph of `loss`.
+// Calls `f` with each leaf of the graph of `loss`, which may be a leaf itself.
 void for_each_leaf(const at::Tensor &loss, const std::function<void(const at::Tensor &)> &f);
 
 }  // namespace tamp

@@ -198,6 +198,16 @@ void tamp_gradients_separate(tamp_tensor *const *parameters, size_t count, char 
 // Does the same for the leaves of the graph of `loss`, to whose gradients a backward pass will add.
 void tamp_gradients_separate_leaves(const tamp_tensor *loss, char **err) TAMP_NOEXCEPT;
 
+// Writes the leaves to which the backward pass of `loss` adds gradients, except these `count` parameters, to `leaves`,
+// an array of `room` nulls. Returns their number, which can exceed `room`. On failure, `leaves` holds those that were
+// written.
+size_t tamp_leaves(const tamp_tensor *loss, tamp_tensor *const *parameters, size_t count, tamp_tensor **leaves,
+                   size_t room, char **err) TAMP_NOEXCEPT;
+
+// Returns a number on the CPU that grows by one whenever a backward pass through the graph that exists now adds to the
+// gradient of the leaf.
+tamp_tensor *tamp_leaf_count_additions(const tamp_tensor *leaf, char **err) TAMP_NOEXCEPT;
+
 // Removes the gradients of `count` parameters, so that no optimizer can apply them. Later ones have the dtypes of their
 // parameters; without `narrows`, those of bf16 and fp16 parameters stay f32 if tamp_gradients_widen has made them so.
 void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, uint8_t narrows, char **err) TAMP_NOEXCEPT;
@@ -270,6 +280,13 @@ uint8_t tamp_stamps_have_moved(tamp_tensor *const *parameters, size_t count, con
 
 // Releases the `memory` of a stamp that is no longer used. Does nothing if it is zero.
 void tamp_memory_release(uintptr_t memory) TAMP_NOEXCEPT;
+
+// Returns a weak reference to a defined tensor, which does not keep its memory. It has to be released by
+// tamp_memory_release.
+uintptr_t tamp_tensor_watch(const tamp_tensor *watched) TAMP_NOEXCEPT;
+
+// Returns the tensor of a weak reference, or null if nothing else holds it any more.
+tamp_tensor *tamp_tensor_watched(uintptr_t watch, char **err) TAMP_NOEXCEPT;
 
 // --------------------------------------------------------------------------------------------------------- unscale.cpp
 // These functions divide gradients by the loss scale, and check them for non-finite elements.

@@ -19,6 +19,7 @@ namespace tamp {
 namespace {
 
 using at::Tensor;
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 c10::intrusive_ptr_target *target_of(const Tensor &t) {
   if (!t.defined()) return nullptr;
@@ -180,8 +181,7 @@ uintptr_t hold(const Tensor &t) {
   if (t.unsafeGetTensorImpl()->has_storage()) {
     return address(t.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl().release());
   }
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  return address(Weak(t.getIntrusivePtr()).release());
+  return address(WeakTensor(t.getIntrusivePtr()).release());
 }
 
 void release(uintptr_t memory) {
@@ -269,5 +269,16 @@ uint8_t tamp_stamps_have_moved(tamp_tensor *const *parameters, size_t count, con
 }
 
 void tamp_memory_release(uintptr_t memory) noexcept { tamp::release(memory); }
+
+uintptr_t tamp_tensor_watch(const tamp_tensor *watched) noexcept {
+  return reinterpret_cast<uintptr_t>(tamp::WeakTensor(tamp::tensor(watched).getIntrusivePtr()).release());
+}
+
+tamp_tensor *tamp_tensor_watched(uintptr_t watch, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> tamp_tensor * {
+    auto strong = tamp::WeakTensor::reclaim_copy(reinterpret_cast<c10::TensorImpl *>(watch)).lock();
+    return strong.defined() ? tamp::give(at::Tensor(std::move(strong))) : nullptr;
+  });
+}
 
 }  // extern "C"

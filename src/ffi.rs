@@ -62,7 +62,7 @@ pub(crate) use heap::*;
 #[cfg(feature = "jit")]
 pub(crate) use jit::*;
 pub(crate) use loss_scale::*;
-pub(crate) use memory::{Stamps, elements, is_dense, numel, overlapping, sizes};
+pub(crate) use memory::{Stamps, Watched, elements, is_dense, numel, overlapping, sizes};
 pub(crate) use numbers::*;
 pub(crate) use optim::*;
 pub(crate) use optim_state::*;

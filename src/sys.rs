@@ -421,6 +421,18 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     );
     pub(crate) fn tamp_gradients_separate_leaves(loss: *const Tensor, err: *mut *mut c_char);
+    pub(crate) fn tamp_leaves(
+        loss: *const Tensor,
+        parameters: *const *mut Tensor,
+        count: usize,
+        leaves: *mut *mut Tensor,
+        room: usize,
+        err: *mut *mut c_char,
+    ) -> usize;
+    pub(crate) fn tamp_leaf_count_additions(
+        leaf: *const Tensor,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
     pub(crate) fn tamp_gradients_drop(
         parameters: *const *mut Tensor,
         count: usize,
@@ -493,6 +505,8 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     ) -> u8;
     pub(crate) fn tamp_memory_release(memory: usize);
+    pub(crate) fn tamp_tensor_watch(watched: *const Tensor) -> usize;
+    pub(crate) fn tamp_tensor_watched(watch: usize, err: *mut *mut c_char) -> *mut Tensor;
 
     pub(crate) fn tamp_gradients_unscale(
         parameters: *const *mut Tensor,

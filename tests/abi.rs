@@ -347,7 +347,7 @@ const INSIDE_REGIONS: [&str; 6] = [
 ];
 
 /// The functions that cannot fail, because they call no operation on tensors.
-const WITHOUT_OPERATIONS: [&str; 36] = [
+const WITHOUT_OPERATIONS: [&str; 37] = [
     "tamp_allocations_end",
     "tamp_arrival_free",
     "tamp_autocast_after_backward",
@@ -380,6 +380,7 @@ const WITHOUT_OPERATIONS: [&str; 36] = [
     "tamp_store_free",
     "tamp_string_free",
     "tamp_string_new",
+    "tamp_tensor_watch",
     "tamp_testing_as_other_device",
     "tamp_testing_fail_at",
     "tamp_testing_fault",
@@ -436,6 +437,7 @@ const COMPUTES_NOTHING: &[&str] = &[
     "tamp_group_reduce_scatter",
     "tamp_group_unwritable",
     "tamp_jit_set_autocast_mode",
+    "tamp_leaf_count_additions",
     "tamp_leaves",
     "tamp_matmul_precision",
     "tamp_name_begin",
@@ -455,6 +457,7 @@ const COMPUTES_NOTHING: &[&str] = &[
     "tamp_store_set",
     "tamp_store_tcp",
     "tamp_store_wait",
+    "tamp_tensor_watched",
 ];
 
 /// The source of each job of own arithmetic.

@@ -181,13 +181,6 @@ void tamp_emulation_mark(tamp_emulation *emulation, tamp_tensor *const *tensors,
 uint8_t tamp_emulation_returned(const tamp_emulation *emulation) TAMP_NOEXCEPT;
 void tamp_emulation_end(tamp_emulation *emulation) TAMP_NOEXCEPT;
 
-// ---------------------------------------------------------------------------------------------------------- leaves.cpp
-// Writes the leaves to which the backward pass of `loss` adds gradients, except these `count` parameters, to `leaves`,
-// an array of `room` nulls. Returns their number, which can exceed `room`. On failure, `leaves` holds those that were
-// written.
-size_t tamp_leaves(const tamp_tensor *loss, tamp_tensor *const *parameters, size_t count, tamp_tensor **leaves,
-                   size_t room, char **err) TAMP_NOEXCEPT;
-
 // ------------------------------------------------------------------------------------------------------- exponents.cpp
 // These functions count the exponents of gradients, where these are.
 

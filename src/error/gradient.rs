@@ -51,6 +51,18 @@ pub enum GradientError {
         parameter: String,
     },
 
+    /// A gradient is a sum of gradients that were multiplied by different scales, so that no number unscales it: it was
+    /// made before the last `update`, no step has used it, the scale has changed since, and the backward of a later
+    /// loss has added to it. All gradients of its optimizer are finite, so that the step would have been taken. No
+    /// gradient was changed.
+    #[error(
+        "the gradient of {parameter} is a sum of gradients of different scales: a backward has added to one from before the last update(), and the scale has changed since; zero the gradients of this optimizer now, and from here on step it before update() or zero them before the next loss is scaled"
+    )]
+    MixedScales {
+        /// The parameter: its name if it is known, or else its index, and its shape.
+        parameter: String,
+    },
+
     /// The gradients have been accumulated on this rank alone, and are not averaged over the ranks of a group yet.
     /// Until they are averaged or dropped, their optimizer cannot step, and the scale by which they were multiplied
     /// cannot change. Models that accumulate over different numbers of batches need a scaler each.

@@ -146,6 +146,11 @@ impl Snapshot {
         drop(Self(self.0.split_off(len.min(self.0.len()))));
     }
 
+    /// A snapshot of each gradient alone.
+    pub(crate) fn each(mut self) -> impl Iterator<Item = Self> {
+        std::mem::take(&mut self.0).into_iter().map(|gradient| Self(vec![gradient]))
+    }
+
     /// Swaps the gradients at one index of two snapshots.
     pub(crate) fn exchange(&mut self, other: &mut Self, index: usize) {
         std::mem::swap(&mut self.0[index], &mut other.0[index]);
@@ -186,6 +191,33 @@ pub(crate) fn gradients_separate(parameters: &[Tensor]) -> Result<()> {
 pub(crate) fn gradients_separate_leaves(loss: &Tensor) -> Result<()> {
     // SAFETY: `loss` is a live tensor, and gradients are replaced through libtorch's own handles, which alias freely.
     call(|err| unsafe { sys::tamp_gradients_separate_leaves(loss.as_ptr(), err) })
+}
+
+/// The leaves to which the backward pass of `loss` adds gradients, except these parameters.
+pub(crate) fn other_leaves(loss: &Tensor, parameters: &[Tensor]) -> Result<Vec<Tensor>> {
+    let tensors = pointers(parameters);
+    let mut leaves = Vec::new();
+    loop {
+        let room = leaves.len();
+        let (loss, array, count, to) =
+            (loss.as_ptr(), tensors.as_ptr(), tensors.len(), leaves.as_mut_ptr());
+        // SAFETY: the arrays have `count` and `room` elements, the latter all null, the borrows keep every tensor
+        // alive, and the tensors that the shim writes to `leaves` are owned by the caller, even after a failure.
+        let found = call(|err| unsafe { sys::tamp_leaves(loss, array, count, to, room, err) });
+        let written = leaves.iter().copied().filter(|leaf| !leaf.is_null());
+        let owned = written.map(given).collect::<Result<Vec<Tensor>>>()?;
+        let found = found?;
+        if found <= room {
+            return Ok(owned);
+        }
+        leaves = vec![ptr::null_mut(); found];
+    }
+}
+
+/// Counts on the CPU how often backward passes through the graph that exists now add to the gradient of a leaf.
+pub(crate) fn count_additions(leaf: &Tensor) -> Result<Tensor> {
+    // SAFETY: the borrow keeps the tensor alive.
+    given(call(|err| unsafe { sys::tamp_leaf_count_additions(leaf.as_ptr(), err) })?)
 }
 
 /// Drops the gradients of the parameters.

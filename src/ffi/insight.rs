@@ -6,7 +6,7 @@ use std::ptr::{self, NonNull};
 
 use tch::{Kind, Tensor};
 
-use super::{call, codes, given, pointers};
+use super::{call, codes, pointers};
 use crate::error::{Error, Result};
 use crate::sys::insight as sys;
 
@@ -284,27 +284,6 @@ impl Drop for RawRecording {
     fn drop(&mut self) {
         // SAFETY: the recording is alive, was started on this thread, and is not used again.
         unsafe { sys::tamp_recording_free(self.raw.as_ptr()) }
-    }
-}
-
-/// The leaves to which the backward pass of `loss` adds gradients, except these parameters.
-pub(crate) fn other_leaves(loss: &Tensor, parameters: &[Tensor]) -> Result<Vec<Tensor>> {
-    let tensors = pointers(parameters);
-    let mut leaves = Vec::new();
-    loop {
-        let room = leaves.len();
-        let (loss, array, count, to) =
-            (loss.as_ptr(), tensors.as_ptr(), tensors.len(), leaves.as_mut_ptr());
-        // SAFETY: the arrays have `count` and `room` elements, the latter all null, the borrows keep every tensor
-        // alive, and the tensors that the shim writes to `leaves` are owned by the caller, even after a failure.
-        let found = call(|err| unsafe { sys::tamp_leaves(loss, array, count, to, room, err) });
-        let written = leaves.iter().copied().filter(|leaf| !leaf.is_null());
-        let owned = written.map(given).collect::<Result<Vec<Tensor>>>()?;
-        let found = found?;
-        if found <= room {
-            return Ok(owned);
-        }
-        leaves = vec![ptr::null_mut(); found];
     }
 }
 

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::{call, pointer, pointers};
+use super::{call, given, pointer, pointers};
 use crate::error::Result;
 use crate::sys;
 
@@ -130,4 +130,30 @@ fn release(stamp: &mut sys::Stamp) {
     let memory = std::mem::take(stamp).memory;
     // SAFETY: only the shim writes it, which has taken hold of the memory, and the stamp no longer refers to it.
     unsafe { sys::tamp_memory_release(memory) }
+}
+
+/// A weak reference to a tensor, which keeps neither the tensor nor its memory.
+#[derive(Debug)]
+pub(crate) struct Watched(usize);
+
+impl Watched {
+    /// Refers to a defined tensor.
+    pub(crate) fn new(tensor: &Tensor) -> Self {
+        // SAFETY: `tensor` is a live tensor.
+        Self(unsafe { sys::tamp_tensor_watch(tensor.as_ptr()) })
+    }
+
+    /// The tensor, or an undefined one if nothing else holds it any more.
+    pub(crate) fn get(&self) -> Result<Tensor> {
+        // SAFETY: the reference is released only when it is dropped.
+        let tensor = call(|err| unsafe { sys::tamp_tensor_watched(self.0, err) })?;
+        if tensor.is_null() { Ok(Tensor::new()) } else { given(tensor) }
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        // SAFETY: `new` has taken the reference, which is released only here.
+        unsafe { sys::tamp_memory_release(self.0) }
+    }
 }

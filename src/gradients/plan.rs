@@ -71,7 +71,7 @@ impl Plan {
         Ok(plan)
     }
 
-    fn add(&mut self, device: DeviceCode, index: usize) {
+    pub(crate) fn add(&mut self, device: DeviceCode, index: usize) {
         match self.groups.iter_mut().find(|(known, _)| *known == device) {
             Some((_, indices)) => indices.push(index),
             None => self.groups.push((device, vec![index])),

@@ -133,7 +133,7 @@ impl Rerun<'_> {
         let mut passes = || {
             let loss = loss()?;
             let scaled = named(SCALED_LOSS, || scaled(&loss, scale))?;
-            let leaves = ffi::insight::other_leaves(&scaled, taken.parameters())?;
+            let leaves = ffi::other_leaves(&scaled, taken.parameters())?;
             let leaves = Taken::from(leaves)?;
             ffi::backward(&scaled, false)?;
             others.extend(leaves.exchange()?.into_iter().flatten());

@@ -259,7 +259,12 @@ impl AdaptiveScale {
     }
 }
 
-impl End<'_> {
+impl<'a> End<'a> {
+    /// The scale, and whether it changes, as far as the host knows.
+    pub(crate) fn present(&self) -> (&'a Number, bool) {
+        (self.number, !self.number.stays(self.overflow, &self.config.rule()))
+    }
+
     fn change(&self) -> ScaleUpdate<'_> {
         self.number.change(&self.found_infs, self.config.rule())
     }

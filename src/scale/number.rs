@@ -134,13 +134,25 @@ impl Number {
 
     /// The scale, if the host has it. Never synchronizes.
     pub(crate) fn known(&self) -> Option<f64> {
+        self.known_value().map(|mirror| mirror.scale.into())
+    }
+
+    fn known_value(&self) -> Option<Mirror> {
         self.forget_replays();
-        let mirror = match self.mirror.get() {
+        match self.mirror.get() {
             // Reading host memory does not synchronize.
             None if self.tensor.device() == Device::Cpu => self.value().ok(),
             mirror => mirror,
-        };
-        mirror.map(|mirror| mirror.scale.into())
+        }
+    }
+
+    /// Whether the host knows that the scale is still the same after an iteration with this answer.
+    pub(crate) fn stays(&self, overflow: Option<bool>, rule: &ScaleRule) -> bool {
+        if rule.min_scale == rule.max_scale {
+            return true;
+        }
+        let known = self.known_value().zip(overflow);
+        known.is_some_and(|(now, overflow)| next(now, overflow, rule).scale == now.scale)
     }
 
     /// Whether the reciprocal may be more than 1, so that unscaling can overflow. Never synchronizes.

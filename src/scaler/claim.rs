@@ -66,7 +66,7 @@ impl GradScaler {
             return Ok(None);
         };
         // The optimizer may use the scaler, so it is asked before the iteration is borrowed.
-        let mut gradients = self.gradients(optimizer)?;
+        let gradients = self.gradients(optimizer)?;
         // Gradients that are unscaled, or whose unscaled norm is taken, need the dtype that the optimizer updates in.
         let widens = preparation != Preparation::Check && optimizer.wants_f32_gradients();
         let owner = self.iteration()?.owner(gradients.snapshot())?;
@@ -78,28 +78,43 @@ impl GradScaler {
                 known(&mut *self.iteration()?, record, scale, gradients).map(|()| Some(record))
             }
             Owner::None => {
-                let (plan, widened) = self.prepare(&mut gradients, preparation, widens)?;
+                let plan = self.plan(&gradients, preparation, widens)?;
+                let mut gradients = self.iteration()?.convert(gradients, &plan, scale)?;
+                let (plan, widened) = self.prepare(&mut gradients, plan, preparation, widens)?;
                 let even_empty = self.agreement.is_some();
                 self.iteration()?.open(gradients, widened, &plan, scale, preparation, even_empty)
             }
         }
     }
 
-    /// Checks gradients, and gives them memory of their own and, if `widens`, the dtype that they are unscaled in. If
-    /// it fails, they have the dtypes from before.
-    fn prepare(
+    /// Checks gradients, which are unscaled in another dtype than theirs if they are `widened`.
+    fn plan(
         &self,
-        gradients: &mut Gradients<'_>,
+        gradients: &Gradients<'_>,
         preparation: Preparation,
-        widens: bool,
-    ) -> Result<(Plan, Option<Widened>)> {
-        // Only writing unscaled fp16 gradients back can lose small values.
-        let allow_fp16 =
-            preparation != Preparation::Unscale || self.scale.config().may_unscale_fp16();
-        let plan = Plan::new(gradients, allow_fp16 || widens)?;
+        widened: bool,
+    ) -> Result<Plan> {
+        let plan = Plan::new(gradients, widened || self.allows_fp16(preparation))?;
         if matches!(preparation, Preparation::Norm(_)) {
             gradients.refuse(Gradient::is_used, unclippable)?;
         }
+        Ok(plan)
+    }
+
+    /// Whether gradients may be fp16: only writing unscaled ones back can lose small values.
+    fn allows_fp16(&self, preparation: Preparation) -> bool {
+        preparation != Preparation::Unscale || self.scale.config().may_unscale_fp16()
+    }
+
+    /// Gives checked gradients memory of their own and, if `widens`, the dtype that they are unscaled in. If it fails,
+    /// they have the dtypes from before.
+    fn prepare(
+        &self,
+        gradients: &mut Gradients<'_>,
+        plan: Plan,
+        preparation: Preparation,
+        widens: bool,
+    ) -> Result<(Plan, Option<Widened>)> {
         if !widens {
             gradients.separate()?;
             return Ok((plan, None));
@@ -109,7 +124,7 @@ impl GradScaler {
             if widened.any() {
                 gradients.inspect_again()?;
             }
-            let plan = Plan::new(gradients, allow_fp16)?;
+            let plan = Plan::new(gradients, self.allows_fp16(preparation))?;
             gradients.separate()?;
             Ok(plan)
         };

@@ -47,6 +47,31 @@ pub(crate) trait Averaged: Debug + Send + Sync {
 /// [`unscale_`](Self::unscale_) and then [`step`](Self::step); and at the end [`update`](Self::update) once. Optimizers
 /// that have parameters in common take turns: each zeroes the gradients, scales its own loss and steps.
 ///
+/// # Gradients from before an update
+///
+/// An optimizer that steps after the next [`update`](Self::update), or after another change of the scale, divides a
+/// gradient by the scale of its loss; PyTorch divides by the new scale. A gradient that [`unscale_`](Self::unscale_)
+/// has divided, and that nothing has changed since, is not divided again. A step fails with
+/// [`GradientError::MixedScales`](crate::gradients::GradientError::MixedScales) if the backward of a later loss has
+/// added to such a gradient, the host knows that the two scales differ, and all gradients are finite. While the scale
+/// stands still, gradients may accumulate over updates.
+///
+/// This holds for a gradient that only backwards of losses of this scaler have made, before the update, since it was
+/// missing or, on the CPU, zero, and that no step has used. Every other gradient is divided by the present scale, as in
+/// PyTorch:
+///
+/// - if the program has changed it by other means;
+/// - if a backward adds to it while the host does not know one of the scales, as after the step of a fused optimizer on
+///   a GPU, or adds to it after the update although its loss was scaled before;
+/// - if it has changed more often than losses were scaled by [`scale`](Self::scale), as that of a parameter that a loss
+///   uses several times; after [`backward`](Self::backward) that makes no difference;
+/// - if it is fp16, or its memory is that of other tensors too, as in `DistributedDataParallel`;
+/// - if the parameter is not in the graph of the loss, as inside [`recompute`](crate::recompute), or the iteration is
+///   captured in a graph of a GPU;
+/// - after more than 1,024 losses in one iteration;
+/// - if for 128 iterations no optimizer has stepped with a gradient from before an update, and the same optimizers have
+///   stepped in each: the scaler then no longer looks for such gradients until other optimizers step.
+///
 /// # Examples
 ///
 /// ```
@@ -213,7 +238,7 @@ impl GradScaler {
         self.refuse_open_iteration()?;
         let scaled = self.scale.apply(outputs)?;
         // After scaling: if that fails, no backward follows.
-        self.iteration()?.note_scale(&leaves(outputs))?;
+        self.iteration()?.note_scale(&leaves(outputs), self.scale.number())?;
         Ok(scaled)
     }
 
@@ -239,7 +264,9 @@ impl GradScaler {
     /// disabled scaler, too.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
         ensure_defined("loss", loss)?;
-        Ok(self.scale(loss)?.f_backward()?)
+        self.scale(loss)?.f_backward()?;
+        self.iteration()?.note_backward();
+        Ok(())
     }
 
     /// Scales a loss, runs backward on it and keeps the graph for another backward through a part of it. Corresponds to
@@ -250,7 +277,9 @@ impl GradScaler {
     /// The same as [`backward`](Self::backward).
     pub fn backward_retain_graph(&self, loss: &Tensor) -> Result<()> {
         ensure_defined("loss", loss)?;
-        ffi::backward(&self.scale(loss)?, true)
+        ffi::backward(&self.scale(loss)?, true)?;
+        self.iteration()?.note_backward();
+        Ok(())
     }
 
     /// The scale on its device, unless the scaler is disabled.
@@ -387,7 +416,12 @@ impl GradScaler {
     }
 
     pub(crate) fn set_state(&mut self, loaded: LoadedState) -> Result<()> {
-        self.scale.set_state(loaded)
+        let iteration = self.iteration.get_mut();
+        let ending = self.scale.number().map(|present| iteration.ending(present, true));
+        self.scale.set_state(loaded)?;
+        // Without memory, the gradients that are left count as gradients of the new scale: loading goes on.
+        iteration.carried().end(ending.and_then(Result::ok).unwrap_or_default());
+        Ok(())
     }
 
     fn check_closed(&self, call: &'static str) -> Result<()> {

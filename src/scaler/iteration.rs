@@ -21,6 +21,7 @@ use crate::gradients::{
     Change, Findings, Gradients, Plan, Preparation, change, drop_frozen, overflow,
 };
 use crate::scale::Number;
+use crate::scaler::carried::{Carried, Ending};
 use crate::scaler::record::{Record, Stage};
 
 /// Whether a step can be taken.
@@ -58,6 +59,8 @@ pub(crate) struct Iteration {
     records: Vec<Record>,
     /// A loss was scaled.
     is_scaled: bool,
+    /// The gradients that no step has used yet.
+    carried: Carried,
 }
 
 impl Iteration {
@@ -102,6 +105,8 @@ impl Iteration {
     /// Records that the step of a record was taken or skipped.
     pub(crate) fn set_stepped(&mut self, record: RecordId) {
         self.get_mut(record).set_stepped();
+        let Self { carried, records, .. } = self;
+        carried.use_up(&records[record.0].snapshot);
     }
 
     /// Records that unscaling may have stopped midway.
@@ -197,7 +202,11 @@ impl Iteration {
             Preparation::Check => self.check(id, plan, scale, None)?,
             Preparation::Norm(norm_type) => self.check(id, plan, scale, Some(norm_type))?,
         }
-        let record = self.get(id);
+        let Self { carried, records, .. } = self;
+        let record = &records[id.0];
+        if record.stage == Stage::Unscaled {
+            carried.use_up(&record.snapshot);
+        }
         drop_frozen(&record.parameters, &record.snapshot)?;
         Ok(Some(id))
     }
@@ -278,9 +287,41 @@ impl Iteration {
         Ok(unscaled)
     }
 
+    /// Gives the gradients of an optimizer the present scale, where they have an earlier one, of those that `plan`
+    /// lists. Fails before any change if one is a sum of gradients of two scales; a failure midway leaves a broken
+    /// record.
+    pub(crate) fn convert<'a>(
+        &mut self,
+        mut gradients: Gradients<'a>,
+        plan: &Plan,
+        present: &Number,
+    ) -> Result<Gradients<'a>> {
+        let earlier = self.carried.earlier(&gradients, plan, present)?;
+        if earlier.is_empty() {
+            return Ok(gradients);
+        }
+        let converted = self.carried.convert(gradients.parameters(), earlier, present);
+        if let Err(Interrupted { error, begun }) = converted {
+            if begun {
+                let mut record = Record::new(gradients, None);
+                record.set_broken();
+                self.records.push(record);
+            }
+            return Err(error);
+        }
+        gradients.inspect_again()?;
+        Ok(gradients)
+    }
+
+    /// Records that the backward of the loss that was just scaled is complete.
+    pub(crate) fn note_backward(&mut self) {
+        self.carried.note_backward();
+    }
+
     /// Records that losses are being scaled: from here on, a change of a gradient may come from their backward. That of
-    /// any but the first may add to gradients, each of which has to have memory of its own.
-    pub(crate) fn note_scale(&mut self, losses: &[&Tensor]) -> Result<()> {
+    /// any but the first may add to gradients, each of which has to have memory of its own. `scale` is the scale, if
+    /// any.
+    pub(crate) fn note_scale(&mut self, losses: &[&Tensor], scale: Option<&Number>) -> Result<()> {
         for loss in losses {
             if std::mem::replace(&mut self.is_scaled, true) {
                 ffi::gradients_separate_leaves(loss)?;
@@ -292,7 +333,7 @@ impl Iteration {
             record.accept(now);
             record.rescaled = true;
         }
-        Ok(())
+        scale.map_or(Ok(()), |scale| self.carried.note(losses, scale))
     }
 
     /// Notes what is left of the gradients that were changed in place since a step. Nothing is left of those that were
@@ -386,6 +427,16 @@ impl Iteration {
     /// The flags of all records.
     pub(crate) fn found(&self) -> impl Iterator<Item = &FoundInf> {
         self.records.iter().flat_map(|record| &record.found)
+    }
+
+    /// What the end of the iteration changes about the gradients that no step has used. Nothing has changed yet.
+    pub(super) fn ending(&self, present: &Number, changes: bool) -> Result<Ending> {
+        self.carried.ending(&self.records, present, changes)
+    }
+
+    /// The gradients that no step has used.
+    pub(super) fn carried(&mut self) -> &mut Carried {
+        &mut self.carried
     }
 
     /// Whether there is a flag for the gradients of a record.

@@ -4,6 +4,7 @@
 //! [`GradScaler`] does this. The module also has its options, its state, the types that its methods return, and
 //! [`PerLossScalers`] for several losses.
 
+mod carried;
 mod checkpoint;
 mod claim;
 mod counter;

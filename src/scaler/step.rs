@@ -9,7 +9,7 @@ use crate::error::{Error, GradientProblem, Result, ScalerError, ensure_defined};
 use crate::ffi::{self, Gradient, OutsideRegions};
 use crate::gradients::{ClipNorm, Plan, Preparation, check_limit, clamp, unclampable, unclippable};
 use crate::optim::{AmpOptimizer, Optimizer, Step, drop_gradients, take_step};
-use crate::scale::{Number, end_all};
+use crate::scale::{AdaptiveScale, End, Number, end_all};
 use crate::scaler::iteration::{Owner, RecordId, Verdict};
 use crate::scaler::outcome::Taken;
 use crate::scaler::record::Stage;
@@ -40,9 +40,10 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`ScalerError::AlreadyUnscaled`], [`ScalerError::UnscaleAfterStep`], [`GradientError::Shared`] and
+    /// [`ScalerError::AlreadyUnscaled`], [`ScalerError::UnscaleAfterStep`], [`GradientError::Shared`],
+    /// [`GradientError::MixedScales`] for a sum of [gradients of two scales](Self#gradients-from-before-an-update), and
     /// [`GradientError::Unsupported`]; no gradient is changed then. [`Error::Torch`] if libtorch fails. If memory ran
-    /// out, all gradients are as before and the call can be repeated; if libtorch failed midway, later calls return
+    /// out, no gradient is unscaled and the call can be repeated; if libtorch failed midway, later calls return
     /// [`ScalerError::UnscaleFailed`].
     pub fn unscale_(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         self.open(optimizer)?;
@@ -242,8 +243,8 @@ impl GradScaler {
     /// With a fused [`Optimizer`](crate::optim::Optimizer) that was not unscaled before, one pass over the gradients
     /// takes the norm and finds non-finite values, and the update itself unscales and clips: the gradients stay scaled.
     /// A norm that is not finite counts as an infinite gradient; a [disabled](Self::disabled) scaler skips nothing, and
-    /// steps with gradients that such a norm makes zero or NaN, as in PyTorch. On a GPU the norm is taken in f32, unless
-    /// all gradients are f64, and a 2-norm overflows if the gradients are larger than about 1e19.
+    /// steps with gradients that such a norm makes zero or NaN, as in PyTorch. On a GPU the norm is taken in f32,
+    /// unless all gradients are f64, and a 2-norm overflows if the gradients are larger than about 1e19.
     ///
     /// # Errors
     ///
@@ -536,10 +537,25 @@ impl GradScaler {
             None
         } else {
             let end = self.scale.end(iteration.found())?;
-            end_all(&mut Vec::from_iter(end))?
+            let present = end.as_ref().map(End::present);
+            let ending = present.map(|(present, changes)| iteration.ending(present, changes));
+            let ending = ending.transpose()?;
+            let given_up = end_all(&mut Vec::from_iter(end))?;
+            iteration.carried().end(ending.unwrap_or_default());
+            given_up
         };
         self.close();
         given_up.map_or(Ok(()), Err)
+    }
+
+    /// Sets the scale, if the gradients that are left can keep theirs.
+    fn set_scale(&mut self, set: impl FnOnce(&mut AdaptiveScale) -> Result<()>) -> Result<()> {
+        let iteration = self.iteration.get_mut();
+        let ending = self.scale.number().map(|present| iteration.ending(present, true));
+        let ending = ending.transpose()?;
+        set(&mut self.scale)?;
+        iteration.carried().end(ending.unwrap_or_default());
+        Ok(())
     }
 
     /// Closes the iteration, and warns if it is the last of too many without a step.
@@ -557,7 +573,7 @@ impl GradScaler {
     /// in [`update`](Self::update). Nothing is changed then.
     pub fn update_with(&mut self, new_scale: f64) -> Result<()> {
         self.check_scale_may_change()?;
-        self.scale.set_scale(new_scale)?;
+        self.set_scale(|scale| scale.set_scale(new_scale))?;
         self.close();
         Ok(())
     }
@@ -588,7 +604,8 @@ impl GradScaler {
             return Err(Error::InvalidArgument { name: "new_scale", problem });
         }
         self.check_scale_may_change()?;
-        self.scale.set_scale_to(&value.f_view([0i64; 0])?)?;
+        let value = value.f_view([0i64; 0])?;
+        self.set_scale(|scale| scale.set_scale_to(&value))?;
         self.close();
         Ok(())
     }

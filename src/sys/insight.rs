@@ -203,15 +203,6 @@ unsafe extern "C" {
     pub(crate) fn tamp_emulation_returned(emulation: *const Emulation) -> u8;
     pub(crate) fn tamp_emulation_end(emulation: *mut Emulation);
 
-    pub(crate) fn tamp_leaves(
-        loss: *const Tensor,
-        parameters: *const *mut Tensor,
-        count: usize,
-        leaves: *mut *mut Tensor,
-        room: usize,
-        err: *mut *mut c_char,
-    ) -> usize;
-
     pub(crate) fn tamp_exponents_count(
         counts: *const Tensor,
         gradients: *const CountedGradient,

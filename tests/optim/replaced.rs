@@ -23,6 +23,8 @@ struct World {
     saved: Option<OptimizerState>,
     /// Everything that ever existed, if nothing is freed.
     kept: Option<Vec<Tensor>>,
+    /// The present gradients, where the scale changes: the scaler does not carry gradients whose memory is shared.
+    shared: Option<Vec<Tensor>>,
     told: Vec<String>,
 }
 
@@ -54,19 +56,27 @@ impl World {
         let kinds = [Kind::BFloat16, Kind::Float, Kind::BFloat16];
         let parameters: Vec<_> =
             kinds.into_iter().map(|kind| values(rng, kind).set_requires_grad(true)).collect();
-        let init_scale = *rng.pick(&[1.0, 8.0]);
-        let config = GradScalerConfig { init_scale, ..Default::default() };
+        let changes = rng.one_in(2);
+        let mut config = GradScalerConfig { init_scale: 1.0, ..Default::default() };
+        if changes {
+            config.init_scale = *rng.pick(&[1.0, 8.0]);
+        } else {
+            (config.min_scale, config.max_scale) = (1.0, 1.0);
+        }
         let scaler = config.build(Device::Cpu).unwrap();
         let fused = build(rng, &parameters);
-        let kept = keeps.then(Vec::new);
-        Self { parameters, fused, scaler, saved: None, kept, told: Vec::new() }
+        let (kept, shared) = (keeps.then(Vec::new), changes.then(Vec::new));
+        Self { parameters, fused, scaler, saved: None, kept, shared, told: Vec::new() }
     }
 
-    /// Keeps all memory that is in use, and every tensor that refers to it.
+    /// Keeps all memory that is in use, and every tensor that refers to it, or only the present gradients.
     fn keep(&mut self) {
-        let Some(kept) = &mut self.kept else { return };
         let gradients = self.parameters.iter().map(Tensor::grad).filter(Tensor::defined);
         let gradients: Vec<_> = gradients.collect();
+        if let Some(shared) = &mut self.shared {
+            *shared = gradients.iter().flat_map(|g| [g.shallow_clone(), g.detach()]).collect();
+        }
+        let Some(kept) = &mut self.kept else { return };
         let state = self.fused.state_dict().unwrap().state;
         let state = state.values().flat_map(|tensors| tensors.values());
         for tensor in self.parameters.iter().chain(&gradients).chain(state) {

@@ -38,6 +38,32 @@ def a_new_scale_is_not_checked():
     assert scaler.get_scale() != scaler.get_scale()
 
 
+def a_gradient_from_before_an_update_is_divided_by_the_new_scale():
+    for unscales, expected in [(False, 0.25), (True, 0.5 / 16)]:
+        a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
+        of_a, of_b = (torch.optim.SGD([w], lr=0.5) for w in (a, b))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        scaler.scale((a + b).sum()).backward()
+        if unscales:
+            scaler.unscale_(of_b)
+        scaler.step(of_a)
+        scaler.update()
+        scaler.step(of_b)
+        assert (a.item(), b.item()) == (-0.5, -expected), (a, b)
+
+
+def gradients_of_two_scales_are_added():
+    a, b = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    of_a, of_b = (torch.optim.SGD([w], lr=0.5) for w in (a, b))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scaler.scale((a + b).sum()).backward()
+    scaler.step(of_a)
+    scaler.update()
+    scaler.scale(b.sum()).backward()
+    scaler.step(of_b)
+    assert b.item() == -0.5 * (8 + 16) / 16, b
+
+
 def autocast_knows_more_device_types():
     for device_type in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla"):
         assert torch.amp.is_autocast_available(device_type), device_type
@@ -47,5 +73,7 @@ def autocast_knows_more_device_types():
 step_passes_its_arguments_and_returns_what_the_optimizer_returns()
 a_closure_is_refused()
 a_new_scale_is_not_checked()
+a_gradient_from_before_an_update_is_divided_by_the_new_scale()
+gradients_of_two_scales_are_added()
 autocast_knows_more_device_types()
 print("as the table says")

@@ -5,6 +5,7 @@
 mod common;
 
 mod backward_step;
+mod carried;
 mod gradients;
 mod identity;
 mod losses;

@@ -238,7 +238,7 @@ fn a_non_finite_gradient_that_is_not_cleared_skips_again_and_is_reported() {
     }
 }
 
-struct Failing(Tensor);
+pub struct Failing(pub Tensor);
 
 impl AmpOptimizer for Failing {
     fn parameters(&self) -> Parameters<'_> {

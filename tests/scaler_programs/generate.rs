@@ -1,7 +1,7 @@
 //! Generates random programs, determined by a seed.
 
 use crate::common::rng::Rng;
-use crate::program::{Config, Dtype, OptimizerSpec, ParamSpec, Program, Rule};
+use crate::program::{Config, Dtype, How, Op, OptimizerSpec, ParamSpec, Program, Rule, Term};
 use crate::writer::Writer;
 
 pub const OPS: usize = 50;
@@ -9,12 +9,51 @@ pub const OPS: usize = 50;
 /// The program of `seed`.
 pub fn program(seed: u64) -> Program {
     let mut rng = Rng::new(seed);
+    if rng.one_in(10) {
+        return turns(&mut rng);
+    }
     let optimizers = optimizers(&mut rng);
     let enabled = !rng.one_in(24);
     let config = config(&mut rng);
     let mut writer = Writer::new(rng, &optimizers, enabled);
     let ops = (0..OPS).map(|_| writer.op()).collect();
     Program { enabled, config, optimizers, ops }
+}
+
+/// Two optimizers, of which the second steps every few iterations with the gradients of all of them, while the scale
+/// stands still.
+fn turns(rng: &mut Rng) -> Program {
+    let optimizers: Vec<_> = (0..2)
+        .map(|_| OptimizerSpec { rule: rule(rng), params: vec![param(rng, false)] })
+        .collect();
+    let (init_scale, growth_interval) = (*rng.pick(&[8.0, 1024.0, 65536.0]), 2000);
+    let config = Config { init_scale, growth_interval, ..config(rng) };
+    let mut ops = Vec::new();
+    let (every, mut iteration) = (2 + rng.below(3), 0);
+    while ops.len() < OPS {
+        ops.push(Op::ZeroGrad { optimizer: 0 });
+        let terms = optimizers.iter().enumerate().map(|(param, optimizer)| {
+            let length = match &optimizer.params[0] {
+                ParamSpec::New { eighths, .. } => eighths.len(),
+                ParamSpec::Shared(_) => unreachable!("no parameter is shared"),
+            };
+            Term { param, eighths: eighths(rng, length) }
+        });
+        let terms = terms.collect();
+        ops.push(Op::Backward { how: *rng.pick(&[How::Backward, How::Scale, How::Each]), terms });
+        ops.push(Op::Step { optimizer: 0 });
+        iteration += 1;
+        if iteration % every == 0 {
+            if rng.one_in(2) {
+                ops.push(Op::Unscale { optimizer: 1 });
+            }
+            ops.push(Op::Step { optimizer: 1 });
+            ops.push(Op::ZeroGrad { optimizer: 1 });
+        }
+        ops.push(Op::Update);
+    }
+    ops.truncate(OPS);
+    Program { enabled: true, config, optimizers, ops }
 }
 
 pub fn config(rng: &mut Rng) -> Config {

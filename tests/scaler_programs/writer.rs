@@ -21,6 +21,10 @@ pub struct Writer {
     owned: Vec<Vec<usize>>,
     lengths: Vec<usize>,
     has_grad: Vec<bool>,
+    /// Whether a backward may have changed the gradient since the last step that has used it.
+    unused: Vec<bool>,
+    /// Whether the optimizer was stepped since the last update. Another step may be refused.
+    stepped: Vec<bool>,
     stages: Vec<Stage>,
     /// Whether a loss was scaled since the optimizer was unscaled.
     rescaled: Vec<bool>,
@@ -38,10 +42,11 @@ impl Writer {
         let owned: Vec<_> =
             optimizers.iter().map(|optimizer| optimizer.owned(&mut known)).collect();
         let shares = owned.iter().map(Vec::len).sum::<usize>() > lengths.len();
-        let has_grad = vec![false; lengths.len()];
+        let [has_grad, unused] = [0; 2].map(|_| vec![false; lengths.len()]);
+        let stepped = vec![false; owned.len()];
         let stages = vec![Stage::Ready; owned.len()];
         let rescaled = vec![false; owned.len()];
-        Self { rng, enabled, shares, owned, lengths, has_grad, stages, rescaled }
+        Self { rng, enabled, shares, owned, lengths, has_grad, unused, stepped, stages, rescaled }
     }
 
     pub fn op(&mut self) -> Op {
@@ -124,6 +129,7 @@ impl Writer {
         let mut terms = Vec::new();
         for param in params {
             self.has_grad[param] = true;
+            self.unused[param] = true;
             terms.push(Term { param, eighths: eighths(&mut self.rng, self.lengths[param]) });
         }
         Some(Op::Backward {
@@ -202,6 +208,11 @@ impl Writer {
         self.open(optimizer);
         if self.stages[optimizer] == Stage::Unscaled {
             self.stages[optimizer] = Stage::Stepped;
+            if !std::mem::replace(&mut self.stepped[optimizer], true) {
+                for &param in &self.owned[optimizer] {
+                    self.unused[param] = false;
+                }
+            }
         }
         Op::Step { optimizer }
     }
@@ -215,6 +226,10 @@ impl Writer {
                 self.step(optimizer);
             }
         }
+        if optimizers.len() > 1 {
+            // If the second cannot be opened, the first takes no step.
+            self.unused.fill(true);
+        }
         let rng = &mut self.rng;
         let parts = optimizers.into_iter().map(|optimizer| {
             let clip = match rng.below(3) {
@@ -227,14 +242,39 @@ impl Writer {
         Op::Transaction(parts.collect())
     }
 
+    /// Before the scale may change, gradients that no step has used are dropped: they keep their scale here, and get the
+    /// new one in PyTorch. So are those of optimizers with common parameters. Programs in which the scale stands still
+    /// are written by `generate::turns`.
+    fn drop_unused(&mut self) -> Option<Op> {
+        let is_unused = |param: &usize| {
+            let stage = self.stages[self.owner(*param)];
+            self.has_grad[*param]
+                && (self.shares || self.unused[*param] || stage == Stage::Unscaled)
+        };
+        let param = (0..self.lengths.len()).filter(|_| self.enabled).find(is_unused)?;
+        let optimizer = self.owner(param);
+        for &param in &self.owned[optimizer] {
+            self.has_grad[param] = false;
+        }
+        Some(Op::ZeroGrad { optimizer })
+    }
+
     fn update(&mut self) -> Op {
+        if let Some(op) = self.drop_unused() {
+            return op;
+        }
         // Without a check to end, it is an error that changes nothing.
         self.stages.fill(Stage::Ready);
+        self.stepped.fill(false);
         Op::Update
     }
 
     fn update_with(&mut self) -> Op {
+        if let Some(op) = self.drop_unused() {
+            return op;
+        }
         self.stages.fill(Stage::Ready);
+        self.stepped.fill(false);
         let scale = scale(&mut self.rng);
         if self.rng.one_in(2) { Op::UpdateWith(scale) } else { Op::UpdateWithTensor(scale) }
     }

@@ -453,3 +453,80 @@ fn creating_and_setting_scales_succeeds_or_returns_an_error() {
         }
     }
 }
+
+/// Two optimizers with a weight of one each, and a scaler whose scale of 8 doubles in each iteration, after the backward
+/// pass of a loss of both.
+fn two(kind: Kind) -> (GradScaler, [Optimizer; 2], Tensor) {
+    let device = Device::Cuda(0);
+    let [a, b] = [(); 2].map(|()| Tensor::ones([1], (kind, device)).set_requires_grad(true));
+    let masters = match kind {
+        Kind::Float => MasterWeights::None,
+        _ => MasterWeights::Float,
+    };
+    let opts = [&a, &b].map(|w| {
+        let sgd = optim::Sgd::default().master_weights(masters);
+        sgd.build(&[w.shallow_clone()], 0.5).unwrap()
+    });
+    let config = GradScalerConfig { init_scale: 8.0, growth_interval: 1, ..Default::default() };
+    let scaler = config.build(device).unwrap();
+    scaler.backward(&(a + &b).sum(Kind::Float)).unwrap();
+    (scaler, opts, b)
+}
+
+/// The second optimizer steps after an `update` that has doubled the scale.
+#[test]
+fn gradients_from_before_an_update_keep_their_scale_in_calls_that_are_retried() {
+    let Some(simulation) = Simulation::find() else { return };
+    let cases = [Kind::Float, Kind::BFloat16]
+        .map(|kind| [None, Some(false), Some(true)].map(|unscales| (kind, unscales)));
+    for (kind, unscales) in cases.into_iter().flatten() {
+        for n in 1.. {
+            let (mut scaler, [mut of_a, mut of_b], b) = two(kind);
+            if unscales == Some(true) {
+                scaler.unscale_(&mut of_b).unwrap();
+            }
+            scaler.step(&mut of_a).unwrap();
+            simulation.fail_allocation(n);
+            let fails = |result: Result<()>| {
+                let Err(error) = result else { return false };
+                assert_eq!(simulation.fail_allocation(0), 0, "{kind:?} {unscales:?} {n}: {error}");
+                true
+            };
+            if fails(scaler.update()) {
+                scaler.update().unwrap();
+            }
+            if unscales.is_some() && fails(scaler.unscale_(&mut of_b)) {
+                scaler.unscale_(&mut of_b).unwrap();
+            }
+            if fails(scaler.step(&mut of_b).map(drop)) {
+                scaler.step(&mut of_b).unwrap();
+            }
+            let left = simulation.fail_allocation(0);
+            assert_eq!(b.double_value(&[0]), 0.5, "{kind:?} {unscales:?}: allocation {n}");
+            if left > 0 {
+                break;
+            }
+        }
+    }
+}
+
+/// The second optimizer is stepped once more after an `update`.
+#[test]
+fn gradients_of_a_step_that_was_not_taken_keep_their_scale() {
+    let Some(simulation) = Simulation::find() else { return };
+    for kind in [Kind::Float, Kind::BFloat16] {
+        for n in 1.. {
+            let (mut scaler, [mut of_a, mut of_b], b) = two(kind);
+            simulation.fail_allocation(n);
+            let stepped = scaler.step(&mut of_b);
+            simulation.fail_allocation(0);
+            if stepped.is_ok() {
+                break;
+            }
+            scaler.step(&mut of_a).unwrap();
+            scaler.update().unwrap();
+            scaler.step(&mut of_b).unwrap();
+            assert_eq!(b.double_value(&[0]), 0.5, "{kind:?}: allocation {n}");
+        }
+    }
+}

@@ -154,6 +154,10 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         fails(&|| ffi::gradients_drop([&w]));
         fails(&|| ffi::gradients_separate(std::slice::from_ref(&w)));
         fails(&|| ffi::gradients_separate_leaves(&w));
+        fails(&|| ffi::other_leaves(&w, &[]).map(drop));
+        fails(&|| ffi::count_additions(&w).map(drop));
+        let watched = ffi::Watched::new(&w);
+        fails(&|| watched.get().map(drop));
         fails(&|| ffi::overlapping(std::slice::from_ref(&w)).map(drop));
         fails(&|| ffi::gradients_widen(&[w.shallow_clone()]).map(drop));
         fails(&|| ffi::gradient_rest(&w, None).map(drop));
