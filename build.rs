@@ -1,8 +1,9 @@
 //! Compiles `csrc/` against the libtorch that torch-sys found and links it into whatever depends on this crate.
 
+use std::collections::BTreeSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
-use std::{env, fs};
+use std::{env, fs, io};
 
 use anyhow::{Context, Result, ensure};
 
@@ -44,7 +45,7 @@ fn build() -> Result<()> {
          in libtorch's headers, the compiler lacks C++17 or LIBTORCH_INCLUDE belongs to another libtorch",
     )?;
     println!("cargo:rustc-link-search=native={out}\ncargo:rustc-link-search=native={lib}");
-    // Whole, or the object that keeps libtorch_cuda linked would be left out (see csrc/device.cpp).
+    // Whole, or the object that keeps libtorch_cuda linked would be left out (see csrc/border/device.cpp).
     println!("cargo:rustc-link-lib=static:+whole-archive=tamp");
     let stdlib = if cfg!(target_os = "macos") { "c++" } else { "stdc++" };
     for library in cuda.then_some("torch_cuda").into_iter().chain(["torch_cpu", "c10", stdlib]) {
@@ -81,53 +82,52 @@ fn compiler(include: &str, cuda: bool) -> cc::Build {
     compiler
 }
 
-/// Compiles the sources of each folder of `csrc/` as one unit, because libtorch's headers take longer than any source.
-/// A unit is compiled again only if its sources, a header of this crate, libtorch's version or an option changed.
+/// The folders of `csrc/` that are compiled together, because libtorch's headers take longer than any source, beside
+/// that of each enabled feature. Two cores share a first build, and a change of an optimizer compiles one unit.
+const UNITS: [&[&str]; 3] =
+    [&["autocast", "border", "function", "gradients", "graph", "scale"], &["optim"], &["kernels"]];
+
+/// Compiles the units. Only a change of its sources, a header, libtorch's version or an option compiles one again.
 fn compile(mut compiler: cc::Build, version: &str, out: &Path) -> Result<()> {
-    let features =
-        ["insight", "distributed", "graph", "jit"].into_iter().filter(|name| enabled(name));
-    let folders = ["", "kernels"].into_iter().chain(features);
-    let headers = folders.clone().map(|folder| files(folder, "h")).collect::<Result<Vec<_>>>()?;
+    let features = [["insight"], ["distributed"], ["jit"]];
+    let features = features.iter().filter(|[name]| enabled(name)).map(|name| &name[..]);
+    let units = UNITS.into_iter().chain(features);
+    let headers = units.clone().map(|folders| files(folders, "h")).collect::<Result<Vec<_>>>()?;
     let options = format!("{version} {:?}", compiler.try_get_compiler()?.to_command());
-    let (mut units, mut new) = (Vec::new(), Vec::new());
-    for folder in folders {
-        let sources = files(folder, "cpp")?;
+    let (mut objects, mut new) = (Vec::new(), Vec::new());
+    for folders in units {
+        let sources = files(folders, "cpp")?;
         let mut hasher = DefaultHasher::new();
         (&sources, &headers, &options).hash(&mut hasher);
-        let unit = out.join(format!("unit-{:016x}.o", hasher.finish()));
-        if !unit.exists() {
-            let source = unit.with_extension("cpp");
+        let object = out.join(format!("unit-{:016x}.o", hasher.finish()));
+        if !object.exists() {
+            let source = object.with_extension("cpp");
             let lines = sources.iter().map(|(path, _)| format!("#include {path:?}\n"));
             fs::write(&source, lines.collect::<String>())?;
             compiler.file(source);
-            new.push(unit.clone());
+            new.push(object.clone());
         }
-        units.push(unit);
+        objects.push(object);
     }
-    for (compiled, unit) in compiler.try_compile_intermediates()?.into_iter().zip(new) {
-        fs::rename(compiled, unit)?;
+    for (compiled, object) in compiler.try_compile_intermediates()?.into_iter().zip(new) {
+        fs::rename(compiled, object)?;
     }
-    Ok(cc::Build::new().cpp(true).cargo_metadata(false).objects(units).try_compile("tamp")?)
+    Ok(cc::Build::new().cpp(true).cargo_metadata(false).objects(objects).try_compile("tamp")?)
 }
 
-/// The paths and texts of the files of a kind in a folder of `csrc/`.
-fn files(folder: &str, kind: &str) -> Result<Vec<(PathBuf, String)>> {
-    let mut files = Vec::new();
-    for entry in fs::read_dir(Path::new("csrc").join(folder))? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == kind) {
-            files.push((path.clone(), fs::read_to_string(path)?));
-        }
-    }
-    files.sort();
-    Ok(files)
+/// The paths and texts of the files of a kind in folders of `csrc/`.
+fn files(folders: &[&str], kind: &str) -> Result<Vec<(PathBuf, String)>> {
+    let folders = folders.iter().map(|folder| fs::read_dir(Path::new("csrc").join(folder)));
+    let entries = folders.collect::<io::Result<Vec<_>>>()?.into_iter().flatten();
+    let paths = entries.map(|entry| Ok(entry?.path())).collect::<io::Result<BTreeSet<_>>>()?;
+    let paths = paths.into_iter().filter(|path| path.extension().is_some_and(|end| end == kind));
+    paths.map(|path| Ok((path.clone(), fs::read_to_string(path)?))).collect()
 }
 
 /// The version in libtorch's version.h, without the patch: `2.13`.
 fn version(include: &str) -> Option<String> {
-    let mut folders = ["torch/headeronly", "torch/csrc/api/include/torch"].iter();
     let read = |folder| fs::read_to_string(format!("{include}/{folder}/version.h")).ok();
-    let header = folders.find_map(read)?;
+    let header = ["torch/headeronly", "torch/csrc/api/include/torch"].iter().find_map(read)?;
     let number = |part: &str| {
         let name = format!("#define TORCH_VERSION_{part} ");
         header.lines().find_map(|line| line.strip_prefix(&*name)).map(str::trim)

@@ -1,4 +1,4 @@
-//! The C ABI of the shim: every declaration of `csrc/shim.h`, in the same order. What the functions and fields mean is
+//! The C ABI of the shim: every declaration of `csrc/border/shim.h`, in the same order. What the functions and fields mean is
 //! documented there. `tests/abi.rs` compares the two files.
 
 use std::ffi::{c_char, c_void};
@@ -323,13 +323,13 @@ pub(crate) struct Statistics {
 pub(crate) const STATISTICS_NEVER_MET: i64 = -1;
 pub(crate) const STATISTICS_KEPT: i64 = -2;
 
-#[allow(dead_code, reason = "only csrc/spikes.cpp reads it")]
+#[allow(dead_code, reason = "only csrc/scale/spikes.cpp reads it")]
 pub(crate) const SPIKES_TAKEN: u8 = 0;
-#[allow(dead_code, reason = "only csrc/spikes.cpp reads it")]
+#[allow(dead_code, reason = "only csrc/scale/spikes.cpp reads it")]
 pub(crate) const SPIKES_IN_A_ROW: u8 = 1;
 pub(crate) const SPIKES_FOUND: u8 = 2;
 pub(crate) const SPIKES_NON_FINITE: u8 = 3;
-#[allow(dead_code, reason = "only csrc/spikes.cpp reads it")]
+#[allow(dead_code, reason = "only csrc/scale/spikes.cpp reads it")]
 pub(crate) const SPIKES_SKIPPED: u8 = 4;
 pub(crate) const SPIKES_WINDOW: u8 = 5;
 

@@ -1,10 +1,11 @@
-//! `csrc/shim.h` and `src/sys.rs` declare the same C ABI, and so do `csrc/insight/shim_insight.h` and
+//! `csrc/border/shim.h` and `src/sys.rs` declare the same C ABI, and so do `csrc/insight/shim_insight.h` and
 //! `src/sys/insight.rs`, and `csrc/distributed/shim_distributed.h` and `src/sys/distributed.rs`.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
 
 use std::ffi::CStr;
+use std::path::{Path, PathBuf};
 
 fn read(name: &str) -> String {
     std::fs::read_to_string(common::python::root().join(name)).expect("the source is readable")
@@ -12,13 +13,15 @@ fn read(name: &str) -> String {
 
 /// The headers, one after the other, and the Rust files.
 fn headers() -> String {
-    let bodies =
-        ["csrc/shim.h", "csrc/insight/shim_insight.h", "csrc/distributed/shim_distributed.h"].map(
-            |name| {
-                let text = flat(&read(name));
-                text.split_once("extern \"C\" {").expect("the header opens extern C").1.to_owned()
-            },
-        );
+    let bodies = [
+        "csrc/border/shim.h",
+        "csrc/insight/shim_insight.h",
+        "csrc/distributed/shim_distributed.h",
+    ]
+    .map(|name| {
+        let text = flat(&read(name));
+        text.split_once("extern \"C\" {").expect("the header opens extern C").1.to_owned()
+    });
     bodies.concat()
 }
 
@@ -304,11 +307,9 @@ fn libtorch_cuda_has_the_class_of_graphs() {
 
 /// The definitions of the shim: the sources, one after the other, without comments.
 fn definitions() -> String {
-    let folders = ["csrc", "csrc/insight", "csrc/distributed", "csrc/graph", "csrc/jit"];
     let mut out = String::new();
-    for folder in folders.map(|folder| common::python::root().join(folder)) {
-        for entry in std::fs::read_dir(folder).expect("the folder is readable") {
-            let path = entry.expect("the entry is readable").path();
+    for folder in entries(&common::python::root().join("csrc")) {
+        for path in entries(&folder) {
             if path.extension().is_some_and(|end| end == "cpp") {
                 out += &flat(&std::fs::read_to_string(path).expect("the source is readable"));
                 out.push(' ');
@@ -316,6 +317,11 @@ fn definitions() -> String {
         }
     }
     out
+}
+
+fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> {
+    let entries = std::fs::read_dir(folder).expect("the folder is readable");
+    entries.map(|entry| entry.expect("the entry is readable").path())
 }
 
 /// The body of a function of the shim.

@@ -4,7 +4,7 @@
 #include <mutex>
 #include <optional>
 
-#include "distributed.h"
+#include "distributed/distributed.h"
 
 namespace tamp::distributed {
 

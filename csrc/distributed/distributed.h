@@ -14,8 +14,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "guarded.h"
-#include "shim_distributed.h"
+#include "border/guarded.h"
+#include "distributed/shim_distributed.h"
 
 struct tamp_store {
   c10::intrusive_ptr<c10d::Store> store;

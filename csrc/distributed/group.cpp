@@ -15,8 +15,8 @@
 #include <stdexcept>
 #include <thread>
 
-#include "agreement.h"
-#include "storage.h"
+#include "distributed/agreement.h"
+#include "gradients/storage.h"
 
 namespace {
 

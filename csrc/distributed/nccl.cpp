@@ -3,7 +3,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "distributed.h"
+#include "distributed/distributed.h"
 
 #ifdef TAMP_WITH_CUDA
 

@@ -6,8 +6,8 @@
 
 #include <mutex>
 
-#include "guarded.h"
-#include "shim_distributed.h"
+#include "border/guarded.h"
+#include "distributed/shim_distributed.h"
 
 extern "C" {
 

@@ -14,8 +14,8 @@
 #include <mutex>
 #include <utility>
 
-#include "agreement.h"
-#include "masters.h"
+#include "distributed/agreement.h"
+#include "optim/masters.h"
 
 namespace {
 

@@ -1,17 +1,17 @@
-// The C ABI of the feature `distributed`, to which everything at the top of shim.h applies. src/sys/distributed.rs
+// The C ABI of the feature `distributed`, to which everything at the top of border/shim.h applies. src/sys/distributed.rs
 // repeats every declaration in the same order, and tests/abi.rs compares the two files.
 //
 // A function that communicates blocks the host until the other ranks have answered or the timeout of the group has
 // passed. With CUDA tensors only the current stream waits.
 #pragma once
 
-#include "shim.h"
+#include "border/shim.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-// ---------------------------------------------------------------------------------------------- distributed_random.cpp
+// ---------------------------------------------------------------------------------------------- distributed/random.cpp
 // These functions make random numbers that have to be the same on all ranks, or different on each.
 
 // Returns the numbers from 0 to n - 1, as int64 on the CPU, in the order of torch.randperm with a new generator of this
@@ -21,7 +21,7 @@ tamp_tensor *tamp_random_permutation(int64_t n, uint64_t seed, char **err) TAMP_
 // Seeds the default generator of one device.
 void tamp_random_seed(int8_t device_type, int8_t index, uint64_t seed, char **err) TAMP_NOEXCEPT;
 
-// ----------------------------------------------------------------------------------------------- distributed_store.cpp
+// ----------------------------------------------------------------------------------------------- distributed/store.cpp
 // These functions make and use c10d::Store, the dictionary through which ranks find each other.
 
 typedef struct tamp_store tamp_store;
@@ -52,7 +52,7 @@ void tamp_store_wait(const tamp_store *store, const char *const *keys, size_t co
 
 void tamp_store_free(tamp_store *store) TAMP_NOEXCEPT;
 
-// ----------------------------------------------------------------------------------------------- distributed_group.cpp
+// ----------------------------------------------------------------------------------------------- distributed/group.cpp
 // These functions make c10d::ProcessGroup and run its collectives.
 
 typedef struct tamp_group tamp_group;
@@ -115,7 +115,7 @@ void tamp_group_reduce_scatter(const tamp_group *group, tamp_tensor *part, const
 // Waits for all ranks. On a failure the message names the ranks that are missing.
 void tamp_group_monitored_barrier(const tamp_group *group, int64_t timeout_ms, char **err) TAMP_NOEXCEPT;
 
-// --------------------------------------------------------------------------------------------- distributed_reducer.cpp
+// --------------------------------------------------------------------------------------------- distributed/reducer.cpp
 // These functions average gradients over the ranks of a group while the backward pass runs, by c10d::Reducer.
 
 typedef struct tamp_reducer tamp_reducer;
@@ -170,7 +170,7 @@ int64_t tamp_reducer_repeated(const tamp_reducer *reducer, char **err) TAMP_NOEX
 void tamp_group_broadcast_all(const tamp_group *group, tamp_tensor *const *tensors, size_t count, int64_t root,
                               char **err) TAMP_NOEXCEPT;
 
-// ----------------------------------------------------------------------------------------------- distributed_spawn.cpp
+// ----------------------------------------------------------------------------------------------- distributed/spawn.cpp
 // These functions concern the processes of ranks, and the process that has started them.
 
 // Remembers signals that end a program, such as SIGINT and SIGTERM, instead of handling them as before. Not to be

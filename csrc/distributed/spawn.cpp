@@ -11,8 +11,8 @@
 #include <sys/prctl.h>
 #endif
 
-#include "guarded.h"
-#include "shim_distributed.h"
+#include "border/guarded.h"
+#include "distributed/shim_distributed.h"
 
 namespace {
 

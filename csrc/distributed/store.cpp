@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "distributed.h"
+#include "distributed/distributed.h"
 
 using std::chrono::milliseconds;
 using tamp::distributed::given;

@@ -12,8 +12,8 @@
 #include <optional>
 #include <vector>
 
-#include "guarded.h"
-#include "storage.h"
+#include "border/guarded.h"
+#include "gradients/storage.h"
 
 #ifdef TAMP_WITH_CUDA
 

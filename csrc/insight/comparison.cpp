@@ -1,6 +1,6 @@
 // The results of one run beside those of another.
 
-#include "comparison.h"
+#include "insight/comparison.h"
 
 #include <ATen/ATen.h>
 
@@ -8,7 +8,7 @@
 #include <string_view>
 #include <unordered_set>
 
-#include "guarded.h"
+#include "border/guarded.h"
 
 namespace tamp {
 namespace {

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "shim_insight.h"
+#include "insight/shim_insight.h"
 
 namespace tamp {
 

@@ -5,14 +5,14 @@
 // Two dispatch keys that libtorch keeps for extensions and tests have kernels here while a thread emulates. One comes
 // before all others and, like autocast, sees the operators that the program calls: autocast's lists decide there which of
 // them would be in half precision. The other comes after autograd, where operators run: its kernel rounds what they read
-// and what they return. What this crate computes itself is not emulated: see regions.h.
+// and what they return. What this crate computes itself is not emulated: see border/regions.h.
 //
 // Tensors that half precision would hold in half precision are marked, by their storage. An operator on no list returns
 // half precision if all tensors that it reads are marked, and the gradient of a marked tensor is rounded, whichever
 // operator it comes from.
 
 // Before all others, so that record_function.h is included as in a release build, like that of libtorch.
-#include "recorder.h"
+#include "insight/recorder.h"
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -36,8 +36,8 @@
 #include <utility>
 #include <vector>
 
-#include "guarded.h"
-#include "overrides.h"
+#include "autocast/overrides.h"
+#include "border/guarded.h"
 
 namespace tamp {
 namespace {
@@ -188,7 +188,7 @@ c10::DebugInfoKind info() { return c10::DebugInfoKind::TEST_INFO; }
 
 Emulation *current() { return static_cast<Emulation *>(c10::ThreadLocalDebugInfo::get(info())); }
 
-// -------------------------------------------------------------------------------------------------------------- numbers
+// ----------------------------------------------------------------------------------------------------- insight/numbers
 
 bool is_rounded(const Tensor &t) {
   return t.defined() && t.scalar_type() == at::kFloat && t.layout() == at::kStrided && storage(t) != nullptr;

@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "chunks.h"
-#include "guarded.h"
-#include "shim_insight.h"
-#include "storage.h"
+#include "border/guarded.h"
+#include "gradients/parallel_chunks.h"
+#include "gradients/storage.h"
+#include "insight/shim_insight.h"
 
 namespace {
 

@@ -9,8 +9,8 @@
 #include <memory>
 #include <vector>
 
-#include "guarded.h"
-#include "shim_insight.h"
+#include "border/guarded.h"
+#include "insight/shim_insight.h"
 
 namespace {
 

@@ -1,11 +1,11 @@
 // Recordings of operators and backward nodes.
 
 // Before all others, so that record_function.h is included as in a release build, like that of libtorch.
-#include "recorder.h"
+#include "insight/recorder.h"
 
 #include <array>
 
-#include "guarded.h"
+#include "border/guarded.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "recorder.h"
+#include "insight/recorder.h"
 
 namespace tamp {
 namespace {

@@ -1,11 +1,11 @@
 // What a recording notes when an operator, a backward node or a name begins and ends.
 
-#include "recorder.h"
+#include "insight/recorder.h"
 
 #include <algorithm>
 #include <limits>
 
-#include "sizes.h"
+#include "autocast/sizes.h"
 
 namespace tamp {
 namespace {

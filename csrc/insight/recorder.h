@@ -16,8 +16,8 @@
 #include <string_view>
 #include <vector>
 
-#include "recording.h"
-#include "regions.h"
+#include "border/regions.h"
+#include "insight/recording.h"
 
 namespace tamp {
 
@@ -45,7 +45,7 @@ struct Running : at::ObserverContext {
 std::unique_ptr<Running> begin(tamp_recording &recording, const at::RecordFunction &fn);
 void end(tamp_recording &recording, const at::RecordFunction &fn, Running &running);
 
-// ------------------------------------------------------------------------------------------------- recorded_tensors.cpp
+// ---------------------------------------------------------------------------------------- insight/recorded_tensors.cpp
 // The results that the operator computed, as opposed to views of what it was given.
 struct Results {
   std::vector<tamp_recorded_tensor> described;
@@ -62,7 +62,7 @@ void count_inputs(std::vector<tamp_recorded_tensor> &inputs, const Running &runn
 Results describe_results(tamp_recording &recording, const at::RecordFunction &fn, const Running &running,
                          const std::vector<tamp_recorded_tensor> &inputs);
 
-// ---------------------------------------------------------------------------------------------------------- schemas.cpp
+// ------------------------------------------------------------------------------------------------- insight/schemas.cpp
 // How an operator uses a tensor that it is given.
 uint8_t use_of_input(const c10::FunctionSchema *schema, size_t index);
 // Whether an operator has no kernel of its own.

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "recording.h"
+#include "insight/recording.h"
 
 namespace tamp {
 namespace {

@@ -16,8 +16,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include "comparison.h"
-#include "shim_insight.h"
+#include "insight/comparison.h"
+#include "insight/shim_insight.h"
 
 namespace tamp {
 
@@ -53,12 +53,12 @@ void for_each_tensor(const c10::IValue &value, const F &f) {
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------- insight.cpp
+// ------------------------------------------------------------------------------------------------- insight/insight.cpp
 // Ties the node of a custom function to the place of the program that called the function. Recordings see no other sign
 // of it, because autograd is off while forward runs.
 void note_function(std::string_view name, uint64_t thread, uint64_t sequence);
 
-// ----------------------------------------------------------------------------------------------------------- timing.cpp
+// -------------------------------------------------------------------------------------------------- insight/timing.cpp
 // The nanoseconds of a clock that only advances.
 int64_t now();
 

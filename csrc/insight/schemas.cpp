@@ -5,7 +5,7 @@
 #include <string_view>
 #include <unordered_set>
 
-#include "recorder.h"
+#include "insight/recorder.h"
 
 namespace tamp {
 namespace {

@@ -1,14 +1,14 @@
-// The C ABI of recordings: what a stretch of a program computed, operator by operator. Everything at the top of shim.h
+// The C ABI of recordings: what a stretch of a program computed, operator by operator. Everything at the top of border/shim.h
 // applies. src/sys/insight.rs repeats every declaration in the same order, and tests/abi.rs compares the two files.
 #pragma once
 
-#include "shim.h"
+#include "border/shim.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-// --------------------------------------------------------------------------------------------------------- insight.cpp
+// ------------------------------------------------------------------------------------------------- insight/insight.cpp
 // These functions record operators and backward nodes with libtorch's RecordFunction. Without a recording, nothing is
 // called back.
 
@@ -139,7 +139,7 @@ typedef struct tamp_name tamp_name;
 tamp_name *tamp_name_begin(const char *name, char **err) TAMP_NOEXCEPT;
 void tamp_name_end(tamp_name *name) TAMP_NOEXCEPT;
 
-// ------------------------------------------------------------------------------------------------------- emulation.cpp
+// ----------------------------------------------------------------------------------------------- insight/emulation.cpp
 // These functions emulate half precision in f32 on the calling thread, and on the threads of its backward passes.
 
 typedef struct tamp_emulation tamp_emulation;
@@ -181,7 +181,7 @@ void tamp_emulation_mark(tamp_emulation *emulation, tamp_tensor *const *tensors,
 uint8_t tamp_emulation_returned(const tamp_emulation *emulation) TAMP_NOEXCEPT;
 void tamp_emulation_end(tamp_emulation *emulation) TAMP_NOEXCEPT;
 
-// ------------------------------------------------------------------------------------------------------- exponents.cpp
+// ----------------------------------------------------------------------------------------------- insight/exponents.cpp
 // These functions count the exponents of gradients, where these are.
 
 // The bins of a row: the zeros, the infinities, the NaNs, and one bin for each exponent. The exponent of x is the whole
@@ -208,7 +208,7 @@ typedef struct tamp_counted_gradient {
 tamp_tensor *tamp_exponents_count(const tamp_tensor *counts, const tamp_counted_gradient *gradients, size_t count,
                                   int64_t rows, const tamp_tensor *scale, char **err) TAMP_NOEXCEPT;
 
-// --------------------------------------------------------------------------------------------------------- history.cpp
+// ------------------------------------------------------------------------------------------------- insight/history.cpp
 // These functions keep a history of steps.
 
 // The numbers of a step in a history: the scale, the flag that is not zero if the step was skipped, the norm of the

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "recording.h"
+#include "insight/recording.h"
 
 namespace tamp {
 

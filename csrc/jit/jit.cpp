@@ -9,7 +9,7 @@
 #include <sstream>
 #include <string>
 
-#include "guarded.h"
+#include "border/guarded.h"
 
 extern "C" {
 

@@ -1,6 +1,6 @@
 // The loop that moves averages of weights towards the parameters.
 
-#include "loops.h"
+#include "kernels/loops.h"
 
 namespace tamp::kernels {
 namespace {

@@ -11,7 +11,7 @@
 
 #include <algorithm>
 
-#include "updates.h"
+#include "kernels/updates.h"
 
 namespace tamp::kernels {
 namespace {

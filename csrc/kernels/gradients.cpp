@@ -4,7 +4,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "loops.h"
+#include "kernels/loops.h"
 
 namespace tamp::kernels {
 

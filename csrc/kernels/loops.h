@@ -10,7 +10,7 @@
 #include <string>
 #include <type_traits>
 
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 // A loop is compiled twice: for every CPU of the architecture, and for CPUs with fused multiply-add, which libtorch's
 // kernels use there. Everything that a loop calls is inlined into it, so that it is compiled twice as well.

@@ -2,8 +2,8 @@
 
 #include <cstring>
 
-#include "guarded.h"
-#include "updates.h"
+#include "border/guarded.h"
+#include "kernels/updates.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -169,7 +169,7 @@ struct V {
   }
 };
 
-#include "low_bit_tile.h"
+#include "kernels/low_bit_tile.h"
 #undef TAMP_TARGET
 }  // namespace avx2
 
@@ -239,7 +239,7 @@ struct V {
   TAMP_OPERATION __m128i bytes(const void *at) { return _mm_loadu_si128(static_cast<const __m128i *>(at)); }
 };
 
-#include "low_bit_tile.h"
+#include "kernels/low_bit_tile.h"
 #undef TAMP_TARGET
 }  // namespace avx512
 

@@ -1,6 +1,6 @@
 // The loops that convert between half-precision parameters and their master weights.
 
-#include "loops.h"
+#include "kernels/loops.h"
 
 namespace tamp::kernels {
 

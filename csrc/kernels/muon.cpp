@@ -1,7 +1,7 @@
 // The loop of Muon: its momentum, and the update by the orthogonalized momentum, with the arithmetic of the operations
 // of torch.optim.Muon.
 
-#include "updates.h"
+#include "kernels/updates.h"
 
 namespace tamp::kernels {
 namespace {

@@ -1,6 +1,6 @@
 // The loops of the optimizers for which libtorch has fused kernels.
 
-#include "updates.h"
+#include "kernels/updates.h"
 
 namespace tamp::kernels {
 namespace {

@@ -1,7 +1,7 @@
 // What the loops of all optimizers begin with: the unscaled gradient.
 #pragma once
 
-#include "loops.h"
+#include "kernels/loops.h"
 
 namespace tamp::kernels {
 

@@ -2,7 +2,7 @@
 
 use crate::sys;
 
-/// Makes the `call`-th call of the shim from now on fail; see `csrc/testing.cpp`.
+/// Makes the `call`-th call of the shim from now on fail; see `csrc/border/testing.cpp`.
 pub(crate) fn testing_fail_at(call: i64, kind: u8) -> i64 {
     // SAFETY: sets two numbers of the calling thread.
     unsafe { sys::tamp_testing_fail_at(call, kind) }

@@ -1,4 +1,4 @@
-//! How an iteration changes a scale: the host's version of libtorch's kernel and `csrc/scale.cpp`.
+//! How an iteration changes a scale: the host's version of libtorch's kernel and `csrc/scale/scale.cpp`.
 //!
 //! The formula is that of PyTorch's `_amp_update_scale_`: an overflow multiplies the scale by the backoff factor, and
 //! `growth_interval` iterations without one multiply it by the growth factor, unless the product is infinite.

@@ -24,6 +24,9 @@ const FLAGS: &str = "-fsanitize=address,undefined -fno-sanitize=vptr \
 /// programs may be running. 16 is also the compiler's own choice where compilation is not incremental.
 const OWN_FILES: &str = "profile.dev.package.tch-amp.codegen-units=16";
 
+/// The folders of `csrc/` that are units of their own.
+const OWN_UNITS: [&str; 5] = ["distributed", "insight", "jit", "kernels", "optim"];
+
 /// The reports that the planted faults of `src/ffi/tests/sanitized.rs` must cause.
 const PLANTED: [(&str, &str); 4] = [
     ("writes_behind_memory", "heap-buffer-overflow"),
@@ -52,8 +55,8 @@ fn sanitize(workspace: &Workspace) -> Result<()> {
     check(workspace, leaks, &TESTS.map(String::from))
 }
 
-/// Compiles the C++ with clang++ as well, with warnings as errors: each folder as one unit, as build.rs does. Builds use
-/// g++ unless another compiler is set.
+/// Compiles the C++ with clang++ as well, with warnings as errors: these folders as one unit each, as build.rs does, and
+/// all others as another. Builds use g++ unless another compiler is set.
 pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
     let version = Command::new("clang++").arg("--version").stdout(Stdio::null()).status();
     if !version.is_ok_and(|status| status.success()) {
@@ -63,8 +66,9 @@ pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
     let mut units = BTreeMap::new();
     for source in tools::cxx_files(&["csrc"])? {
         if source.extension().is_some_and(|end| end == "cpp") {
-            let folder = source.parent().map(Path::to_owned);
-            let unit = units.entry(folder).or_insert_with(|| clang(&workspace.libtorch.root));
+            let folder = source.parent().and_then(Path::file_name).unwrap_or_default();
+            let own = OWN_UNITS.into_iter().find(|name| folder == *name);
+            let unit = units.entry(own).or_insert_with(|| clang(&workspace.libtorch.root));
             unit.arg("-include").arg(source);
         }
     }

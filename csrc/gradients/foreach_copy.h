@@ -1,0 +1,63 @@
+// Copies between many tensors in few launches.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_fused_sgd.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "gradients/storage.h"
+
+namespace tamp {
+
+// Returns a part of `memory` for the elements of `t`, with the strides of `t` if that is dense, so that libtorch copies a
+// list in one launch.
+inline at::Tensor place_in(const at::Tensor &memory, int64_t begin, const at::Tensor &t) {
+  const at::Tensor part = memory.narrow(0, begin, t.numel());
+  return t.is_non_overlapping_and_dense() ? part.as_strided(t.sizes(), t.strides()) : part.view(t.sizes());
+}
+
+// Copies like `_foreach_copy_`, between tensors of one device and dtype, unless `found_inf` is one on the device.
+// libtorch has no such copy, but the first step of its fused SGD sets a momentum buffer to its gradient. The same step
+// subtracts zero times the gradient from a parameter, for which `from` stands as well: its numbers are undefined then.
+inline void copy_unless(const at::Tensor &found_inf, const std::vector<at::Tensor> &to,
+                        const std::vector<at::Tensor> &from) {
+  at::_fused_sgd_(from, from, to, /*weight_decay=*/0, /*momentum=*/1, /*lr=*/0, /*dampening=*/0, /*nesterov=*/false,
+                  /*maximize=*/false, /*is_first_step=*/true, /*grad_scale=*/std::nullopt, found_inf);
+}
+
+// Copies between pairs of tensors that have the same device and memory layout. One launch copies all pairs of a device
+// that have the same two dtypes.
+class Copies {
+ public:
+  void add(at::Tensor to, at::Tensor from) {
+    end_lazy_copy(to);
+    size_t i = 0;
+    while (i < groups_.size() && !groups_[i].takes(to, from)) ++i;
+    if (i == groups_.size()) groups_.emplace_back();
+    groups_[i].to.push_back(std::move(to));
+    groups_[i].from.push_back(std::move(from));
+  }
+
+  void run() const {
+    for (const auto &group : groups_) at::_foreach_copy_(group.to, group.from);
+  }
+
+ private:
+  struct Group {
+    std::vector<at::Tensor> to, from;
+
+    bool takes(const at::Tensor &t, const at::Tensor &f) const {
+      return t.device() == to.front().device() && t.scalar_type() == to.front().scalar_type() &&
+             f.scalar_type() == from.front().scalar_type();
+    }
+  };
+
+  std::vector<Group> groups_;
+};
+
+}  // namespace tamp

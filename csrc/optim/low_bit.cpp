@@ -1,0 +1,315 @@
+// The step with low-bit moments, on devices other than the CPU.
+
+#include "optim/low_bit.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "gradients/storage.h"
+#include "kernels/kernels.h"
+
+namespace tamp::optim {
+namespace {
+
+using at::Tensor;
+using kernels::kCodeBlock;
+using kernels::kDitherPeriod;
+
+static_assert(kRow % kDitherPeriod == 0, "a piece begins where the dither does");
+
+// The columns of what belongs to a tensor, or to a tile.
+enum Column { kStepSize, kEps, kExpAvgWord, kExpAvgSqWord };
+
+constexpr int64_t kNaN = 0x7fc00000;
+
+int64_t tiles_of(int64_t numbers) { return (numbers + kDitherPeriod - 1) / kDitherPeriod; }
+
+// Rounds a scalar to f32, as the CPU's loops use it; libtorch's operations take it as an f64.
+double rounded(double x) { return static_cast<double>(static_cast<float>(x)); }
+
+Tensor numbers(const Tensor &bits) { return bits.view(at::kFloat); }
+
+// Computes to = x * factor + added in f64, and rounds the result to f32.
+template <typename Factor>
+void multiply_add(const Tensor &to, const Tensor &x, const Factor &factor, const Tensor &added, const Tensor &wide) {
+  wide.copy_(x);
+  wide.mul_(factor).add_(added);
+  to.copy_(wide);
+}
+
+// The dither of a chunk's numbers.
+struct ChunkOffsets : codes::Offsets {
+  const Tensor &index, &tiles;
+  int width;
+
+  ChunkOffsets(const Tensor &index, const Tensor &tiles, int width) : index(index), tiles(tiles), width(width) {}
+
+  void add_to_exp_avg_sq(const Tensor &bits, const Tensor &spare) const override {
+    add(bits, spare, kExpAvgSqWord, width == 8 ? 20 : 16);
+  }
+  void add_to_exp_avg(const Tensor &bits, const Tensor &spare) const override {
+    add(bits, spare, kExpAvgWord, width == 8 ? 19 : 16);
+  }
+
+ private:
+  // Adds the upper `count` bits of the dither's words.
+  void add(const Tensor &bits, const Tensor &spare, Column column, int count) const {
+    Tensor words = spare.view({-1, kDitherPeriod});
+    at::add_out(words, index, tiles.narrow(1, column, 1));
+    spare.bitwise_right_shift_(32 - count).bitwise_and_((int64_t{1} << count) - 1);
+    bits.add_(spare);
+  }
+};
+
+}  // namespace
+
+void LowBitRows::reserve(int64_t chunk, bool is_coded) {
+  numbers = std::max(numbers, tiles_of(chunk) * kDitherPeriod);
+  (is_coded ? has_codes : has_bf16) = true;
+}
+
+void LowBitRows::allocate(at::Device device) {
+  if (numbers == 0) return;
+  const auto row = [&](at::ScalarType dtype, int64_t count) {
+    return at::empty({count}, at::TensorOptions(device).dtype(dtype));
+  };
+  words = codes::Rows::make(numbers, device);
+  parameter = row(at::kFloat, numbers);
+  gradient = row(at::kFloat, numbers);
+  wide = row(at::kDouble, numbers);
+  for (auto *kept : {old_codes, new_codes}) {
+    if (!has_codes) break;
+    kept[kExpAvg] = row(at::kChar, numbers);
+    kept[kExpAvgSq] = row(at::kByte, numbers);
+    kept[kExponents] = row(at::kByte, numbers / kCodeBlock);
+  }
+  for (auto *kept : {old_bf16, new_bf16}) {
+    if (!has_bf16) break;
+    kept[kExpAvg] = row(at::kBFloat16, numbers);
+    kept[kExpAvgSq] = row(at::kBFloat16, numbers);
+  }
+  if (has_bf16) mask = row(at::kBool, numbers);
+  const auto ints = at::TensorOptions(device).dtype(at::kInt);
+  index = at::arange(kDitherPeriod, ints.dtype(at::kLong)).mul_(int64_t{kernels::Dither::kIndex}).to(at::kInt);
+  places = at::arange(numbers / kDitherPeriod, ints);
+  range = at::empty_like(places);
+  of_tiles = at::empty({numbers / kDitherPeriod, 4}, ints);
+}
+
+LowBitStep::LowBitStep(const Batch &batch, LowBitRows &rows)
+    : batch_(batch),
+      is_coded_(batch.kept_as == TAMP_STATES_EIGHT_BIT),
+      is_muon_(batch.options->algorithm == TAMP_OPTIM_MUON) {
+  places_ = is_muon_ ? std::vector<int>{kMomentumBuffer} : std::vector<int>{kExpAvg, kExpAvgSq};
+  for (const auto &pieces : batch_.pieces()) rows.reserve(pieces.numbers, is_coded_);
+}
+
+void LowBitStep::prepare(const LowBitRows &rows) {
+  rows_ = rows;
+  const auto cuts = batch_.pieces();
+  if (cuts.empty()) return;
+  for (const auto &pieces : cuts) add(pieces, rows);
+  upload(cuts);
+}
+
+// Lists what is copied to and from a chunk.
+void LowBitStep::add(const Pieces &pieces, const LowBitRows &rows) {
+  const int64_t first_piece = chunks_.empty() ? 0 : chunks_.back().first_piece + chunks_.back().pieces;
+  Chunk &chunk = chunks_.emplace_back();
+  chunk.numbers = tiles_of(pieces.numbers) * kDitherPeriod;
+  chunk.first_piece = first_piece;
+  chunk.pieces = static_cast<int64_t>(pieces.list.size());
+  for (const auto &piece : pieces.list) {
+    const Tensor &like = batch_.parameters[piece.tensor];
+    chunk.has_tail |= !is_muon_ && piece.count % kCodeBlock != 0;
+    const auto state = [&](int place, const Tensor &before, const Tensor &after, const Tensor &part) {
+      const auto in = [&](const Tensor &row) {
+        if (place != kExponents) return piece.in(row, like);
+        return row.narrow(0, piece.place / kCodeBlock, part.numel());
+      };
+      chunk.in.add(in(before), part);
+      chunk.out.add(part, in(after));
+    };
+    chunk.in.add(piece.in(rows.parameter, like), piece.of(like));
+    chunk.out.add(piece.of(like), piece.in(rows.parameter, like));
+    chunk.in.add(piece.in(rows.gradient, like), piece.of(batch_.gradients[piece.tensor]));
+    const auto *before = is_coded_ ? rows.old_codes : rows.old_bf16;
+    const auto *after = is_coded_ ? rows.new_codes : rows.new_bf16;
+    for (const int place : places_) {
+      state(place, before[place], after[place], piece.of(batch_.states[place][piece.tensor]));
+    }
+    // In the row of the second moments.
+    if (is_muon_) chunk.in.add(piece.in(numbers(rows.words.squares), like), piece.of(batch_.orthogonal[piece.tensor]));
+    if (!is_coded_) continue;
+    const Tensor &exponents = batch_.states[kExponents][piece.tensor];
+    state(kExponents, before[kExponents], after[kExponents], piece.of_blocks(exponents, kCodeBlock));
+  }
+}
+
+// Brings the ends of the pieces and their tensors to the device in one copy, without synchronizing.
+void LowBitStep::upload(const std::vector<Pieces> &cuts) {
+  const at::Device device = batch_.parameters.front().device();
+  std::vector<int32_t> ends, tensors;
+  for (const auto &pieces : cuts) {
+    for (const auto &piece : pieces.list) {
+      ends.push_back(static_cast<int32_t>(piece.place / kDitherPeriod + tiles_of(piece.count)));
+      tensors.push_back(static_cast<int32_t>(piece.tensor));
+    }
+  }
+  const auto count = static_cast<int64_t>(ends.size());
+  const auto options = at::TensorOptions(at::kInt).pinned_memory(device.is_cuda());
+  const Tensor host = at::empty({2 * count}, options);
+  auto *room = static_cast<int32_t *>(host.mutable_data_ptr());
+  std::copy(tensors.begin(), tensors.end(), std::copy(ends.begin(), ends.end(), room));
+  tamp::keep_if_captured(host);
+  const Tensor there = tamp::on_device(host, device);
+  ends_ = there.narrow(0, 0, count);
+  numbers_ = step_numbers().index_select(0, there.narrow(0, count, count));
+}
+
+// Computes in f64 on the device, because only the device knows the steps, what the loops take from the host.
+Tensor LowBitStep::step_numbers() const {
+  const tamp_optim_options &o = *batch_.options;
+  const Tensor step = at::stack(batch_.steps).view({-1}).add_(1);
+  const auto words = [&](uint32_t of_step) { return step.mul(int64_t{of_step}).to(at::kInt); };
+  // Muon only reads the column of these words.
+  if (is_muon_) return words(kernels::Dither::kExpAvg).unsqueeze(1).expand({-1, 4});
+  const Tensor exponent = step.to(at::kDouble);
+  const Tensor correction1 = at::pow(o.beta1, exponent).neg_().add_(1);
+  const Tensor root2 = at::pow(o.beta2, exponent).neg_().add_(1).sqrt_();
+  const Tensor along = has_device_rates(o) ? root2.mul(device_rate(o)).neg_() : root2.mul(-o.lr);
+  const Tensor step_size = along.div_(correction1).to(at::kFloat);
+  const Tensor eps = root2.mul(o.eps).to(at::kFloat);
+  return at::stack({step_size.view(at::kInt), eps.view(at::kInt), words(kernels::Dither::kExpAvg),
+                    words(kernels::Dither::kExpAvgSq)},
+                   1);
+}
+
+LowBitStep::Views LowBitStep::views(const Chunk &chunk) const {
+  const auto part = [&](const Tensor &row) { return row.narrow(0, 0, chunk.numbers); };
+  Views out;
+  out.words = rows_.words.of(chunk.numbers);
+  out.parameter = part(rows_.parameter);
+  out.gradient = part(rows_.gradient);
+  out.wide = part(rows_.wide);
+  out.moments = numbers(out.words.moments);
+  out.squares = numbers(out.words.squares);
+  const auto *before = is_coded_ ? rows_.old_codes : rows_.old_bf16;
+  const auto *after = is_coded_ ? rows_.new_codes : rows_.new_bf16;
+  for (const int place : places_) {
+    out.before.push_back(part(before[place]));
+    out.after.push_back(part(after[place]));
+  }
+  if (is_coded_) {
+    out.before.push_back(before[kExponents].narrow(0, 0, chunk.numbers / kCodeBlock));
+    out.after.push_back(after[kExponents].narrow(0, 0, chunk.numbers / kCodeBlock));
+  } else {
+    out.mask = part(rows_.mask);
+  }
+  out.index = rows_.index;
+  out.tiles = rows_.of_tiles.narrow(0, 0, chunk.numbers / kDitherPeriod);
+  return out;
+}
+
+void LowBitStep::unscale(const Views &x, const Prepared &scale) const {
+  const tamp_optim_options &o = *batch_.options;
+  if (scale.unscaling.inverse.defined()) x.gradient.mul_(scale.unscaling.inverse);
+  if (scale.unscaling.clip.defined()) x.gradient.mul_(scale.unscaling.clip);
+  if ((o.flags & TAMP_OPTIM_MAXIMIZE) != 0) x.gradient.neg_();
+  const bool decays = o.algorithm == TAMP_OPTIM_ADAM && static_cast<float>(o.weight_decay) != 0;
+  if (decays) multiply_add(x.gradient, x.parameter, rounded(o.weight_decay), x.gradient, x.wide);
+}
+
+void LowBitStep::decode(const Views &x) const {
+  if (is_coded_) return codes::decode({x.before[kExpAvg], x.before[kExpAvgSq], x.before[kExponents]}, x.words);
+  x.moments.copy_(x.before[kExpAvg]);
+  if (!is_muon_) x.squares.copy_(x.before[kExpAvgSq]);
+}
+
+void LowBitStep::encode(const Views &x) const {
+  const ChunkOffsets offsets(x.index, x.tiles, is_coded_ ? 8 : 16);
+  if (is_coded_) {
+    const uint32_t largest = kernels::largest_code(batch_.options->beta1, batch_.options->beta2);
+    const codes::Moments after = {x.after[kExpAvg], x.after[kExpAvgSq], x.after[kExponents]};
+    return codes::encode(x.words, offsets, largest, after);
+  }
+  Tensor mask = x.mask;
+  for (const int place : places_) {
+    const Tensor &row = place == kExpAvg ? x.words.moments : x.words.squares;
+    at::ne_out(mask, numbers(row), numbers(row));
+    row.masked_fill_(mask, kNaN);
+    place == kExpAvg ? offsets.add_to_exp_avg(row, x.words.spare) : offsets.add_to_exp_avg_sq(row, x.words.spare);
+    x.after[place].view(at::kShort).copy_(row.bitwise_right_shift_(16));
+  }
+}
+
+// Updates the momentum in place, and writes the new parameter to `to`, like `update`.
+void LowBitStep::update_by_muon(const Views &x, const Tensor &to) const {
+  const tamp_optim_options &o = *batch_.options;
+  x.moments.lerp_(x.gradient, 1 - o.momentum);
+  if (!to.is_same(x.parameter)) to.copy_(x.parameter);
+  const Tensor &orthogonal = x.squares;
+  move_along(o, batch_.rate, to, orthogonal);
+}
+
+// Updates the moments in place, and writes the new parameter to `to`, which may be the old one or the gradient.
+void LowBitStep::update(const Views &x, const Tensor &to) const {
+  const tamp_optim_options &o = *batch_.options;
+  Tensor between = numbers(x.words.between), spare = numbers(x.words.spare);
+  const auto of_tiles = [&](Column column) { return numbers(x.tiles).narrow(1, column, 1); };
+  const auto in_tiles = [](const Tensor &row) { return row.view({-1, kDitherPeriod}); };
+  at::sub_out(between, x.gradient, x.moments);
+  multiply_add(x.moments, between, rounded(1 - o.beta1), x.moments, x.wide);
+  at::mul_out(between, x.gradient, at::scalar_tensor(rounded(1 - o.beta2), at::kDouble));
+  between.mul_(x.gradient);
+  multiply_add(x.squares, x.squares, rounded(o.beta2), between, x.wide);
+  // In f64, because a library's root of an f32 may not be the nearest one.
+  x.wide.copy_(x.squares);
+  spare.copy_(x.wide.sqrt_());
+  in_tiles(spare).add_(of_tiles(kEps));
+  Tensor update = in_tiles(between);
+  at::mul_out(update, in_tiles(x.moments), of_tiles(kStepSize));
+  between.div_(spare);
+  const bool decays = o.algorithm == TAMP_OPTIM_ADAMW;
+  if (decays && has_device_rates(o)) return multiply_add(to, x.parameter, device_keep(o), between, x.wide);
+  multiply_add(to, x.parameter, decays ? rounded(1 - o.lr * o.weight_decay) : 1.0, between, x.wide);
+}
+
+void LowBitStep::run(const Prepared &scale) const {
+  for (const auto &chunk : chunks_) {
+    const Views x = views(chunk);
+    Tensor range = rows_.range.narrow(0, 0, x.tiles.size(0)), tiles = x.tiles;
+    at::bucketize_out(range, rows_.places.narrow(0, 0, x.tiles.size(0)),
+                      ends_.narrow(0, chunk.first_piece, chunk.pieces), /*out_int32=*/true, /*right=*/true);
+    at::index_select_out(tiles, numbers_.narrow(0, chunk.first_piece, chunk.pieces), 0, range);
+    // The missing elements of a last block are zeros, so that none is its largest. So are their parameters, because
+    // Adam's weight decay adds them to gradients.
+    if (chunk.has_tail) {
+      x.parameter.zero_();
+      x.gradient.zero_();
+      x.before[kExpAvgSq].zero_();
+    }
+    chunk.in.run();
+    unscale(x, scale);
+    decode(x);
+    const Tensor &to = scale.skip.defined() ? x.gradient : x.parameter;
+    is_muon_ ? update_by_muon(x, to) : update(x, to);
+    encode(x);
+    if (scale.skip.defined()) {
+      Tensor parameter = x.parameter;
+      at::where_out(parameter, scale.skip, x.parameter, x.gradient);
+      for (size_t i = 0; i < x.after.size(); ++i) {
+        Tensor after = x.after[i];
+        at::where_out(after, scale.skip, x.before[i], after);
+      }
+    }
+    chunk.out.run();
+  }
+  for (const auto &t : batch_.parameters) tamp::bump_version(t);
+  for (const auto &states : batch_.states) {
+    for (const auto &t : states) tamp::bump_version(t);
+  }
+}
+
+}  // namespace tamp::optim
