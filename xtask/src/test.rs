@@ -18,6 +18,29 @@ use crate::{
 
 const FUZZ_SECONDS: u32 = 10;
 
+/// Tests of whole programs, and of this crate's own files and processes. In a run with every version, the others see
+/// what differs between them.
+const OF_ANY_LIBTORCH: [&str; 10] = [
+    "budget",
+    "checkpoint_resume",
+    "checkpoint_save",
+    "demo",
+    "examples",
+    "function_soak",
+    "master_memory",
+    "pairs",
+    "recipe",
+    "scaler_soak",
+];
+
+/// Which tests run with another version than the locked one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Selection {
+    All,
+    /// All but those of [`OF_ANY_LIBTORCH`].
+    OfLibtorch,
+}
+
 /// `cargo xtask test`.
 pub(crate) fn run(mut args: Args) -> Result<()> {
     let all = args.flag("--all-versions");
@@ -30,12 +53,12 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     let locked = Pair::locked(&workspace::root())?;
     let mut steps = Steps::default();
     if let Some(pair) = pair.filter(|pair| *pair != locked) {
-        let (name, mut tests) = test_other(&mut steps, pair)?;
+        let (name, mut tests) = test_other(&mut steps, pair, Selection::All)?;
         return steps.run(&name, || show(&mut tests));
     }
     let mut beside = Vec::new();
     for pair in PAIRS.into_iter().filter(|pair| all && *pair != locked) {
-        let (name, tests) = test_other(&mut steps, pair)?;
+        let (name, tests) = test_other(&mut steps, pair, Selection::OfLibtorch)?;
         beside.push(Beside::start(&name, [tests])?);
     }
     let checked = check(&mut steps);
@@ -66,7 +89,7 @@ pub(crate) fn run_all(args: Args) -> Result<()> {
 /// Runs the tests with another tch than the locked one, without the checks that do not depend on it: neither late copies
 /// nor the examples in the documentation do. Returns the name and the command of those that did not run on simulated
 /// GPUs: they mostly wait for processes and for time.
-fn test_other(steps: &mut Steps, pair: Pair) -> Result<(String, Command)> {
+fn test_other(steps: &mut Steps, pair: Pair, selection: Selection) -> Result<(String, Command)> {
     let name = format!("libtorch for tch {}", pair.tch);
     let workspace = steps.run(&name, || Workspace::announced(Some(pair)))?;
     let with = format!("with tch {}", pair.tch);
@@ -75,8 +98,10 @@ fn test_other(steps: &mut Steps, pair: Pair) -> Result<(String, Command)> {
     })?;
     on_null_cuda::is_possible(&workspace);
     // Regions are tested without a GPU as well: there they are refused on one.
-    let remains =
-        |name: &str| !simulated || !on_simulation::is_of_kernels(name) || name == "autocast";
+    let remains = |name: &str| {
+        let has_run = simulated && on_simulation::is_of_kernels(name) && name != "autocast";
+        !has_run && (selection == Selection::All || !OF_ANY_LIBTORCH.contains(&name))
+    };
     let mut tests = on_cpu(&workspace, remains)?;
     on_simulation::fewer_programs(&mut tests);
     tests.arg("--lib").env("TCH_AMP_SHORT", "1");
