@@ -4,525 +4,418 @@
 //! would wait for the device or keep a number of the host is refused, what belongs to an iteration joins its graph, and
 //! the graph tells it of replays and asks whether something has changed that replays do not follow.
 
-#[cfg(feature = "graph")]
-pub(crate) use running::*;
-#[cfg(not(feature = "graph"))]
-pub(crate) use without::*;
+use std::cell::RefCell;
+use std::fmt::Debug;
+use std::mem;
+use std::ops::Deref;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-#[cfg(feature = "graph")]
-mod running {
-    use std::cell::RefCell;
-    use std::fmt::Debug;
-    use std::mem;
-    use std::ops::Deref;
-    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-    use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tch::{Device, Tensor};
 
-    use tch::{Device, Tensor};
+use crate::error::{Error, Result};
+use crate::ffi::OutsideRegions;
+use crate::panics::Exchanged;
 
-    use crate::error::{Error, Result};
-    use crate::ffi::OutsideRegions;
-    use crate::panics::Exchanged;
+/// How an iteration of a graph is run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Like any other, though nothing may be in it that a graph cannot hold.
+    Eager,
+    /// The same; a capture may follow, so what only the device knows has to be settled.
+    Settling,
+    Capture,
+}
 
-    /// How an iteration of a graph is run.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub(crate) enum Phase {
-        /// Like any other, though nothing may be in it that a graph cannot hold.
-        Eager,
-        /// The same; a capture may follow, so what only the device knows has to be settled.
-        Settling,
-        Capture,
-    }
+/// Which capture something was made in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CaptureId(u64);
 
-    /// Which capture something was made in.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub(crate) struct CaptureId(u64);
-
-    /// The iteration of a graph that the thread is in.
-    #[derive(Debug)]
-    struct Iteration {
-        device: Device,
-        phase: Phase,
-        id: CaptureId,
-        members: Vec<Arc<dyn Member>>,
-        /// Tensors that the graph uses, and keeps.
-        kept: Vec<Tensor>,
-        /// Where the last step has read the learning rate on the device, until an outcome takes it.
-        #[cfg(feature = "insight")]
-        learning_rate: Option<IterationTensor>,
-        /// Whether a window of accumulation is open, and whether a part of one was outside.
-        window_is_open: bool,
-        window_was_cut: bool,
-        /// The error of a part whose function cannot return one.
-        failure: Option<Error>,
-    }
-
-    thread_local! {
-        static ITERATION: RefCell<Option<Iteration>> = const { RefCell::new(None) };
-    }
-
-    /// What an iteration that has ended was made of.
-    #[derive(Debug, Default)]
-    pub(crate) struct Ended {
-        pub(crate) members: Vec<Arc<dyn Member>>,
-        pub(crate) kept: Vec<Tensor>,
-        /// Whether only a part of a window of accumulation was in it.
-        pub(crate) window_was_cut: bool,
-        /// The error of a part whose function cannot return one.
-        pub(crate) failure: Option<Error>,
-    }
-
-    /// Runs an iteration of a graph. If one that is captured panics, its members forget it.
-    pub(crate) fn during<T>(device: Device, phase: Phase, f: impl FnOnce() -> T) -> (T, Ended) {
-        let iteration = Exchanged::new(&ITERATION, Some(Iteration::new(device, phase)));
-        let out = f();
-        (out, iteration.end().flatten().map(Iteration::end).unwrap_or_default())
-    }
-
-    impl Iteration {
-        fn new(device: Device, phase: Phase) -> Self {
-            static COUNT: AtomicU64 = AtomicU64::new(0);
-            Self {
-                device,
-                phase,
-                id: CaptureId(COUNT.fetch_add(1, Ordering::Relaxed)),
-                members: Vec::new(),
-                kept: Vec::new(),
-                #[cfg(feature = "insight")]
-                learning_rate: None,
-                window_is_open: false,
-                window_was_cut: false,
-                failure: None,
-            }
-        }
-
-        fn end(mut self) -> Ended {
-            Ended {
-                members: mem::take(&mut self.members),
-                kept: mem::take(&mut self.kept),
-                window_was_cut: self.window_was_cut || self.window_is_open,
-                failure: self.failure.take(),
-            }
-        }
-    }
-
-    impl Drop for Iteration {
-        fn drop(&mut self) {
-            // One that has ended has no members any more.
-            if self.phase == Phase::Capture {
-                self.members.iter().for_each(|member| member.after_failure());
-            }
-        }
-    }
-
-    fn now<T>(ask: impl FnOnce(&Iteration) -> T) -> Option<T> {
-        ITERATION.with_borrow(|iteration| iteration.as_ref().map(ask))
-    }
-
-    /// Fails in an iteration of a graph, with what to do instead.
-    pub(crate) fn refuse(call: &'static str, remedy: &'static str) -> Result<()> {
-        match is_inside() {
-            true => Err(refusal(call, remedy)),
-            false => Ok(()),
-        }
-    }
-
-    pub(crate) fn refusal(call: &'static str, remedy: &'static str) -> Error {
-        Error::Capture { call, remedy: remedy.to_owned() }
-    }
-
-    /// The error of a replay after a change that it would not follow.
-    pub(crate) fn changed_since(what: &'static str) -> Error {
-        Error::ChangedSinceCapture { what }
-    }
-
-    /// Whether the thread is in an iteration of a graph.
-    pub(crate) fn is_inside() -> bool {
-        now(|_| ()).is_some()
-    }
-
-    /// Whether what the thread gives a device to do is only recorded.
-    pub(crate) fn is_capturing() -> bool {
-        phase() == Some(Phase::Capture)
-    }
-
-    /// The capture that the thread is in.
-    pub(crate) fn id() -> Option<CaptureId> {
-        let captured =
-            |iteration: &Iteration| (iteration.phase == Phase::Capture).then_some(iteration.id);
-        now(captured).flatten()
-    }
-
-    /// A tensor that belongs to the iteration in which it was given or made.
-    #[derive(Debug)]
-    pub(crate) struct IterationTensor {
-        tensor: Tensor,
-        capture: Option<CaptureId>,
-    }
-
-    impl IterationTensor {
-        pub(crate) fn new(tensor: Tensor) -> Self {
-            Self { tensor, capture: id() }
-        }
-
-        /// Fails in a capture for a tensor that is not of it: replays would read the same one.
-        pub(crate) fn get(&self, what: &'static str) -> Result<&Tensor> {
-            if is_capturing() && self.capture != id() {
-                return Err(refusal(what, "give that of the same iteration, inside of it"));
-            }
-            Ok(&self.tensor)
-        }
-    }
-
-    impl Clone for IterationTensor {
-        fn clone(&self) -> Self {
-            Self { tensor: self.tensor.shallow_clone(), capture: self.capture }
-        }
-    }
-
-    pub(crate) fn phase() -> Option<Phase> {
-        now(|iteration| iteration.phase)
-    }
-
-    /// The CUDA device of the graph in whose iteration the thread is.
-    pub(crate) fn device() -> Option<Device> {
-        now(|iteration| iteration.device).filter(|device| device.is_cuda())
-    }
-
-    /// Whether something on this device can be used: if the thread is in an iteration of a graph, that has to be of it.
-    pub(crate) fn is_at_home(at: Device) -> bool {
-        device().is_none_or(|device| device == at)
-    }
-
-    /// Whether the thread is in an iteration of a graph of this device.
-    pub(crate) fn is_on(at: Device) -> bool {
-        device() == Some(at)
-    }
-
-    /// Adds a part of the iteration to its graph. Does nothing outside of one.
-    pub(crate) fn join<M: Member + 'static>(member: &Arc<M>) {
-        if has_joined(member) {
-            return;
-        }
-        ITERATION.with_borrow_mut(|iteration| {
-            if let Some(Iteration { members, .. }) = iteration {
-                members.push(Arc::<M>::clone(member));
-            }
-        });
-    }
-
-    /// Whether it belongs to the iteration that the thread is in.
-    pub(crate) fn has_joined<M: Member + 'static>(member: &Arc<M>) -> bool {
-        let same =
-            |known: &Arc<dyn Member>| std::ptr::addr_eq(Arc::as_ptr(known), Arc::as_ptr(member));
-        now(|iteration| iteration.members.iter().any(same)).unwrap_or(false)
-    }
-
-    /// Has the graph keep tensors that its replays use.
-    pub(crate) fn keep<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) {
-        ITERATION.with_borrow_mut(|iteration| {
-            if let Some(Iteration { phase: Phase::Capture, kept, .. }) = iteration {
-                kept.extend(tensors.into_iter().map(Tensor::shallow_clone));
-            }
-        });
-    }
-
-    /// Has `replay` return the error of a part of the iteration that returns none. Returns it outside of one.
-    pub(crate) fn note_failure(error: Error) -> Option<Error> {
-        ITERATION.with_borrow_mut(|iteration| match iteration {
-            Some(iteration) => {
-                iteration.failure.get_or_insert(error);
-                None
-            }
-            None => Some(error),
-        })
-    }
-
-    /// Notes where a step reads the learning rate on the device.
+/// The iteration of a graph that the thread is in.
+#[derive(Debug)]
+struct Iteration {
+    device: Device,
+    phase: Phase,
+    id: CaptureId,
+    members: Vec<Arc<dyn Member>>,
+    /// Tensors that the graph uses, and keeps.
+    kept: Vec<Tensor>,
+    /// Where the last step has read the learning rate on the device, until an outcome takes it.
     #[cfg(feature = "insight")]
-    pub(crate) fn note_learning_rate(lr: Tensor) {
-        let lr = IterationTensor::new(lr);
-        ITERATION.with_borrow_mut(|iteration| {
-            if let Some(iteration) = iteration {
-                iteration.learning_rate = Some(lr);
-            }
-        });
-    }
+    learning_rate: Option<IterationTensor>,
+    /// Whether a window of accumulation is open, and whether a part of one was outside.
+    window_is_open: bool,
+    window_was_cut: bool,
+    /// The error of a part whose function cannot return one.
+    failure: Option<Error>,
+}
 
-    /// Where the step before has read the learning rate on the device.
-    #[cfg(feature = "insight")]
-    pub(crate) fn take_learning_rate() -> Option<IterationTensor> {
-        let take = |iteration: &mut Option<Iteration>| iteration.as_mut()?.learning_rate.take();
-        ITERATION.with_borrow_mut(take)
-    }
+thread_local! {
+    static ITERATION: RefCell<Option<Iteration>> = const { RefCell::new(None) };
+}
 
-    /// Notes a micro-batch, which may begin a window of accumulation or complete it.
-    pub(crate) fn note_window(is_begun: bool, is_completed: bool) {
-        ITERATION.with_borrow_mut(|iteration| {
-            if let Some(iteration) = iteration {
-                iteration.window_was_cut |= is_begun == iteration.window_is_open;
-                iteration.window_is_open = !is_completed;
-            }
-        });
-    }
+/// What an iteration that has ended was made of.
+#[derive(Debug, Default)]
+pub(crate) struct Ended {
+    pub(crate) members: Vec<Arc<dyn Member>>,
+    pub(crate) kept: Vec<Tensor>,
+    /// Whether only a part of a window of accumulation was in it.
+    pub(crate) window_was_cut: bool,
+    /// The error of a part whose function cannot return one.
+    pub(crate) failure: Option<Error>,
+}
 
-    /// A part of an iteration, as its graph sees it. The methods never wait for the device.
-    pub(crate) trait Member: Debug + Send + Sync {
-        fn link(&self) -> &Link;
+/// Runs an iteration of a graph. If one that is captured panics, its members forget it.
+pub(crate) fn during<T>(device: Device, phase: Phase, f: impl FnOnce() -> T) -> (T, Ended) {
+    let iteration = Exchanged::new(&ITERATION, Some(Iteration::new(device, phase)));
+    let out = f();
+    (out, iteration.end().flatten().map(Iteration::end).unwrap_or_default())
+}
 
-        /// Whether a capture may follow.
-        fn is_ready(&self) -> bool {
-            true
-        }
-
-        /// Is called before a capture begins.
-        fn before_capture(&self) -> Result<()> {
-            Ok(())
-        }
-
-        /// Checks what was captured.
-        fn after_capture(&self) -> Result<()> {
-            Ok(())
-        }
-
-        /// Fails if a replay would not follow what is there by now. Changes nothing.
-        fn check(&self) -> Result<()> {
-            Ok(())
-        }
-
-        /// Gives the device the numbers that the next replay reads.
-        fn before_replay(&self) -> Result<()> {
-            Ok(())
-        }
-
-        /// Undoes what a failed capture has left on the host.
-        fn after_failure(&self) {}
-    }
-
-    /// What a part of iterations and their graphs know of each other.
-    #[derive(Debug, Default)]
-    pub(crate) struct Link {
-        replays: AtomicU64,
-        launches: AtomicU64,
-        changes: AtomicU64,
-        last_change: Mutex<&'static str>,
-        is_lost: AtomicBool,
-        /// Whether an iteration of a graph has ever used it.
-        was_joined: AtomicBool,
-    }
-
-    impl Member for Link {
-        fn link(&self) -> &Link {
-            self
-        }
-
-        fn after_failure(&self) {
-            self.is_lost.store(true, Ordering::Relaxed);
+impl Iteration {
+    fn new(device: Device, phase: Phase) -> Self {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        Self {
+            device,
+            phase,
+            id: CaptureId(COUNT.fetch_add(1, Ordering::Relaxed)),
+            members: Vec::new(),
+            kept: Vec::new(),
+            #[cfg(feature = "insight")]
+            learning_rate: None,
+            window_is_open: false,
+            window_was_cut: false,
+            failure: None,
         }
     }
 
-    impl Link {
-        /// Joins the graph in whose iteration the thread is. The graph keeps the tensors that it uses.
-        pub(crate) fn join<'a>(self: &Arc<Self>, tensors: impl IntoIterator<Item = &'a Tensor>) {
-            if is_inside() {
-                self.was_joined.store(true, Ordering::Relaxed);
-                keep(tensors);
-                join(self);
-            }
+    fn end(mut self) -> Ended {
+        Ended {
+            members: mem::take(&mut self.members),
+            kept: mem::take(&mut self.kept),
+            window_was_cut: self.window_was_cut || self.window_is_open,
+            failure: self.failure.take(),
         }
-
-        /// Gives a state on a device its next numbers: in place if a graph may know it, where replays find them.
-        pub(crate) fn replace(
-            &self,
-            state: &mut Option<Tensor>,
-            next: Tensor,
-            call: &'static str,
-        ) -> Result<()> {
-            let is_known = self.is_known();
-            match state {
-                Some(state) if is_known && fits(state, &next) => {
-                    let _own = OutsideRegions::enter();
-                    state.f_copy_(&next)?;
-                    return Ok(());
-                }
-                _ if is_capturing() => return Err(refusal(call, "call it in the warm-up, too")),
-                Some(_) if is_known => self.note_change("the device or the shape of a state"),
-                _ => {}
-            }
-            *state = Some(next);
-            Ok(())
-        }
-
-        /// Whether an iteration is being captured in which it was not used so far.
-        pub(crate) fn begins_capture(self: &Arc<Self>) -> bool {
-            is_capturing() && !has_joined(self)
-        }
-
-        /// How often iterations were replayed.
-        pub(crate) fn replays(&self) -> u64 {
-            self.replays.load(Ordering::Relaxed)
-        }
-
-        pub(crate) fn note_replay(&self) {
-            self.replays.fetch_add(1, Ordering::Relaxed);
-            self.note_launch();
-        }
-
-        /// How often captured iterations were launched: by the capture itself, and by replays.
-        pub(crate) fn launches(&self) -> u64 {
-            self.launches.load(Ordering::Relaxed)
-        }
-
-        pub(crate) fn note_launch(&self) {
-            self.launches.fetch_add(1, Ordering::Relaxed);
-        }
-
-        /// Whether a graph may know what it belongs to.
-        pub(crate) fn is_known(&self) -> bool {
-            is_inside() || self.was_joined.load(Ordering::Relaxed)
-        }
-
-        /// Notes that something has changed that captured iterations do not follow.
-        pub(crate) fn note_change(&self, what: &'static str) {
-            *lock(&self.last_change) = what;
-            self.changes.fetch_add(1, Ordering::Relaxed);
-        }
-
-        pub(crate) fn changes(&self) -> u64 {
-            self.changes.load(Ordering::Relaxed)
-        }
-
-        pub(crate) fn last_change(&self) -> &'static str {
-            *lock(&self.last_change)
-        }
-
-        /// Whether a capture has failed since the last call.
-        pub(crate) fn take_loss(&self) -> bool {
-            self.is_lost.swap(false, Ordering::Relaxed)
-        }
-    }
-
-    /// The link of what a program owns. Replays would go on with it after its end.
-    #[derive(Debug, Default)]
-    pub(crate) struct OwnLink(Arc<Link>);
-
-    impl Deref for OwnLink {
-        type Target = Arc<Link>;
-
-        fn deref(&self) -> &Arc<Link> {
-            &self.0
-        }
-    }
-
-    impl Drop for OwnLink {
-        fn drop(&mut self) {
-            self.0.note_change("a part of the iteration, which was dropped");
-        }
-    }
-
-    fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-        mutex.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn fits(state: &Tensor, next: &Tensor) -> bool {
-        state.size() == next.size()
-            && state.kind() == next.kind()
-            && state.device() == next.device()
     }
 }
 
-#[cfg(not(feature = "graph"))]
-mod without {
-    use std::sync::Arc;
+impl Drop for Iteration {
+    fn drop(&mut self) {
+        // One that has ended has no members any more.
+        if self.phase == Phase::Capture {
+            self.members.iter().for_each(|member| member.after_failure());
+        }
+    }
+}
 
-    use tch::{Device, Tensor};
+fn now<T>(ask: impl FnOnce(&Iteration) -> T) -> Option<T> {
+    ITERATION.with_borrow(|iteration| iteration.as_ref().map(ask))
+}
 
-    use crate::error::Result;
+/// Fails in an iteration of a graph, with what to do instead.
+pub(crate) fn refuse(call: &'static str, remedy: &'static str) -> Result<()> {
+    match is_inside() {
+        true => Err(refusal(call, remedy)),
+        false => Ok(()),
+    }
+}
 
-    pub(crate) fn refuse(_call: &'static str, _remedy: &'static str) -> Result<()> {
-        Ok(())
+pub(crate) fn refusal(call: &'static str, remedy: &'static str) -> Error {
+    Error::Capture { call, remedy: remedy.to_owned() }
+}
+
+/// The error of a replay after a change that it would not follow.
+pub(crate) fn changed_since(what: &'static str) -> Error {
+    Error::ChangedSinceCapture { what }
+}
+
+/// Whether the thread is in an iteration of a graph.
+pub(crate) fn is_inside() -> bool {
+    now(|_| ()).is_some()
+}
+
+/// Whether what the thread gives a device to do is only recorded.
+pub(crate) fn is_capturing() -> bool {
+    phase() == Some(Phase::Capture)
+}
+
+/// The capture that the thread is in.
+pub(crate) fn id() -> Option<CaptureId> {
+    let captured =
+        |iteration: &Iteration| (iteration.phase == Phase::Capture).then_some(iteration.id);
+    now(captured).flatten()
+}
+
+/// A tensor that belongs to the iteration in which it was given or made.
+#[derive(Debug)]
+pub(crate) struct IterationTensor {
+    tensor: Tensor,
+    capture: Option<CaptureId>,
+}
+
+impl IterationTensor {
+    pub(crate) fn new(tensor: Tensor) -> Self {
+        Self { tensor, capture: id() }
     }
 
-    pub(crate) fn is_inside() -> bool {
-        false
+    /// Fails in a capture for a tensor that is not of it: replays would read the same one.
+    pub(crate) fn get(&self, what: &'static str) -> Result<&Tensor> {
+        if is_capturing() && self.capture != id() {
+            return Err(refusal(what, "give that of the same iteration, inside of it"));
+        }
+        Ok(&self.tensor)
     }
+}
 
-    pub(crate) fn is_capturing() -> bool {
-        false
+impl Clone for IterationTensor {
+    fn clone(&self) -> Self {
+        Self { tensor: self.tensor.shallow_clone(), capture: self.capture }
     }
+}
 
-    #[cfg(feature = "insight")]
-    pub(crate) fn take_learning_rate() -> Option<IterationTensor> {
-        None
+pub(crate) fn phase() -> Option<Phase> {
+    now(|iteration| iteration.phase)
+}
+
+/// The CUDA device of the graph in whose iteration the thread is.
+pub(crate) fn device() -> Option<Device> {
+    now(|iteration| iteration.device).filter(|device| device.is_cuda())
+}
+
+/// Whether something on this device can be used: if the thread is in an iteration of a graph, that has to be of it.
+pub(crate) fn is_at_home(at: Device) -> bool {
+    device().is_none_or(|device| device == at)
+}
+
+/// Whether the thread is in an iteration of a graph of this device.
+pub(crate) fn is_on(at: Device) -> bool {
+    device() == Some(at)
+}
+
+/// Adds a part of the iteration to its graph. Does nothing outside of one.
+pub(crate) fn join<M: Member + 'static>(member: &Arc<M>) {
+    if has_joined(member) {
+        return;
     }
+    ITERATION.with_borrow_mut(|iteration| {
+        if let Some(Iteration { members, .. }) = iteration {
+            members.push(Arc::<M>::clone(member));
+        }
+    });
+}
 
-    pub(crate) fn is_on(_at: Device) -> bool {
-        false
-    }
+/// Whether it belongs to the iteration that the thread is in.
+pub(crate) fn has_joined<M: Member + 'static>(member: &Arc<M>) -> bool {
+    let same = |known: &Arc<dyn Member>| std::ptr::addr_eq(Arc::as_ptr(known), Arc::as_ptr(member));
+    now(|iteration| iteration.members.iter().any(same)).unwrap_or(false)
+}
 
-    pub(crate) fn is_at_home(_at: Device) -> bool {
+/// Has the graph keep tensors that its replays use.
+pub(crate) fn keep<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) {
+    ITERATION.with_borrow_mut(|iteration| {
+        if let Some(Iteration { phase: Phase::Capture, kept, .. }) = iteration {
+            kept.extend(tensors.into_iter().map(Tensor::shallow_clone));
+        }
+    });
+}
+
+/// Has `replay` return the error of a part of the iteration that returns none. Returns it outside of one.
+pub(crate) fn note_failure(error: Error) -> Option<Error> {
+    ITERATION.with_borrow_mut(|iteration| match iteration {
+        Some(iteration) => {
+            iteration.failure.get_or_insert(error);
+            None
+        }
+        None => Some(error),
+    })
+}
+
+/// Notes where a step reads the learning rate on the device.
+#[cfg(feature = "insight")]
+pub(crate) fn note_learning_rate(lr: Tensor) {
+    let lr = IterationTensor::new(lr);
+    ITERATION.with_borrow_mut(|iteration| {
+        if let Some(iteration) = iteration {
+            iteration.learning_rate = Some(lr);
+        }
+    });
+}
+
+/// Where the step before has read the learning rate on the device.
+#[cfg(feature = "insight")]
+pub(crate) fn take_learning_rate() -> Option<IterationTensor> {
+    let take = |iteration: &mut Option<Iteration>| iteration.as_mut()?.learning_rate.take();
+    ITERATION.with_borrow_mut(take)
+}
+
+/// Notes a micro-batch, which may begin a window of accumulation or complete it.
+pub(crate) fn note_window(is_begun: bool, is_completed: bool) {
+    ITERATION.with_borrow_mut(|iteration| {
+        if let Some(iteration) = iteration {
+            iteration.window_was_cut |= is_begun == iteration.window_is_open;
+            iteration.window_is_open = !is_completed;
+        }
+    });
+}
+
+/// A part of an iteration, as its graph sees it. The methods never wait for the device.
+pub(crate) trait Member: Debug + Send + Sync {
+    fn link(&self) -> &Link;
+
+    /// Whether a capture may follow.
+    fn is_ready(&self) -> bool {
         true
     }
 
-    pub(crate) fn note_window(_is_begun: bool, _is_completed: bool) {}
+    /// Is called before a capture begins.
+    fn before_capture(&self) -> Result<()> {
+        Ok(())
+    }
 
-    /// A tensor that belongs to the iteration in which it was given or made.
-    #[derive(Debug)]
-    pub(crate) struct IterationTensor(Tensor);
+    /// Checks what was captured.
+    fn after_capture(&self) -> Result<()> {
+        Ok(())
+    }
 
-    impl IterationTensor {
-        pub(crate) fn new(tensor: Tensor) -> Self {
-            Self(tensor)
-        }
+    /// Fails if a replay would not follow what is there by now. Changes nothing.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
 
-        pub(crate) fn get(&self, _what: &'static str) -> Result<&Tensor> {
-            Ok(&self.0)
+    /// Gives the device the numbers that the next replay reads.
+    fn before_replay(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Undoes what a failed capture has left on the host.
+    fn after_failure(&self) {}
+}
+
+/// What a part of iterations and their graphs know of each other.
+#[derive(Debug, Default)]
+pub(crate) struct Link {
+    replays: AtomicU64,
+    launches: AtomicU64,
+    changes: AtomicU64,
+    last_change: Mutex<&'static str>,
+    is_lost: AtomicBool,
+    /// Whether an iteration of a graph has ever used it.
+    was_joined: AtomicBool,
+}
+
+impl Member for Link {
+    fn link(&self) -> &Link {
+        self
+    }
+
+    fn after_failure(&self) {
+        self.is_lost.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Link {
+    /// Joins the graph in whose iteration the thread is. The graph keeps the tensors that it uses.
+    pub(crate) fn join<'a>(self: &Arc<Self>, tensors: impl IntoIterator<Item = &'a Tensor>) {
+        if is_inside() {
+            self.was_joined.store(true, Ordering::Relaxed);
+            keep(tensors);
+            join(self);
         }
     }
 
-    #[cfg(feature = "insight")]
-    impl Clone for IterationTensor {
-        fn clone(&self) -> Self {
-            Self(self.0.shallow_clone())
+    /// Gives a state on a device its next numbers: in place if a graph may know it, where replays find them.
+    pub(crate) fn replace(
+        &self,
+        state: &mut Option<Tensor>,
+        next: Tensor,
+        call: &'static str,
+    ) -> Result<()> {
+        let is_known = self.is_known();
+        match state {
+            Some(state) if is_known && fits(state, &next) => {
+                let _own = OutsideRegions::enter();
+                state.f_copy_(&next)?;
+                return Ok(());
+            }
+            _ if is_capturing() => return Err(refusal(call, "call it in the warm-up, too")),
+            Some(_) if is_known => self.note_change("the device or the shape of a state"),
+            _ => {}
         }
+        *state = Some(next);
+        Ok(())
     }
 
-    /// Nothing: there are no graphs.
-    #[derive(Debug, Default)]
-    pub(crate) struct Link;
-
-    pub(crate) type OwnLink = Arc<Link>;
-
-    impl Link {
-        pub(crate) fn join<'a>(self: &Arc<Self>, _tensors: impl IntoIterator<Item = &'a Tensor>) {}
-
-        pub(crate) fn replays(&self) -> u64 {
-            0
-        }
-
-        pub(crate) fn note_change(&self, _what: &'static str) {}
-
-        #[cfg(feature = "insight")]
-        pub(crate) fn is_known(&self) -> bool {
-            false
-        }
-
-        pub(crate) fn replace(
-            &self,
-            state: &mut Option<Tensor>,
-            next: Tensor,
-            _call: &'static str,
-        ) -> Result<()> {
-            *state = Some(next);
-            Ok(())
-        }
-
-        pub(crate) fn begins_capture(self: &Arc<Self>) -> bool {
-            false
-        }
-
-        pub(crate) fn take_loss(&self) -> bool {
-            false
-        }
+    /// Whether an iteration is being captured in which it was not used so far.
+    pub(crate) fn begins_capture(self: &Arc<Self>) -> bool {
+        is_capturing() && !has_joined(self)
     }
+
+    /// How often iterations were replayed.
+    pub(crate) fn replays(&self) -> u64 {
+        self.replays.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn note_replay(&self) {
+        self.replays.fetch_add(1, Ordering::Relaxed);
+        self.note_launch();
+    }
+
+    /// How often captured iterations were launched: by the capture itself, and by replays.
+    pub(crate) fn launches(&self) -> u64 {
+        self.launches.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn note_launch(&self) {
+        self.launches.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Whether a graph may know what it belongs to.
+    pub(crate) fn is_known(&self) -> bool {
+        is_inside() || self.was_joined.load(Ordering::Relaxed)
+    }
+
+    /// Notes that something has changed that captured iterations do not follow.
+    pub(crate) fn note_change(&self, what: &'static str) {
+        *lock(&self.last_change) = what;
+        self.changes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn last_change(&self) -> &'static str {
+        *lock(&self.last_change)
+    }
+
+    /// Whether a capture has failed since the last call.
+    pub(crate) fn take_loss(&self) -> bool {
+        self.is_lost.swap(false, Ordering::Relaxed)
+    }
+}
+
+/// The link of what a program owns. Replays would go on with it after its end.
+#[derive(Debug, Default)]
+pub(crate) struct OwnLink(Arc<Link>);
+
+impl Deref for OwnLink {
+    type Target = Arc<Link>;
+
+    fn deref(&self) -> &Arc<Link> {
+        &self.0
+    }
+}
+
+impl Drop for OwnLink {
+    fn drop(&mut self) {
+        self.0.note_change("a part of the iteration, which was dropped");
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn fits(state: &Tensor, next: &Tensor) -> bool {
+    state.size() == next.size() && state.kind() == next.kind() && state.device() == next.device()
 }

@@ -15,7 +15,6 @@ pub(crate) mod emulation;
 pub(crate) mod exponents;
 mod function;
 mod gradients;
-#[cfg(feature = "graph")]
 mod graph;
 mod heap;
 #[cfg(feature = "insight")]
@@ -56,7 +55,6 @@ pub(crate) use codes::{device_type, dtype_code};
 pub(crate) use device::*;
 pub(crate) use function::*;
 pub(crate) use gradients::*;
-#[cfg(feature = "graph")]
 pub(crate) use graph::{Graph, graph_write};
 pub(crate) use heap::*;
 #[cfg(feature = "jit")]

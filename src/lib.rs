@@ -34,7 +34,6 @@ mod ffi;
 pub mod function;
 pub mod gradcheck;
 pub mod gradients;
-#[cfg(feature = "graph")]
 pub mod graph;
 pub mod guide;
 pub mod half;

@@ -3,11 +3,9 @@
 //! A panic must not cross the border to C++, and a second one would abort the process while the first unwinds.
 
 use std::any::Any;
-#[cfg(any(feature = "graph", feature = "insight"))]
 use std::cell::RefCell;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-#[cfg(any(feature = "graph", feature = "insight"))]
 use std::thread::LocalKey;
 
 use crate::error::without_backtrace;
@@ -36,26 +34,22 @@ pub(crate) fn swallow(f: impl FnOnce()) {
 }
 
 /// Another value of a thread's variable, which has its own again when this is dropped, also by a panic.
-#[cfg(any(feature = "graph", feature = "insight"))]
 pub(crate) struct Exchanged<T: 'static> {
     variable: &'static LocalKey<RefCell<T>>,
     before: Option<T>,
 }
 
-#[cfg(any(feature = "graph", feature = "insight"))]
 impl<T> Exchanged<T> {
     pub(crate) fn new(variable: &'static LocalKey<RefCell<T>>, value: T) -> Self {
         Self { variable, before: Some(variable.replace(value)) }
     }
 
     /// Puts the variable's own value back, and returns what the other one has become.
-    #[cfg(feature = "graph")]
     pub(crate) fn end(mut self) -> Option<T> {
         self.before.take().map(|before| self.variable.replace(before))
     }
 }
 
-#[cfg(any(feature = "graph", feature = "insight"))]
 impl<T> Drop for Exchanged<T> {
     fn drop(&mut self) {
         if let Some(before) = self.before.take() {

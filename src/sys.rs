@@ -24,7 +24,6 @@ pub(crate) struct Arrival {
 }
 
 /// A graph of CUDA.
-#[cfg(feature = "graph")]
 #[repr(C)]
 pub(crate) struct Graph {
     _opaque: [u8; 0],
@@ -497,7 +496,6 @@ unsafe extern "C" {
         stamps: *mut Stamp,
         err: *mut *mut c_char,
     );
-    #[cfg(feature = "graph")]
     pub(crate) fn tamp_stamps_have_moved(
         parameters: *const *mut Tensor,
         count: usize,
@@ -792,21 +790,13 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     ) -> *mut Tensor;
 
-    #[cfg(feature = "graph")]
     pub(crate) fn tamp_graph_new(index: i8, err: *mut *mut c_char) -> *mut Graph;
-    #[cfg(feature = "graph")]
     pub(crate) fn tamp_graph_free(graph: *mut Graph);
-    #[cfg(feature = "graph")]
     pub(crate) fn tamp_graph_enter(graph: *mut Graph, err: *mut *mut c_char);
-    #[cfg(feature = "graph")]
     pub(crate) fn tamp_graph_leave(graph: *mut Graph, err: *mut *mut c_char);
-    #[cfg(feature = "graph")]
     pub(crate) fn tamp_graph_begin(graph: *mut Graph, err: *mut *mut c_char);
-    #[cfg(feature = "graph")]
     pub(crate) fn tamp_graph_end(graph: *mut Graph, err: *mut *mut c_char);
-    #[cfg(feature = "graph")]
     pub(crate) fn tamp_graph_replay(graph: *mut Graph, err: *mut *mut c_char);
-    #[cfg(feature = "graph")]
     pub(crate) fn tamp_graph_write(
         to: *mut Tensor,
         numbers: *const f32,

@@ -121,7 +121,6 @@ pub enum Error {
 
     /// Something that a graph cannot hold was called in an iteration of a graph, or the outcome of a captured step was
     /// used outside of its iteration.
-    #[cfg(feature = "graph")]
     #[error("a captured iteration does not allow {call}: {remedy}")]
     Capture {
         /// The call.
@@ -131,7 +130,6 @@ pub enum Error {
     },
 
     /// Something has changed since an iteration was captured that its replays would not follow. Nothing was replayed.
-    #[cfg(feature = "graph")]
     #[error(
         "since the iteration was captured something has changed that a replay would not follow: {what}; call \
          `recapture` on the graph, and replay again"

@@ -73,7 +73,6 @@ impl Stamps {
     }
 
     /// Returns whether one of the parameters has other memory than when its stamp was taken, whatever was written to it.
-    #[cfg(feature = "graph")]
     pub(crate) fn have_moved(&mut self, parameters: &[Tensor]) -> Result<bool> {
         let tensors = pointers(parameters);
         self.0.resize_with(self.0.len().max(tensors.len()), sys::Stamp::default);

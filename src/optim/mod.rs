@@ -24,7 +24,6 @@
 
 mod algorithm;
 mod amp_optimizer;
-#[cfg(feature = "graph")]
 mod captured;
 mod config;
 mod first_step;
@@ -34,7 +33,6 @@ mod masters;
 mod muon;
 mod optimizer;
 pub(crate) mod parameters;
-#[cfg(feature = "graph")]
 mod rates;
 mod saved;
 #[cfg_attr(
@@ -59,7 +57,6 @@ pub use master_weights::MasterWeights;
 pub use muon::{AdjustLr, Muon};
 pub use optimizer::{Optimizer, OptimizerBuilder};
 pub use parameters::IntoParameters;
-#[cfg(feature = "graph")]
 pub(crate) use rates::{DrivesRates, device_numbers};
 pub(crate) use saved::Saved;
 pub use saved::{OptimizerState, ParamGroupState};

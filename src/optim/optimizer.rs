@@ -1,7 +1,6 @@
 //! The fused optimizer.
 
 use std::collections::{BTreeMap, HashSet};
-#[cfg(feature = "graph")]
 use std::sync::Arc;
 
 use tch::Tensor;
@@ -12,7 +11,6 @@ use crate::error::{Error, OptimizerError, ParameterProblem, Result, ensure_defin
 use crate::ffi;
 use crate::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
 use crate::optim::parameters::{Given, Named, TrackedVariables};
-#[cfg(feature = "graph")]
 use crate::optim::rates::DeviceRates;
 use crate::optim::shards::Shards;
 use crate::optim::state::ParameterState;
@@ -68,7 +66,6 @@ pub struct Optimizer {
     /// The ranks over which the state is divided.
     pub(super) shards: Option<Box<Shards>>,
     /// What it shares with the graphs that have captured its steps.
-    #[cfg(feature = "graph")]
     pub(super) rates: Option<Arc<DeviceRates>>,
 }
 
@@ -132,7 +129,6 @@ impl Optimizer {
             stamps: ffi::Stamps::default(),
             f32_gradients: false,
             shards: None,
-            #[cfg(feature = "graph")]
             rates: None,
         };
         match parameters.into_parameters().0 {

@@ -3,10 +3,6 @@
 //! The shim takes the step in one call and answers for each parameter whether it was stepped, left out, or lacks
 //! something. What is lacking is made, and the call repeated: a step in the middle of training is a single call.
 
-use tch::Kind;
-#[cfg(not(feature = "graph"))]
-use tch::Tensor;
-
 use crate::capture;
 use crate::error::{
     Error, GradientError, GradientProblem, OptimizerError, ParameterProblem, Result,
@@ -17,6 +13,7 @@ use crate::optim::optimizer::Slot;
 use crate::optim::shards::Shards;
 use crate::optim::state::{MANY_STEPS, is_complete, used};
 use crate::optim::{Algorithm, Optimizer, ParamGroup, Step};
+use tch::Kind;
 
 impl Optimizer {
     /// Takes a step, on all ranks if the state is divided among them.
@@ -184,36 +181,6 @@ impl Optimizer {
         }
         Ok(launch)
     }
-}
-
-/// Nothing: there are no graphs.
-#[cfg(not(feature = "graph"))]
-impl Optimizer {
-    fn enter_graph(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    fn note_in_graph(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    fn device_rates(&self) -> Result<Vec<Tensor>> {
-        Ok(Vec::new())
-    }
-
-    pub(super) fn note_groups(&self, _before: &[ParamGroup]) {}
-
-    pub(super) fn take_driven_rates(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    pub(super) fn leave_rates_to_host(&self) {}
-
-    pub(super) fn take_rates_back(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    pub(crate) fn note_change(&self, _what: &'static str) {}
 }
 
 /// Refuses to make in a graph what every replay would make anew.

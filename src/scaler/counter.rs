@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 
 use crate::capture;
-#[cfg(any(doc, feature = "graph"))]
 use crate::error::Error;
 use crate::error::Result;
 use crate::scaler::outcome::{Answer, StepOutcome};
@@ -13,7 +12,7 @@ use crate::scaler::outcome::{Answer, StepOutcome};
 /// synchronizes.
 ///
 /// On a GPU the counts lag by the steps still in flight; each is counted eventually. On a CPU they are exact. In an
-/// iteration that a graph captures (feature `graph`), the device counts what is recorded, also in replays. `Display`
+/// iteration that a graph captures, the device counts what is recorded, also in replays. `Display`
 /// prints a report such as `998 steps taken, 2 skipped (at most 1 in a row)`.
 ///
 /// # Examples
@@ -37,10 +36,8 @@ pub struct StepCounter {
     counts: Counts,
     open: VecDeque<Answer>,
     /// From the first iteration of a graph on, a device counts.
-    #[cfg(feature = "graph")]
     device: Option<on_device::DeviceCounts>,
     /// Why a step could not be counted.
-    #[cfg(feature = "graph")]
     failure: Option<Error>,
 }
 
@@ -87,7 +84,6 @@ impl StepCounter {
     /// If it cannot be recorded, the next count returns the error; in an iteration of a graph,
     /// `graph::Captured::replay` does.
     pub fn record(&mut self, outcome: &StepOutcome) {
-        #[cfg(feature = "graph")]
         if self.device.is_some() || capture::device().is_some() {
             if let Some(error) =
                 self.record_on_device(outcome.answer()).err().and_then(capture::note_failure)
@@ -137,7 +133,6 @@ impl StepCounter {
 
     /// Returns how many recorded steps were still unknown at the last count.
     pub fn pending(&self) -> usize {
-        #[cfg(feature = "graph")]
         if let Some(device) = &self.device {
             return device.pending();
         }
@@ -146,14 +141,12 @@ impl StepCounter {
 
     fn poll(&mut self) -> Result<()> {
         capture::refuse("a count of steps", "read it after `replay`")?;
-        #[cfg(feature = "graph")]
         self.failure.take().map_or(Ok(()), Err)?;
         self.settle()
     }
 
     /// Counts the steps whose outcomes have arrived. Does not synchronize.
     fn settle(&mut self) -> Result<()> {
-        #[cfg(feature = "graph")]
         if let Some(device) = &mut self.device {
             self.counts = device.poll()?.unwrap_or(self.counts);
             return Ok(());
@@ -187,7 +180,6 @@ impl Counts {
     }
 }
 
-#[cfg(feature = "graph")]
 impl StepCounter {
     /// Counts a step on the device, and in an iteration of a graph in its replays. Does not synchronize.
     fn record_on_device(&mut self, answer: &Answer) -> Result<()> {
@@ -212,7 +204,6 @@ impl StepCounter {
 }
 
 /// Counts that replays of graphs go on with.
-#[cfg(feature = "graph")]
 mod on_device {
     use std::collections::VecDeque;
     use std::sync::Arc;

@@ -25,7 +25,6 @@ pub(crate) use grad_scaler::GradScaler;
 #[cfg(feature = "distributed")]
 pub(crate) use grad_scaler::{Agreement, Averaged};
 pub use outcome::StepOutcome;
-#[cfg(feature = "graph")]
 pub(crate) use outcome::noted;
 pub(crate) use outcome::{Answer, Taken};
 pub use per_loss::PerLossScalers;

@@ -4,7 +4,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Tensor;
 
-#[cfg(any(feature = "graph", feature = "insight"))]
 use crate::capture;
 #[cfg(doc)]
 use crate::error::Error;
@@ -83,7 +82,6 @@ pub(crate) enum Taken {
 #[derive(Debug)]
 pub(crate) struct Pending {
     /// The capture whose replays overwrite the flag.
-    #[cfg(feature = "graph")]
     captured: Option<capture::CaptureId>,
     found_inf: Tensor,
     /// Common to all clones.
@@ -100,7 +98,6 @@ struct Transfer {
 impl Clone for Pending {
     fn clone(&self) -> Self {
         Self {
-            #[cfg(feature = "graph")]
             captured: self.captured,
             found_inf: self.found_inf.shallow_clone(),
             transfer: self.transfer.clone(),
@@ -114,7 +111,6 @@ impl Pending {
     }
 
     /// Fails for the outcome of a captured step, whose flag each replay overwrites.
-    #[cfg(feature = "graph")]
     fn refuse_captured(&self, call: &'static str) -> Result<()> {
         match self.captured {
             Some(_) => Err(capture::refusal(call, "ask one of `Replay::outcomes`")),
@@ -122,15 +118,9 @@ impl Pending {
         }
     }
 
-    #[cfg(not(feature = "graph"))]
-    fn refuse_captured(&self, _call: &'static str) -> Result<()> {
-        Ok(())
-    }
-
     /// The flag. Fails outside of the capture whose replays overwrite it, and in a capture for another flag, which
     /// would be that of one iteration in all replays.
     fn flag(&self) -> Result<&Tensor> {
-        #[cfg(feature = "graph")]
         match capture::id() {
             None => {
                 self.refuse_captured("the outcome of a captured step outside of its iteration")?
@@ -221,7 +211,6 @@ impl Clone for StepOutcome {
 }
 
 /// The steps of an iteration of a graph.
-#[cfg(feature = "graph")]
 pub(crate) mod noted {
     use std::cell::RefCell;
 
@@ -267,17 +256,11 @@ impl StepOutcome {
 
     /// An outcome that is skipped if `found_inf`, an f32 tensor on a device, is not zero.
     pub(crate) fn on_device(found_inf: Tensor) -> Self {
-        let pending = Pending {
-            #[cfg(feature = "graph")]
-            captured: capture::id(),
-            found_inf,
-            transfer: Arc::default(),
-        };
+        let pending = Pending { captured: capture::id(), found_inf, transfer: Arc::default() };
         Self::new(Answer::OnDevice(pending))
     }
 
     fn new(answer: Answer) -> Self {
-        #[cfg(feature = "graph")]
         noted::note(&answer);
         Self {
             answer,

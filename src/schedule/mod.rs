@@ -51,7 +51,6 @@
 mod combined;
 mod cosine;
 mod decay;
-#[cfg(feature = "graph")]
 mod on_device;
 mod one_cycle;
 mod plateau;

@@ -1,20 +1,16 @@
 //! What drives a schedule.
 
 use std::collections::VecDeque;
-#[cfg(feature = "graph")]
 use std::sync::Arc;
 
-#[cfg(feature = "graph")]
 use tch::Tensor;
 
-#[cfg(feature = "graph")]
 use crate::capture;
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result};
 use crate::optim::Optimizer;
 use crate::scaler::{Answer, StepOutcome, Taken};
 use crate::schedule::Schedule;
-#[cfg(feature = "graph")]
 use crate::schedule::on_device::DeviceSchedule;
 use crate::schedule::progress::{Progress, State};
 use crate::schedule::rates::{Changes, Rates};
@@ -45,7 +41,6 @@ pub struct Scheduler {
     open: VecDeque<Open>,
     skipped: u64,
     /// The schedule as a device follows it, in iterations that a graph captures.
-    #[cfg(feature = "graph")]
     device: Option<Arc<DeviceSchedule>>,
 }
 
@@ -74,15 +69,7 @@ impl Scheduler {
         let progress = schedule.start(&mut rates)?;
         let applied = Some(rates.clone());
         let state = State { progress, rates };
-        Ok(Self {
-            schedule,
-            state,
-            applied,
-            open: VecDeque::new(),
-            skipped: 0,
-            #[cfg(feature = "graph")]
-            device: None,
-        })
+        Ok(Self { schedule, state, applied, open: VecDeque::new(), skipped: 0, device: None })
     }
 
     /// Advances by the step with this outcome, unless it was skipped, and sets the learning rates of the optimizer.
@@ -121,11 +108,9 @@ impl Scheduler {
     }
 
     fn follow(&mut self, optimizer: Option<&mut Optimizer>, answer: &Answer) -> Result<()> {
-        #[cfg(feature = "graph")]
         if capture::device().is_some() {
             return self.follow_on_device(optimizer, answer);
         }
-        #[cfg(feature = "graph")]
         self.leave_device(optimizer.as_deref())?;
         self.settle(false)?;
         let (before, given) = self.present(optimizer.as_deref())?;
@@ -223,7 +208,6 @@ impl Scheduler {
     ///
     /// [`Error::Torch`] if the device fails.
     pub fn catch_up(&mut self) -> Result<()> {
-        #[cfg(feature = "graph")]
         if self.device.is_some() {
             capture::refuse("catching up with a device", "do it after `replay`")?;
             self.take_from_device()?;
@@ -275,14 +259,12 @@ impl Scheduler {
         self.applied = None;
         self.open.clear();
         self.skipped = 0;
-        #[cfg(feature = "graph")]
         if let Some(device) = self.device.take() {
             device.note_change("the state of a schedule");
         }
     }
 }
 
-#[cfg(feature = "graph")]
 impl Drop for Scheduler {
     fn drop(&mut self) {
         if let Some(device) = &self.device {
@@ -291,7 +273,6 @@ impl Drop for Scheduler {
     }
 }
 
-#[cfg(feature = "graph")]
 impl Scheduler {
     /// Follows a step in an iteration of a graph, where the device looks the learning rates up.
     fn follow_on_device(

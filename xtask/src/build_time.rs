@@ -21,7 +21,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     let program = Program::new(&workspace)?;
     let tch = program.build(None)?;
     println!("{:<28} {tch:>6.1} s", "tch alone");
-    for features in ["", "insight", "distributed", "graph", "jit", "full"] {
+    for features in ["", "insight", "distributed", "jit", "full"] {
         let seconds = program.build(Some(features))?;
         let name = if features.is_empty() { "no feature" } else { features };
         let mib = program.rlib()?.div_ceil(1 << 20);

@@ -3,7 +3,6 @@
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
-#[cfg(feature = "graph")]
 use tch::Device;
 use tch::{Kind, Tensor};
 
@@ -75,10 +74,6 @@ pub struct ScaleHistory {
 enum Total {
     Host(u64),
     /// From the first iteration of a graph on, the device counts, in an f64.
-    #[cfg_attr(
-        not(feature = "graph"),
-        expect(dead_code, reason = "without graphs the host counts")
-    )]
     Device(Tensor),
 }
 
@@ -166,7 +161,7 @@ impl ScaleHistory {
     /// [`step_clip_norm`](GradScaler::step_clip_norm) or [`step_unless_spike`](GradScaler::step_unless_spike); the loss
     /// is the one that a spike detector watched, or that of [`set_loss`](Self::set_loss). Never synchronizes.
     ///
-    /// In an iteration that a graph captures (feature `graph`), every replay records its step. The learning rate is then
+    /// In an iteration that a graph captures, every replay records its step. The learning rate is then
     /// the present one on the device, an f32, of the optimizer's first group, in place of `learning_rate`.
     ///
     /// # Errors
@@ -224,7 +219,6 @@ impl ScaleHistory {
 
     /// In the first iteration of a graph returns the number of steps for the device to count on. Refuses what replays
     /// would not follow.
-    #[cfg(feature = "graph")]
     fn begin_on_device(&self, outcome: &StepOutcome) -> Result<Option<Total>> {
         let Some(device) = capture::device() else { return Ok(None) };
         let is_elsewhere = |tensor: &Tensor| tensor.device() != device;
@@ -253,11 +247,6 @@ impl ScaleHistory {
             }
             Total::Device(_) => Ok(None),
         }
-    }
-
-    #[cfg(not(feature = "graph"))]
-    fn begin_on_device(&self, _outcome: &StepOutcome) -> Result<Option<Total>> {
-        Ok(None)
     }
 
     /// The row of the step after this many.

@@ -115,7 +115,7 @@ impl ScaleHealth {
     ///
     /// Never synchronizes, except where a gradient is on the CPU and the scale on a GPU. On a GPU two million elements
     /// are counted at once, with about twenty kernel launches and up to 128 MiB of memory, however many parameters they
-    /// belong to. In an iteration that a graph captures (feature `graph`), every replay counts its gradients.
+    /// belong to. In an iteration that a graph captures, every replay counts its gradients.
     ///
     /// # Errors
     ///
