@@ -447,6 +447,21 @@ fn gradients_that_a_step_has_used_are_not_carried() {
 }
 
 #[test]
+fn a_second_step_with_the_same_gradients_divides_by_the_present_scale() {
+    for_each_pair(|device, fused, mut a, _| {
+        let mut scaler = growing(device);
+        scaler.backward(&a.loss()).unwrap();
+        for _ in 0..2 {
+            scaler.step(&mut *a.opt).unwrap();
+            scaler.update().unwrap();
+        }
+        // All but the loops for the CPU unscale in place, so that they divide by 8 first and then by 16.
+        let moved = if fused && device == Device::Cpu { 8.0 / 16.0 } else { 1.0 / 16.0 };
+        assert_eq!(a.value(), 0.5 - 0.5 * moved, "{device:?} fused {fused}");
+    });
+}
+
+#[test]
 fn master_weights_of_the_program_take_the_gradients_of_its_model() {
     for_each_pair(|device, fused, w, mut master| {
         let mut scaler = growing(device);
