@@ -1,5 +1,5 @@
-//! The C ABI of the shim: every declaration of `csrc/border/shim.h`, in the same order. What the functions and fields mean is
-//! documented there. `tests/abi.rs` compares the two files.
+//! The C ABI of the shim: every declaration of `csrc/border/shim.h`, in the same order. What the functions and fields
+//! mean is documented there. `tests/abi.rs` compares the two files.
 
 use std::ffi::{c_char, c_void};
 

@@ -1,5 +1,5 @@
-// The C ABI of the feature `distributed`, to which everything at the top of border/shim.h applies. src/sys/distributed.rs
-// repeats every declaration in the same order, and tests/abi.rs compares the two files.
+// The C ABI of the feature `distributed`, to which everything at the top of border/shim.h applies.
+// src/sys/distributed.rs repeats every declaration in the same order, and tests/abi.rs compares the two files.
 //
 // A function that communicates blocks the host until the other ranks have answered or the timeout of the group has
 // passed. With CUDA tensors only the current stream waits.

@@ -1,5 +1,6 @@
-// The C ABI of recordings: what a stretch of a program computed, operator by operator. Everything at the top of border/shim.h
-// applies. src/sys/insight.rs repeats every declaration in the same order, and tests/abi.rs compares the two files.
+// The C ABI of recordings: what a stretch of a program computed, operator by operator. Everything at the top of
+// border/shim.h applies. src/sys/insight.rs repeats every declaration in the same order, and tests/abi.rs compares the
+// two files.
 #pragma once
 
 #include "border/shim.h"

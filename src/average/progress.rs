@@ -111,8 +111,8 @@ fn options(averaging: Averaging) -> AverageOptions {
     }
 }
 
-/// The weight of the update after this many, and what is left of the start after it. csrc/optim/average.cpp has the same for
-/// tensors.
+/// The weight of the update after this many, and what is left of the start after it. csrc/optim/average.cpp has the
+/// same for tensors.
 fn step(options: AverageOptions, before: f64, rest: f64) -> (f64, f64) {
     match options {
         AverageOptions::Swa => (1.0 / (before + 1.0), 0.0),

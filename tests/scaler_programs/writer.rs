@@ -97,8 +97,8 @@ impl Writer {
         }
     }
 
-    /// Rarely a backward adds to an unscaled gradient: between `unscale_` and `step` it is `GradientError::Changed` here,
-    /// while PyTorch continues with a mixture of scaled and unscaled gradients.
+    /// Rarely a backward adds to an unscaled gradient: between `unscale_` and `step` it is `GradientError::Changed`
+    /// here, while PyTorch continues with a mixture of scaled and unscaled gradients.
     fn may_accumulate(&self, param: usize) -> bool {
         !self.enabled || self.shares || self.stages[self.owner(param)] != Stage::Unscaled
     }
@@ -242,9 +242,9 @@ impl Writer {
         Op::Transaction(parts.collect())
     }
 
-    /// Before the scale may change, gradients that no step has used are dropped: they keep their scale here, and get the
-    /// new one in PyTorch. So are those of optimizers with common parameters. Programs in which the scale stands still
-    /// are written by `generate::turns`.
+    /// Before the scale may change, gradients that no step has used are dropped: they keep their scale here, and get
+    /// the new one in PyTorch. So are those of optimizers with common parameters. Programs in which the scale stands
+    /// still are written by `generate::turns`.
     fn drop_unused(&mut self) -> Option<Op> {
         let is_unused = |param: &usize| {
             let stage = self.stages[self.owner(*param)];

@@ -454,8 +454,8 @@ fn creating_and_setting_scales_succeeds_or_returns_an_error() {
     }
 }
 
-/// Two optimizers with a weight of one each, and a scaler whose scale of 8 doubles in each iteration, after the backward
-/// pass of a loss of both.
+/// Two optimizers with a weight of one each, and a scaler whose scale of 8 doubles in each iteration, after the
+/// backward pass of a loss of both.
 fn two(kind: Kind) -> (GradScaler, [Optimizer; 2], Tensor) {
     let device = Device::Cuda(0);
     let [a, b] = [(); 2].map(|()| Tensor::ones([1], (kind, device)).set_requires_grad(true));

@@ -55,8 +55,8 @@ fn sanitize(workspace: &Workspace) -> Result<()> {
     check(workspace, leaks, &TESTS.map(String::from))
 }
 
-/// Compiles the C++ with clang++ as well, with warnings as errors: these folders as one unit each, as build.rs does, and
-/// all others as another. Builds use g++ unless another compiler is set.
+/// Compiles the C++ with clang++ as well, with warnings as errors: these folders as one unit each, as build.rs does,
+/// and all others as another. Builds use g++ unless another compiler is set.
 pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
     let version = Command::new("clang++").arg("--version").stdout(Stdio::null()).status();
     if !version.is_ok_and(|status| status.success()) {
