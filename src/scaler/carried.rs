@@ -25,7 +25,7 @@ use crate::scaler::record::{Record, Stage};
 pub(super) struct Carried {
     gradients: IdentityMap<Known>,
     /// The earlier scales, by the update that kept each.
-    scales: BTreeMap<u64, Kept>,
+    scales: BTreeMap<u64, EarlierScale>,
     /// How many iterations have ended.
     updates: u64,
     /// The first iteration whose losses are no longer searched.
@@ -70,7 +70,7 @@ struct Addition {
 
 /// A scale that was the present one.
 #[derive(Debug)]
-struct Kept {
+struct EarlierScale {
     tensor: Tensor,
     /// Its value, if the host has it.
     known: Option<f64>,
@@ -82,10 +82,10 @@ pub(super) struct Ending {
     /// The gradients that stay known, as they are now.
     now: Vec<(usize, Snapshot)>,
     /// The scale of those that have the present one, if it changes.
-    present: Option<Kept>,
+    present: Option<EarlierScale>,
     /// The gradients that have been unscaled, by their parameters, and the scale of 1 that they have.
     unscaled: Vec<(Watched, Snapshot)>,
-    one: Option<Kept>,
+    one: Option<EarlierScale>,
     /// A number of the set of optimizers.
     optimizers: u64,
 }
@@ -184,7 +184,7 @@ fn is_empty(parameter: &Tensor, gradient: &Gradient) -> bool {
     !gradient.exists() || (gradient.is_on_cpu() && is_zero().unwrap_or(false))
 }
 
-impl Kept {
+impl EarlierScale {
     fn new(scale: &Number) -> Result<Self> {
         let _own = OutsideRegions::enter();
         Ok(Self { tensor: scale.tensor().f_detach_copy()?, known: scale.known() })
@@ -373,7 +373,7 @@ impl Carried {
             let parameters = self.gradients.values().map(|known| known.parameter.get());
             let now = Snapshot::of(&parameters.collect::<Result<Vec<_>>>()?)?;
             ending.now = self.gradients.keys().copied().zip(now.each()).collect();
-            ending.present = changes.then(|| Kept::new(present)).transpose()?;
+            ending.present = changes.then(|| EarlierScale::new(present)).transpose()?;
         }
         let is_unscaled = |record: &&Record| record.stage == Stage::Unscaled && !record.dirty;
         for record in records.iter().filter(is_unscaled) {
@@ -388,7 +388,7 @@ impl Carried {
         }
         if !ending.unscaled.is_empty() {
             let tensor = ffi::number_new(1.0, Kind::Float, present.tensor().device())?;
-            ending.one = Some(Kept { tensor, known: Some(1.0) });
+            ending.one = Some(EarlierScale { tensor, known: Some(1.0) });
         }
         Ok(ending)
     }

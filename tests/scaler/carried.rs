@@ -7,7 +7,7 @@ use tch::{Device, Tensor, no_grad};
 use tch_amp::gradients::GradientError;
 use tch_amp::optim::{AmpOptimizer, Sgd};
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig};
-use tch_amp::{Error, GradScaler, Result, function};
+use tch_amp::{Autocast, Error, GradScaler, Result, function};
 
 use crate::common::tensors::leaf;
 use crate::common::{for_each_device, to_f64};
@@ -113,6 +113,33 @@ fn an_optimizer_that_steps_after_an_update_divides_by_the_scale_of_its_loss() {
             });
         }
     }
+}
+
+#[test]
+fn an_iteration_in_one_call_leaves_the_gradients_of_others_their_scale() {
+    for (way, step) in WAYS.iter().enumerate() {
+        for_each_pair(|device, fused, mut a, mut b| {
+            let mut scaler = growing(device);
+            scaler.backward(&b.loss()).unwrap();
+            let of_a = a.loss();
+            scaler.backward_step(&mut *a.opt, &of_a).unwrap();
+            step(&mut scaler, &mut *b.opt).unwrap();
+            assert_eq!((a.value(), b.value()), (0.5, 0.5), "{device:?} fused {fused} way {way}");
+        });
+    }
+}
+
+#[test]
+fn regions_do_not_change_what_is_carried() {
+    for_each_pair(|device, fused, mut a, mut b| {
+        let _region = Autocast::new(device).dtype(tch::Kind::BFloat16).enter().unwrap();
+        let mut scaler = growing(device);
+        scaler.backward(&(a.loss() + b.loss())).unwrap();
+        scaler.step(&mut *a.opt).unwrap();
+        scaler.update().unwrap();
+        scaler.step(&mut *b.opt).unwrap();
+        assert_eq!((a.value(), b.value()), (0.5, 0.5), "{device:?} fused {fused}");
+    });
 }
 
 #[test]
