@@ -1,5 +1,6 @@
 //! Folders for the files of a test.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -11,11 +12,19 @@ impl Folder {
     /// Creates the folder.
     pub fn new() -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
-        let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("tch-amp-checkpoint-{}-{number}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir(&path).unwrap();
-        Self(path)
+        loop {
+            let number = COUNT.fetch_add(1, Ordering::Relaxed);
+            let name = format!("tch-amp-checkpoint-{}-{number}", std::process::id());
+            let path = std::env::temp_dir().join(name);
+            match std::fs::create_dir(&path) {
+                // A process with the same number was killed and has left its folder behind.
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+                created => {
+                    created.unwrap();
+                    return Self(path);
+                }
+            }
+        }
     }
 
     /// The path of a file in the folder.
