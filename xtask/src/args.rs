@@ -102,10 +102,10 @@ mod tests {
 
     #[test]
     fn words_after_two_dashes_belong_to_the_program() {
-        let mut args = args("-- --tch 0.24 --all-versions");
+        let mut args = args("-- --tch 0.24 --publishable");
         assert_eq!(args.tch().unwrap(), None);
-        assert!(!args.flag("--all-versions"));
-        assert_eq!(args.rest(), ["--tch", "0.24", "--all-versions"]);
+        assert!(!args.flag("--publishable"));
+        assert_eq!(args.rest(), ["--tch", "0.24", "--publishable"]);
     }
 
     #[test]
@@ -125,8 +125,8 @@ mod tests {
 
     #[test]
     fn an_unknown_argument_is_an_error() {
-        let mut args = args("--all-versions --fast");
-        assert!(args.flag("--all-versions"));
+        let mut args = args("--publishable --fast");
+        assert!(args.flag("--publishable"));
         let error = args.end().unwrap_err().to_string();
         assert!(error.contains("--fast"), "{error}");
     }

@@ -51,9 +51,12 @@ usage: cargo xtask <command>
 
   demo [--tch V] [args...]           trains a small GPT and on handwritten digits with and without mixed
                                      precision; --ranks 2 trains on the digits with two processes
-  test [--tch V | --all-versions]    format, lints, documentation, package, minimum Rust version, then every
-                                     test on the CPU and on simulated GPUs, and some on CUDA's real host code
+  test [--tch V]                     format, lints, documentation, contents of the package, then every test on the
+                                     CPU and on simulated GPUs, and some on CUDA's real host code
   test [--tch V] pairs [seconds]     tries random programs that make use of two abilities, for ten minutes by default
+  release-check                      minimum Rust version, the packed crate with the oldest dependencies, copies of the
+                                     simulated GPUs that arrive at other times, and what libtorch decides with the
+                                     other supported versions of tch
   simulate [--tch V] command…        runs any program on two simulated GPUs and prints what it cost them
   null-cuda [--values] command…      runs any program on the real libtorch_cuda without a GPU and prints what its
                                      host code did; with the numbers of the CPU's kernels, or none
@@ -73,7 +76,6 @@ usage: cargo xtask <command>
   surface                            rewrites xtask/surface.txt, the list of the public items, and counts them
   package [--publishable]            rewrites xtask/package.txt, the list of the package's files; or checks that the
                                      crate can be published, without publishing it
-  ci                                 what .ci/run runs: test --all-versions
 
 V is a supported version of tch, such as 0.24. The default is the one in Cargo.lock.
 libtorch comes from LIBTORCH or LIBTORCH_USE_PYTORCH if set, else from PyPI into the user's cache folder.";
@@ -106,6 +108,7 @@ fn dispatch() -> Result<ExitCode> {
         "help" | "--help" | "-h" => println!("{USAGE}"),
         "demo" => demo::run(args)?,
         "test" => test::run(args)?,
+        "release-check" => test::check_release(args)?,
         "sanitize" => sanitize::run(args)?,
         "planted" => planted::run(args)?,
         "simulate" => return simulate::run(args),
@@ -122,7 +125,6 @@ fn dispatch() -> Result<ExitCode> {
         "package" => package::run(args)?,
         "surface" => surface::rewrite_list(args)?,
         "fmt" => tools::format(args)?,
-        "ci" => test::run_all(args)?,
         unknown => bail!("there is no command `{unknown}`\n\n{USAGE}"),
     }
     Ok(ExitCode::SUCCESS)

@@ -54,7 +54,7 @@ const OF_KERNELS: [&str; 7] =
 /// Which tests to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extent {
-    /// All of them, also with copies that arrive at another time.
+    /// All of them.
     Whole,
     /// Those that depend on the version of libtorch.
     OfKernels,
@@ -76,10 +76,7 @@ pub(crate) fn add(tests: &mut Command, which: impl Fn(&str) -> bool) -> Result<(
 
 /// Runs the tests on simulated GPUs, with CUDA required. Returns whether that is possible.
 pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
-    if let Err(reason) = simulation::check_possible(&workspace.libtorch) {
-        eprintln!(
-            "WARNING: the tests on simulated GPUs are SKIPPED, and with them every CUDA path: {reason:#}"
-        );
+    if !is_possible(workspace) {
         return Ok(false);
     }
     let simulation = Simulation::provide(workspace)?;
@@ -93,6 +90,15 @@ pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
     show(skip_parts_on_the_cpu(tests.args(["--lib", "--"])))?;
     show(cargo_test(workspace, &simulation, []).args(OF_CHECKPOINTS))?;
     show(cargo_test(workspace, &simulation, []).args(OF_BUDGETS))?;
+    Ok(true)
+}
+
+/// Runs the tests that depend on copies from a device with copies that arrive at another time.
+pub(crate) fn test_lags(workspace: &Workspace) -> Result<()> {
+    if !is_possible(workspace) {
+        return Ok(());
+    }
+    let simulation = Simulation::provide(workspace)?;
     for (lag, names) in LAGS {
         println!("\n-- SIMULATED_CUDA_LAG={lag}");
         let mut tests = cargo_test(workspace, &simulation, names.iter().copied());
@@ -100,7 +106,18 @@ pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
         let mut tests = cargo_test(workspace, &simulation, []);
         show(tests.args(ABOUT_LAGS).env("SIMULATED_CUDA_LAG", lag))?;
     }
-    Ok(true)
+    Ok(())
+}
+
+/// Whether the tests can run on simulated GPUs. Warns otherwise.
+fn is_possible(workspace: &Workspace) -> bool {
+    let possible = simulation::check_possible(&workspace.libtorch);
+    if let Err(reason) = &possible {
+        eprintln!(
+            "WARNING: the tests on simulated GPUs are SKIPPED, and with them every CUDA path: {reason:#}"
+        );
+    }
+    possible.is_ok()
 }
 
 fn cargo_test<'a>(

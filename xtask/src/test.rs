@@ -18,8 +18,8 @@ use crate::{
 
 const FUZZ_SECONDS: u32 = 10;
 
-/// Tests of whole programs, and of this crate's own files and processes. In a run with every version, the others see
-/// what differs between them.
+/// Tests of whole programs, and of this crate's own files and processes. Before a release, the others see what differs
+/// between the versions.
 const OF_ANY_LIBTORCH: [&str; 10] = [
     "budget",
     "checkpoint_resume",
@@ -43,30 +43,47 @@ enum Selection {
 
 /// `cargo xtask test`.
 pub(crate) fn run(mut args: Args) -> Result<()> {
-    let all = args.flag("--all-versions");
     let pair = args.tch()?;
     if let Some(name) = args.next() {
-        ensure!(name == "pairs" && !all, "`{name}` is no part of the tests; `pairs` is one");
+        ensure!(name == "pairs", "`{name}` is no part of the tests; `pairs` is one");
         return pairs(args, pair);
     }
-    ensure!(!all || pair.is_none(), "`--all-versions` and `--tch` exclude each other");
     let locked = Pair::locked(&workspace::root())?;
     let mut steps = Steps::default();
     if let Some(pair) = pair.filter(|pair| *pair != locked) {
         let (name, mut tests) = test_other(&mut steps, pair, Selection::All)?;
         return steps.run(&name, || show(&mut tests));
     }
+    let workspace = check(&mut steps)?;
+    test(&mut steps, &workspace)
+}
+
+/// `cargo xtask release-check`: what a release needs and few changes break.
+pub(crate) fn check_release(args: Args) -> Result<()> {
+    args.end()?;
+    let locked = Pair::locked(&workspace::root())?;
+    let mut steps = Steps::default();
     let mut beside = Vec::new();
-    for pair in PAIRS.into_iter().filter(|pair| all && *pair != locked) {
+    for pair in PAIRS.into_iter().filter(|pair| *pair != locked) {
         let (name, tests) = test_other(&mut steps, pair, Selection::OfLibtorch)?;
         beside.push(Beside::start(&name, [tests])?);
     }
-    let checked = check(&mut steps);
+    let checked = check_alone(&mut steps);
     // Also after a check that has failed: nothing goes on in the background, and one run shows both.
     let finished: Vec<_> = beside.into_iter().map(Beside::finish).collect();
-    let workspace = checked?;
-    finished.into_iter().collect::<Result<()>>()?;
-    test(&mut steps, &workspace)
+    checked?;
+    finished.into_iter().collect()
+}
+
+/// The part of [`check_release`] with the locked version.
+fn check_alone(steps: &mut Steps) -> Result<()> {
+    steps.run("minimum Rust version", msrv::check)?;
+    steps.run(
+        "the packed crate with the oldest dependencies, and its documentation",
+        package::check_builds,
+    )?;
+    let workspace = steps.run("libtorch", || Workspace::announced(None))?;
+    steps.run("copies that arrive at another time", || on_simulation::test_lags(&workspace))
 }
 
 /// `cargo xtask test pairs SECONDS`: tries random programs of two abilities for this time.
@@ -78,12 +95,6 @@ fn pairs(mut args: Args, pair: Option<Pair>) -> Result<()> {
     let mut tests = workspace.cargo_test();
     tests.args(["--test", "pairs", "--", "--nocapture"]);
     show(tests.env("TCH_AMP_PAIRS_SECONDS", seconds.to_string()))
-}
-
-/// `cargo xtask ci`.
-pub(crate) fn run_all(args: Args) -> Result<()> {
-    args.end()?;
-    run(Args::new(["--all-versions".to_owned()]))
 }
 
 /// Runs the tests with another tch than the locked one, without the checks that do not depend on it: neither late copies
@@ -122,13 +133,8 @@ fn check(steps: &mut Steps) -> Result<Workspace> {
     steps.run("format of the C++", tools::check_cxx_format)?;
     steps.run("links between the pages", links::check)?;
     steps.run("layers of the source", layers::check)?;
-    steps.run("minimum Rust version", msrv::check)?;
     steps.run("planted faults", planted::check)?;
     steps.run("contents of the package", package::check_contents)?;
-    steps.run(
-        "the packed crate with the oldest dependencies, and its documentation",
-        package::check_builds,
-    )?;
     steps.run("clippy", package::lint)?;
     steps.run("copies of the recipes", recipes::check)?;
     steps.run("surface", surface::check)?;
