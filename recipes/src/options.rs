@@ -1,6 +1,5 @@
 //! The options that the recipes have in common, and how all options are read.
 
-use super::saves::{self, AMP};
 use super::{Ranks, print, tell, writable};
 use anyhow::{Context, Result, bail, ensure};
 use lexopt::{Arg, Parser};
@@ -10,6 +9,10 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use tch::{Cuda, Device};
 use tch_amp::Amp;
+use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
+
+/// The part with the precision of the run.
+pub const AMP: &str = "amp";
 
 /// An option: its name, what `--help` says of it, and what takes it, with its value from [`Arguments`].
 pub type Flag<T> = (&'static str, &'static str, fn(&mut T, &mut Arguments<'_>) -> Result<()>);
@@ -161,6 +164,24 @@ impl Options {
         Ok(())
     }
 
+    /// Returns the newest checkpoint that is not damaged, on all ranks, if the run is to be resumed and there is one.
+    pub fn newest(&self, ranks: &Ranks) -> Result<Option<Checkpoint>> {
+        let path = self.checkpoints.as_deref().filter(|path| self.resume && path.exists());
+        ranks.load_on_first(|| {
+            let Some(path) = path else { return Ok(None) };
+            let found = CheckpointFolder::new(path)?.latest()?;
+            Ok(found.map(|found| {
+                for damaged in &found.damaged {
+                    tell(format_args!(
+                        "{damaged}. The run goes on from {} instead.",
+                        found.file.path.display()
+                    ));
+                }
+                found.checkpoint
+            }))
+        })
+    }
+
     /// The device to train on; on several ranks, see [`Ranks::device`](super::Ranks::device).
     pub fn device(&self) -> Result<Device> {
         match self.device {
@@ -177,7 +198,7 @@ impl Options {
     pub fn decide(&mut self, device: Device, ranks: &Ranks) -> Result<()> {
         let mut amp = self.amp.on(device)?;
         if self.amp == Amp::Auto {
-            if let Some(checkpoint) = saves::newest(self, ranks)?
+            if let Some(checkpoint) = self.newest(ranks)?
                 && checkpoint.contains(AMP)
             {
                 checkpoint.restore().add(AMP, &mut amp).apply()?;

@@ -1,6 +1,6 @@
 //! The progress that is shown during a run.
 
-use super::{Options, Ranks};
+use super::Ranks;
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::fmt::Display;
@@ -43,9 +43,8 @@ impl Progress {
     }
 
     /// Shows a run on the first rank, and nothing on the others.
-    pub fn on_first(ranks: &Ranks, name: &str, options: &Options) -> Result<Self> {
-        let Options { steps, log_every, .. } = *options;
-        if ranks.is_first() { Self::new(name, steps, log_every) } else { Ok(Self::silent()) }
+    pub fn on_first(ranks: &Ranks, name: &str, steps: u64, every: u64) -> Result<Self> {
+        if ranks.is_first() { Self::new(name, steps, every) } else { Ok(Self::silent()) }
     }
 
     /// Shows nothing: for tests, and for ranks other than the first.

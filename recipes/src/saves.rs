@@ -11,9 +11,6 @@ use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder};
 const RUN: &str = "run";
 const STEP: &str = "step";
 
-/// The part with the precision of the run.
-pub const AMP: &str = "amp";
-
 /// Where a run saves its checkpoints, if it saves any. The newest two are kept.
 #[derive(Debug)]
 pub struct Saves<'a> {
@@ -67,7 +64,7 @@ impl<'a> Saves<'a> {
 
     /// Returns the newest checkpoint and its step, on all ranks, if the run is to be resumed and there is one.
     pub fn resume(&self) -> Result<Option<(u64, Checkpoint)>> {
-        let Some(checkpoint) = newest(self.options, self.ranks)? else { return Ok(None) };
+        let Some(checkpoint) = self.options.newest(self.ranks)? else { return Ok(None) };
         let (run, _): (String, u64) = checkpoint.value(RUN)?;
         ensure!(
             run == self.run,
@@ -90,24 +87,6 @@ impl<'a> Saves<'a> {
             None => format!("Interrupted after step {step}. Nothing was saved."),
         }
     }
-}
-
-/// Returns the newest checkpoint that is not damaged, on all ranks, if the run is to be resumed and there is one.
-pub fn newest(options: &Options, ranks: &Ranks) -> Result<Option<Checkpoint>> {
-    let path = options.checkpoints.as_deref().filter(|path| options.resume && path.exists());
-    ranks.load_on_first(|| {
-        let Some(path) = path else { return Ok(None) };
-        let found = CheckpointFolder::new(path)?.latest()?;
-        Ok(found.map(|found| {
-            for damaged in &found.damaged {
-                tell(format_args!(
-                    "{damaged}. The run goes on from {} instead.",
-                    found.file.path.display()
-                ));
-            }
-            found.checkpoint
-        }))
-    })
 }
 
 /// Fails if the folder has checkpoints.

@@ -2,7 +2,7 @@
 
 use super::log::{self, Log};
 use super::measure::{Measured, Number};
-use super::saves::AMP;
+use super::options::AMP;
 use super::{Ended, Interrupt, Options, Progress, Ranks, Saves};
 use crate::interrupt::NothingToSave;
 use anyhow::Result;

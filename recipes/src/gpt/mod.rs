@@ -40,7 +40,8 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
         None => Text::load()?,
     };
     let name = format!("GPT {}", precision_name(options.common.amp));
-    let progress = Progress::on_first(&session.ranks, &name, &options.common)?;
+    let crate::Options { steps, log_every, .. } = options.common;
+    let progress = Progress::on_first(&session.ranks, &name, steps, log_every)?;
     progress.say(&format!("The text: {}", text.origin));
     let run = train(&options, &text, &session, &progress)?;
     progress.finish();

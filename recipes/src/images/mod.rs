@@ -70,7 +70,8 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
     let mut done = Vec::new();
     for options in &runs {
         let name = format!("ResNet {}", precision_name(options.common.amp));
-        let progress = Progress::on_first(ranks, &name, &options.common)?;
+        let crate::Options { steps, log_every, .. } = options.common;
+        let progress = Progress::on_first(ranks, &name, steps, log_every)?;
         let run = train(options, &data, &set, &session, &progress)?;
         progress.finish();
         if run.ended != Ended::Finished {

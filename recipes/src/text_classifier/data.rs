@@ -1,7 +1,6 @@
 //! Sentences with labels, divided into those to learn, those that are held out, and those of the test.
 
 use super::lines::Lines;
-use super::options::Options;
 use super::python;
 use anyhow::{Result, ensure};
 use std::mem;
@@ -29,25 +28,6 @@ pub struct Data {
 }
 
 impl Data {
-    /// Reads and divides the sentences that the options want.
-    pub fn load(options: &Options) -> Result<Self> {
-        let mut lines = match &options.data {
-            Some(path) => Lines::read(path)?,
-            None => Lines::of_crates()?,
-        };
-        lines.all.truncate(options.rows_limit.unwrap_or(usize::MAX));
-        if options.remove_blanks {
-            lines
-                .all
-                .iter_mut()
-                .for_each(|(_, text)| *text = text.replace(' ', "").trim().to_owned());
-        }
-        match options.ratio {
-            Some(ratio) => lines.divided_in_two(ratio, options.common.seed),
-            None => lines.divided_in_three(),
-        }
-    }
-
     /// Divides pairs of a label and a sentence into those to learn, those that are held out, and those of the test.
     pub fn new(lines: Vec<(String, String)>, origin: String) -> Result<Self> {
         Lines::new(lines, origin).divided_in_three()
@@ -87,7 +67,7 @@ impl Data {
 /// How the sentences are divided.
 impl Lines {
     /// Four fifths to learn, a tenth that is held out, and a tenth for the test, in whichever order they come.
-    fn divided_in_three(mut self) -> Result<Data> {
+    pub fn divided_in_three(mut self) -> Result<Data> {
         self.all.sort();
         let checksum = self.checksum();
         self.all.sort_by_cached_key(|(_, text)| crc32c::crc32c(text.as_bytes()));
@@ -104,7 +84,7 @@ impl Lines {
     }
 
     /// A share to learn, and the rest for everything else, in the order of Python's `random.shuffle`.
-    fn divided_in_two(mut self, ratio: f64, seed: i64) -> Result<Data> {
+    pub fn divided_in_two(mut self, ratio: f64, seed: i64) -> Result<Data> {
         let checksum = self.checksum();
         python::shuffle(&mut self.all, seed);
         let mut train = self.numbered();

@@ -62,11 +62,12 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
     let Some(session) = Session::start(&mut options.common)? else { return Ok(Ended::Finished) };
     let check = || options.weights.as_deref().map_or(Ok(()), check_file);
     session.ranks.on_first(|| check().context("--weights"))?;
-    let data = Data::load(&options)?;
+    let data = options.sentences()?;
     let options = options.resolved(session.ranks.size(), data.train.len())?;
     let task = Task::new(&options, &data)?;
     let name = format!("BERT {}", precision_name(options.common.amp));
-    let progress = Progress::on_first(&session.ranks, &name, &options.common)?;
+    let crate::Options { steps, log_every, .. } = options.common;
+    let progress = Progress::on_first(&session.ranks, &name, steps, log_every)?;
     progress.say(&data.describe());
     let run = train(&options, &task, &session, &progress)?;
     progress.finish();

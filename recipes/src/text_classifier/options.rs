@@ -2,6 +2,7 @@
 
 use super::batch::batches;
 use super::data::Data;
+use super::lines::Lines;
 use super::model::{Config, Dropout, Pooling};
 use crate::options::{Flag, OwnOptions, below_target};
 use anyhow::{Result, bail, ensure};
@@ -325,6 +326,25 @@ impl Options {
             max_position_embeddings: self.length as i64,
             type_vocab_size: 1,
             layer_norm_eps: 1e-12,
+        }
+    }
+
+    /// Reads and divides the sentences that are wanted.
+    pub fn sentences(&self) -> Result<Data> {
+        let mut lines = match &self.data {
+            Some(path) => Lines::read(path)?,
+            None => Lines::of_crates()?,
+        };
+        lines.all.truncate(self.rows_limit.unwrap_or(usize::MAX));
+        if self.remove_blanks {
+            lines
+                .all
+                .iter_mut()
+                .for_each(|(_, text)| *text = text.replace(' ', "").trim().to_owned());
+        }
+        match self.ratio {
+            Some(ratio) => lines.divided_in_two(ratio, self.common.seed),
+            None => lines.divided_in_three(),
         }
     }
 

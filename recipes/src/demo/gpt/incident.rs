@@ -1,6 +1,5 @@
 //! A bad batch after the training: its step is skipped, a tracer says why, and the training goes on.
 
-use super::train::{LENGTH, ROWS};
 use crate::gpt::data::Text;
 use crate::gpt::model::VOCABULARY;
 use crate::gpt::train::Trainer;
@@ -22,9 +21,9 @@ pub struct Incident {
     pub next_loss: f64,
 }
 
-/// Takes a step with a batch in which a row is nothing but padding, and a step with a good one.
-pub fn cause(trainer: &mut Trainer<'_>, text: &Text) -> Result<Incident> {
-    let counted = Tensor::ones([ROWS, LENGTH], (Kind::Float, trainer.device));
+/// Takes a step with a batch of `[rows, bytes]` in which a row is nothing but padding, and a step with a good one.
+pub fn cause(trainer: &mut Trainer<'_>, text: &Text, size: [i64; 2]) -> Result<Incident> {
+    let counted = Tensor::ones(size, (Kind::Float, trainer.device));
     let padded = counted.copy();
     let _zeros = padded.get(0).zero_();
     let weights =
@@ -42,7 +41,8 @@ fn step(
     text: &Text,
     counted: &Tensor,
 ) -> Result<(f64, Option<Explanation>)> {
-    let (tokens, targets) = text.batch(ROWS, LENGTH, trainer.device);
+    let (rows, length) = counted.size2()?;
+    let (tokens, targets) = text.batch(rows, length, trainer.device);
     let Trainer { vs, model, region, optimizer, scaler, .. } = trainer;
     let loss = || {
         region.run(|| {
@@ -50,7 +50,7 @@ fn step(
             named("mean of each row", || {
                 let of_bytes = logits.view([-1, VOCABULARY]).log_softmax(-1, Kind::Float);
                 let of_targets = -of_bytes.gather(1, &targets.reshape([-1, 1]), false);
-                let sums = (of_targets.view([ROWS, -1]) * counted).sum_dim_intlist(1, false, None);
+                let sums = (of_targets.view_as(counted) * counted).sum_dim_intlist(1, false, None);
                 (sums / counted.sum_dim_intlist(1, false, None)).mean(Kind::Float)
             })
         })

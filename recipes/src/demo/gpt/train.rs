@@ -87,7 +87,8 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
     let sample = trainer.write(options.sample)?;
     let is_half = options.precision != Amp::Off;
     let is_planned_f32 = trainer.region.is_planned_f32();
-    let incident = is_half.then(|| incident::cause(&mut trainer, text)).transpose()?;
+    let incident =
+        is_half.then(|| incident::cause(&mut trainer, text, [ROWS, LENGTH])).transpose()?;
     let (precision, origin) = (options.precision, text.origin.clone());
     Ok(Run {
         precision,
