@@ -7,8 +7,8 @@ use std::process::Command;
 use anyhow::{Result, ensure};
 
 use crate::args::Args;
-use crate::workspace::{self, Workspace};
-use crate::{process, transformers};
+use crate::workspace::Workspace;
+use crate::{paths, process, transformers};
 
 /// The one that compares with transformers, too.
 const TOOLS: &str = "insight_tools";
@@ -22,7 +22,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     // Words that begin with a dash are for the benchmarks.
     let (options, filters): (Vec<_>, Vec<_>) =
         args.rest().into_iter().partition(|word| word.starts_with('-'));
-    let chosen = choose(&names(&workspace::root())?, &filters)?;
+    let chosen = choose(&names(&paths::root())?, &filters)?;
     let workspace = Workspace::announced(pair)?;
     workspace.warn_without_python();
     // Only for those who ask for this benchmark, because it is a large download.
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn a_filter_chooses_benchmarks() {
-        let names = names(&workspace::root()).unwrap();
+        let names = names(&paths::root()).unwrap();
         assert!(names.len() > 3 && names.iter().any(|name| name == "function"), "{names:?}");
         let choose = |words: &[&str]| {
             choose(&names, &words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>())

@@ -8,8 +8,8 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use crate::args::Args;
-use crate::process;
-use crate::workspace::{self, Workspace};
+use crate::workspace::Workspace;
+use crate::{paths, process};
 
 const MAIN: &str = "fn main() { println!(\"{}\", tch::Cuda::is_available()) }\n";
 
@@ -38,7 +38,7 @@ struct Program<'a> {
 
 impl<'a> Program<'a> {
     fn new(workspace: &'a Workspace) -> Result<Self> {
-        let folder = workspace::target().join("build-time").join(workspace.pair.tch);
+        let folder = paths::target().join("build-time").join(workspace.pair.tch);
         if folder.exists() {
             fs::remove_dir_all(&folder)
                 .with_context(|| format!("{} cannot be removed", folder.display()))?;

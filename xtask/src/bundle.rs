@@ -14,8 +14,8 @@ use serde_json::Value;
 
 use crate::args::Args;
 use crate::libtorch::Libtorch;
-use crate::workspace::{self, Workspace};
-use crate::{compiled, on_null_cuda, process};
+use crate::workspace::Workspace;
+use crate::{compiled, null_cuda, paths, process};
 
 const RUN: &str = include_str!("bundle/run.py");
 
@@ -55,7 +55,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     let workspace = Workspace::announced(pair)?;
     let (tch, libtorch) = (workspace.pair.tch, workspace.pair.libtorch);
     let name = if is_lease { "lease" } else { "bundle" };
-    let bundle = workspace::target().join(format!("{name}-{tch}-{libtorch}"));
+    let bundle = paths::target().join(format!("{name}-{tch}-{libtorch}"));
     if bundle.exists() {
         fs::remove_dir_all(&bundle)?;
     }
@@ -66,7 +66,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
         compile_preloads(&workspace.libtorch, &bundle.join("lib"))?;
     }
     for name in READ {
-        copy(&workspace::root().join(name), &bundle.join(name))?;
+        copy(&paths::root().join(name), &bundle.join(name))?;
     }
     let script = bundle.join("run.py");
     fs::write(&script, RUN.replace("@TORCH@", libtorch))?;
@@ -75,7 +75,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
         for (name, text) in OF_LEASES {
             fs::write(bundle.join(name), text)?;
         }
-        on_null_cuda::count(&bundle)?;
+        null_cuda::count(&bundle)?;
     }
     report(&bundle, if is_lease { MAX_MIB_OF_LEASES } else { MAX_MIB })
 }
@@ -151,7 +151,7 @@ fn compile_preloads(libtorch: &Libtorch, folder: &Path) -> Result<()> {
         for headers in &headers {
             compiler.arg("-isystem").arg(headers);
         }
-        compiler.arg(workspace::root().join("tests/real_cuda").join(format!("{name}.cpp")));
+        compiler.arg(paths::root().join("tests/real_cuda").join(format!("{name}.cpp")));
         compiler.arg("-o").arg(folder.join(format!("lib{name}.so")));
         compiler.arg("-L").arg(libtorch.lib()).arg("-L").arg(cuda.join("lib"));
         compiler.args(["-Wl,--as-needed", "-lc10_cuda", "-lc10", "-l:libcupti.so.13", "-ldl"]);
@@ -256,7 +256,7 @@ not JSON";
     /// A file, or a folder with a main.rs.
     fn source(program: &str) -> Option<PathBuf> {
         let program = program.replace("bench/", "benches/");
-        let path = workspace::root().join(program);
+        let path = paths::root().join(program);
         [path.with_extension("rs"), path.join("main.rs")].into_iter().find(|path| path.is_file())
     }
 
@@ -270,7 +270,7 @@ not JSON";
     /// That a fault, a crash and a hang end nothing else, that a call ends in time, and that no claim is stale.
     #[test]
     fn the_scripts_pass_their_tests() {
-        let tests = workspace::root().join("xtask/src/bundle/tests.py");
+        let tests = paths::root().join("xtask/src/bundle/tests.py");
         let mut python = Command::new("python3");
         process::run(python.arg("-B").arg(tests).arg("--quiet")).unwrap();
     }

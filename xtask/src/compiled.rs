@@ -11,8 +11,8 @@ use std::{env, thread};
 use anyhow::{Context, Result};
 
 use crate::libtorch::Libtorch;
-use crate::workspace::{self, Workspace};
-use crate::{cache, process, tools};
+use crate::workspace::Workspace;
+use crate::{cache, compiler, paths, process};
 
 /// The options that determine how all sources compile, besides the headers of libtorch.
 const FLAGS: [&str; 8] =
@@ -86,7 +86,7 @@ pub(crate) fn provide(
     build: impl FnOnce(&Path) -> Result<()>,
 ) -> Result<PathBuf> {
     let version = &workspace.libtorch.version;
-    let folder = workspace::target().join(name).join(version);
+    let folder = paths::target().join(name).join(version);
     fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
     let _lock: File = cache::lock(&folder.join("lock"))?;
     let (path, stamp) = (folder.join("stamp"), stamp(files, &workspace.libtorch)?);
@@ -111,13 +111,13 @@ pub(crate) fn search_first(folder: &Path, command: &mut Command) {
 pub(crate) fn python(libtorch: &Libtorch, folder: &str, script: &str) -> Command {
     let python = libtorch.python.clone().unwrap_or_else(|| "python3".into());
     let mut command = Command::new(python);
-    command.arg("-B").arg(workspace::root().join(folder).join(script));
+    command.arg("-B").arg(paths::root().join(folder).join(script));
     command
 }
 
 /// The files in a folder of the repository whose names end with `end`, sorted.
 pub(crate) fn files(folder: &str, end: &str) -> Result<Vec<PathBuf>> {
-    let folder = workspace::root().join(folder);
+    let folder = paths::root().join(folder);
     let entries =
         fs::read_dir(&folder).with_context(|| format!("{} cannot be read", folder.display()))?;
     let mut files = Vec::new();
@@ -147,7 +147,7 @@ fn stamp(files: &[PathBuf], libtorch: &Libtorch) -> Result<String> {
         let text = fs::read(file).with_context(|| format!("{} cannot be read", file.display()))?;
         (file.file_name(), text).hash(&mut hasher);
     }
-    (tools::cxx()?, FLAGS, &libtorch.root, &libtorch.version).hash(&mut hasher);
+    (compiler::cxx()?, FLAGS, &libtorch.root, &libtorch.version).hash(&mut hasher);
     Ok(format!("{:016x}", hasher.finish()))
 }
 

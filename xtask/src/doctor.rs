@@ -10,7 +10,7 @@ use crate::args::Args;
 use crate::cpu::Cpu;
 use crate::libtorch::{self, Libtorch, Search};
 use crate::versions::{Pair, locked};
-use crate::{cache, process, shadow, tools, workspace};
+use crate::{cache, compiler, paths, process, workspace};
 
 mod cuda;
 mod operators;
@@ -18,8 +18,8 @@ mod speed;
 
 /// What `tests/master_memory.rs` measures.
 const BYTES: &str = "bytes per parameter under AdamW, its gradient included:
-  f32 16, with optim::States::BFloat16 12, with States::EightBit 10.03
-  bf16 with MasterWeights::Remainder 14, with States::BFloat16 10, with States::EightBit 8.03";
+  f32 16, with optim::MomentDtype::BFloat16 12, with MomentDtype::EightBit 10.03
+  bf16 with MasterWeights::Remainder 14, with MomentDtype::BFloat16 10, with MomentDtype::EightBit 8.03";
 
 /// Problems that prevent `demo` and `test` from working.
 type Problems = Vec<Error>;
@@ -28,7 +28,7 @@ type Problems = Vec<Error>;
 pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     let asked = args.tch()?;
     args.end()?;
-    let default = Pair::locked(&workspace::root())?;
+    let default = Pair::locked(&paths::root())?;
     let pair = asked.unwrap_or(default);
     let mut problems = Problems::new();
     say("tch", &format!("{}, which needs libtorch {}", tch_version(pair, default)?, pair.libtorch));
@@ -59,8 +59,8 @@ fn say(name: &str, text: &str) {
 
 fn tch_version(pair: Pair, default: Pair) -> Result<String> {
     let path = match pair == default {
-        true => workspace::root().join("Cargo.lock"),
-        false => shadow::committed_lock(pair),
+        true => paths::root().join("Cargo.lock"),
+        false => workspace::committed_lock(pair),
     };
     let lock = fs::read_to_string(&path).with_context(|| format!("no {}", path.display()))?;
     let version = locked(&lock, "tch").context("the lock has no tch")?;
@@ -88,7 +88,7 @@ fn libtorch(pair: Pair, default: Pair, problems: &mut Problems) -> Option<Libtor
 }
 
 fn compiler(problems: &mut Problems) {
-    match tools::cxx() {
+    match compiler::cxx() {
         Ok(version) => say("C++ compiler", &version),
         Err(error) => {
             say("C++ compiler", "missing: see below");

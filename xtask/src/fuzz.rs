@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use crate::args::Args;
-use crate::process;
-use crate::workspace::{self, Workspace};
+use crate::workspace::Workspace;
+use crate::{paths, process};
 
 /// The coverage options that libFuzzer needs, the same as cargo-fuzz's. Stable compilers support them, too.
 const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
@@ -30,7 +30,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
 
 /// Builds the target and runs it for this time.
 pub(crate) fn fuzz(workspace: &Workspace, seconds: u32) -> Result<()> {
-    let folder = workspace::target().join("fuzz");
+    let folder = paths::target().join("fuzz");
     let corpus = folder.join("corpus");
     fs::create_dir_all(&corpus).with_context(|| format!("{} cannot be made", corpus.display()))?;
     let mut fuzz = workspace.cargo("run");

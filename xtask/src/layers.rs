@@ -1,4 +1,4 @@
-//! The layers of `src/`: no module, and no file, uses one that uses it, directly or through others.
+//! The layers of the crates' sources: no module, and no file, uses one that uses it, directly or through others.
 
 mod source;
 
@@ -9,7 +9,7 @@ use std::path::Path as FilePath;
 use anyhow::{Context, Result, ensure};
 use source::{Path, Source};
 
-use crate::workspace;
+use crate::paths;
 
 /// The files, by the paths of their modules from the root of the crate.
 type Files = BTreeMap<Path, Source>;
@@ -17,16 +17,24 @@ type Files = BTreeMap<Path, Source>;
 /// What each module or file uses.
 type Uses = BTreeMap<String, BTreeSet<String>>;
 
+/// The sources whose files are checked.
+const SOURCES: [&str; 3] = ["src", "recipes/src", "xtask/src"];
+
 /// Fails if modules or files use one another in a circle, and names them.
 pub(crate) fn check() -> Result<()> {
+    SOURCES.into_iter().try_for_each(check_source)
+}
+
+fn check_source(source: &str) -> Result<()> {
     let mut files = Files::new();
-    collect(&workspace::root().join("src"), &Path::new(), &mut files)?;
+    collect(&paths::root().join(source), &Path::new(), &mut files)?;
     let uses = uses(&files);
     let modules = of_modules(&uses);
     for (what, circles) in [("modules", circles(&modules)), ("files", circles(&uses))] {
-        ensure!(circles.is_empty(), "these {what} of src/ use one another:{}", list(&circles));
+        ensure!(circles.is_empty(), "these {what} of {source} use one another:{}", list(&circles));
     }
-    println!("{} modules and {} files, each above those that it uses", modules.len(), uses.len());
+    let (modules, files) = (modules.len(), uses.len());
+    println!("{source}: {modules} modules and {files} files, each above those that it uses");
     Ok(())
 }
 

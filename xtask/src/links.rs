@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::{pictures, workspace};
+use crate::{paths, pictures};
 
 /// The page that defines the targets in the documentation for links of the pages that it shows.
 const TARGETS: &str = "src/guide/links.md";
@@ -18,7 +18,7 @@ const SKIPPED: [&str; 2] = [".git", "target"];
 
 /// Fails if a link leads nowhere, or would lead nowhere on the pages of the documentation.
 pub(crate) fn check() -> Result<()> {
-    let root = workspace::root();
+    let root = paths::root();
     let mut pages = Vec::new();
     find(&root, "md", &mut pages)?;
     pages.sort();
@@ -86,7 +86,7 @@ pub(crate) fn write() -> Result<()> {
 /// The pages of the guide.
 fn guide() -> Result<Vec<PathBuf>> {
     let mut pages = Vec::new();
-    for entry in fs::read_dir(workspace::root().join("docs"))? {
+    for entry in fs::read_dir(paths::root().join("docs"))? {
         pages.push(entry?.path());
     }
     pages.retain(|page| page.extension().is_some_and(|kind| kind == "md"));
@@ -104,7 +104,7 @@ struct Sources {
 
 impl Sources {
     fn read() -> Result<Self> {
-        let root = workspace::root();
+        let root = paths::root();
         let mut paths = Vec::new();
         find(&root.join("src"), "rs", &mut paths)?;
         paths.sort();

@@ -13,34 +13,31 @@ mod build_time;
 mod bundle;
 mod cache;
 mod compiled;
+mod compiler;
 mod cpu;
 mod demo;
 mod doctor;
+mod fmt;
 mod fuzz;
 mod gpu;
 mod layers;
 mod libtorch;
 mod links;
-mod minimal;
-mod msrv;
+mod minimum;
 mod null_cuda;
-mod on_null_cuda;
-mod on_simulation;
 mod oracle;
 mod package;
+mod paths;
 mod pictures;
 mod planted;
 mod process;
 mod recipes;
 mod release;
 mod sanitize;
-mod shadow;
-mod simulate;
 mod simulation;
 mod steps;
 mod surface;
 mod test;
-mod tools;
 mod transformers;
 mod venv;
 mod versions;
@@ -111,7 +108,7 @@ fn dispatch() -> Result<ExitCode> {
         "release-check" => test::check_release(args)?,
         "sanitize" => sanitize::run(args)?,
         "planted" => planted::run(args)?,
-        "simulate" => return simulate::run(args),
+        "simulate" => return simulation::run(args),
         "null-cuda" => return null_cuda::run(args),
         "bench" => bench::run(args)?,
         "build-time" => build_time::run(args)?,
@@ -119,12 +116,12 @@ fn dispatch() -> Result<ExitCode> {
         "bundle" => bundle::run(args)?,
         "fuzz" => fuzz::run(args)?,
         "lock" => {
-            shadow::rewrite_locks(args)?;
-            minimal::rewrite(&package::packed()?)?;
+            workspace::rewrite_locks(args)?;
+            minimum::rewrite(&package::packed()?)?;
         }
         "package" => package::run(args)?,
         "surface" => surface::rewrite_list(args)?,
-        "fmt" => tools::format(args)?,
+        "fmt" => fmt::format(args)?,
         unknown => bail!("there is no command `{unknown}`\n\n{USAGE}"),
     }
     Ok(ExitCode::SUCCESS)

@@ -3,6 +3,7 @@
 //! libtorch finds its libraries beside itself, so the stand-ins are not preloaded: a folder of links to the files of
 //! libtorch has the stand-ins in the places of NVIDIA's libraries, and only what loads libtorch from there has them.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -13,9 +14,10 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::args::Args;
 use crate::compiled::{self, Unit, cxx, files};
 use crate::libtorch::Libtorch;
+use crate::process::run as show;
 use crate::versions::without_build;
-use crate::workspace::{self, Workspace};
-use crate::{process, simulation};
+use crate::workspace::Workspace;
+use crate::{paths, process, simulation};
 
 /// The path of the sources, relative to the root of the repository.
 pub(crate) const SOURCES: &str = "tests/null_cuda";
@@ -252,7 +254,7 @@ impl<'a> Build<'a> {
                 site.join("nvidia/nccl/include"),
                 site.join("triton/backends/nvidia/include"),
             ],
-            own: vec![workspace::root().join(simulation::SOURCES)],
+            own: vec![paths::root().join(simulation::SOURCES)],
             headers,
         };
         Ok(Self { libtorch, folder, unit })
@@ -270,7 +272,7 @@ impl<'a> Build<'a> {
     }
 
     fn compile(&self, names: &[&str]) -> Result<Vec<PathBuf>> {
-        let sources = names.iter().map(|name| workspace::root().join(SOURCES).join(name));
+        let sources = names.iter().map(|name| paths::root().join(SOURCES).join(name));
         self.unit.compile(&sources.collect::<Vec<_>>())
     }
 
@@ -392,6 +394,198 @@ fn shared_libraries(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(libraries)
 }
 
+/// The tests that see what the host code of CUDA does.
+const SUITES: [&str; 10] = [
+    "accumulation",
+    "autocast",
+    "autocast_ops",
+    "autocast_programs",
+    "average",
+    "function",
+    "optim",
+    "scaler",
+    "schedule",
+    "simulated",
+];
+
+/// What they capture is launched by replays, which no operator is asked for, so that it is not compared.
+const OF_GRAPHS: [&str; 1] = ["graph"];
+
+/// Those that depend on when answers arrive run again with answers that arrive only when the host waits.
+const OF_LATE_ANSWERS: [&str; 2] = ["records::", "schedules::"];
+
+/// Two ranks on two devices, over the real ProcessGroupNCCL, and two hosts whose link is cut, where NCCL's threads may
+/// read from the store forever. The other tests of `distributed` are about Gloo, and pass there, too, in seven minutes.
+const OF_NCCL: [&str; 5] = ["--test", "distributed", "--", "nccl::", "hosts::"];
+
+/// Tests that are left out, and why.
+const LEFT_OUT: [(&str, &str); 2] = [
+    ("steps::chunks_compute_the_same_as_the_cpu", NUMBERS),
+    ("muon::matrices_in_chunks_compute_the_same_as_the_cpu", NUMBERS),
+];
+const NUMBERS: &str = "a minute for numbers, which are the CPU's on both";
+
+/// Operators whose launches differ from those of the simulation, and why.
+const DIFFERENT: [(&str, &str); 11] = [
+    ("convolution", "without cuDNN libtorch's own kernels take one image after the other"),
+    ("convolution_backward", "the same"),
+    (
+        "_index_put_impl_",
+        "host code reads how many there are, and null CUDA has no kernel that counts",
+    ),
+    ("bincount", "the same"),
+    ("masked_select", "the same"),
+    ("nonzero", "the same"),
+    ("unique_dim", "the same, and it waits several times"),
+    ("multinomial", "it sorts"),
+    ("sort", "the kernels depend on the size, and the crate sorts for reports alone"),
+    ("topk", "the same"),
+    ("equal", "a third launch for many numbers"),
+];
+
+/// Operators of these that may wait several times, which the simulation counts once.
+const WAITING: [&str; 2] = ["bincount", "unique_dim"];
+
+/// Reductions of many numbers to few: blocks of threads share them, and their counters are cleared first.
+const REDUCTIONS: [&str; 6] = ["all", "linalg_vector_norm", "max", "min", "norm", "sum"];
+
+/// Whether the real host code can be run with this libtorch. If not, prints what is left out, and why.
+pub(crate) fn is_possible(workspace: &Workspace) -> bool {
+    let possible = check_possible(&workspace.libtorch);
+    if let Err(reason) = &possible {
+        eprintln!(
+            "WARNING: the tests on the real host code of CUDA are LEFT OUT, and with them the comparison of launches \
+             and synchronizations with those of the simulated GPUs: {reason:#}"
+        );
+    }
+    possible.is_ok()
+}
+
+/// Runs the tests on null CUDA, if that is possible.
+pub(crate) fn test(workspace: &Workspace) -> Result<()> {
+    if !is_possible(workspace) {
+        return Ok(());
+    }
+    let null_cuda = NullCuda::provide(workspace)?;
+    let costs = paths::target().join("null_cuda/costs.tsv");
+    if costs.exists() {
+        fs::remove_file(&costs)?;
+    }
+    let mut tests = simulation::on_counted_devices(workspace, SUITES);
+    null_cuda.apply(Numbers::Cpu, &mut tests);
+    tests.env("NULL_CUDA_MODEL", &costs).arg("--");
+    simulation::skip_parts_on_the_cpu(&mut tests);
+    for (name, reason) in LEFT_OUT {
+        println!("left out: {name}: {reason}");
+        tests.args(["--skip", name]);
+    }
+    show(&mut tests)?;
+    let mut tests = simulation::on_counted_devices(workspace, OF_GRAPHS);
+    null_cuda.apply(Numbers::Cpu, &mut tests);
+    show(&mut tests)?;
+    let mut tests = simulation::on_counted_devices(workspace, OF_GRAPHS);
+    null_cuda.apply(Numbers::Cpu, &mut tests);
+    show(tests.env("SIMULATED_CUDA_LAG", "never").arg("--").args(OF_LATE_ANSWERS))?;
+    let mut tests = simulation::on_counted_devices(workspace, []);
+    null_cuda.apply(Numbers::Cpu, &mut tests);
+    show(tests.args(OF_NCCL))?;
+    if workspace.libtorch.python.is_some() {
+        for script in ["captures.py", "iterations.py"] {
+            let mut python = compiled::python(&workspace.libtorch, SOURCES, script);
+            null_cuda.apply_to_python(Numbers::Cpu, &mut python);
+            // torch warns about missing optional packages, which no check needs.
+            show(python.env("PYTHONWARNINGS", "ignore:Failed to initialize NumPy"))?;
+        }
+    }
+    compare(&costs)
+}
+
+/// Writes what each part that the suite `simulated` counts costs on null CUDA, for a run on a real GPU to be compared with:
+/// a file in `folder` with the version of libtorch in its name. Without null CUDA nothing is written.
+pub(crate) fn count(folder: &Path) -> Result<()> {
+    let workspace = Workspace::new(None)?;
+    if !is_possible(&workspace) {
+        return Ok(());
+    }
+    let null_cuda = NullCuda::provide(&workspace)?;
+    let mut tests = simulation::on_counted_devices(&workspace, ["simulated"]);
+    null_cuda.apply(Numbers::Cpu, &mut tests);
+    let file = folder.join(format!("counts-{}.jsonl", workspace.libtorch.version));
+    tests.env("TCH_AMP_COUNTS", file).args(["--", "--quiet"]);
+    for (name, _) in LEFT_OUT {
+        tests.args(["--skip", name]);
+    }
+    show(&mut tests)
+}
+
+/// Fails if an operator had other costs than the simulation says, and says which.
+fn compare(costs: &Path) -> Result<()> {
+    let table = fs::read_to_string(costs)
+        .with_context(|| format!("{} was not written", costs.display()))?;
+    let Compared { operators, calls, differences, known } = compared(&table)?;
+    ensure!(
+        differences.is_empty(),
+        "the simulated GPUs say other costs than the real host code has (tests/simulated_cuda/costs.cpp; operator, \
+         launches and waits here, launches and waits there, arguments):\n{}",
+        differences.into_iter().collect::<Vec<_>>().join("\n")
+    );
+    let exceptions = DIFFERENT.map(|(operator, _)| operator).into_iter().chain(REDUCTIONS);
+    let stale: Vec<_> = exceptions.filter(|operator| !known.contains(*operator)).collect();
+    ensure!(
+        stale.is_empty(),
+        "these exceptions do not differ, and are stale: {}",
+        stale.join(", ")
+    );
+    println!(
+        "{calls} calls of {operators} operators cost on the simulated GPUs what they cost the real host code"
+    );
+    for (operator, reason) in DIFFERENT {
+        println!("not compared: launches of {operator}: {reason}");
+    }
+    println!(
+        "not compared: a second launch of {}: blocks of threads share many numbers",
+        REDUCTIONS.join(", ")
+    );
+    Ok(())
+}
+
+/// The result of a comparison.
+#[derive(Debug, PartialEq, Eq)]
+struct Compared {
+    operators: usize,
+    calls: u64,
+    differences: BTreeSet<String>,
+    /// The exceptions that did differ.
+    known: BTreeSet<String>,
+}
+
+/// Compares the rows of `tests/null_cuda/values/model.cpp`.
+fn compared(table: &str) -> Result<Compared> {
+    let mut calls: BTreeMap<&str, u64> = BTreeMap::new();
+    let (mut differences, mut known) = (BTreeSet::new(), BTreeSet::new());
+    for line in table.lines() {
+        let fields: Vec<&str> = line.split('\t').collect();
+        let [operator, times, launches, waits, said_launches, said_waits, arguments] = fields[..]
+        else {
+            anyhow::bail!("a line has not seven fields: {line}");
+        };
+        let is_same = (launches, waits) == (said_launches, said_waits);
+        let name = operator.split('.').next().unwrap_or(operator);
+        let is_known = DIFFERENT.iter().any(|(known, _)| *known == name)
+            || REDUCTIONS.contains(&name) && (launches, said_launches) == ("2", "1");
+        if is_same {
+            *calls.entry(operator).or_default() += times.parse::<u64>()?;
+        } else if !is_known || (waits != said_waits && !WAITING.contains(&name)) {
+            differences.insert(format!(
+                "{operator}: {launches} and {waits}, {said_launches} and {said_waits}, {arguments}"
+            ));
+        } else {
+            known.insert(name.to_owned());
+        }
+    }
+    Ok(Compared { operators: calls.len(), calls: calls.values().sum(), differences, known })
+}
+
 #[cfg(test)]
 mod tests {
     use std::env;
@@ -437,5 +631,32 @@ mod tests {
         named.sort();
         there.sort();
         assert_eq!(named, there);
+    }
+
+    #[test]
+    fn every_named_suite_exists() {
+        let names = simulation::integration_tests(&paths::root().join("tests")).unwrap();
+        for name in SUITES.iter().chain(&OF_GRAPHS).chain(&OF_NCCL[1..2]) {
+            assert!(names.iter().any(|there| there == name), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_different_count_is_told_unless_its_reason_is_known() {
+        let row = |name: &str, costs: [i32; 4]| {
+            let [launches, waits, said_launches, said_waits] = costs;
+            format!("{name}\t3\t{launches}\t{waits}\t{said_launches}\t{said_waits}\tFloat[2]\n")
+        };
+        let same = row("add.Tensor", [1, 0, 1, 0]) + &row("convolution", [5, 0, 1, 0]);
+        let same = same + &row("sum", [2, 0, 1, 0]) + &row("add.Tensor", [0, 0, 0, 0]);
+        let none = compared(&same).unwrap();
+        assert_eq!((none.operators, none.calls, none.differences.len()), (1, 6, 0));
+        assert_eq!(none.known, BTreeSet::from(["convolution".to_owned(), "sum".to_owned()]));
+        for costs in [[2, 0, 1, 0], [1, 1, 1, 0], [0, 0, 1, 0]] {
+            assert_eq!(compared(&row("mul.Tensor", costs)).unwrap().differences.len(), 1);
+        }
+        assert_eq!(compared(&row("convolution", [5, 1, 1, 0])).unwrap().differences.len(), 1);
+        assert_eq!(compared(&row("sum", [3, 0, 1, 0])).unwrap().differences.len(), 1);
+        assert!(compared("add\t1\n").is_err());
     }
 }

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use crate::args::Args;
-use crate::{minimal, process, workspace};
+use crate::{minimum, paths, process};
 
 const NAME: &str = "tch-amp";
 
@@ -32,12 +32,12 @@ fn check_publishable() -> Result<()> {
     let package = manifest()?;
     let unset: Vec<_> = KEYS.into_iter().filter(|key| !package[*key].is_string()).collect();
     ensure!(unset.is_empty(), "set in Cargo.toml, below `[package]`: {}", unset.join(", "));
-    let log = fs::read_to_string(workspace::root().join("CHANGELOG.md"))?;
+    let log = fs::read_to_string(paths::root().join("CHANGELOG.md"))?;
     let version = version()?;
     ensure!(is_dated(&log, &version), "CHANGELOG.md has no entry of {version} with its date");
     let mut publish = process::cargo();
     publish.args(["publish", "--package", NAME, "--dry-run", "--no-verify"]);
-    process::run(publish.current_dir(workspace::root()))
+    process::run(publish.current_dir(paths::root()))
 }
 
 /// Whether the log has an entry of a version with its date, such as `## 0.1.0 - 2026-11-26`.
@@ -48,7 +48,7 @@ fn is_dated(log: &str, version: &str) -> bool {
 }
 
 fn rewrite_list() -> Result<()> {
-    let list = workspace::root().join(LIST);
+    let list = paths::root().join(LIST);
     fs::write(&list, lines(&files()?)).with_context(|| format!("{LIST} cannot be written"))?;
     println!("wrote {LIST}");
     Ok(())
@@ -56,7 +56,7 @@ fn rewrite_list() -> Result<()> {
 
 /// Fails if the package's files differ from the list, or if one must not be in the package.
 pub(crate) fn check_contents() -> Result<()> {
-    let listed = fs::read_to_string(workspace::root().join(LIST))
+    let listed = fs::read_to_string(paths::root().join(LIST))
         .with_context(|| format!("{LIST} is missing: {REFRESH}"))?;
     let files = files()?;
     let stray: Vec<_> = files.iter().filter(|file| is_of_tests(file)).collect();
@@ -86,7 +86,7 @@ const FULL: &str = "doc-only,full";
 /// The C++, which takes minutes, is not compiled again: every other build compiles the same files of `csrc/`.
 pub(crate) fn check_builds() -> Result<()> {
     let unpacked = packed()?;
-    minimal::apply(&unpacked)?;
+    minimum::apply(&unpacked)?;
     for features in FEATURES {
         let mut clippy = doc_only(&unpacked, "clippy", features);
         process::run(clippy.args(["--lib", "--", "-D", "warnings"]))?;
@@ -98,13 +98,13 @@ pub(crate) fn check_builds() -> Result<()> {
 
 /// Documents the workspace with warnings as errors, without libtorch.
 pub(crate) fn check_documentation() -> Result<()> {
-    let mut doc = doc_only(&workspace::root(), "doc", FULL);
+    let mut doc = doc_only(&paths::root(), "doc", FULL);
     process::run(doc.args(["--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
 }
 
 /// Lints every target of the workspace, without libtorch.
 pub(crate) fn lint() -> Result<()> {
-    let mut clippy = doc_only(&workspace::root(), "clippy", FULL);
+    let mut clippy = doc_only(&paths::root(), "clippy", FULL);
     process::run(clippy.args(["--workspace", "--all-targets", "--", "-D", "warnings"]))
 }
 
@@ -120,15 +120,15 @@ pub(crate) fn packed() -> Result<PathBuf> {
         "--offline",
         "--quiet",
     ]);
-    process::run(package.current_dir(workspace::root()))?;
-    unpack(&workspace::target())
+    process::run(package.current_dir(paths::root()))?;
+    unpack(&paths::target())
 }
 
 /// The files that cargo would pack, sorted. New files that were not added to git are included.
 fn files() -> Result<Vec<String>> {
     let mut list = process::cargo();
     list.args(["package", "--package", NAME, "--list", "--allow-dirty", "--offline"]);
-    let printed = process::read(list.current_dir(workspace::root()))?;
+    let printed = process::read(list.current_dir(paths::root()))?;
     // Without a git repository, cargo leaves this file out.
     let files = printed.lines().filter(|file| *file != ".cargo_vcs_info.json");
     let mut files: Vec<_> = files.map(str::to_owned).collect();
@@ -183,7 +183,7 @@ fn version() -> Result<String> {
 fn manifest() -> Result<Value> {
     let mut metadata = process::cargo();
     metadata.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]);
-    let printed = process::read(metadata.current_dir(workspace::root()))?;
+    let printed = process::read(metadata.current_dir(paths::root()))?;
     let metadata: Value =
         serde_json::from_str(&printed).context("cargo metadata prints no JSON")?;
     let mut packages = metadata["packages"].as_array().into_iter().flatten();
@@ -205,7 +205,7 @@ pub(crate) fn without_libtorch(dir: &Path) -> Command {
     for name in ["LIBTORCH", "LIBTORCH_USE_PYTORCH", "LIBTORCH_INCLUDE", "LIBTORCH_LIB"] {
         cargo.env_remove(name);
     }
-    cargo.env("CARGO_TARGET_DIR", workspace::target().join("doc-only"));
+    cargo.env("CARGO_TARGET_DIR", paths::target().join("doc-only"));
     cargo
 }
 

@@ -5,7 +5,7 @@ use std::fs;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::workspace;
+use crate::paths;
 
 const PICTURES: &str = "docs/pictures";
 
@@ -14,7 +14,7 @@ pub(crate) const TARGETS: &str = "src/guide/pictures.md";
 
 /// Fails if the documentation has other pictures than the folder.
 pub(crate) fn check() -> Result<()> {
-    let path = workspace::root().join(TARGETS);
+    let path = paths::root().join(TARGETS);
     let found = fs::read_to_string(&path).with_context(|| format!("{TARGETS} cannot be read"))?;
     ensure!(found == targets()?, "{TARGETS} is not {PICTURES} any more: run `cargo xtask fmt`");
     Ok(())
@@ -22,12 +22,12 @@ pub(crate) fn check() -> Result<()> {
 
 /// Writes the definitions.
 pub(crate) fn write() -> Result<()> {
-    fs::write(workspace::root().join(TARGETS), targets()?)
+    fs::write(paths::root().join(TARGETS), targets()?)
         .with_context(|| format!("{TARGETS} cannot be written"))
 }
 
 fn targets() -> Result<String> {
-    let folder = workspace::root().join(PICTURES);
+    let folder = paths::root().join(PICTURES);
     let mut paths = Vec::new();
     for entry in fs::read_dir(&folder).with_context(|| format!("{PICTURES} cannot be read"))? {
         paths.push(entry?.path());

@@ -12,7 +12,7 @@ use crate::args::Args;
 use crate::null_cuda::{NullCuda, Numbers};
 use crate::simulation::Simulation;
 use crate::workspace::{self, Workspace};
-use crate::{process, shadow};
+use crate::{paths, process};
 
 /// The folder of the faults: patches for `git apply`, each with a text before it that names the test.
 const FAULTS: &str = "tests/planted";
@@ -91,7 +91,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
 pub(crate) fn check() -> Result<()> {
     let faults = faults()?;
     for fault in &faults {
-        apply(&workspace::root(), &fault.patch, &["--check"])
+        apply(&paths::root(), &fault.patch, &["--check"])
             .with_context(|| format!("correct {FAULTS}/{}.patch", fault.name))?;
     }
     println!("{} patches apply", faults.len());
@@ -100,7 +100,7 @@ pub(crate) fn check() -> Result<()> {
 
 /// The faults, sorted by their names.
 fn faults() -> Result<Vec<Fault>> {
-    let folder = workspace::root().join(FAULTS);
+    let folder = paths::root().join(FAULTS);
     let mut faults = Vec::new();
     for entry in fs::read_dir(&folder).with_context(|| format!("{FAULTS} cannot be read"))? {
         let patch = entry?.path();
@@ -210,7 +210,7 @@ impl Test {
 
 /// The shadow with the sources of the repository, and at most one fault.
 fn sown(patch: Option<&Path>) -> Result<PathBuf> {
-    let dir = shadow::make_with_copies(&workspace::target(), SHADOW, &SOURCES)?;
+    let dir = workspace::make_with_copies(&paths::target(), SHADOW, &SOURCES)?;
     patch.map_or(Ok(()), |patch| apply(&dir, patch, &[]))?;
     Ok(dir)
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::{bundle, package, process, workspace};
+use crate::{bundle, package, paths, process};
 
 /// The line of `recipes/Cargo.toml` that is changed in a copy.
 const FROM_REPOSITORY: &str = r#"tch-amp = { version = "0.1", path = "..", features = ["full"] }"#;
@@ -27,7 +27,7 @@ pub(crate) fn check() -> Result<()> {
 /// The names of the recipes.
 fn names() -> Result<Vec<String>> {
     let mut names = Vec::new();
-    for entry in fs::read_dir(workspace::root().join("recipes/examples"))? {
+    for entry in fs::read_dir(paths::root().join("recipes/examples"))? {
         let path = entry?.path();
         names.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
     }
@@ -48,13 +48,13 @@ fn compile(packed: &Path, kept: &[String]) -> Result<()> {
 /// Copies the recipes below `target` as a user does, who takes the crate from the registry: here the packed one is in
 /// its place.
 fn copy(packed: &Path, kept: &[String]) -> Result<PathBuf> {
-    let copy = workspace::target().join("copied/recipes");
+    let copy = paths::target().join("copied/recipes");
     if copy.exists() {
         fs::remove_dir_all(&copy)?;
     }
-    bundle::copy(&workspace::root().join("recipes"), &copy)?;
+    bundle::copy(&paths::root().join("recipes"), &copy)?;
     // The versions that are known to be downloaded.
-    fs::copy(workspace::root().join("Cargo.lock"), copy.join("Cargo.lock"))?;
+    fs::copy(paths::root().join("Cargo.lock"), copy.join("Cargo.lock"))?;
     let manifest = copy.join("Cargo.toml");
     let text = fs::read_to_string(&manifest).context("the recipes have no Cargo.toml")?;
     ensure!(text.contains(FROM_REPOSITORY), "recipes/Cargo.toml has no line {FROM_REPOSITORY}");

@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::args::Args;
-use crate::workspace::{self, Workspace};
-use crate::{process, tools};
+use crate::workspace::Workspace;
+use crate::{compiler, paths, process};
 
 /// Tests that pass raw pointers to the shim, and need no Python.
 const TESTS: [&str; 4] = ["--lib", "--test=tensors", "--test=optim", "--test=scaler"];
@@ -64,7 +64,7 @@ pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
         return Ok(());
     }
     let mut units = BTreeMap::new();
-    for source in tools::cxx_files(&["csrc"])? {
+    for source in compiler::cxx_files(&["csrc"])? {
         if source.extension().is_some_and(|end| end == "cpp") {
             let folder = source.parent().and_then(Path::file_name).unwrap_or_default();
             let own = OWN_UNITS.into_iter().find(|name| folder == *name);
@@ -85,7 +85,7 @@ pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
 /// clang++ that reads what it is told to include, and compiles nothing.
 fn clang(libtorch: &Path) -> Command {
     let include = libtorch.join("include");
-    let csrc = workspace::root().join("csrc");
+    let csrc = paths::root().join("csrc");
     let mut command = Command::new("clang++");
     command.args(["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]);
     command.args(["CUDA", "INSIGHT", "TESTING"].map(|name| format!("-DTAMP_WITH_{name}")));

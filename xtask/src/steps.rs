@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
 
-use crate::{process, workspace};
+use crate::{paths, process};
 
 /// Prints a heading for each step, with the time that the previous step took.
 ///
@@ -30,7 +30,7 @@ impl Beside {
     /// Starts the commands, which write to a file below `target`. All of them run, also if one fails.
     pub(crate) fn start(name: &str, commands: impl IntoIterator<Item = Command>) -> Result<Self> {
         let words: Vec<_> = name.split([' ', ',']).filter(|word| !word.is_empty()).collect();
-        let folder = workspace::target();
+        let folder = paths::target();
         fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
         let output = folder.join(format!("{}.log", words.join("-")));
         let cannot = || format!("{} cannot be written", output.display());

@@ -12,7 +12,7 @@ use public_api::PublicItem;
 use public_api::tokens::Token;
 
 use crate::args::Args;
-use crate::{package, process, workspace};
+use crate::{package, paths, process};
 
 /// The committed list.
 const LIST: &str = "xtask/surface.txt";
@@ -24,7 +24,7 @@ const REFRESH: &str =
 pub(crate) fn rewrite_list(args: Args) -> Result<()> {
     args.end()?;
     let surface = Surface::read(&describe()?)?;
-    fs::write(workspace::root().join(LIST), &surface.list)
+    fs::write(paths::root().join(LIST), &surface.list)
         .with_context(|| format!("{LIST} cannot be written"))?;
     println!("wrote {LIST}\n{}", surface.size);
     Ok(())
@@ -32,7 +32,7 @@ pub(crate) fn rewrite_list(args: Args) -> Result<()> {
 
 /// Compares the public API with the list.
 pub(crate) fn check() -> Result<()> {
-    let known = fs::read_to_string(workspace::root().join(LIST))
+    let known = fs::read_to_string(paths::root().join(LIST))
         .with_context(|| format!("{LIST} is missing: {REFRESH}"))?;
     let now = Surface::read(&describe()?)?;
     let only_in = |a: &str, b: &str, sign| -> Vec<String> {
@@ -49,8 +49,8 @@ pub(crate) fn check() -> Result<()> {
 
 /// Has rustdoc describe the crate with all features, and returns the path of the description. It needs no libtorch.
 fn describe() -> Result<PathBuf> {
-    let target = workspace::target().join("doc-only");
-    let mut rustdoc = package::without_libtorch(&workspace::root());
+    let target = paths::target().join("doc-only");
+    let mut rustdoc = package::without_libtorch(&paths::root());
     rustdoc.args(["rustdoc", "--locked", "--package", "tch-amp", "--lib"]);
     rustdoc.args(["--features", "doc-only,full", "--"]).args(JSON).env("RUSTDOC", unstable()?);
     process::run(&mut rustdoc)?;
@@ -60,7 +60,7 @@ fn describe() -> Result<PathBuf> {
 /// Writes a program that starts rustdoc with the variable. If cargo had it, build scripts of dependencies would run
 /// again whenever it changes, and what depends on them would be built again.
 fn unstable() -> Result<PathBuf> {
-    let folder = workspace::target().join("surface");
+    let folder = paths::target().join("surface");
     fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
     process::script(&folder.join("rustdoc"), &format!("{UNSTABLE}=tch_amp exec rustdoc \"$@\"\n"))
 }
@@ -182,7 +182,7 @@ mod tests {
 
     /// A folder for a test, without the files of an earlier run.
     fn folder(name: &str) -> PathBuf {
-        let folder = workspace::target().join("surface-tests").join(name);
+        let folder = paths::target().join("surface-tests").join(name);
         drop(fs::remove_dir_all(&folder));
         fs::create_dir_all(&folder).unwrap();
         folder

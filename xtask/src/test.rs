@@ -6,14 +6,14 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 
 use crate::args::Args;
-use crate::on_simulation::Extent;
 use crate::process::run as show;
+use crate::simulation::Extent;
 use crate::steps::{Beside, Steps};
 use crate::versions::{PAIRS, Pair};
-use crate::workspace::{self, Workspace};
+use crate::workspace::Workspace;
 use crate::{
-    fuzz, layers, links, msrv, on_null_cuda, on_simulation, package, planted, recipes, sanitize,
-    surface, tools,
+    fmt, fuzz, layers, links, minimum, null_cuda, package, paths, planted, recipes, sanitize,
+    simulation, surface,
 };
 
 const FUZZ_SECONDS: u32 = 10;
@@ -48,7 +48,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
         ensure!(name == "pairs", "`{name}` is no part of the tests; `pairs` is one");
         return pairs(args, pair);
     }
-    let locked = Pair::locked(&workspace::root())?;
+    let locked = Pair::locked(&paths::root())?;
     let mut steps = Steps::default();
     if let Some(pair) = pair.filter(|pair| *pair != locked) {
         let (name, mut tests) = test_other(&mut steps, pair, Selection::All)?;
@@ -61,7 +61,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
 /// `cargo xtask release-check`: what a release needs and few changes break.
 pub(crate) fn check_release(args: Args) -> Result<()> {
     args.end()?;
-    let locked = Pair::locked(&workspace::root())?;
+    let locked = Pair::locked(&paths::root())?;
     let mut steps = Steps::default();
     let mut beside = Vec::new();
     for pair in PAIRS.into_iter().filter(|pair| *pair != locked) {
@@ -77,13 +77,13 @@ pub(crate) fn check_release(args: Args) -> Result<()> {
 
 /// The part of [`check_release`] with the locked version.
 fn check_alone(steps: &mut Steps) -> Result<()> {
-    steps.run("minimum Rust version", msrv::check)?;
+    steps.run("minimum Rust version", minimum::check_rust)?;
     steps.run(
         "the packed crate with the oldest dependencies, and its documentation",
         package::check_builds,
     )?;
     let workspace = steps.run("libtorch", || Workspace::announced(None))?;
-    steps.run("copies that arrive at another time", || on_simulation::test_lags(&workspace))
+    steps.run("copies that arrive at another time", || simulation::test_lags(&workspace))
 }
 
 /// `cargo xtask test pairs SECONDS`: tries random programs of two abilities for this time.
@@ -105,16 +105,16 @@ fn test_other(steps: &mut Steps, pair: Pair, selection: Selection) -> Result<(St
     let workspace = steps.run(&name, || Workspace::announced(Some(pair)))?;
     let with = format!("with tch {}", pair.tch);
     let simulated = steps.run(&format!("tests {with} on simulated GPUs"), || {
-        on_simulation::test(&workspace, Extent::OfKernels)
+        simulation::test(&workspace, Extent::OfKernels)
     })?;
-    on_null_cuda::is_possible(&workspace);
+    null_cuda::is_possible(&workspace);
     // Regions are tested without a GPU as well: there they are refused on one.
     let remains = |name: &str| {
-        let has_run = simulated && on_simulation::is_of_kernels(name) && name != "autocast";
+        let has_run = simulated && simulation::is_of_kernels(name) && name != "autocast";
         !has_run && (selection == Selection::All || !OF_ANY_LIBTORCH.contains(&name))
     };
     let mut tests = on_cpu(&workspace, remains)?;
-    on_simulation::fewer_programs(&mut tests);
+    simulation::fewer_programs(&mut tests);
     tests.arg("--lib").env("TCH_AMP_SHORT", "1");
     Ok((format!("cargo test {with}"), tests))
 }
@@ -123,14 +123,14 @@ fn test_other(steps: &mut Steps, pair: Pair, selection: Selection) -> Result<(St
 fn on_cpu(workspace: &Workspace, which: impl Fn(&str) -> bool) -> Result<Command> {
     workspace.warn_without_python();
     let mut tests = workspace.cargo_test();
-    on_simulation::add(&mut tests, which)?;
+    simulation::add(&mut tests, which)?;
     Ok(tests)
 }
 
 /// The checks, most of which compile and link nothing.
 fn check(steps: &mut Steps) -> Result<Workspace> {
-    steps.run("format", tools::check_rust_format)?;
-    steps.run("format of the C++", tools::check_cxx_format)?;
+    steps.run("format", fmt::check_rust_format)?;
+    steps.run("format of the C++", fmt::check_cxx_format)?;
     steps.run("links between the pages", links::check)?;
     steps.run("layers of the source", layers::check)?;
     steps.run("planted faults", planted::check)?;
@@ -167,7 +167,7 @@ fn test(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
 
 fn test_on_devices(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
     let simulated =
-        steps.run("tests on simulated GPUs", || on_simulation::test(workspace, Extent::Whole));
-    steps.run("tests on the real host code of CUDA", || on_null_cuda::test(workspace))?;
+        steps.run("tests on simulated GPUs", || simulation::test(workspace, Extent::Whole));
+    steps.run("tests on the real host code of CUDA", || null_cuda::test(workspace))?;
     simulated.map(drop)
 }

@@ -101,7 +101,7 @@ version = \"0.24.1\"
 
     #[test]
     fn the_repository_locks_a_supported_pair() {
-        let root = crate::workspace::root();
+        let root = crate::paths::root();
         assert!(PAIRS.contains(&Pair::locked(&root).unwrap()));
     }
 

@@ -1,0 +1,58 @@
+//! `cargo xtask fmt`: the format of the Rust and the C++.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::args::Args;
+use crate::compiler::cxx_files;
+use crate::venv::Venv;
+use crate::{links, null_cuda, paths, pictures, process, simulation};
+
+/// The format depends on the release of clang-format, so one release is fixed.
+const CLANG_FORMAT: &str = "20.1.8";
+
+/// `cargo xtask fmt`: formats the Rust and the C++, and puts the pictures into the documentation.
+pub(crate) fn format(args: Args) -> Result<()> {
+    args.end()?;
+    pictures::write()?;
+    links::write()?;
+    rustfmt(&[])?;
+    clang_format(&["-i"])
+}
+
+/// Fails if a Rust file is not formatted.
+pub(crate) fn check_rust_format() -> Result<()> {
+    rustfmt(&["--check"]).context("run `cargo xtask fmt`")
+}
+
+/// Fails if a C++ file is not formatted.
+pub(crate) fn check_cxx_format() -> Result<()> {
+    clang_format(&["--dry-run", "-Werror"]).context("run `cargo xtask fmt`")
+}
+
+fn rustfmt(arguments: &[&str]) -> Result<()> {
+    let mut fmt = process::cargo();
+    process::run(fmt.args(["fmt", "--all"]).args(arguments).current_dir(paths::root()))
+}
+
+fn clang_format(arguments: &[&str]) -> Result<()> {
+    let files = cxx_files(&["csrc", simulation::SOURCES, null_cuda::SOURCES, "tests/real_cuda"])?;
+    if files.is_empty() {
+        return Ok(());
+    }
+    let mut command = Command::new(clang_format_program()?);
+    process::run(command.args(arguments).args(files).current_dir(paths::root()))
+}
+
+/// The installed clang-format if it is the fixed release; otherwise that release from PyPI.
+fn clang_format_program() -> Result<PathBuf> {
+    let installed = process::first_line(Command::new("clang-format").arg("--version"));
+    if installed.is_some_and(|version| version.contains(CLANG_FORMAT)) {
+        return Ok("clang-format".into());
+    }
+    let venv = Venv::clang_format(CLANG_FORMAT)?;
+    venv.ensure()?;
+    Ok(venv.program("clang-format"))
+}
