@@ -193,7 +193,7 @@ pub(crate) fn is_on(at: Device) -> bool {
 }
 
 /// Adds a part of the iteration to its graph. Does nothing outside of one.
-pub(crate) fn join<M: Member + 'static>(member: &Arc<M>) {
+pub(crate) fn register<M: Member + 'static>(member: &Arc<M>) {
     if has_joined(member) {
         return;
     }
@@ -260,7 +260,7 @@ pub(crate) fn note_window(is_begun: bool, is_completed: bool) {
 
 /// A part of an iteration, as its graph sees it. The methods never wait for the device.
 pub(crate) trait Member: Debug + Send + Sync {
-    fn link(&self) -> &Link;
+    fn link(&self) -> &GraphLink;
 
     /// Whether a capture may follow.
     fn is_ready(&self) -> bool {
@@ -293,7 +293,7 @@ pub(crate) trait Member: Debug + Send + Sync {
 
 /// What a part of iterations and their graphs know of each other.
 #[derive(Debug, Default)]
-pub(crate) struct Link {
+pub(crate) struct GraphLink {
     replays: AtomicU64,
     launches: AtomicU64,
     changes: AtomicU64,
@@ -303,8 +303,8 @@ pub(crate) struct Link {
     was_joined: AtomicBool,
 }
 
-impl Member for Link {
-    fn link(&self) -> &Link {
+impl Member for GraphLink {
+    fn link(&self) -> &GraphLink {
         self
     }
 
@@ -313,13 +313,13 @@ impl Member for Link {
     }
 }
 
-impl Link {
+impl GraphLink {
     /// Joins the graph in whose iteration the thread is. The graph keeps the tensors that it uses.
-    pub(crate) fn join<'a>(self: &Arc<Self>, tensors: impl IntoIterator<Item = &'a Tensor>) {
+    pub(crate) fn register<'a>(self: &Arc<Self>, tensors: impl IntoIterator<Item = &'a Tensor>) {
         if is_inside() {
             self.was_joined.store(true, Ordering::Relaxed);
             keep(tensors);
-            join(self);
+            register(self);
         }
     }
 
@@ -396,12 +396,12 @@ impl Link {
 
 /// The link of what a program owns. Replays would go on with it after its end.
 #[derive(Debug, Default)]
-pub(crate) struct OwnLink(Arc<Link>);
+pub(crate) struct OwnLink(Arc<GraphLink>);
 
 impl Deref for OwnLink {
-    type Target = Arc<Link>;
+    type Target = Arc<GraphLink>;
 
-    fn deref(&self) -> &Arc<Link> {
+    fn deref(&self) -> &Arc<GraphLink> {
         &self.0
     }
 }

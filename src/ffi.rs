@@ -3,9 +3,6 @@
 mod autocast;
 mod average;
 mod callbacks;
-mod checkpoint;
-mod clip;
-mod codes;
 mod device;
 #[cfg(feature = "distributed")]
 pub(crate) mod distributed;
@@ -16,32 +13,25 @@ pub(crate) mod exponents;
 mod function;
 mod gradients;
 mod graph;
-mod heap;
 #[cfg(feature = "insight")]
 pub(crate) mod insight;
 #[cfg(feature = "jit")]
 mod jit;
-mod loss_scale;
 mod memory;
 mod numbers;
 mod optim;
-mod optim_state;
 #[cfg(feature = "distributed")]
 pub(crate) mod processes;
-#[cfg(feature = "distributed")]
-pub(crate) mod random;
 mod scale;
-mod spikes;
 #[cfg(all(test, tamp_testing))]
 mod testing;
 #[cfg(test)]
 mod tests;
-mod unscale;
 
 use std::ffi::{CStr, c_char};
 use std::ptr;
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::sys;
@@ -49,26 +39,18 @@ use crate::sys;
 pub(crate) use autocast::*;
 pub(crate) use average::*;
 pub(crate) use callbacks::{Borrowed, Node, Recorded, SavedValues};
-pub(crate) use checkpoint::*;
-pub(crate) use clip::*;
-pub(crate) use codes::{device_type, dtype_code};
 pub(crate) use device::*;
 pub(crate) use function::*;
 pub(crate) use gradients::*;
 pub(crate) use graph::{Graph, graph_write};
-pub(crate) use heap::*;
 #[cfg(feature = "jit")]
 pub(crate) use jit::*;
-pub(crate) use loss_scale::*;
-pub(crate) use memory::{Stamps, Watched, elements, is_dense, numel, overlapping, sizes};
+pub(crate) use memory::*;
 pub(crate) use numbers::*;
 pub(crate) use optim::*;
-pub(crate) use optim_state::*;
 pub(crate) use scale::*;
-pub(crate) use spikes::*;
 #[cfg(all(test, tamp_testing))]
 pub(crate) use testing::*;
-pub(crate) use unscale::*;
 
 /// Calls a function of the shim with `err` as its last argument, and returns a message in it as an error.
 fn call<T>(function: impl FnOnce(*mut *mut c_char) -> T) -> Result<T> {
@@ -82,6 +64,42 @@ fn call<T>(function: impl FnOnce(*mut *mut c_char) -> T) -> Result<T> {
     // SAFETY: the string came from malloc, and is not used any more.
     unsafe { sys::tamp_string_free(err) };
     Err(Error::Torch(message))
+}
+
+/// Returns the number of `c10::DeviceType` for a device that has autocast, and an error for others.
+pub(crate) fn device_type(device: Device) -> Result<i8> {
+    match device {
+        Device::Cpu => Ok(0),
+        Device::Cuda(_) => Ok(1),
+        Device::Mps => Ok(13),
+        Device::Vulkan => {
+            let reason = "libtorch has no autocast for Vulkan; use the CPU or CUDA".to_owned();
+            Err(Error::DeviceUnavailable { device, reason })
+        }
+    }
+}
+
+/// Returns the number of `c10::ScalarType` for a floating dtype.
+pub(crate) fn dtype_code(kind: Kind) -> Option<i8> {
+    match kind {
+        Kind::Half => Some(5),
+        Kind::Float => Some(6),
+        Kind::Double => Some(7),
+        Kind::BFloat16 => Some(15),
+        _ => None,
+    }
+}
+
+/// Returns the floating dtype for a number of `c10::ScalarType`.
+fn dtype_kind(code: i8) -> Result<Kind> {
+    kind_of(code).ok_or_else(|| Error::Torch(format!("autocast has the unknown dtype {code}")))
+}
+
+/// Returns the floating dtype for a number of `c10::ScalarType`, or `None` for others.
+fn kind_of(code: i8) -> Option<Kind> {
+    [Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16]
+        .into_iter()
+        .find(|kind| dtype_code(*kind) == Some(code))
 }
 
 /// Returns the type and the index of a device as the shim expects them.

@@ -23,9 +23,9 @@ use crate::scaler::{Answer, StepOutcome, noted};
 /// `torch.cuda.graph`.
 ///
 /// The first calls of [`replay`](Self::replay) run the iteration as it is, the next one captures it, and from then on
-/// each launches the graph: each call is one iteration of the training. On the CPU every call runs it, so that a program
-/// is the same everywhere. Dropping it synchronizes if the steps read host memory that it keeps: with stochastic rounding
-/// or low-bit moments.
+/// each launches the graph: each call is one iteration of the training. On the CPU every call runs it, so that a
+/// program is the same everywhere. Dropping it synchronizes if the steps read host memory that it keeps: with
+/// stochastic rounding or low-bit moments.
 ///
 /// # Examples
 ///
@@ -148,8 +148,8 @@ impl<T> Captured<T> {
     /// program than the one that was captured. [`Error::ChangedSinceCapture`] if something has changed that a replay
     /// does not follow: options other than learning rates, the scaler's options, a loaded state, weights with master
     /// weights that were changed from outside, or a part of the iteration, such as its optimizer, that was dropped. No
-    /// replay has happened then. The error of the iteration, and [`Error::Torch`] if it cannot be captured. An iteration
-    /// whose capture fails is lost, and its gradients are dropped; the next call runs one as it is.
+    /// replay has happened then. The error of the iteration, and [`Error::Torch`] if it cannot be captured. An
+    /// iteration whose capture fails is lost, and its gradients are dropped; the next call runs one as it is.
     #[track_caller]
     pub fn replay(&mut self, iteration: impl FnOnce() -> Result<T>) -> Result<Replay<'_, T>> {
         let at = Location::caller();

@@ -51,8 +51,8 @@ pub mod graphs {}
 #[doc = include_str!("guide/links.md")]
 /// Optimizer moments in bf16 or 8 bits: what they save, what they cost, and how they are encoded.
 #[doc = ""]
-#[doc = include_str!("../docs/low_bit_states.md")]
-pub mod low_bit_states {}
+#[doc = include_str!("../docs/low_bit_moments.md")]
+pub mod low_bit_moments {}
 
 #[doc = include_str!("guide/links.md")]
 /// Fused optimizers: parameter groups, clipping in the step, and learning-rate schedules.

@@ -556,8 +556,8 @@ const NOT_OWN: &[&str] = &[
 const CALLED_OUTSIDE: [(&str, &str); 5] = [
     ("src/distributed/sync_batch_norm.rs", "moments"),
     ("src/distributed/sync_batch_norm.rs", "sum"),
-    ("src/insight/audit/gradients.rs", "get"),
-    ("src/insight/audit/gradients.rs", "number"),
+    ("src/insight/audit/parts.rs", "get"),
+    ("src/insight/audit/parts.rs", "number"),
     ("src/precision/mod.rs", "time"),
 ];
 

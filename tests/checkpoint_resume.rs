@@ -14,8 +14,8 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder, Rng};
 use tch_amp::optim::{
-    Adagrad, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, OptimizerBuilder, RmsProp,
-    Sgd, States,
+    Adagrad, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, Optimizer, OptimizerBuilder,
+    RmsProp, Sgd,
 };
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
@@ -181,14 +181,14 @@ const KILLED_STEPS: i64 = 40;
 /// Runs with moments of fewer bits.
 fn low_bit() -> [(Kind, OptimizerBuilder); 6] {
     let (adamw, muon) = (AdamW { weight_decay: 0.1, ..AdamW::default() }, Muon::default());
-    let half = |states| adamw.master_weights(MasterWeights::Remainder).states(states);
-    let muon_in_half = muon.master_weights(MasterWeights::Remainder).states(States::BFloat16);
+    let half = |states| adamw.master_weights(MasterWeights::Remainder).moments(states);
+    let muon_in_half = muon.master_weights(MasterWeights::Remainder).moments(MomentDtype::BFloat16);
     [
-        (Kind::Float, adamw.states(States::EightBit)),
-        (Kind::Float, adamw.states(States::BFloat16)),
-        (Kind::Float, muon.states(States::BFloat16)),
-        (Kind::BFloat16, half(States::EightBit)),
-        (Kind::BFloat16, half(States::BFloat16)),
+        (Kind::Float, adamw.moments(MomentDtype::EightBit)),
+        (Kind::Float, adamw.moments(MomentDtype::BFloat16)),
+        (Kind::Float, muon.moments(MomentDtype::BFloat16)),
+        (Kind::BFloat16, half(MomentDtype::EightBit)),
+        (Kind::BFloat16, half(MomentDtype::BFloat16)),
         (Kind::BFloat16, muon_in_half),
     ]
 }

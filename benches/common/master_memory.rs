@@ -3,7 +3,7 @@
 #![allow(clippy::expect_used, reason = "a benchmark and a test fail by panicking")]
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{AdamW, Algorithm, MasterWeights, Optimizer, Sgd, States};
+use tch_amp::optim::{AdamW, Algorithm, MasterWeights, MomentDtype, Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::memory::{anonymous, peak};
@@ -20,7 +20,7 @@ pub struct Setup {
     kind: Kind,
     masters: MasterWeights,
     algorithm: Algorithm,
-    states: States,
+    moments: MomentDtype,
     /// Whether gradients are accumulated in f32.
     wide: bool,
     /// The bytes per number that the documentation of `MasterWeights` states.
@@ -49,11 +49,11 @@ pub fn setups() -> Vec<Setup> {
     let amsgrad = AdamW { amsgrad: true, ..Default::default() }.into();
     let sgd = Sgd { momentum: 0.9, ..Default::default() }.into();
     let setup = |name, kind, masters, algorithm, wide, stated| {
-        let states = States::F32;
-        Setup { name, kind, masters, algorithm, states, wide, stated }
+        let moments = MomentDtype::F32;
+        Setup { name, kind, masters, algorithm, moments, wide, stated }
     };
-    let low_bit = |name, kind, masters, states, stated| Setup {
-        states,
+    let low_bit = |name, kind, masters, moments, stated| Setup {
+        moments,
         ..setup(name, kind, masters, adamw, false, stated)
     };
     let (bf16, fp16) = (Kind::BFloat16, Kind::Half);
@@ -69,10 +69,10 @@ pub fn setups() -> Vec<Setup> {
         setup("fp16, Remainder (f32 copies)", fp16, remainder, adamw, false, 16.0),
         setup("bf16, Float, amsgrad", bf16, float, amsgrad, false, 20.0),
         setup("bf16, Float, SGD with momentum", bf16, float, sgd, false, 12.0),
-        low_bit("f32, bf16 moments", Kind::Float, none, States::BFloat16, 12.0),
-        low_bit("f32, 8-bit moments", Kind::Float, none, States::EightBit, 10.03),
-        low_bit("bf16, Remainder, bf16 moments", bf16, remainder, States::BFloat16, 10.0),
-        low_bit("bf16, Remainder, 8-bit moments", bf16, remainder, States::EightBit, 8.03),
+        low_bit("f32, bf16 moments", Kind::Float, none, MomentDtype::BFloat16, 12.0),
+        low_bit("f32, 8-bit moments", Kind::Float, none, MomentDtype::EightBit, 10.03),
+        low_bit("bf16, Remainder, bf16 moments", bf16, remainder, MomentDtype::BFloat16, 10.0),
+        low_bit("bf16, Remainder, 8-bit moments", bf16, remainder, MomentDtype::EightBit, 8.03),
     ]
 }
 
@@ -86,7 +86,7 @@ impl Setup {
 fn build(setup: &Setup, weights: &[Tensor]) -> Optimizer {
     let mut opt = match setup.algorithm {
         Algorithm::AdamW(config) => {
-            config.master_weights(setup.masters).states(setup.states).build(weights, 1e-3)
+            config.master_weights(setup.masters).moments(setup.moments).build(weights, 1e-3)
         }
         Algorithm::Sgd(config) => config.master_weights(setup.masters).build(weights, 1e-3),
         other => panic!("no measurement covers {other:?}"),

@@ -4,7 +4,7 @@
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::optim::{AdamW, MasterWeights, Optimizer, States};
+use tch_amp::optim::{AdamW, MasterWeights, MomentDtype, Optimizer};
 
 use super::common::{
     Python, Rounds, Row, copy_bandwidth, is_quick, median, nanoseconds_on, print_ratio,
@@ -42,13 +42,13 @@ struct Training {
 }
 
 impl Training {
-    fn new(place: Place<'_>, kind: Kind, masters: MasterWeights, states: States) -> Self {
+    fn new(place: Place<'_>, kind: Kind, masters: MasterWeights, states: MomentDtype) -> Self {
         let (device, numbers) = (place.device, place.numbers());
         let mut vs = VarStore::new(device);
         let params: Vec<_> =
             (0..PARAMETERS).map(|i| vs.root().var_copy("w", &values(i, numbers, 3))).collect();
         vs.set_kind(kind);
-        let builder = AdamW::default().states(states).master_weights(masters);
+        let builder = AdamW::default().moments(states).master_weights(masters);
         let optimizer = builder.build(&vs, 1e-3).unwrap();
         let fresh = values(1, numbers, 5).to_kind(kind).to_device(device);
         params.iter().for_each(|param| (param * &fresh).sum(kind).backward());
@@ -69,7 +69,7 @@ impl Training {
 
 /// Checks that the f32 step has the bits of PyTorch's fused one.
 fn check(python: &mut Python, place: Place<'_>) {
-    let mut training = Training::new(place, Kind::Float, MasterWeights::None, States::F32);
+    let mut training = Training::new(place, Kind::Float, MasterWeights::None, MomentDtype::F32);
     for _ in 0..3 {
         let _time = training.round();
     }
@@ -106,12 +106,12 @@ pub fn compare(python: &mut Python, place: Place<'_>) {
     let plain = |states| Training::new(place, Kind::Float, MasterWeights::None, states);
     let halves = |states| Training::new(place, Kind::BFloat16, MasterWeights::Remainder, states);
     let mut trainings = [
-        plain(States::F32),
-        plain(States::BFloat16),
-        plain(States::EightBit),
-        halves(States::F32),
-        halves(States::BFloat16),
-        halves(States::EightBit),
+        plain(MomentDtype::F32),
+        plain(MomentDtype::BFloat16),
+        plain(MomentDtype::EightBit),
+        halves(MomentDtype::F32),
+        halves(MomentDtype::BFloat16),
+        halves(MomentDtype::EightBit),
     ];
     let times = Rounds::run(
         rounds(40),

@@ -144,7 +144,7 @@ struct Slice {
   const c10::BFloat16 *orthogonal = nullptr;  // the orthogonalized momentum of Muon
 };
 
-// Low-bit moments, as docs/low_bit_states.md defines them: those of Adam and AdamW, and Muon's momentum in bf16. With 8
+// Low-bit moments, as docs/low_bit_moments.md defines them: those of Adam and AdamW, and Muon's momentum in bf16. With 8
 // bits, 32 consecutive elements of a tensor are a block, which has one exponent.
 constexpr int64_t kCodeBlock = 32;
 // The index of an element enters the dither modulo this.

@@ -15,7 +15,7 @@ namespace tamp::optim {
 bool is_composed(uint8_t algorithm);
 
 // Moves a parameter along the orthogonalized momentum of Muon. `factor` is the learning rate or, with rates on the
-// device, the factor of theirs.
+// device, the factor of these.
 void move_along(const tamp_optim_options &o, double factor, const at::Tensor &parameter, const at::Tensor &orthogonal);
 
 // How the gradients are unscaled and when the step is skipped, in numbers on the device. Each may be undefined.

@@ -30,8 +30,6 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod dropping;
-mod gradients;
 mod window;
 
 pub use window::Accumulation;

@@ -1,15 +1,19 @@
 //! The micro-batches of one step.
 
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::GradScaler;
-use crate::accumulation::dropping::Kept;
-use crate::capture;
+use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 #[cfg(feature = "distributed")]
 use crate::distributed::{ProcessGroup, ReduceOp, any_is_averaged};
 use crate::error::{Error, Result, ensure, ensure_defined};
-use crate::ffi;
+use crate::ffi::{self, FoundInf, OutsideRegions, Unscaling};
+use crate::gradients::{Gradients, Plan, StashedGradients, overflow};
 use crate::optim::AmpOptimizer;
+use crate::variables::{Variable, each_once};
+use crate::{GradScaler, capture};
 
 /// The micro-batches whose gradients are accumulated for one step, with the weight of each. PyTorch has no counterpart;
 /// its loops multiply the losses by hand.
@@ -242,4 +246,338 @@ pub(super) fn check(weights: &[f64]) -> Result<()> {
         ensure("a weight", weight, holds, "finite and at least 0")?;
     }
     Ok(())
+}
+
+/// What was left out so far.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    batches: Vec<Batch>,
+}
+
+/// A micro-batch: its share of the window, and for each device whether its gradients were not finite.
+#[derive(Debug)]
+struct Batch {
+    share: f64,
+    flags: Vec<FoundInf>,
+}
+
+impl Kept {
+    /// Makes what a checkpoint has: the shares of the micro-batches, and which of them were left out.
+    pub(super) fn resumed(batches: impl IntoIterator<Item = (f64, bool)>) -> Result<Self> {
+        let batches = batches.into_iter().map(|(share, dropped)| {
+            let tensor = ffi::number_new(f64::from(dropped), Kind::Float, Device::Cpu)?;
+            Ok(Batch { share, flags: vec![FoundInf { tensor, host: Some(dropped) }] })
+        });
+        Ok(Self { batches: batches.collect::<Result<_>>()? })
+    }
+
+    /// The number of micro-batches that had a backward pass here.
+    pub(super) fn batches(&self) -> usize {
+        self.batches.len()
+    }
+
+    /// Runs a backward pass, and leaves its gradients out if one is not finite. On failure the gradients are as before.
+    pub(super) fn backward(
+        &mut self,
+        optimizer: &dyn AmpOptimizer,
+        share: f64,
+        is_last: bool,
+        backward: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let earlier = StashedGradients::from(optimizer.parameters().into_owned())?;
+        backward()?;
+        let flags = found(optimizer)?;
+        let batch = Batch { share, flags };
+        self.add(&batch, optimizer, &earlier, is_last)?;
+        earlier.settle();
+        self.batches.push(batch);
+        Ok(())
+    }
+
+    /// Adds the gradients of a micro-batch to the earlier ones, unless one is not finite. The earlier ones are not
+    /// written to before the last call, which changes all gradients or none.
+    fn add(
+        &self,
+        batch: &Batch,
+        optimizer: &dyn AmpOptimizer,
+        earlier: &StashedGradients,
+        is_last: bool,
+    ) -> Result<()> {
+        match overflow(&batch.flags) {
+            Some(false) => {}
+            // If nothing is left, the scaler has to see why.
+            Some(true) if is_last && self.all_are_known_to_be(true, batch) => return Ok(()),
+            Some(true) => ffi::gradients_drop(earlier.parameters())?,
+            None => {
+                // They are zeroed in place, and their memory may be that of a weight.
+                ffi::gradients_separate(earlier.parameters())?;
+                batch.clear_if_not_finite(earlier.parameters())?;
+            }
+        }
+        earlier.add()?;
+        match is_last && !self.all_are_known_to_be(false, batch) {
+            true => self.reweigh(batch, optimizer),
+            false => Ok(()),
+        }
+    }
+
+    /// All micro-batches, of which `last` has not been recorded yet.
+    fn all<'a>(&'a self, last: &'a Batch) -> impl Iterator<Item = &'a Batch> {
+        self.batches.iter().chain([last])
+    }
+
+    /// Whether the host knows that all micro-batches were left out, or that none was.
+    fn all_are_known_to_be(&self, dropped: bool, last: &Batch) -> bool {
+        self.all(last).all(|batch| overflow(&batch.flags) == Some(dropped))
+    }
+
+    /// Divides the gradients by the share of the window that was kept. It is exactly one if nothing was left out, and
+    /// zero if everything was, which makes the gradients NaN.
+    fn reweigh(&self, last: &Batch, optimizer: &dyn AmpOptimizer) -> Result<()> {
+        let mut gradients = gradients_of(optimizer)?;
+        gradients.separate()?;
+        let plan = Plan::new(&gradients, true)?;
+        let _own = OutsideRegions::enter();
+        let first = gradients.parameters().first();
+        let device = first.map_or(Device::Cpu, Tensor::device);
+        let mut total = ffi::number_new(0.0, Kind::Float, device)?;
+        let mut kept = total.f_zeros_like()?;
+        for Batch { share, flags } in self.all(last) {
+            let share = ffi::number_new(*share, Kind::Float, device)?;
+            total = total.f_add(&share)?;
+            kept = kept.f_add(&share.f_mul(&any(flags, device)?.f_logical_not()?)?)?;
+        }
+        let scale = kept.f_div(&total)?;
+        let unscaled = plan.unscale(gradients.parameters(), &scale, Unscaling::new(false, false));
+        unscaled.map(drop).map_err(|interrupted| interrupted.error)
+    }
+
+    /// Whether each micro-batch was left out. Synchronizes on a GPU.
+    pub(super) fn answers(&self) -> Result<Vec<bool>> {
+        let _own = OutsideRegions::enter();
+        let answer = |Batch { flags, .. }: &Batch| match overflow(flags) {
+            Some(found) => Ok(found),
+            None => Ok(any(flags, Device::Cpu)?.f_int64_value(&[])? != 0),
+        };
+        self.batches.iter().map(answer).collect()
+    }
+}
+
+impl Batch {
+    /// Replaces the gradients by zeros, where they are, if this micro-batch is not finite.
+    fn clear_if_not_finite(&self, parameters: &[Tensor]) -> Result<()> {
+        let _own = OutsideRegions::enter();
+        for parameter in parameters {
+            let mut gradient = parameter.f_grad()?;
+            if gradient.defined() {
+                let is_bad = any(&self.flags, gradient.device())?;
+                // The host reads the number, for which it would wait if it were on the device.
+                let zero = ffi::number_new(0.0, gradient.f_kind()?, Device::Cpu)?;
+                let _cleared = gradient.f_masked_fill_tensor_(&is_bad, &zero)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn gradients_of(optimizer: &dyn AmpOptimizer) -> Result<Gradients<'_>> {
+    let names = Box::new(|index, _| optimizer.parameter_name(index));
+    Gradients::of(optimizer.parameters(), names)
+}
+
+/// Whether any gradient is not finite, for each device.
+fn found(optimizer: &dyn AmpOptimizer) -> Result<Vec<FoundInf>> {
+    let gradients = gradients_of(optimizer)?;
+    let plan = Plan::new(&gradients, true)?;
+    let one = ffi::number_new(1.0, Kind::Float, Device::Cpu)?;
+    Ok(plan.check(gradients.parameters(), &one, false)?.found)
+}
+
+/// Whether any of the flags is set, as a boolean tensor on a device.
+fn any(flags: &[FoundInf], device: Device) -> Result<Tensor> {
+    let _own = OutsideRegions::enter();
+    let mut any = ffi::number_new(0.0, Kind::Float, device)?;
+    for flag in flags {
+        let flag = ffi::number_on(&flag.tensor, device, Kind::Float)?.f_view_as(&any)?;
+        any = any.f_add(&flag)?;
+    }
+    Ok(any.f_to_kind(Kind::Bool)?)
+}
+
+/// The name of what is not a gradient.
+const WINDOW: &str = "window";
+
+/// A window of micro-batches and the gradients that it has accumulated, which a checkpoint saves and restores.
+#[derive(Debug)]
+struct WithGradients<'w> {
+    window: &'w mut Accumulation,
+    named: Vec<(String, Tensor)>,
+}
+
+/// Where a window is.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct WindowState {
+    shares: Vec<f64>,
+    taken: usize,
+    /// Whether each of the micro-batches was left out; empty if the window leaves none out.
+    dropped: Vec<bool>,
+}
+
+/// A window and its gradients that have been loaded.
+#[derive(Debug)]
+struct Loaded {
+    window: Accumulation,
+    gradients: Vec<Option<Tensor>>,
+}
+
+impl Accumulation {
+    /// Pairs the window with the gradients of these named parameters, so that a checkpoint can be saved between two
+    /// micro-batches. The resumed run goes on with the micro-batch whose index is [`taken`](Self::taken). PyTorch has
+    /// no counterpart.
+    ///
+    /// A checkpoint without it must be saved between two windows. Pass all parameters that the backward passes reach;
+    /// variables without gradients may be among them. Resume with the same optimizer: a gradient that
+    /// [`accumulate_in_f32`](crate::optim::Optimizer::accumulate_in_f32) has made f32 is restored in f32.
+    ///
+    /// Under `DistributedDataParallel`, each rank has gradients of its own until the window is complete, so each rank
+    /// needs a file of its own.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::nn::{self, Module};
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::accumulation::Accumulation;
+    /// use tch_amp::checkpoint::Checkpoint;
+    ///
+    /// # let name = format!("tch-amp-doc-window-{}.safetensors", std::process::id());
+    /// # let path = std::env::temp_dir().join(name);
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let net = nn::linear(vs.root(), 4, 1, Default::default());
+    /// let mut scaler = GradScaler::new(Device::Cpu)?;
+    /// let mut window = Accumulation::of_equal(4)?;
+    /// let xs = Tensor::ones([8, 4], (Kind::Float, Device::Cpu));
+    /// window.backward(&mut scaler, &net.forward(&xs).mean(Kind::Float))?;
+    ///
+    /// let mut checkpoint = Checkpoint::new();
+    /// checkpoint.add("model", &vs)?;
+    /// checkpoint.add("scaler", &mut scaler)?;
+    /// checkpoint.add("window", window.with_gradients(vs.variables()))?;
+    /// checkpoint.save(&path)?;
+    ///
+    /// // Any window will do: its weights are replaced.
+    /// let mut resumed = Accumulation::of_equal(1)?;
+    /// # vs.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+    /// Checkpoint::load(&path)?
+    ///     .restore()
+    ///     .add("model", &vs)
+    ///     .add("scaler", &mut scaler)
+    ///     .add("window", resumed.with_gradients(vs.variables()))
+    ///     .apply()?;
+    /// assert_eq!((resumed.taken(), resumed.micro_batches()), (1, 4));
+    /// # std::fs::remove_file(&path)?;
+    /// # assert_eq!(net.bs.as_ref().map(|bias| bias.grad()), Some(Tensor::from_slice(&[16384f32])));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn with_gradients(
+        &mut self,
+        parameters: impl IntoIterator<Item = (String, Tensor)>,
+    ) -> impl Stateful + fmt::Debug {
+        WithGradients { window: self, named: parameters.into_iter().collect() }
+    }
+}
+
+impl WithGradients<'_> {
+    /// The parameters, each once: a gradient must not be restored several times.
+    fn parameters(&self) -> Result<Vec<Variable>> {
+        each_once(self.named.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())))
+    }
+
+    /// Where the window is. Synchronizes if micro-batches may have been left out.
+    fn state(&self) -> Result<WindowState> {
+        let Accumulation { shares, next, kept } = &*self.window;
+        Ok(WindowState { shares: shares.clone(), taken: *next, dropped: kept.answers()? })
+    }
+
+    /// Replaces the window and the gradients. On failure both are as before.
+    fn resume(&mut self, loaded: Loaded) -> Result<()> {
+        let parameters: Vec<_> =
+            self.parameters()?.into_iter().map(|variable| variable.tensor).collect();
+        let earlier = StashedGradients::from(parameters)?;
+        ffi::gradients_add(earlier.parameters(), &loaded.gradients)?;
+        earlier.settle();
+        *self.window = loaded.window;
+        Ok(())
+    }
+}
+
+impl Loaded {
+    /// Checks what was loaded. The gradients are in the order of the parameters.
+    fn new(state: WindowState, gradients: Vec<Option<Tensor>>) -> Result<Self> {
+        let WindowState { shares, taken, dropped } = state;
+        check(&shares)?;
+        let all = shares.len();
+        ensure(
+            "the saved `taken`",
+            taken as f64,
+            taken <= all,
+            "at most the number of micro-batches",
+        )?;
+        let known = dropped.len();
+        let holds = known == 0 || known == taken;
+        ensure(
+            "the number of saved `dropped`",
+            known as f64,
+            holds,
+            "that of the micro-batches taken",
+        )?;
+        let kept = Kept::resumed(shares.iter().copied().zip(dropped))?;
+        Ok(Self { window: Accumulation { shares, next: taken, kept }, gradients })
+    }
+}
+
+impl Stateful for WithGradients<'_> {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        state.value(WINDOW, &self.state()?)?;
+        for Variable { names, tensor } in self.parameters()? {
+            let gradient = tensor.f_grad()?;
+            if gradient.defined() {
+                state.tensors(names.iter().map(|name| (name, &gradient)))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let (mut gradients, mut targets) = (Vec::new(), Vec::new());
+        for Variable { names, tensor } in self.parameters()? {
+            let kinds: Vec<_> = names.iter().map(|name| saved.kind(name)).collect::<Result<_>>()?;
+            let Some(kind) = kinds.into_iter().flatten().next() else {
+                gradients.push(None);
+                continue;
+            };
+            let is_skipped = names.iter().any(|name| saved.skips(name));
+            // One that is skipped is not copied, and needs no memory.
+            let to = if is_skipped { tensor } else { empty(&tensor, kind)? };
+            gradients.push((!is_skipped).then(|| to.shallow_clone()));
+            targets.extend(names.iter().map(|name| (name.clone(), to.shallow_clone())));
+        }
+        let pairs = targets.iter().map(|(name, to)| (name, to));
+        let copies = saved.copy(pairs, "in the model")?;
+        let loaded = Loaded::new(saved.value(WINDOW)?, gradients)?;
+        Ok(copies.and(Prepared::step(move || self.resume(loaded))))
+    }
+}
+
+/// Returns memory for a gradient that was saved in a dtype. It is the parameter's, except for the f32 gradients that
+/// parameters in half precision can have.
+fn empty(parameter: &Tensor, saved: Kind) -> Result<Tensor> {
+    let kind = match (parameter.f_kind()?, saved) {
+        (Kind::Half | Kind::BFloat16, Kind::Float) => Kind::Float,
+        (kind, _) => kind,
+    };
+    let size = ffi::sizes(parameter)?;
+    Ok(Tensor::f_empty(size, (kind, parameter.device()))?)
 }

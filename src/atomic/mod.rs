@@ -5,21 +5,17 @@
 //! creates folders. What is done to a file goes through `disk`, whose operations tests make fail or lose their effect.
 
 pub(crate) mod disk;
-mod error;
-pub(crate) mod folder;
 pub(crate) mod place;
-mod writer;
 
-use std::io::{self, ErrorKind, Seek, Write};
-use std::path::{Path, PathBuf};
+use std::io::{self, ErrorKind, Seek, SeekFrom, Write};
+use std::path::{self, Path, PathBuf};
+use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
+use std::thread::{self, JoinHandle};
+use std::{fmt, fs};
 
 use disk::{Disk, DiskFile, Real};
-use error::cannot;
 use place::{Place, Writing};
-use writer::Writer;
 
-pub use error::SaveError;
-pub(crate) use folder::create_folder;
 pub(crate) use place::remove_leftovers;
 
 /// Where the content of a file is written to. Writes are not buffered, so large ones are fastest.
@@ -172,4 +168,237 @@ impl<D: Disk> Drop for Temporary<'_, D> {
             drop(self.disk.remove(&self.path));
         }
     }
+}
+
+/// Creates a folder and its missing parents, so that they survive a power loss. Does nothing if the folder exists.
+///
+/// # Errors
+///
+/// [`SaveError::Io`], also if a file of this name exists.
+pub(crate) fn create_folder(folder: &Path) -> Result<(), SaveError> {
+    create_folder_on(&Real::default(), folder)
+}
+
+/// Does the work of [`create_folder`], with the syncing of any disk.
+pub(crate) fn create_folder_on<D: Disk>(disk: &D, folder: &Path) -> Result<(), SaveError> {
+    let whole = path::absolute(folder).map_err(cannot("create", folder))?;
+    let missing = whole.ancestors().take_while(|folder| !folder.exists());
+    let above: Vec<_> = missing.filter_map(Path::parent).collect();
+    fs::create_dir_all(&whole).map_err(cannot("create", folder))?;
+    for folder in above {
+        let synced = disk.open_folder(folder).and_then(|open| disk.sync_folder(&open));
+        synced.map_err(cannot("sync", folder))?;
+    }
+    Ok(())
+}
+
+/// A file that is being filled.
+pub(super) struct Writer<F> {
+    background: Background,
+    file: F,
+    /// The first error. The caller may lose it, as a `BufWriter` does that is dropped.
+    failed: Option<io::Error>,
+}
+
+impl<F: DiskFile> Writer<F> {
+    pub(super) fn new(file: F, sync_every: u64) -> Self {
+        let background = Background { every: sync_every, unsynced: 0, thread: Thread::Waiting };
+        Self { background, file, failed: None }
+    }
+
+    /// Returns the first error of a write.
+    pub(super) fn check(&mut self) -> io::Result<()> {
+        self.failed.take().map_or(Ok(()), Err)
+    }
+
+    /// Syncs the file to the disk.
+    pub(super) fn sync(mut self) -> io::Result<()> {
+        // Linux reports a failed sync only once, so `sync_all` would not report one that the thread has already seen.
+        self.background.finish()?;
+        self.file.sync_all()
+    }
+
+    fn note<T>(&mut self, result: io::Result<T>) -> io::Result<T> {
+        result.inspect_err(|error| {
+            if error.kind() != ErrorKind::Interrupted && self.failed.is_none() {
+                self.failed = Some(copy(error));
+            }
+        })
+    }
+
+    fn write_some(&mut self, data: &[u8]) -> io::Result<usize> {
+        let written = self.file.write(data)?;
+        if written == 0 && !data.is_empty() {
+            return Err(ErrorKind::WriteZero.into());
+        }
+        self.background.written(written as u64, &self.file).map_err(final_error)?;
+        Ok(written)
+    }
+}
+
+impl<F: DiskFile> Write for Writer<F> {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        let result = self.write_some(data);
+        self.note(result)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        let result = self.file.flush();
+        self.note(result)
+    }
+}
+
+impl<F: DiskFile> Seek for Writer<F> {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let result = self.file.seek(to);
+        self.note(result)
+    }
+}
+
+impl<F: DiskFile> Target for Writer<F> {}
+
+/// An error after bytes were written. If it were an interruption, the caller would write them again.
+fn final_error(error: io::Error) -> io::Error {
+    match error.kind() {
+        ErrorKind::Interrupted => io::Error::other(error.to_string()),
+        _ => error,
+    }
+}
+
+fn copy(error: &io::Error) -> io::Error {
+    let kept = || io::Error::new(error.kind(), error.to_string());
+    error.raw_os_error().map_or_else(kept, io::Error::from_raw_os_error)
+}
+
+/// Syncs in a thread of its own what has been written, while more is being written.
+struct Background {
+    every: u64,
+    /// The bytes written since the thread was last notified.
+    unsynced: u64,
+    thread: Thread,
+}
+
+enum Thread {
+    /// Not enough has been written yet to start the thread.
+    Waiting,
+    Running {
+        orders: SyncSender<()>,
+        thread: JoinHandle<io::Result<()>>,
+    },
+    Ended,
+}
+
+impl Background {
+    fn written<F: DiskFile>(&mut self, bytes: u64, file: &F) -> io::Result<()> {
+        self.unsynced += bytes;
+        if self.unsynced < self.every {
+            return Ok(());
+        }
+        self.unsynced = 0;
+        if matches!(self.thread, Thread::Waiting) {
+            // If the thread cannot be started, a save only takes longer.
+            self.thread = start(file).unwrap_or(Thread::Ended);
+        }
+        let Thread::Running { orders, .. } = &self.thread else {
+            return Ok(());
+        };
+        match orders.try_send(()) {
+            // If the channel is full, the order in it has not started, and so covers these bytes as well.
+            Ok(()) | Err(TrySendError::Full(())) => Ok(()),
+            Err(TrySendError::Disconnected(())) => self.finish(),
+        }
+    }
+
+    /// Ends the thread and returns its error.
+    fn finish(&mut self) -> io::Result<()> {
+        let Thread::Running { orders, thread } = std::mem::replace(&mut self.thread, Thread::Ended)
+        else {
+            return Ok(());
+        };
+        drop(orders);
+        thread.join().unwrap_or_else(|_| Err(io::Error::other("the syncing thread panicked")))
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        // The caller failed or panicked, so the result of the thread no longer matters.
+        drop(self.finish());
+    }
+}
+
+fn start<F: DiskFile>(file: &F) -> io::Result<Thread> {
+    let file = file.try_clone()?;
+    let (orders, received) = sync_channel(1);
+    let work = move || received.iter().try_for_each(|()| file.sync_data());
+    let thread = thread::Builder::new().name("tch-amp sync".to_owned()).spawn(work)?;
+    Ok(Thread::Running { orders, thread })
+}
+
+/// Why a file could not be replaced, or why this is uncertain. An existing file is never left partly written.
+///
+/// # Examples
+///
+/// ```
+/// use tch_amp::Error;
+/// use tch_amp::checkpoint::{Checkpoint, CheckpointError, SaveError};
+///
+/// match Checkpoint::new().save("no/such/folder/run.safetensors") {
+///     Err(Error::Checkpoint(CheckpointError::Save(SaveError::Indeterminate { path, .. }))) => {
+///         eprintln!("{} is saved, but a power loss may undo that", path.display());
+///     }
+///     saved => assert!(saved.is_err()),
+/// }
+/// ```
+#[derive(thiserror::Error)]
+#[non_exhaustive]
+pub enum SaveError {
+    /// The file was not replaced, and an existing file is unchanged.
+    #[error("cannot {action} {path}: {cause}")]
+    Io {
+        /// The operation that failed: `"replace"`, `"open the folder"`, `"create"`, `"set the permissions of"`,
+        /// `"write"`, `"sync"`, `"rename"` or, when leftovers are removed, `"list"`, `"inspect"` or `"remove"`.
+        action: &'static str,
+        /// The file or folder of the operation.
+        path: PathBuf,
+        /// The error of the operating system.
+        cause: io::Error,
+    },
+
+    /// The new file is in place, but a power loss may bring the old one back, because the folder could not be synced.
+    /// Or, on a network file system, the rename was reported as failed although the temporary file is gone.
+    #[error(
+        "{path} is whole, but after a power loss it may be the old file: cannot {action}: {cause}"
+    )]
+    Indeterminate {
+        /// The operation that failed: `"sync the folder"` or `"rename"`.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The error of the operating system.
+        cause: io::Error,
+    },
+
+    /// The file was not replaced, and the temporary file could not be removed.
+    #[error("{cause}; and the temporary file {path} is left: {removal}")]
+    Leftover {
+        /// The temporary file.
+        path: PathBuf,
+        /// Why it could not be removed.
+        removal: io::Error,
+        /// Why the file was not replaced.
+        cause: Box<SaveError>,
+    },
+}
+
+/// The message, as for the other errors.
+impl fmt::Debug for SaveError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
+/// Returns a function that makes a [`SaveError::Io`] of an I/O error.
+pub(super) fn cannot(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SaveError {
+    move |cause| SaveError::Io { action, path: path.to_owned(), cause }
 }

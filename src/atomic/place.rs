@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use super::error::{SaveError, cannot};
+use super::{SaveError, cannot};
 
 /// The limit of Linux.
 const MAX_SYMLINKS: usize = 40;

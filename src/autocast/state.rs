@@ -1,14 +1,14 @@
 //! The autocast state of a thread: reading it, and capturing it to enter it on another thread.
 
+#[cfg(feature = "distributed")]
 use tch::{Device, Kind};
 
+use crate::autocast::{AutocastGuard, stack};
 use crate::device::check_usable;
 #[cfg(doc)]
 use crate::error::AutocastError;
 use crate::error::Result;
 use crate::ffi::{self, AUTOCAST_DEVICES};
-
-use crate::autocast::{AutocastGuard, stack};
 
 /// Returns whether a region on `device` can be enabled in this process.
 ///

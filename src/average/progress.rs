@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::average::{Averaging, Ema};
-use crate::capture::{self, Link};
+use crate::capture::{self, GraphLink};
 use crate::error::Result;
 use crate::ffi::{self, AverageOptions, AverageWeight, Counted, OutsideRegions};
 
@@ -54,7 +54,7 @@ impl Count {
     }
 
     /// Replaces the count: in place if a graph may know it, where replays find it.
-    pub(super) fn replace(&mut self, next: Self, link: &Link) -> Result<()> {
+    pub(super) fn replace(&mut self, next: Self, link: &GraphLink) -> Result<()> {
         match (&mut *self, next) {
             (Self::Device(count), Self::Device(next)) => {
                 let mut place = Some(count.shallow_clone());

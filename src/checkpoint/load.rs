@@ -1,13 +1,19 @@
 //! Loading a checkpoint.
 
-use std::io;
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Component, Path};
 use std::sync::Arc;
+use std::{fmt, io};
+
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
 use crate::checkpoint::archive::Archive;
+use crate::checkpoint::limits::{MAX_HEADER_BYTES, MAX_TENSORS};
+use crate::checkpoint::part::{Part, StatePart};
 use crate::checkpoint::source::Source;
-use crate::checkpoint::{Checkpoint, safetensors, shards, torch, zip};
-use crate::error::{CheckpointError, Error, Result};
+use crate::checkpoint::{Checkpoint, safetensors, torch, zip};
+use crate::error::{CheckpointError, Error, Result, shown};
 
 const NEITHER: &str = "it is neither safetensors, a file of torch.save nor a pickle";
 
@@ -16,15 +22,15 @@ impl Checkpoint {
     /// or a pickle with numpy's arrays. Its name does not matter: the format is detected from the content.
     ///
     /// Nothing in the file is executed. All checksums are verified; safetensors files from other programs have none.
-    /// Only names, shapes and values are kept in memory, and the numpy arrays of a pickle of protocol 2; even for a hostile file loading takes at most three times
-    /// the file's size plus 256 MiB.
+    /// Only names, shapes and values are kept in memory, and the numpy arrays of a pickle of protocol 2; even for a
+    /// hostile file loading takes at most three times the file's size plus 256 MiB.
     ///
     /// In a dict saved by PyTorch each part has its key in Python as its name, as in
     /// `checkpoint.restore().add("model_state_dict", &vs)`, and the kind of a state dict is recognized by its keys.
     /// What is in a dict or a list within a part has the names on the way to it, with dots between them, as in
     /// `checkpoint.restore().add("optimizer_states.0", &mut opt)`. A file that is a single state is a part named
-    /// `model`, `optimizer`, `scaler` or `scheduler`. An entry that this crate does not support, such as a quantized tensor, does
-    /// not prevent the others from being read: it is an error only to ask for it.
+    /// `model`, `optimizer`, `scaler` or `scheduler`. An entry that this crate does not support, such as a quantized
+    /// tensor, does not prevent the others from being read: it is an error only to ask for it.
     ///
     /// A model in several files is loaded by its index, `model.safetensors.index.json` or
     /// `pytorch_model.bin.index.json`, with the files beside it, as a model named `model`. The page on checkpoints in
@@ -56,8 +62,8 @@ impl Checkpoint {
 
     fn load_file(path: &Path) -> Result<Self> {
         let source = Source::open(path)?;
-        if shards::is_index(&beginning(&source)?) {
-            return Ok(Self { parts: shards::load(&source, &open)?, ..Self::default() });
+        if is_index(&beginning(&source)?) {
+            return Ok(Self { parts: load(&source, &open)?, ..Self::default() });
         }
         Self::read(source)
     }
@@ -136,5 +142,113 @@ fn open(source: Arc<Source>) -> Result<Archive> {
         torch::read_old(source)
     } else {
         Err(source.damaged(NEITHER).into())
+    }
+}
+
+/// Whether a file that begins with these bytes can be an index: whether it is JSON. A safetensors file begins with a
+/// length, whose last byte is zero.
+pub(super) fn is_index(start: &[u8]) -> bool {
+    start.first() == Some(&b'{') && start.get(7) != Some(&0)
+}
+
+/// The name of a model that is alone in its file.
+const MODEL: &str = "model";
+
+/// Opens one of the files.
+type Open = dyn Fn(Arc<Source>) -> Result<Archive>;
+
+/// Loads the files that an index names, which are beside it, and verifies their checksums. Returns the model.
+pub(super) fn load(index: &Source, open: &Open) -> Result<BTreeMap<String, Part>> {
+    let names = read(index)?;
+    let folder = index.path().parent().unwrap_or(Path::new(""));
+    let mut files: BTreeMap<&str, Vec<&String>> = BTreeMap::new();
+    for (name, file) in &names {
+        files.entry(file).or_default().push(name);
+    }
+    let (mut tensors, mut others) = (BTreeMap::new(), BTreeMap::new());
+    for (file, names) in files {
+        let mut parts = Path::new(file).components();
+        let is_one = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
+        // Messages about the file show its path.
+        if !is_one || shown(file) != *file {
+            let problem = format!("`{}` in it is not the name of a file", shown(file));
+            return Err(index.damaged(problem).into());
+        }
+        let shard = open(Arc::new(Source::open(&folder.join(file))?))?;
+        shard.verify()?;
+        let Archive { mut parts, .. } = shard;
+        let (mut found, mut left) = match parts.remove(MODEL) {
+            Some(Part::Model(tensors)) => (tensors, BTreeMap::new()),
+            Some(Part::State(StatePart { tensors, others, .. })) => (tensors, others),
+            other => {
+                parts.extend(other.map(|other| (MODEL.to_owned(), other)));
+                (BTreeMap::new(), BTreeMap::new())
+            }
+        };
+        for name in names {
+            if let Some((name, entry)) = found.remove_entry(name) {
+                tensors.insert(name, entry);
+                continue;
+            }
+            // A file with few weights may not have been recognized as a model. Then its entries are parts.
+            match left.remove_entry(name).or_else(|| parts.remove_entry(name)) {
+                Some((name, Part::Tensor(entry))) => drop(tensors.insert(name, entry)),
+                Some((name, other)) => drop(others.insert(name, other)),
+                None => {
+                    let problem = format!("`{}` is not in `{}`", shown(name), shown(file));
+                    return Err(index.damaged(problem).into());
+                }
+            }
+        }
+    }
+    Ok(BTreeMap::from([(MODEL.to_owned(), Part::model(tensors, others))]))
+}
+
+/// Reads the index: the file of each tensor.
+fn read(source: &Source) -> Result<BTreeMap<String, String>> {
+    if source.len() > MAX_HEADER_BYTES {
+        return Err(source.damaged("it is too long for an index").into());
+    }
+    let mut json = vec![0; usize::try_from(source.len()).unwrap_or(0)];
+    source.read_at(0, &mut json)?;
+    let index = serde_json::from_slice::<Index>(&json);
+    let Index { weight_map: Files(files) } =
+        index.map_err(|error| source.damaged(format!("as the index of a model: {error}")))?;
+    Ok(files)
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: Files,
+}
+
+/// The file of each tensor.
+struct Files(BTreeMap<String, String>);
+
+impl<'de> Deserialize<'de> for Files {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Names;
+        impl<'de> Visitor<'de> for Names {
+            type Value = Files;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of the names of files")
+            }
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> std::result::Result<Files, A::Error> {
+                let mut files = BTreeMap::new();
+                while let Some((name, file)) = map.next_entry::<String, String>()? {
+                    if files.len() == MAX_TENSORS {
+                        return Err(A::Error::custom(format!("more than {MAX_TENSORS} tensors")));
+                    }
+                    if files.insert(name, file).is_some() {
+                        return Err(A::Error::custom("a tensor occurs twice"));
+                    }
+                }
+                Ok(Files(files))
+            }
+        }
+        deserializer.deserialize_map(Names)
     }
 }

@@ -38,9 +38,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod add;
 mod archive;
-mod convert;
 mod entry;
 mod folder;
 mod limits;
@@ -49,29 +47,34 @@ mod malformed;
 mod part;
 mod pickle;
 mod restore;
-mod room;
 mod safetensors;
 mod save;
-mod shards;
 mod source;
 mod stateful;
 mod torch;
+mod torch_layout;
 mod value;
 mod weights;
 mod zip;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
+use std::io::{self, Write};
 #[cfg(feature = "distributed")]
 use std::sync::Arc;
 
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::Tensor;
 
-use crate::checkpoint::part::{Item, Part, find};
-use crate::checkpoint::room::Room;
+use crate::checkpoint::limits::{
+    MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_PARTS, MAX_TENSORS, MAX_VALUES,
+};
+use crate::checkpoint::part::{Item, OptimizerPart, Part, StatePart, find, problem_of_name};
+use crate::checkpoint::safetensors::PartManifest;
+use crate::checkpoint::stateful::plain;
 use crate::checkpoint::value::Value;
-use crate::error::{Error, Result, list};
+use crate::error::{Error, Result, list, unsaveable};
 
 pub use crate::atomic::SaveError;
 pub use crate::error::CheckpointError;
@@ -109,7 +112,7 @@ pub use weights::save_weights;
 pub struct Checkpoint {
     parts: BTreeMap<String, Part>,
     /// The room that the parts take in a file; `None` for parts that were loaded until another one is added.
-    room: Option<Room>,
+    room: Option<SizeBudget>,
     /// What the parts were loaded from, unless others have been added since.
     #[cfg(feature = "distributed")]
     source: Option<Arc<Source>>,
@@ -191,4 +194,304 @@ fn read_value<T: DeserializeOwned>(name: &str, value: &Value) -> Result<T> {
 
 fn other_part(name: &str, wanted: &'static str, found: Item<'_>) -> Error {
     CheckpointError::OtherPart { name: name.to_owned(), wanted, found: found.describe() }.into()
+}
+
+impl Checkpoint {
+    /// Adds the state of anything that is [`Stateful`]: models, optimizers, scalers, loss scales, random number
+    /// generators and types of your own. [`Restore::add`](crate::checkpoint::Restore::add) restores it.
+    ///
+    /// A model is passed as `&vs`, a generator as [`Rng(device)`](crate::checkpoint::Rng), and anything else as a
+    /// mutable reference.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Unsaveable`] for a name that is taken, is empty, is `__metadata__` or `tch_amp`, or contains
+    /// a `/`, if a file could not hold all that has been added, see [`add_value`](Self::add_value), and for a model or
+    /// its optimizer while averages are in the place of the weights, see
+    /// [`swap_in`](crate::average::AveragedWeights::swap_in); and those of [`Stateful::save_state`]. Nothing is added
+    /// then.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::checkpoint::Checkpoint;
+    /// use tch_amp::loss_scale::{DynamicLossScale, LossScale};
+    ///
+    /// let mut loss_scale = DynamicLossScale::new(Device::Cpu)?;
+    /// let mut checkpoint = Checkpoint::new();
+    /// checkpoint.add("loss_scale", &mut loss_scale)?;
+    ///
+    /// loss_scale.adjust(&Tensor::from(false))?;
+    /// assert_eq!(loss_scale.value()?, 16384.0);
+    /// checkpoint.restore().add("loss_scale", &mut loss_scale).apply()?;
+    /// assert_eq!(loss_scale.value()?, 32768.0);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn add(&mut self, name: &str, mut what: impl Stateful) -> Result<()> {
+        self.insert(saved_by(name, |state| what.save_state(state))?)
+    }
+
+    /// Adds several states by their names. A function that returns the list of a program's parts serves this method and
+    /// [`Restore::add_all`](crate::checkpoint::Restore::add_all), so that loading forgets nothing that is saved.
+    ///
+    /// # Errors
+    ///
+    /// See [`add`](Self::add). Nothing is added then.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::nn::{self, VarStore};
+    /// use tch::Device;
+    /// use tch_amp::checkpoint::{Checkpoint, Rng, Stateful};
+    /// use tch_amp::optim::{AdamW, Optimizer};
+    /// use tch_amp::GradScaler;
+    ///
+    /// struct Training { vs: VarStore, optimizer: Optimizer, scaler: GradScaler, rng: Rng }
+    ///
+    /// impl Training {
+    ///     fn parts(&mut self) -> [(&str, &mut dyn Stateful); 4] {
+    ///         [
+    ///             ("model", &mut self.vs),
+    ///             ("optimizer", &mut self.optimizer),
+    ///             ("scaler", &mut self.scaler),
+    ///             ("rng", &mut self.rng),
+    ///         ]
+    ///     }
+    /// }
+    ///
+    /// let vs = VarStore::new(Device::Cpu);
+    /// nn::linear(vs.root(), 4, 2, Default::default());
+    /// let optimizer = AdamW::default().build(&vs, 1e-3)?;
+    /// let scaler = GradScaler::new(Device::Cpu)?;
+    /// let mut training = Training { vs, optimizer, scaler, rng: Rng(Device::Cpu) };
+    ///
+    /// let mut checkpoint = Checkpoint::new();
+    /// checkpoint.add_all(training.parts())?;
+    /// checkpoint.restore().add_all(training.parts()).apply()?;
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn add_all<'p>(
+        &mut self,
+        parts: impl IntoIterator<Item = (&'p str, &'p mut dyn Stateful)>,
+    ) -> Result<()> {
+        let mut saved = Vec::new();
+        for (name, what) in parts {
+            saved.extend(saved_by(name, |state| what.save_state(state))?);
+        }
+        self.insert(saved)
+    }
+
+    /// Adds a tensor. It must be dense, and may be on any device and of any dtype except the quantized ones.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Unsaveable`] for the name, as in [`add`](Self::add), and for an undefined, sparse or
+    /// quantized tensor or one of more than 64 dimensions.
+    pub fn add_tensor(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
+        self.insert(vec![(name.to_owned(), Part::Tensor(stateful::entry(name, tensor)?))])
+    }
+
+    /// Adds a small value, such as a step, an epoch, the best loss or a configuration. It can be anything that serde
+    /// can write as JSON, and in addition may contain infinite and NaN floats.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Unsaveable`] for the name, as in [`add`](Self::add), for a value that is nested
+    /// deeper than 60 levels, and if all values together are more than 1.5 million, or more than about 32 MB as JSON:
+    /// add long ones as tensors. [`CheckpointError::Value`] for a value that JSON cannot represent, such as a map whose
+    /// keys are lists.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use serde::{Deserialize, Serialize};
+    /// use tch_amp::checkpoint::Checkpoint;
+    ///
+    /// #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    /// struct Progress { epoch: u32, best_loss: f64 }
+    ///
+    /// let start = Progress { epoch: 0, best_loss: f64::INFINITY };
+    /// let mut checkpoint = Checkpoint::new();
+    /// checkpoint.add_value("progress", &start)?;
+    /// assert_eq!(checkpoint.value::<Progress>("progress")?, start);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn add_value(&mut self, name: &str, value: &impl Serialize) -> Result<()> {
+        self.insert(vec![(name.to_owned(), Part::Value(plain(name, value)?))])
+    }
+
+    /// Inserts all of the parts, or none of them.
+    fn insert(&mut self, parts: Vec<(String, Part)>) -> Result<()> {
+        let mut names = HashSet::new();
+        for (name, _) in &parts {
+            self.check_name(name, !names.insert(name))?;
+        }
+        let taken = self.room()?;
+        let room = parts.iter().try_fold(taken, |room, (name, part)| room.with(name, part))?;
+        self.room = Some(room);
+        self.parts.extend(parts);
+        #[cfg(feature = "distributed")]
+        {
+            self.source = None;
+        }
+        Ok(())
+    }
+
+    /// Returns what the parts take in a file.
+    fn room(&self) -> Result<SizeBudget> {
+        if let Some(room) = self.room {
+            return Ok(room);
+        }
+        let mut room = SizeBudget::default();
+        for (name, part) in &self.parts {
+            room.add(name, part).map_err(|error| unsaveable(name, error.to_string()))?;
+        }
+        Ok(room)
+    }
+
+    fn check_name(&self, name: &str, is_repeated: bool) -> Result<()> {
+        let is_taken = is_repeated || self.parts.contains_key(name);
+        let taken = || is_taken.then_some("there is a part of that name already");
+        match problem_of_name(name).or_else(taken) {
+            Some(problem) => Err(unsaveable(name, problem).into()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The parts of what `save` records under a name.
+fn saved_by(
+    name: &str,
+    save: impl FnOnce(&mut SaveState<'_>) -> Result<()>,
+) -> Result<Vec<(String, Part)>> {
+    let mut state = SaveState::new(name);
+    save(&mut state)?;
+    Ok(state.finish())
+}
+
+/// The most values in all parts. A quarter of what a file may hold is left for the names and shapes of tensors, which
+/// PyTorch's format counts as well.
+const MOST_VALUES: u64 = MAX_VALUES / 4 * 3;
+
+/// How deep the values of a part may be nested. PyTorch's format has a few levels around them.
+const MOST_LEVELS: u64 = 60;
+
+/// The most bytes that this crate's JSON, and a header with it, may take in a safetensors file. A little is left for
+/// what surrounds the parts.
+const MOST_JSON: u64 = MAX_MANIFEST_BYTES as u64 - (1 << 16);
+const MOST_HEADER: u64 = MAX_HEADER_BYTES - (1 << 16);
+
+/// The values of a group of an optimizer, and of each of its parameters.
+const PER_GROUP: u64 = 64;
+const PER_PARAMETER: u64 = 6;
+
+/// The bytes of a tensor in the JSON, which has its checksum, and at most in the header besides its name.
+const CHECKSUM: u64 = 20;
+const TENSOR: u64 = 256;
+
+/// What has been added so far.
+#[derive(Clone, Copy, Debug, Default)]
+struct SizeBudget {
+    parts: u64,
+    tensors: u64,
+    values: u64,
+    json: u64,
+    header: u64,
+}
+
+impl SizeBudget {
+    /// Adds a part. Returns an error if there is no room for it.
+    fn with(mut self, name: &str, part: &Part) -> Result<Self> {
+        let levels = self.add(name, part).map_err(|error| unsaveable(name, error.to_string()))?;
+        let problem = if levels > MOST_LEVELS {
+            format!("its values are nested deeper than {MOST_LEVELS} levels")
+        } else if self.values > MOST_VALUES {
+            let Self { values, .. } = self;
+            format!(
+                "the checkpoint would have about {values} values, more than {MOST_VALUES}; save long values as tensors"
+            )
+        } else if self.tensors > MAX_TENSORS as u64 {
+            let Self { tensors, .. } = self;
+            format!("the checkpoint would have {tensors} tensors, more than {MAX_TENSORS}")
+        } else if self.parts > MAX_PARTS as u64 {
+            format!(
+                "the checkpoint would have more than {MAX_PARTS} parts; add them as one value or state"
+            )
+        } else if self.json > MOST_JSON || self.header > MOST_HEADER {
+            let json = self.json;
+            format!(
+                "the names and values of the checkpoint would take {json} bytes, too many; save long values as tensors"
+            )
+        } else {
+            return Ok(self);
+        };
+        Err(unsaveable(name, problem).into())
+    }
+
+    /// Adds what a part takes. Returns how deep its values are nested.
+    pub(super) fn add(&mut self, name: &str, part: &Part) -> serde_json::Result<u64> {
+        for (tensor, _) in part.tensors() {
+            self.tensors += 1;
+            self.values += 1;
+            self.json += CHECKSUM;
+            self.header += 2 * (CHECKSUM + (name.len() + tensor.len()) as u64) + TENSOR;
+        }
+        self.parts += 1;
+        let mut levels = 0;
+        match part {
+            Part::Value(values) | Part::State(StatePart { values, .. }) => {
+                levels = nested(values, &mut self.values);
+            }
+            Part::Optimizer(OptimizerPart { param_groups, .. }) => {
+                let parameters = param_groups.iter().map(|group| group.params.len() as u64);
+                self.values += parameters.map(|n| PER_GROUP + PER_PARAMETER * n).sum::<u64>();
+            }
+            _ => self.values += PER_GROUP,
+        }
+        let mut written = Written::default();
+        if levels <= MOST_LEVELS {
+            serde_json::to_writer(&mut written, &(name, PartManifest::of(part)))?;
+        }
+        self.json += written.bytes;
+        self.header += written.bytes + written.escapes;
+        Ok(levels)
+    }
+}
+
+/// Counts the values in one, and what both formats need for a non-finite float. Returns how deep it is nested.
+fn nested(value: &Value, values: &mut u64) -> u64 {
+    *values += 1;
+    match value {
+        Value::Float(number) if !number.is_finite() => {
+            *values += 1;
+            0
+        }
+        Value::List(items) => 1 + items.iter().map(|item| nested(item, values)).max().unwrap_or(0),
+        Value::Map(fields) => {
+            *values += fields.len() as u64;
+            1 + fields.iter().map(|(_, item)| nested(item, values)).max().unwrap_or(0)
+        }
+        _ => 0,
+    }
+}
+
+/// Counts the bytes of JSON, and those that JSON within JSON escapes.
+#[derive(Default)]
+struct Written {
+    bytes: u64,
+    escapes: u64,
+}
+
+impl Write for Written {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.bytes += bytes.len() as u64;
+        self.escapes += bytes.iter().filter(|byte| matches!(byte, b'"' | b'\\')).count() as u64;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }

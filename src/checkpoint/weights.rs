@@ -44,8 +44,8 @@ use crate::ffi::{self, OutsideRegions};
 /// # Errors
 ///
 /// [`CheckpointError::Unsaveable`] for another extension, a name that occurs twice or that the format cannot hold, and
-/// a tensor that is undefined, sparse, quantized, of more than 64 dimensions or of a dtype that the format lacks; [`CheckpointError::Save`];
-/// [`Error::Torch`](crate::Error::Torch) if a tensor cannot be read.
+/// a tensor that is undefined, sparse, quantized, of more than 64 dimensions or of a dtype that the format lacks;
+/// [`CheckpointError::Save`]; [`Error::Torch`](crate::Error::Torch) if a tensor cannot be read.
 ///
 /// # Examples
 ///

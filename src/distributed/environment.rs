@@ -37,7 +37,8 @@ pub(super) fn rank_and_size() -> Result<(usize, usize)> {
 }
 
 /// Returns the number of this rank among those of its host, starting at 0: the variable `LOCAL_RANK`, which
-/// [`spawn`](super::ProcessGroup::spawn) and torchrun set, or 0 if it is not set. Corresponds to `int(os.environ["LOCAL_RANK"])`.
+/// [`spawn`](super::ProcessGroup::spawn) and torchrun set, or 0 if it is not set. Corresponds to
+/// `int(os.environ["LOCAL_RANK"])`.
 ///
 /// # Errors
 ///

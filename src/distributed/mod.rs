@@ -12,31 +12,23 @@
 //! # Security
 //!
 //! A store and a group have no authentication and no encryption: whoever can connect can take part. The store of
-//! [`Store::serve`] listens on all interfaces of the host; [`Store::serve_locally`] and [`ProcessGroup::spawn`]
-//! listen on 127.0.0.1 only, and so does [`ProcessGroup::from_env`] if `MASTER_ADDR` is a loopback address. Keep the others inside a
-//! private network.
+//! [`Store::serve`] listens on all interfaces of the host; [`Store::serve_locally`] and [`ProcessGroup::spawn`] listen
+//! on 127.0.0.1 only, and so does [`ProcessGroup::from_env`] if `MASTER_ADDR` is a loopback address. Keep the others
+//! inside a private network.
 
-mod call;
 mod checkpoint;
 mod collectives;
 mod data_parallel;
 mod ddp;
-mod deadline;
 mod environment;
 mod group;
 mod mean;
-mod membership;
 mod optimizer;
 mod processes;
-mod random;
-mod rank_0;
 mod rendezvous;
 mod sampler;
-mod scaler;
-mod spawn;
 mod store;
 mod sync_batch_norm;
-mod texts;
 
 pub use crate::error::{DistributedError, VariableChange};
 pub use collectives::ReduceOp;

@@ -147,7 +147,7 @@ impl DistributedSampler {
             return Ok(places);
         }
         let seed = self.options.seed.wrapping_add_unsigned(self.epoch).cast_unsigned();
-        let order = ffi::random::permutation(self.length as i64, seed)?;
+        let order = ffi::distributed::random_permutation(self.length as i64, seed)?;
         Ok(order.f_index_select(0, &places)?)
     }
 

@@ -125,9 +125,9 @@ pub enum ParameterProblem {
 
     /// The parameter's dtype does not allow low-bit moments with these master weights, or its device does not.
     #[error(
-        "cannot have low-bit moments: they are for f32 parameters, and for bf16 and fp16 ones with MasterWeights::Float or MasterWeights::Remainder, and not for MPS; choose such master weights, make the parameter f32, or use States::F32"
+        "cannot have low-bit moments: they are for f32 parameters, and for bf16 and fp16 ones with MasterWeights::Float or MasterWeights::Remainder, and not for MPS; choose such master weights, make the parameter f32, or use MomentDtype::F32"
     )]
-    NoLowBitStates,
+    NoLowBitMoments,
 
     /// The parameter was cast after its master weight was made.
     #[error(

@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use tch::{Device, Kind};
 
 use super::call;
-use super::codes::{device_type, dtype_code, dtype_kind};
+use super::{device_type, dtype_code, dtype_kind};
 use crate::error::Result;
 use crate::sys;
 

@@ -45,8 +45,8 @@ pub(crate) fn set_matmul_precision(precision: usize) -> Result<usize> {
     Ok(MATMUL.iter().position(|known| *known == before).unwrap_or_default())
 }
 
-/// Sets whether the partial sums of fp16 and of bf16 matrix products may be rounded on CUDA devices, in all threads, and
-/// returns which might be.
+/// Sets whether the partial sums of fp16 and of bf16 matrix products may be rounded on CUDA devices, in all threads,
+/// and returns which might be.
 pub(crate) fn set_reduced_precision_reduction([fp16, bf16]: [bool; 2]) -> Result<[bool; 2]> {
     let allowed = u8::from(fp16) * sys::REDUCTION_FP16 + u8::from(bf16) * sys::REDUCTION_BF16;
     // SAFETY: `err` is valid for a write.

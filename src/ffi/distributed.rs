@@ -5,9 +5,9 @@ use std::os::fd::{IntoRawFd, OwnedFd};
 use std::ptr;
 use std::time::Duration;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
-use super::{call, pointer, pointers};
+use super::{call, given, place, pointer, pointers};
 use crate::error::{Error, Result, VariableChange};
 use crate::sys::distributed as sys;
 
@@ -422,4 +422,17 @@ fn text(name: &'static str, text: &str) -> Result<CString> {
 fn milliseconds(timeout: Duration) -> i64 {
     const LONGEST: i64 = i32::MAX as i64;
     i64::try_from(timeout.as_millis()).map_or(LONGEST, |timeout| timeout.clamp(1, LONGEST))
+}
+
+/// Returns the order of `torch.randperm(n)` with a new generator of this seed.
+pub(crate) fn random_permutation(n: i64, seed: u64) -> Result<Tensor> {
+    // SAFETY: takes two numbers, and `err` is valid for a write.
+    given(call(|err| unsafe { sys::tamp_random_permutation(n, seed, err) })?)
+}
+
+/// Seeds the default random number generator of one device.
+pub(crate) fn seed(device: Device, seed: u64) -> Result<()> {
+    let (device_type, index) = place(device)?;
+    // SAFETY: takes three numbers, and `err` is valid for a write.
+    call(|err| unsafe { sys::tamp_random_seed(device_type, index, seed, err) })
 }

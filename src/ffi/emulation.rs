@@ -6,8 +6,8 @@ use std::ptr::NonNull;
 
 use tch::{Device, Kind, Tensor};
 
-use super::codes::{device_type, dtype_code};
 use super::{call, pointers};
+use super::{device_type, dtype_code};
 use crate::error::{Error, Result};
 use crate::sys::insight as sys;
 

@@ -119,7 +119,8 @@ pub(crate) enum NextRow<'a> {
     Device(&'a Tensor),
 }
 
-/// Writes the numbers of a step to the next row of a history, or begins one of `length` rows: see `tamp_history_record`.
+/// Writes the numbers of a step to the next row of a history, or begins one of `length` rows: see
+/// `tamp_history_record`.
 pub(crate) fn history_record(
     history: Option<&Tensor>,
     length: usize,

@@ -6,7 +6,7 @@ use std::ptr::{self, NonNull};
 
 use tch::{Kind, Tensor};
 
-use super::{call, codes, pointers};
+use super::{call, dtype_code, kind_of, pointers};
 use crate::error::{Error, Result};
 use crate::sys::insight as sys;
 
@@ -191,7 +191,7 @@ impl RawRecording {
         };
         let reference =
             reference.map_or(ptr::null(), |reference| reference.0.as_ptr().cast_const());
-        let dtype = codes::dtype_code(dtype).unwrap_or_default();
+        let dtype = dtype_code(dtype).unwrap_or_default();
         // SAFETY: the array has `count` live tensors, the reference is alive where one is needed, and `err` is valid
         // for a write.
         let raw = call(|err| unsafe {
@@ -258,7 +258,7 @@ impl RawRecording {
                 norm: raw.norm,
                 cosine: raw.cosine,
             }),
-            autocast: codes::kind_of(raw.autocast),
+            autocast: kind_of(raw.autocast),
             composite: raw.composite != 0,
             size: raw.size,
             flags: raw.flags,
@@ -313,7 +313,7 @@ fn tensor(raw: &sys::RecordedTensor) -> RecordedTensor {
         offset: raw.offset,
         version: raw.version,
         elements: raw.elements,
-        kind: codes::kind_of(raw.dtype),
+        kind: kind_of(raw.dtype),
         numbers: (raw.known != 0).then_some(numbers),
         usage: match raw.usage {
             sys::USE_READ => Usage::Read,

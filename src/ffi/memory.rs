@@ -1,9 +1,9 @@
 //! Shapes of tensors, and stamps that detect writes to parameters.
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
-use super::{call, given, pointer, pointers};
-use crate::error::Result;
+use super::{call, device_type, given, place, pointer, pointers};
+use crate::error::{Error, Result};
 use crate::sys;
 
 /// Returns the shape of a tensor. For a tensor without one it returns an error, where tch panics.
@@ -72,7 +72,8 @@ impl Stamps {
         Ok(changed.into_iter().map(|changed| changed != 0).collect())
     }
 
-    /// Returns whether one of the parameters has other memory than when its stamp was taken, whatever was written to it.
+    /// Returns whether one of the parameters has other memory than when its stamp was taken, whatever was written to
+    /// it.
     pub(crate) fn have_moved(&mut self, parameters: &[Tensor]) -> Result<bool> {
         let tensors = pointers(parameters);
         self.0.resize_with(self.0.len().max(tensors.len()), sys::Stamp::default);
@@ -155,4 +156,104 @@ impl Drop for Watched {
         // SAFETY: `new` has taken the reference, which is released only here.
         unsafe { sys::tamp_memory_release(self.0) }
     }
+}
+
+/// Makes the C library keep freed memory. Returns whether it can.
+pub(crate) fn heap_keep() -> bool {
+    // SAFETY: takes nothing, and sets options of the C library's allocator under that one's own lock.
+    unsafe { sys::tamp_heap_keep() != 0 }
+}
+
+/// The type and the index of a device, as libtorch numbers them.
+fn device_codes(device: Device) -> Result<(i8, i8)> {
+    let index = match device {
+        Device::Cuda(index) => i8::try_from(index)
+            .map_err(|_| Error::Torch(format!("there is no CUDA device {index}")))?,
+        _ => 0,
+    };
+    Ok((device_type(device)?, index))
+}
+
+/// The bytes that libtorch's allocator of a device counts: in tensors now and at most, and taken from the device now
+/// and at most.
+pub(crate) fn device_memory(device: Device) -> Result<[i64; 4]> {
+    let (device_type, index) = device_codes(device)?;
+    let mut out = sys::DeviceMemory::default();
+    // SAFETY: `out` and `err` are valid for writes.
+    call(|err| unsafe { sys::tamp_device_memory_read(device_type, index, &mut out, err) })?;
+    Ok([out.allocated, out.max_allocated, out.reserved, out.max_reserved])
+}
+
+/// Resets the peaks of a device.
+pub(crate) fn device_memory_reset(device: Device) -> Result<()> {
+    let (device_type, index) = device_codes(device)?;
+    // SAFETY: `err` is valid for a write.
+    call(|err| unsafe { sys::tamp_device_memory_reset(device_type, index, err) })
+}
+
+/// Counts the CPU memory that libtorch allocates on this thread while it lives. It stays on its thread, because the
+/// pointer is not `Send`.
+#[derive(Debug)]
+pub(crate) struct Allocations(*mut sys::Allocations);
+
+impl Allocations {
+    pub(crate) fn count() -> Result<Self> {
+        // SAFETY: `err` is valid for a write.
+        Ok(Self(call(|err| unsafe { sys::tamp_allocations_count(err) })?))
+    }
+
+    /// Ends the count, which must be the last that began on this thread, and returns the most bytes.
+    pub(crate) fn end(mut self) -> u64 {
+        self.take()
+    }
+
+    fn take(&mut self) -> u64 {
+        let count = std::mem::replace(&mut self.0, std::ptr::null_mut());
+        if count.is_null() {
+            return 0;
+        }
+        // SAFETY: it comes from the shim on this thread and was not ended, or it would be null.
+        unsafe { sys::tamp_allocations_end(count) }
+    }
+}
+
+impl Drop for Allocations {
+    fn drop(&mut self) {
+        self.take();
+    }
+}
+
+/// Copies the bytes of a contiguous tensor's elements, from the element `first` on. Synchronizes.
+pub(crate) fn elements_read(from: &Tensor, first: i64, to: &mut [u8]) -> Result<()> {
+    let (memory, len) = (to.as_mut_ptr(), to.len());
+    // SAFETY: `from` is a live tensor, `to` is valid for `len` writes, and the shim stays within both.
+    call(|err| unsafe { sys::tamp_elements_read(from.as_ptr(), first, memory, len, err) })
+}
+
+/// Overwrites a contiguous tensor's elements, from the element `first` on. Synchronizes.
+pub(crate) fn elements_write(to: &mut Tensor, first: i64, from: &[u8]) -> Result<()> {
+    let (memory, len) = (from.as_ptr(), from.len());
+    // SAFETY: `to` is a live tensor, `from` is valid for `len` reads, and the shim stays within both and keeps neither.
+    call(|err| unsafe { sys::tamp_elements_write(pointer(to), first, memory, len, err) })
+}
+
+/// Returns the state of a device's default random number generator, which libtorch keeps on the host.
+pub(crate) fn rng_state(device: Device) -> Result<Tensor> {
+    let (device_type, index) = place(device)?;
+    // SAFETY: takes two numbers, and `err` is valid for a write.
+    given(call(|err| unsafe { sys::tamp_rng_state(device_type, index, err) })?)
+}
+
+/// Sets the state of a device's default random number generator.
+pub(crate) fn rng_set_state(device: Device, state: &Tensor) -> Result<()> {
+    let (device_type, index) = place(device)?;
+    // SAFETY: `state` is a live tensor, and `err` is valid for a write.
+    call(|err| unsafe { sys::tamp_rng_set_state(device_type, index, state.as_ptr(), err) })
+}
+
+/// Returns an error unless a device's default random number generator accepts a state. The generator stays as it is.
+pub(crate) fn rng_check_state(device: Device, state: &Tensor) -> Result<()> {
+    let (device_type, index) = place(device)?;
+    // SAFETY: `state` is a live tensor, and `err` is valid for a write.
+    call(|err| unsafe { sys::tamp_rng_check_state(device_type, index, state.as_ptr(), err) })
 }

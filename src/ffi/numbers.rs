@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::codes::dtype_code;
+use super::dtype_code;
 use super::{OutsideRegions, call, given, place, pointer, pointers};
 use crate::error::{Error, Result};
 use crate::sys;

@@ -2,9 +2,9 @@
 
 use std::ptr;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use super::{Stamps, call, given, pointer, pointers};
+use super::{Stamps, call, dtype_code, given, pointer, pointers};
 use crate::error::{Error, Result};
 use crate::sys;
 
@@ -108,14 +108,14 @@ impl Master {
 
 /// How the states of a parameter are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum KeptAs {
+pub(crate) enum MomentFormat {
     /// In the dtype of the arithmetic.
     Plain,
     BFloat16,
     EightBit,
 }
 
-impl KeptAs {
+impl MomentFormat {
     fn code(self) -> u8 {
         match self {
             Self::Plain => sys::STATES_PLAIN,
@@ -133,7 +133,7 @@ pub(crate) struct OptimParameter<'a> {
     /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq, or with 8 bits the exponents; for SGD and Muon
     /// momentum_buffer; for Adagrad sum; for RMSprop square_avg, momentum_buffer and grad_avg; for Lion exp_avg.
     pub(crate) states: [Option<&'a Tensor>; sys::OPTIM_STATES],
-    pub(crate) kept_as: KeptAs,
+    pub(crate) kept_as: MomentFormat,
     pub(crate) kept: Option<&'a Tensor>,
     pub(crate) master: Master,
     /// The index of the parameter's options.
@@ -144,7 +144,7 @@ pub(crate) struct OptimParameter<'a> {
     /// Whether there may be so many steps that f32 does not have every number.
     pub(crate) many_steps: bool,
     /// Whether another rank steps it, so that it is left out here.
-    pub(crate) elsewhere: bool,
+    pub(crate) owned_by_other_rank: bool,
 }
 
 impl OptimParameter<'_> {
@@ -162,7 +162,7 @@ impl OptimParameter<'_> {
             complete: self.complete.into(),
             many_steps: self.many_steps.into(),
             kept_as: self.kept_as.code(),
-            elsewhere: self.elsewhere.into(),
+            elsewhere: self.owned_by_other_rank.into(),
         }
     }
 }
@@ -207,8 +207,8 @@ impl StepAnswer {
 }
 
 /// Steps the parameters that have gradients and that no other rank steps, and takes new stamps of those with master
-/// weights. The `rates` of each of the options, two f32 on the device, stand for their learning rate; there may be none.
-/// Changes nothing if any answer is neither `Taken` nor `LeftOut`, or if `found_inf` is not zero.
+/// weights. The `rates` of each of the options, two f32 on the device, stand for their learning rate; there may be
+/// none. Changes nothing if any answer is neither `Taken` nor `LeftOut`, or if `found_inf` is not zero.
 pub(crate) fn optim_step<'a>(
     parameters: impl ExactSizeIterator<Item = OptimParameter<'a>>,
     options: &[OptimOptions],
@@ -274,4 +274,85 @@ pub(crate) fn masters_renew(parameters: &[&Tensor], masters: &[&Tensor]) -> Resu
     // SAFETY: both arrays have `count` elements, and the borrows keep the tensors alive; the masters are changed in
     // place through libtorch's own handles, which alias freely.
     call(|err| unsafe { sys::tamp_masters_renew(tensors.as_ptr(), kept.as_ptr(), count, err) })
+}
+
+/// The shape of a state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StateShape {
+    /// That of its parameter, with its strides.
+    Like,
+    /// That of its parameter, contiguous.
+    Contiguous,
+    /// One element for each 32.
+    OfBlocks,
+}
+
+impl StateShape {
+    fn code(self) -> u8 {
+        match self {
+            Self::Like => sys::STATE_LIKE,
+            Self::Contiguous => sys::STATE_CONTIGUOUS,
+            Self::OfBlocks => sys::STATE_OF_BLOCKS,
+        }
+    }
+}
+
+/// The numbers of `c10::ScalarType` for states that are no floating-point numbers.
+const INTEGERS: [(Kind, i8); 3] = [(Kind::Uint8, 0), (Kind::Int8, 1), (Kind::Int16, 2)];
+
+/// Creates a state for each of the parameters, with the given dtype or else the parameter's, filled with a value.
+pub(crate) fn optim_states_new(
+    parameters: &[&Tensor],
+    kind: Option<Kind>,
+    shape: StateShape,
+    value: f64,
+) -> Result<Vec<Tensor>> {
+    let integer = |kind| INTEGERS.iter().find(|(known, _)| *known == kind).map(|(_, code)| *code);
+    let dtype = match kind {
+        None => -1,
+        Some(kind) => integer(kind)
+            .or_else(|| dtype_code(kind))
+            .ok_or_else(|| Error::Torch(format!("no state is {kind:?}")))?,
+    };
+    let shape = shape.code();
+    let tensors = pointers(parameters.iter().copied());
+    let mut states = vec![ptr::null_mut(); tensors.len()];
+    let (array, count, out) = (tensors.as_ptr(), tensors.len(), states.as_mut_ptr());
+    // SAFETY: both arrays have `count` elements, and `parameters` keeps the tensors alive.
+    call(|err| unsafe { sys::tamp_optim_states_new(array, count, dtype, shape, value, out, err) })?;
+    states.into_iter().map(given).collect()
+}
+
+/// Creates an f32 copy of each of the parameters.
+pub(crate) fn masters_new(parameters: &[&Tensor]) -> Result<Vec<Tensor>> {
+    let tensors = pointers(parameters.iter().copied());
+    let mut masters = vec![ptr::null_mut(); tensors.len()];
+    let (array, count, out) = (tensors.as_ptr(), tensors.len(), masters.as_mut_ptr());
+    // SAFETY: both arrays have `count` elements, and `parameters` keeps the tensors alive.
+    call(|err| unsafe { sys::tamp_masters_new(array, count, out, err) })?;
+    masters.into_iter().map(given).collect()
+}
+
+/// Returns the f32 moments, exp_avg and exp_avg_sq, of codes in 8 bits: exp_avg, exp_avg_sq and exponents.
+pub(crate) fn codes_decode([exp_avg, exp_avg_sq, exponents]: [&Tensor; 3]) -> Result<[Tensor; 2]> {
+    let [exp_avg, exp_avg_sq, exponents] = [exp_avg, exp_avg_sq, exponents].map(pointer);
+    let mut numbers = [ptr::null_mut(); 2];
+    let out = numbers.as_mut_ptr();
+    // SAFETY: all are live tensors, and `out` has room for the two that are returned.
+    call(|err| unsafe { sys::tamp_codes_decode(exp_avg, exp_avg_sq, exponents, out, err) })?;
+    let [exp_avg, exp_avg_sq] = numbers.map(given);
+    Ok([exp_avg?, exp_avg_sq?])
+}
+
+/// Overwrites codes by those of f32 moments.
+pub(crate) fn codes_encode(
+    [exp_avg, exp_avg_sq]: [&Tensor; 2],
+    (beta1, beta2): (f64, f64),
+    codes: [&Tensor; 3],
+) -> Result<()> {
+    let (exp_avg, exp_avg_sq, codes) = (pointer(exp_avg), pointer(exp_avg_sq), codes.map(pointer));
+    let out = codes.as_ptr();
+    // SAFETY: all are live tensors, of which the codes are changed in place through libtorch's own handles, which alias
+    // freely.
+    call(|err| unsafe { sys::tamp_codes_encode(exp_avg, exp_avg_sq, beta1, beta2, out, err) })
 }

@@ -187,7 +187,8 @@ pub trait Function: Send + Sized + 'static {
 
     /// Computes the gradients of the inputs from those of the outputs. Runs on any thread, in the autocast state of the
     /// forward. A backward pass that it runs itself has that state, too, as in PyTorch, so that autocast casts its
-    /// products, but for those of operators that a rule keeps in f32; `Autocast::enabled(false)` around it prevents that.
+    /// products, but for those of operators that a rule keeps in f32; `Autocast::enabled(false)` around it prevents
+    /// that.
     ///
     /// # Errors
     ///

@@ -38,9 +38,7 @@ mod numbers;
 mod operators;
 mod page;
 mod recording;
-mod replay;
 mod rerun;
-mod search;
 mod tracer;
 mod tune;
 

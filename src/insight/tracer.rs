@@ -4,7 +4,7 @@ use tch::Tensor;
 use tch::nn::VarStore;
 
 use super::explanation::{Cause, Culprit, Explanation};
-use super::replay;
+use super::rerun;
 use super::rerun::{Beginning, Repeatable};
 use crate::GradScaler;
 use crate::capture;
@@ -206,7 +206,7 @@ impl Tracer {
             Some(scale) => ffi::numbers_read(&[&*scale])?[0],
         };
         let rerun = self.repeatable.rerun(beginning)?;
-        let (cause, culprit, gradients) = replay::explain(rerun, scale, &mut loss)?;
+        let (cause, culprit, gradients) = rerun::explain(rerun, scale, &mut loss)?;
         self.left -= 1;
         let (iteration, scale_now) = (self.iteration, scaler.get_scale()?);
         let last = self.overflow.take();

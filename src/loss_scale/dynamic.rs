@@ -9,7 +9,9 @@ use crate::error::{Error, Result, ScalerError, ensure};
 use crate::ffi::{OutsideRegions, OverflowCounts, ScaleRule};
 use crate::loss_scale::finite::{GRADS_FINITE, flag};
 use crate::loss_scale::{LossScale, LossScaleState};
-use crate::scale::{GradScalerState, LARGEST, Mirror, Number, SMALLEST, check_interval, required};
+use crate::scale::{
+    GradScalerState, HostScale, LARGEST, SMALLEST, ScaleTensor, check_interval, required,
+};
 
 /// Multiplies the scale by `factor` after `period` consecutive finite adjustments and divides it by `factor` when
 /// gradients are not finite. The counterpart of `jmp.DynamicLossScale`, with its defaults:
@@ -51,7 +53,7 @@ use crate::scale::{GradScalerState, LARGEST, Mirror, Number, SMALLEST, check_int
 /// ```
 #[derive(Debug)]
 pub struct DynamicLossScale {
-    number: Number,
+    number: ScaleTensor,
     period: i64,
     factor: f64,
     min_loss_scale: f64,
@@ -73,8 +75,8 @@ impl DynamicLossScale {
         check_usable(device)?;
         let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale } = state;
         let (scale, tracker) = (loss_scale as f32, counter as i32);
-        let value = Mirror { scale, tracker, counts: OverflowCounts::default() };
-        let number = Number::new(device, value, false, false)?;
+        let value = HostScale { scale, tracker, counts: OverflowCounts::default() };
+        let number = ScaleTensor::new(device, value, false, false)?;
         Ok(Self { number, period, factor, min_loss_scale })
     }
 
@@ -87,7 +89,7 @@ impl DynamicLossScale {
     pub fn state(&self) -> Result<DynamicLossScaleState> {
         // Destructured exhaustively, so that a new field does not compile until it is saved.
         let Self { number, period, factor, min_loss_scale } = self;
-        let Mirror { scale, tracker, counts: _ } = number.value()?;
+        let HostScale { scale, tracker, counts: _ } = number.value()?;
         Ok(DynamicLossScaleState {
             loss_scale: scale.into(),
             counter: tracker.into(),

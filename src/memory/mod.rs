@@ -1,13 +1,12 @@
 //! The memory of the process and of devices: how much is used, and what happens to it when it is freed.
 
-mod device;
-mod resident;
+use std::fs;
 
-use crate::error::Result;
+use tch::Device;
+
+use crate::device::check_usable;
+use crate::error::{Error, Result};
 use crate::ffi;
-
-pub use device::DeviceMemory;
-pub use resident::Resident;
 
 /// Runs a closure, and returns its result and the peak of the CPU memory that tensors of this thread took meanwhile, in
 /// bytes beyond those that existed before. For an iteration, that is the memory of its activations and of what is made
@@ -20,7 +19,7 @@ pub use resident::Resident;
 ///
 /// # Errors
 ///
-/// [`Error::Torch`](crate::Error::Torch) if memory for the count cannot be allocated, and while a profiler of libtorch
+/// [`Error::Torch`] if memory for the count cannot be allocated, and while a profiler of libtorch
 /// runs on this thread; the closure is not run then.
 ///
 /// # Examples
@@ -69,6 +68,132 @@ pub fn peak_during<T>(f: impl FnOnce() -> T) -> Result<(T, u64)> {
 /// ```
 pub fn keep_freed_memory() -> bool {
     ffi::heap_keep()
+}
+
+/// The resident memory of the process, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Resident {
+    /// The bytes now.
+    pub now: u64,
+    /// The most bytes since the process started or [`reset_peak`](Self::reset_peak) was called.
+    pub peak: u64,
+}
+
+impl Resident {
+    /// Returns how much memory the process has now and has had at most, as the kernel counts it (`VmRSS` and `VmHWM`),
+    /// or `None` where the system does not tell, which is everywhere but on Linux.
+    ///
+    /// This is everything: code, data, and the tensors on the CPU. The kernel counts each thread's pages by itself
+    /// first, so the numbers may lag by some hundred KiB for each thread. Freed memory that the C library keeps, as
+    /// after [`keep_freed_memory`], is still counted.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_amp::memory::Resident;
+    ///
+    /// let can_reset = Resident::reset_peak();
+    /// if let (true, Some(before)) = (can_reset, Resident::read()) {
+    ///     drop(Tensor::ones([16 << 20], (Kind::Float, Device::Cpu)));
+    ///     if let Some(after) = Resident::read() {
+    ///         println!("{} MiB at most", (after.peak - before.now) >> 20);
+    ///         assert!(after.peak > before.now + (60 << 20));
+    ///     }
+    /// }
+    /// ```
+    pub fn read() -> Option<Self> {
+        let status = fs::read_to_string("/proc/self/status").ok()?;
+        Some(Self { now: bytes(&status, "VmRSS:")?, peak: bytes(&status, "VmHWM:")? })
+    }
+
+    /// Resets the peak of the process to what it has now, so that [`read`](Self::read) returns the most from now on.
+    /// Returns whether the system allows that; some containers do not.
+    pub fn reset_peak() -> bool {
+        fs::write("/proc/self/clear_refs", "5").is_ok()
+    }
+}
+
+/// The number of a line such as `VmRSS:   1234 kB`.
+fn bytes(status: &str, name: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// The bytes of a device that libtorch uses for the tensors of this process, as counted by its caching allocator.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceMemory {
+    /// The bytes of tensors. Corresponds to `torch.cuda.memory_allocated`.
+    pub allocated: u64,
+    /// The most bytes of tensors since the start of the process or the last [`reset_peak`](Self::reset_peak).
+    /// Corresponds to `torch.cuda.max_memory_allocated`.
+    pub max_allocated: u64,
+    /// The bytes that the allocator has taken from the device, with those that it keeps for later tensors. Corresponds
+    /// to `torch.cuda.memory_reserved`.
+    pub reserved: u64,
+    /// The most bytes that it had taken since the start of the process or the last [`reset_peak`](Self::reset_peak).
+    /// Corresponds to `torch.cuda.max_memory_reserved`.
+    pub max_reserved: u64,
+}
+
+impl DeviceMemory {
+    /// Returns how much memory of a device libtorch uses now and has used at most. It does not synchronize. The
+    /// counterpart of `torch.cuda.memory_allocated` and its relatives; tch has none.
+    ///
+    /// The allocator counts a tensor when it is made and when it is freed, whether or not the kernels that use it have
+    /// run. Memory that libraries such as cuBLAS and cuDNN allocate by themselves is not in it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for the CPU, whose memory libtorch does not count (see
+    /// [`Resident`]); [`Error::DeviceUnavailable`] for a device that this process cannot use;
+    /// [`Error::Torch`] for one whose allocator does not count.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_amp::memory::DeviceMemory;
+    ///
+    /// let device = Device::cuda_if_available();
+    /// if device.is_cuda() {
+    ///     DeviceMemory::reset_peak(device)?;
+    ///     let before = DeviceMemory::read(device)?;
+    ///     drop(Tensor::zeros([1 << 20], (Kind::Float, device)));
+    ///     let after = DeviceMemory::read(device)?;
+    ///     assert_eq!(after.allocated, before.allocated);
+    ///     assert!(after.max_allocated >= before.allocated + (4 << 20));
+    /// }
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn read(device: Device) -> Result<Self> {
+        check(device)?;
+        let bytes = ffi::device_memory(device)?.map(|bytes| u64::try_from(bytes).unwrap_or(0));
+        let [allocated, max_allocated, reserved, max_reserved] = bytes;
+        Ok(Self { allocated, max_allocated, reserved, max_reserved })
+    }
+
+    /// Resets the peaks of a device, so that [`read`](Self::read) returns the most that is used from now on. The
+    /// counterpart of `torch.cuda.reset_peak_memory_stats`.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`read`](Self::read).
+    pub fn reset_peak(device: Device) -> Result<()> {
+        check(device)?;
+        ffi::device_memory_reset(device)
+    }
+}
+
+fn check(device: Device) -> Result<()> {
+    if device == Device::Cpu {
+        let problem = "is the CPU, whose memory libtorch does not count; use `memory::Resident`";
+        return Err(Error::InvalidArgument { name: "device", problem: problem.to_owned() });
+    }
+    check_usable(device)
 }
 
 #[cfg(test)]
@@ -122,5 +247,34 @@ mod tests {
         }));
         assert!(panicked.is_err() && in_panic == 8);
         assert_eq!(peak(|| (tensor(16), peak(|| tensor(32)), tensor(4))), 20);
+    }
+
+    #[test]
+    fn numbers_are_read_in_kib() {
+        let status = "Name:\tx\nVmHWM:\t    2048 kB\nVmRSS:\t      12 kB\nVmData:\t 1 MB\n";
+        assert_eq!(bytes(status, "VmHWM:"), Some(2 << 20));
+        assert_eq!(bytes(status, "VmRSS:"), Some(12 << 10));
+        assert_eq!((bytes(status, "VmData:"), bytes(status, "VmSwap:")), (None, None));
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn the_peak_is_at_least_what_there_is() {
+        let Resident { now, peak } = Resident::read().unwrap();
+        assert!(now > 0 && peak >= now, "{now} and {peak}");
+    }
+
+    #[test]
+    fn devices_that_do_not_count_are_refused() {
+        let error = DeviceMemory::read(Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("use `memory::Resident`"), "{error}");
+        assert!(matches!(
+            DeviceMemory::reset_peak(Device::Cpu),
+            Err(Error::InvalidArgument { .. })
+        ));
+        for index in [64, 1000] {
+            let error = DeviceMemory::read(Device::Cuda(index)).unwrap_err();
+            assert!(matches!(error, Error::DeviceUnavailable { .. }), "{error}");
+        }
     }
 }

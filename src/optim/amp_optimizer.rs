@@ -9,10 +9,10 @@ use crate::autocast::forgetting_casts;
 use crate::capture;
 use crate::error::{Error, OptimizerError, Result};
 use crate::ffi::{self, OptimScale};
-use crate::gradients::parameters::Parameters;
 #[cfg(doc)]
 use crate::optim::Optimizer;
 use crate::panics;
+use crate::variables::Parameters;
 
 /// An optimizer that a [`GradScaler`](crate::GradScaler) can step. The counterpart of `torch.optim.Optimizer`, reduced
 /// to what a scaler needs.

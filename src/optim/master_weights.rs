@@ -7,8 +7,8 @@ use crate::ffi::Master;
 use crate::optim::Optimizer;
 
 /// The mode in which an optimizer updates bf16 and fp16 parameters. In every mode but `None` it computes in f32, keeps
-/// its state in f32 (unless [`States`](crate::optim::States) says otherwise), and converts gradients to f32 before they are unscaled in place, so that unscaling loses no
-/// precision. f32 and f64 parameters are not affected.
+/// its state in f32 (unless [`MomentDtype`](crate::optim::MomentDtype) says otherwise), and converts gradients to f32
+/// before they are unscaled in place, so that unscaling loses no precision. f32 and f64 parameters are not affected.
 ///
 /// Bytes per bf16 parameter under AdamW, with its gradient in bf16, measured on a CPU (a test compares the memory that
 /// a process holds with the totals):
@@ -25,8 +25,8 @@ use crate::optim::Optimizer;
 /// | `StochasticRounding`, gradients in f32 | 2 | – | 8 | 4 | 14 |
 /// | `Float` with amsgrad | 2 | 4 | 12 | 2 | 20 |
 /// | `Float`, SGD with momentum | 2 | 4 | 4 | 2 | 12 |
-/// | `Remainder`, [`States::BFloat16`](crate::optim::States) | 2 | 2 | 4 | 2 | 10 |
-/// | `Remainder`, [`States::EightBit`](crate::optim::States) | 2 | 2 | 2.03 | 2 | 8.03 |
+/// | `Remainder`, [`MomentDtype::BFloat16`](crate::optim::MomentDtype) | 2 | 2 | 4 | 2 | 10 |
+/// | `Remainder`, [`MomentDtype::EightBit`](crate::optim::MomentDtype) | 2 | 2 | 2.03 | 2 | 8.03 |
 ///
 /// Gradients are f32 after [`accumulate_in_f32`](Optimizer::accumulate_in_f32), and from the first time that a scaler
 /// unscales them before the step, which it does for `unscale_`, for a transaction, and to compute a norm. On a CPU a
@@ -36,8 +36,9 @@ use crate::optim::Optimizer;
 /// the size of each parameter is rounded up to a multiple of 256. This needs scratch memory on each GPU while the step
 /// runs, and a larger model needs no more. All of it is allocated before anything changes, so a step that runs out of
 /// memory changes nothing. The number of kernel launches depends on the number of parameters only because one of
-/// libtorch's kernels takes no more than 30 to 110 tensors with CUDA 12: on an H100 a step of Adam in f32 takes 2 launches for 4
-/// parameters, 3 for 40 and 16 for 400. The counts are for one parameter group of few parameters on simulated GPUs:
+/// libtorch's kernels takes no more than 30 to 110 tensors with CUDA 12: on an H100 a step of Adam in f32 takes 2
+/// launches for 4 parameters, 3 for 40 and 16 for 400. The counts are for one parameter group of few parameters on
+/// simulated GPUs:
 ///
 /// | | scratch memory | launches | for each further 2^20 elements |
 /// |---|---|---|---|
@@ -52,10 +53,10 @@ use crate::optim::Optimizer;
 /// of matrices, and 17 for each matrix, or 19 if it has more rows than columns. It needs 2 bytes for each number of all
 /// matrices, and up to 10 (18 in f64) for each of 2^20 numbers or of the largest matrix.
 ///
-/// With low-bit moments ([`States`](crate::optim::States)) a step takes up to 132 launches, up to 120 more for each
-/// further 2^20 elements, and up to 51 MiB of scratch memory. With a low-bit momentum, Muon takes up to 46 launches for
-/// the matrices whose learning rates are adjusted alike, up to 37 more for each further 2^20 elements, and those of the
-/// orthogonalization. Parameters that are not contiguous are copied in addition.
+/// With low-bit moments ([`MomentDtype`](crate::optim::MomentDtype)) a step takes up to 132 launches, up to 120 more
+/// for each further 2^20 elements, and up to 51 MiB of scratch memory. With a low-bit momentum, Muon takes up to 46
+/// launches for the matrices whose learning rates are adjusted alike, up to 37 more for each further 2^20 elements, and
+/// those of the orthogonalization. Parameters that are not contiguous are copied in addition.
 ///
 /// A gradient whose memory layout differs from its parameter's is copied in addition. While gradients on GPUs are
 /// converted to f32, all of them exist twice.

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use crate::error::{Error, OptimizerError, ParameterProblem, Result};
 use crate::ffi::{self, OutsideRegions};
-use crate::optim::state::{Wanted, complete};
+use crate::optim::state::{Wanted, allocate_missing_state};
 use crate::optim::{MasterWeights, Optimizer};
 
 impl Optimizer {
@@ -91,7 +91,7 @@ impl Optimizer {
 
     /// Renews the masters of parameters that were written to since the last step, or that differ from those that a
     /// loaded state belongs to: all of them, or none.
-    pub(crate) fn renew_masters(&mut self) -> Result<()> {
+    pub(crate) fn refresh_masters(&mut self) -> Result<()> {
         let stale = self.stale_masters()?;
         self.check_masters(&stale)?;
         self.renew(&stale)?;
@@ -100,7 +100,7 @@ impl Optimizer {
 
     /// Renews only masters that have matched their parameters before, which have the same dtype. A state that was just
     /// loaded may precede its model.
-    pub(crate) fn renew_known_masters(&mut self) -> Result<()> {
+    pub(crate) fn refresh_stale_masters(&mut self) -> Result<()> {
         let mut stale = self.stale_masters()?;
         stale.retain(|&index| self.stamps.has(index) && self.fits_mode(index));
         self.renew(&stale)
@@ -201,19 +201,19 @@ impl Optimizer {
     }
 
     /// Makes the tensors that the slots at these ascending indices lack, masters included.
-    pub(crate) fn complete(&mut self, wanted: &[usize]) -> Result<()> {
+    pub(crate) fn allocate_missing_state(&mut self, wanted: &[usize]) -> Result<()> {
         for &index in wanted {
             self.check_states(index)?;
         }
         let bare = |index: &usize| self.slots[*index].state.master.is_none();
         let bare: Vec<_> = wanted.iter().copied().filter(bare).collect();
         let mut wanted = wanted.iter().peekable();
-        let (groups, masters, states) = (&self.groups, self.masters, self.states);
+        let (groups, masters, moments) = (&self.groups, self.masters, self.moments);
         let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
         let slots = slots.filter(|(index, _)| wanted.next_if_eq(&index).is_some());
-        complete(slots.map(|(index, (slot, parameter))| {
+        allocate_missing_state(slots.map(|(index, (slot, parameter))| {
             let algorithm = groups[slot.group].algorithm.of(slot.is_matrix);
-            let (kept_as, master) = (states.of(parameter), masters.of(parameter, index));
+            let (kept_as, master) = (moments.of(parameter), masters.of(parameter, index));
             Wanted::by_step(&mut slot.state, &algorithm, parameter, kept_as, master)
         }))?;
         for index in bare {

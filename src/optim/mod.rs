@@ -24,13 +24,9 @@
 
 mod algorithm;
 mod amp_optimizer;
-mod captured;
 mod config;
-mod first_step;
-mod groups;
 mod master_weights;
 mod masters;
-mod muon;
 mod optimizer;
 pub(crate) mod parameters;
 mod rates;
@@ -39,22 +35,21 @@ mod saved;
     not(feature = "distributed"),
     expect(dead_code, reason = "there are no ranks without the feature")
 )]
-mod sharded;
 mod shards;
 mod state;
 mod state_dict;
-mod state_report;
-mod states;
-mod update;
+mod step;
 
+pub use crate::error::{OptimizerError, ParameterProblem};
+pub use crate::variables::Parameters;
 pub use algorithm::{Algorithm, ParamGroup};
 #[cfg(feature = "insight")]
 pub(crate) use amp_optimizer::watched;
 pub use amp_optimizer::{AmpOptimizer, Step};
 pub(crate) use amp_optimizer::{drop_gradients, take_step};
 pub use config::{Adagrad, Adam, AdamW, Lion, RmsProp, Sgd};
+pub use config::{AdjustLr, Muon};
 pub use master_weights::MasterWeights;
-pub use muon::{AdjustLr, Muon};
 pub use optimizer::{Optimizer, OptimizerBuilder};
 pub use parameters::IntoParameters;
 pub(crate) use rates::{DrivesRates, device_numbers};
@@ -62,10 +57,7 @@ pub(crate) use saved::Saved;
 pub use saved::{OptimizerState, ParamGroupState};
 #[cfg(feature = "distributed")]
 pub(crate) use shards::Ranks;
+pub use state::MomentDtype;
 pub(crate) use state::{EXPONENTS, STEP};
 pub(crate) use state_dict::CheckedState;
-pub use state_report::StateReport;
-pub use states::States;
-
-pub use crate::error::{OptimizerError, ParameterProblem};
-pub use crate::gradients::parameters::Parameters;
+pub use state_dict::MemoryUsage;

@@ -32,49 +32,49 @@ use crate::variables::{Names, Variable, each_once};
 /// ```
 pub trait IntoParameters: sealed::Sealed {
     #[doc(hidden)]
-    fn into_parameters(self) -> GivenParameters;
+    fn into_parameters(self) -> ParameterSource;
 }
 
 impl IntoParameters for &VarStore {
-    fn into_parameters(self) -> GivenParameters {
-        GivenParameters(Given::VarStore(TrackedVariables::new(self)))
+    fn into_parameters(self) -> ParameterSource {
+        ParameterSource(Source::VarStore(TrackedVariables::new(self)))
     }
 }
 
 impl IntoParameters for Vec<Tensor> {
-    fn into_parameters(self) -> GivenParameters {
-        GivenParameters(Given::List(self.into_iter().map(|tensor| (None, tensor)).collect()))
+    fn into_parameters(self) -> ParameterSource {
+        ParameterSource(Source::List(self.into_iter().map(|tensor| (None, tensor)).collect()))
     }
 }
 
 impl IntoParameters for &[Tensor] {
-    fn into_parameters(self) -> GivenParameters {
+    fn into_parameters(self) -> ParameterSource {
         self.iter().map(Tensor::shallow_clone).collect::<Vec<_>>().into_parameters()
     }
 }
 
 impl<const N: usize> IntoParameters for &[Tensor; N] {
-    fn into_parameters(self) -> GivenParameters {
+    fn into_parameters(self) -> ParameterSource {
         self.as_slice().into_parameters()
     }
 }
 
 impl IntoParameters for &Vec<Tensor> {
-    fn into_parameters(self) -> GivenParameters {
+    fn into_parameters(self) -> ParameterSource {
         self.as_slice().into_parameters()
     }
 }
 
 /// The parameters are in the order of their names.
 impl IntoParameters for HashMap<String, Tensor> {
-    fn into_parameters(self) -> GivenParameters {
-        GivenParameters(Given::Map(self))
+    fn into_parameters(self) -> ParameterSource {
+        ParameterSource(Source::Map(self))
     }
 }
 
 impl<N: Into<String>> IntoParameters for Vec<(N, Tensor)> {
-    fn into_parameters(self) -> GivenParameters {
-        GivenParameters(Given::List(
+    fn into_parameters(self) -> ParameterSource {
+        ParameterSource(Source::List(
             self.into_iter().map(|(name, t)| (Some(name.into()), t)).collect(),
         ))
     }
@@ -95,16 +95,16 @@ mod sealed {
 
 /// The source of an optimizer's parameters.
 #[derive(Debug)]
-pub struct GivenParameters(pub(crate) Given);
+pub struct ParameterSource(pub(crate) Source);
 
 #[derive(Debug)]
-pub(crate) enum Given {
+pub(crate) enum Source {
     VarStore(TrackedVariables),
     Map(HashMap<String, Tensor>),
     List(Vec<(Option<String>, Tensor)>),
 }
 
-impl Given {
+impl Source {
     /// The parameters, those of a list or map in this group.
     pub(crate) fn parameters(self, group: usize) -> Result<Vec<Named>> {
         match self {

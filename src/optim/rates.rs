@@ -1,8 +1,8 @@
 //! What an optimizer shares with the graphs of its iterations: learning rates on the device, and what replays rely on.
 //!
-//! The kernels of a captured step read the learning rate from an f32 on the device, so that a replay has the rate of its
-//! own iteration. An optimizer that was once in such an iteration reads it there in every step, since the f32 of a rate
-//! is another number.
+//! The kernels of a captured step read the learning rate from an f32 on the device, so that a replay has the rate of
+//! its own iteration. An optimizer that was once in such an iteration reads it there in every step, since the f32 of a
+//! rate is another number.
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::{Device, Kind, Tensor};
 
-use crate::capture::{self, Link, Member};
+use crate::capture::{self, GraphLink, Member};
 use crate::error::Result;
 use crate::ffi::{self, OptimOptions, OutsideRegions, Snapshot, Stamps};
 use crate::optim::ParamGroup;
@@ -19,7 +19,7 @@ use crate::optim::state::{MANY_STEPS, ParameterState};
 /// What an optimizer and the graphs of its iterations share.
 #[derive(Debug)]
 pub(crate) struct DeviceRates {
-    link: Link,
+    link: GraphLink,
     numbers: Mutex<Numbers>,
     parameters: Mutex<Captured>,
     /// Whether no step depends on what only the device knows.
@@ -81,7 +81,7 @@ impl DeviceRates {
         let numbers =
             Numbers { block, wanted: numbers(options), written: Vec::new(), driver: None };
         Ok(Arc::new(Self {
-            link: Link::default(),
+            link: GraphLink::default(),
             numbers: Mutex::new(numbers),
             parameters: Mutex::default(),
             is_ready: AtomicBool::new(false),
@@ -150,7 +150,7 @@ impl DeviceRates {
         captured.list = parameters.iter().map(Tensor::shallow_clone).collect();
         captured.have_masters = have_masters;
         drop(captured);
-        capture::join(self);
+        capture::register(self);
     }
 
     /// Notes a step that was captured or taken: the states that replays change, and whether a capture may follow.
@@ -201,7 +201,7 @@ impl DeviceRates {
 }
 
 impl Member for DeviceRates {
-    fn link(&self) -> &Link {
+    fn link(&self) -> &GraphLink {
         &self.link
     }
 

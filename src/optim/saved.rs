@@ -22,9 +22,9 @@ pub struct OptimizerState {
     /// `step` (f32, 0-dim) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq` of Adam,
     /// `momentum_buffer` of SGD and Muon, `sum` of Adagrad, `square_avg`, `momentum_buffer` and `grad_avg` of RMSprop,
     /// or `exp_avg` of Lion; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32. With
-    /// [`States::BFloat16`](crate::optim::States) the moments are bf16; with `EightBit` `exp_avg` is i8 and `exp_avg_sq`
-    /// u8, with `exponents` (u8, one for each 32 elements in row-major order). `step` is an i64 in both, also
-    /// beside the bf16 `momentum_buffer` of Muon.
+    /// [`MomentDtype::BFloat16`](crate::optim::MomentDtype) the moments are bf16; with `EightBit` `exp_avg` is i8 and
+    /// `exp_avg_sq` u8, with `exponents` (u8, one for each 32 elements in row-major order). `step` is an i64 in both,
+    /// also beside the bf16 `momentum_buffer` of Muon.
     pub state: BTreeMap<String, BTreeMap<String, Tensor>>,
     /// The groups, in order.
     pub param_groups: Vec<ParamGroupState>,

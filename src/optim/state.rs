@@ -3,12 +3,13 @@
 //! The tensors are saved under PyTorch's keys. They are made together by the first step that needs them, in a few large
 //! buffers instead of one allocation for each parameter.
 
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
 use tch::{Device, Kind, Tensor};
 
-use crate::error::Result;
-use crate::ffi::{self, KeptAs, Master, StateShape};
-use crate::optim::first_step::FirstStep;
-use crate::optim::{Adagrad, Adam, AdamW, Algorithm, RmsProp};
+use crate::error::{Error, ParameterProblem, Result};
+use crate::ffi::{self, Arrival, Master, MomentFormat, OutsideRegions, StateShape};
+use crate::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Muon, RmsProp};
 
 /// The state of one parameter; empty until its first gradient.
 #[derive(Debug, Default)]
@@ -69,9 +70,9 @@ pub(crate) const EXPONENTS: &str = "exponents";
 
 /// PyTorch's keys for the tensors that an algorithm may keep for each parameter, without `step`. 8-bit moments
 /// have exponents in addition.
-pub(crate) fn keys(algorithm: &Algorithm, kept_as: KeptAs) -> &'static [&'static str] {
+pub(crate) fn keys(algorithm: &Algorithm, kept_as: MomentFormat) -> &'static [&'static str] {
     match algorithm {
-        Algorithm::AdamW(_) | Algorithm::Adam(_) if kept_as == KeptAs::EightBit => {
+        Algorithm::AdamW(_) | Algorithm::Adam(_) if kept_as == MomentFormat::EightBit => {
             &["exp_avg", "exp_avg_sq", EXPONENTS]
         }
         Algorithm::AdamW(_) | Algorithm::Adam(_) => &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
@@ -94,10 +95,10 @@ pub(crate) fn required(algorithm: &Algorithm) -> [bool; KEPT] {
 }
 
 /// Which of the [`keys`] the algorithm uses with its options.
-pub(crate) fn used(algorithm: &Algorithm, kept_as: KeptAs) -> [bool; KEPT] {
+pub(crate) fn used(algorithm: &Algorithm, kept_as: MomentFormat) -> [bool; KEPT] {
     match algorithm {
         Algorithm::AdamW(AdamW { amsgrad, .. }) | Algorithm::Adam(Adam { amsgrad, .. }) => {
-            [true, true, *amsgrad || kept_as == KeptAs::EightBit]
+            [true, true, *amsgrad || kept_as == MomentFormat::EightBit]
         }
         Algorithm::Sgd(config) => [config.momentum != 0.0, false, false],
         Algorithm::RmsProp(RmsProp { momentum, centered, .. }) => {
@@ -113,15 +114,17 @@ pub(crate) fn uses_steps(algorithm: &Algorithm) -> bool {
 }
 
 /// Whether the steps of a parameter are counted: for the arithmetic, the dither or the random rounding.
-pub(crate) fn counts_steps(algorithm: &Algorithm, kept_as: KeptAs, master: Master) -> bool {
-    uses_steps(algorithm) || kept_as != KeptAs::Plain || matches!(master, Master::Stochastic { .. })
+pub(crate) fn counts_steps(algorithm: &Algorithm, kept_as: MomentFormat, master: Master) -> bool {
+    uses_steps(algorithm)
+        || kept_as != MomentFormat::Plain
+        || matches!(master, Master::Stochastic { .. })
 }
 
 /// Whether the state has everything that a step of the parameter needs.
 pub(crate) fn is_complete(
     state: &ParameterState,
     algorithm: &Algorithm,
-    kept_as: KeptAs,
+    kept_as: MomentFormat,
     master: Master,
 ) -> bool {
     let mut tensors = state.tensors.iter().zip(used(algorithm, kept_as));
@@ -137,7 +140,7 @@ pub(crate) fn is_complete(
 pub(crate) struct Wanted<'a> {
     pub(crate) state: &'a mut ParameterState,
     pub(crate) parameter: &'a Tensor,
-    pub(crate) kept_as: KeptAs,
+    pub(crate) kept_as: MomentFormat,
     /// The dtype of the tensors that are kept plain; `None` for the parameter's.
     pub(crate) kind: Option<Kind>,
     pub(crate) step: bool,
@@ -153,7 +156,7 @@ impl<'a> Wanted<'a> {
         state: &'a mut ParameterState,
         algorithm: &Algorithm,
         parameter: &'a Tensor,
-        kept_as: KeptAs,
+        kept_as: MomentFormat,
         master: Master,
     ) -> Self {
         Self {
@@ -184,7 +187,9 @@ type Made<'a> = (&'a mut Option<Tensor>, Tensor);
 
 /// Makes the tensors that are wanted and that do not exist yet: all of them or, on failure, none. Tensors of one kind
 /// are made together, so that they share one buffer.
-pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Result<()> {
+pub(crate) fn allocate_missing_state<'a>(
+    wanted: impl IntoIterator<Item = Wanted<'a>>,
+) -> Result<()> {
     let (mut steps, mut missing, mut copies) = (Vec::new(), Vec::new(), Vec::new());
     for Wanted { state, parameter, kept_as, kind, step, tensors, value, master } in wanted {
         if step && state.step.is_none() {
@@ -260,5 +265,407 @@ fn initial(algorithm: &Algorithm) -> f64 {
     match algorithm {
         Algorithm::Adagrad(Adagrad { initial_accumulator_value: value, .. }) => *value,
         _ => 0.0,
+    }
+}
+
+/// Whether a momentum buffer starts with the next gradient.
+#[derive(Debug, Default)]
+pub(crate) enum FirstStep {
+    #[default]
+    Ahead,
+    /// It was taken unless all steps since were skipped.
+    Unless(SharedAnswer),
+    Taken,
+}
+
+/// Shared by many parameters.
+type SharedAnswer = Arc<Mutex<Skipped>>;
+
+/// Whether all of some steps were skipped. Only a device has the answer until it has arrived on the host.
+#[derive(Debug)]
+pub(crate) enum Skipped {
+    Unknown { flag: Tensor, arrival: Option<Arrival> },
+    Known(bool),
+}
+
+impl Skipped {
+    fn new(flag: Tensor) -> Result<SharedAnswer> {
+        // On the CPU the flag can be read at once.
+        let arrives = flag.device() != Device::Cpu;
+        let arrival = arrives.then(|| Arrival::new(&flag)).transpose()?;
+        Ok(Arc::new(Mutex::new(Self::Unknown { flag, arrival })))
+    }
+
+    /// The answer. Synchronizes if only the device has it.
+    fn ask(&mut self) -> Result<bool> {
+        let _own = OutsideRegions::enter();
+        let skipped = match self {
+            Self::Known(skipped) => return Ok(*skipped),
+            Self::Unknown { flag, .. } => flag.f_reshape([1i64])?.f_double_value(&[0])? != 0.0,
+        };
+        *self = Self::Known(skipped);
+        Ok(skipped)
+    }
+
+    /// The answer, if it has arrived. Never synchronizes.
+    fn poll(&mut self) -> Option<bool> {
+        let skipped = match self {
+            Self::Known(skipped) => return Some(*skipped),
+            Self::Unknown { arrival: Some(arrival), .. } => arrival.poll().ok()?? != 0.0,
+            Self::Unknown { arrival: None, .. } => return self.ask().ok(),
+        };
+        *self = Self::Known(skipped);
+        Some(skipped)
+    }
+}
+
+fn lock(skipped: &SharedAnswer) -> MutexGuard<'_, Skipped> {
+    skipped.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl FirstStep {
+    /// Whether the first step is still ahead. Synchronizes if only the device has the answer.
+    pub(crate) fn is_ahead(&mut self) -> Result<bool> {
+        if let Self::Unless(skipped) = self {
+            let skipped = lock(skipped).ask()?;
+            *self = if skipped { Self::Ahead } else { Self::Taken };
+        }
+        Ok(matches!(self, Self::Ahead))
+    }
+}
+
+/// A step that the device skips if `found_inf` is not zero.
+pub(crate) struct Launch<'a> {
+    found_inf: Option<&'a Tensor>,
+    /// For the unknown steps before this one, a flag whether these and this one are all skipped.
+    flags: Vec<(Option<SharedAnswer>, SharedAnswer)>,
+}
+
+impl<'a> Launch<'a> {
+    pub(crate) fn new(found_inf: Option<&'a Tensor>) -> Self {
+        Self { found_inf, flags: Vec::new() }
+    }
+
+    /// Allocates what `note` needs, before the step changes anything.
+    pub(crate) fn prepare(&mut self, first_step: &FirstStep) -> Result<()> {
+        let _own = OutsideRegions::enter();
+        let (Some(found_inf), Some(before)) = (self.found_inf, unknown(first_step)) else {
+            return Ok(());
+        };
+        if self.flag(before.as_ref()).is_some() {
+            return Ok(());
+        }
+        let flag = match before.as_ref().map(lock).as_deref() {
+            Some(Skipped::Unknown { flag, .. }) => {
+                let here = found_inf.f_to_device_(flag.device(), Kind::Float, true, false)?;
+                flag.f_minimum(&here)?
+            }
+            _ => found_inf.shallow_clone(),
+        };
+        self.flags.push((before, Skipped::new(flag)?));
+        Ok(())
+    }
+
+    /// Records in a parameter's state that it was stepped.
+    pub(crate) fn note(&self, first_step: &mut FirstStep) {
+        let prepared = match first_step {
+            // The answer may have arrived since.
+            FirstStep::Unless(skipped) => self.flag(Some(skipped)),
+            _ => None,
+        };
+        let known_now = || self.flag(unknown(first_step)?.as_ref());
+        let flag = prepared.or_else(known_now);
+        *first_step = flag.map_or(FirstStep::Taken, FirstStep::Unless);
+    }
+
+    fn flag(&self, before: Option<&SharedAnswer>) -> Option<SharedAnswer> {
+        let same = |(known, _): &&(Option<SharedAnswer>, SharedAnswer)| match (known, before) {
+            (None, None) => true,
+            (Some(known), Some(before)) => Arc::ptr_eq(known, before),
+            _ => false,
+        };
+        self.flags.iter().find(same).map(|(_, flag)| Arc::clone(flag))
+    }
+}
+
+/// The unknown steps before: `None` if one was taken, and `Some(None)` if all were skipped.
+fn unknown(first_step: &FirstStep) -> Option<Option<SharedAnswer>> {
+    match first_step {
+        FirstStep::Taken => None,
+        FirstStep::Ahead => Some(None),
+        FirstStep::Unless(skipped) => {
+            let known = lock(skipped).poll();
+            match known {
+                Some(false) => None,
+                Some(true) => Some(None),
+                None => Some(Some(Arc::clone(skipped))),
+            }
+        }
+    }
+}
+
+/// How [`Adam`](crate::optim::Adam) and [`AdamW`](crate::optim::AdamW) store their two moments between steps, and
+/// [`Muon`](crate::optim::Muon) the momentum of its matrices: in f32, or in fewer bits to save memory. With fewer bits
+/// the arithmetic of a step is f32.
+///
+/// | AdamW | bytes per parameter | largest update ÷ exact AdamW's | rms error of an update |
+/// |---|---|---|---|
+/// | `F32` | 8 | 1 | – |
+/// | `BFloat16` | 4 | 1.02 measured | 1 % |
+/// | `EightBit` | 2.03 | 1.2 measured; at most twice AdamW's worst case, proven | 9 % |
+///
+/// Low-bit moments need parameters that are f32, or bf16 and fp16 with [`MasterWeights::Float`] or
+/// [`MasterWeights::Remainder`], on the CPU or on CUDA devices. Tensors of fewer than 4096 elements, such as biases and
+/// norms, keep f32 moments: there is nothing to save. `amsgrad` and other algorithms are refused. For Muon there is
+/// `BFloat16`, with which a momentum takes 2 bytes per parameter instead of 4, and the AdamW for its other parameters
+/// 4 instead of 8. PyTorch has no counterpart. The guide has a [page](crate::guide::low_bit_moments) with the encoding,
+/// figures, and when not to use it.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor, nn};
+/// use tch_amp::optim::{AdamW, MomentDtype};
+///
+/// let vs = nn::VarStore::new(Device::Cpu);
+/// let net = nn::linear(vs.root(), 128, 64, Default::default());
+/// let mut opt = AdamW::default().moments(MomentDtype::EightBit).build(&vs, 1e-3)?;
+/// let loss = Tensor::randn([8, 128], (Kind::Float, Device::Cpu)).apply(&net).square().mean(Kind::Float);
+/// opt.backward_step(&loss)?;
+/// let moments = &opt.state_dict()?.state["weight"];
+/// assert_eq!(moments["exp_avg"].kind(), Kind::Int8);
+/// assert_eq!(moments["exp_avg_sq"].kind(), Kind::Uint8);
+/// assert_eq!(moments["exponents"].size(), [128 * 64 / 32]);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MomentDtype {
+    /// f32, or the parameter's own dtype if it is f64, or half precision without master weights. The default.
+    #[default]
+    F32,
+    /// bf16, rounded up or down by a dither that depends on the step and the index of an element, so that a moment that
+    /// changes by less than half of bf16's spacing still follows. The cautious mode.
+    BFloat16,
+    /// Both moments in 8 bits. `exp_avg_sq` is a float with 5 exponent and 3 fraction bits, relative to the exponent of
+    /// its block of 32 elements; `exp_avg` is a sign and a 7-bit logarithm relative to the element's own
+    /// `sqrt(exp_avg_sq)`. Both are rounded by the same dither. No update is larger than twice the largest one that
+    /// exact AdamW can make with these betas, whatever the gradients are. Not for Muon, which has no second moment.
+    EightBit,
+}
+
+/// Tensors of fewer elements keep f32 moments.
+const LEAST: usize = 4096;
+
+/// The number of elements that share an exponent.
+const BLOCK: usize = 32;
+
+impl MomentDtype {
+    /// Refuses an algorithm that has no such moments.
+    pub(crate) fn check(self, algorithm: &Algorithm) -> Result<()> {
+        if self == Self::F32 {
+            return Ok(());
+        }
+        let problem = match algorithm {
+            Algorithm::Muon(_) if self == Self::EightBit => {
+                "must be `MomentDtype::BFloat16` or `MomentDtype::F32` for Muon: an 8-bit first moment is \
+                 stored relative to a second one, which Muon does not have"
+                    .to_owned()
+            }
+            Algorithm::AdamW(config) | Algorithm::Muon(Muon { adamw: config, .. })
+                if !config.amsgrad =>
+            {
+                return Ok(());
+            }
+            Algorithm::Adam(config) if !config.amsgrad => return Ok(()),
+            Algorithm::AdamW(_) | Algorithm::Adam(_) | Algorithm::Muon(_) => {
+                "must be `MomentDtype::F32` with `amsgrad`: the maximum of dithered second moments \
+                 could only grow"
+                    .to_owned()
+            }
+            other => {
+                let name = other.name();
+                format!(
+                    "must be `MomentDtype::F32` for {name}: only Adam, AdamW and Muon have low-bit \
+                     moments"
+                )
+            }
+        };
+        Err(Error::InvalidArgument { name: "moments", problem })
+    }
+
+    /// How the moments of a parameter are kept.
+    pub(crate) fn of(self, parameter: &Tensor) -> MomentFormat {
+        match self {
+            Self::F32 => MomentFormat::Plain,
+            _ if ffi::numel(parameter) < LEAST => MomentFormat::Plain,
+            Self::BFloat16 => MomentFormat::BFloat16,
+            Self::EightBit => MomentFormat::EightBit,
+        }
+    }
+
+    /// Why a parameter cannot have such moments, if it cannot.
+    pub(crate) fn problem(
+        self,
+        parameter: &Tensor,
+        masters: MasterWeights,
+    ) -> Option<ParameterProblem> {
+        let fits = || match masters.of(parameter, 0) {
+            Master::Float | Master::Remainder => true,
+            Master::None => parameter.kind() == Kind::Float,
+            Master::Stochastic { .. } => false,
+        };
+        // A frozen parameter has none; a step that finds it trained asks again.
+        let is_used = self.of(parameter) != MomentFormat::Plain && parameter.requires_grad();
+        let is_refused = is_used && (parameter.device() == Device::Mps || !fits());
+        is_refused.then_some(ParameterProblem::NoLowBitMoments)
+    }
+}
+
+impl MomentFormat {
+    /// The dtype, if it is not the parameter's, and the shape of the state at a place in the order of PyTorch's keys.
+    /// `kind` is the dtype of plain ones.
+    pub(crate) fn layout(self, place: usize, kind: Option<Kind>) -> (Option<Kind>, StateShape) {
+        match (self, place) {
+            (Self::Plain, _) => (kind, StateShape::Like),
+            (Self::BFloat16, _) => (Some(Kind::BFloat16), StateShape::Contiguous),
+            (Self::EightBit, 0) => (Some(Kind::Int8), StateShape::Contiguous),
+            (Self::EightBit, 1) => (Some(Kind::Uint8), StateShape::Contiguous),
+            (Self::EightBit, _) => (Some(Kind::Uint8), StateShape::OfBlocks),
+        }
+    }
+
+    /// The dtype of the number of steps. The dither of a count that stood still would stand still, too.
+    pub(crate) fn step_kind(self) -> Kind {
+        if self == Self::Plain { Kind::Float } else { Kind::Int64 }
+    }
+
+    /// The bytes of `moments` tensors of `count` elements, each of which takes `plain` bytes if it is kept plain. Those
+    /// of 8 bits include the exponents.
+    pub(crate) fn moment_bytes(self, count: u64, moments: u64, plain: u64) -> u64 {
+        match self {
+            Self::Plain => count.saturating_mul(moments * plain),
+            Self::BFloat16 => count.saturating_mul(moments * 2),
+            Self::EightBit => count.saturating_mul(2).saturating_add(count.div_ceil(BLOCK as u64)),
+        }
+    }
+}
+
+/// The shape of the exponents of a tensor of so many elements.
+pub(crate) fn exponents_shape(count: usize) -> Vec<i64> {
+    vec![count.div_ceil(BLOCK) as i64]
+}
+
+#[cfg(all(test, tamp_testing))]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use crate::optim::{Adam, AdamW, AdjustLr, AmpOptimizer as _, Step};
+
+    /// Random numbers that no other test draws, from -1 to 1, most of them small.
+    fn random(size: &[i64], seed: f64) -> Tensor {
+        let places = Tensor::arange(size.iter().product::<i64>(), (Kind::Double, Device::Cpu));
+        let wild: Tensor = (places + seed) * 12.9898;
+        let wild: Tensor = (wild.sin() * 43_758.545).sin();
+        wild.pow_tensor_scalar(5).reshape(size).to_kind(Kind::Float)
+    }
+
+    /// Whether a step has a scale, a clip factor and a flag, the fifth of which is set.
+    const PARTS: [(bool, bool, bool); 7] = [
+        (true, false, true),
+        (false, true, false),
+        (false, true, true),
+        (true, true, true),
+        (false, true, true),
+        (true, true, false),
+        (false, false, false),
+    ];
+
+    /// Trains three tensors, one of them transposed, and returns all of their bits and those of their states.
+    fn train(
+        algorithm: Algorithm,
+        (kind, masters): (Kind, MasterWeights),
+        moments: MomentDtype,
+        other: bool,
+    ) -> Vec<Tensor> {
+        // More than fit into the scratch memory at once.
+        let rows = if masters != MasterWeights::Float && moments == MomentDtype::EightBit {
+            353
+        } else {
+            5
+        };
+        let start = [random(&[4101], 1.0), random(&[70, 65], 2.0), random(&[90, 33, rows], 3.0)];
+        let [first, second, third] = start.map(|tensor| tensor.to_kind(kind));
+        let leaves =
+            [first, second.tr().contiguous().tr(), third].map(|t| t.set_requires_grad(true));
+        let builder = algorithm.master_weights(masters).moments(moments);
+        let mut opt = builder.build(&leaves, 0.01).unwrap();
+        assert_eq!(opt.assign_group(1, &["1"]).unwrap(), 1);
+        opt.set_lr_group(1, 0.003).unwrap();
+        opt.set_momentum_group(1, 0.7).unwrap();
+        ffi::testing_as_other_device(other);
+        let number = |value: f64| Tensor::from(value as f32);
+        for (step, (is_scaled, is_clipped, is_flagged)) in PARTS.into_iter().enumerate() {
+            opt.zero_grad().unwrap();
+            // A parameter without a gradient in some steps has another count of them.
+            for (index, leaf) in
+                leaves.iter().enumerate().filter(|(index, _)| *index != 2 || step > 1)
+            {
+                let gradient: Tensor = random(&leaf.size(), (10 * step + index) as f64) * 300.0;
+                (leaf * gradient.to_kind(kind)).sum(kind).backward();
+            }
+            if step == 3 && kind != Kind::Float {
+                opt.accumulate_in_f32().unwrap();
+            }
+            let (scale, clip, found) = (number(48.0), number(0.37), number(f64::from(step == 4)));
+            let mut parts = Step::default();
+            parts = if is_scaled { parts.with_grad_scale(&scale) } else { parts };
+            parts = if is_clipped { parts.with_clip_factor(&clip) } else { parts };
+            parts = if is_flagged { parts.with_found_inf(&found) } else { parts };
+            opt.update(&parts).unwrap();
+        }
+        ffi::testing_as_other_device(false);
+        let state = opt.state_dict().unwrap().state;
+        assert_eq!(state["0"]["step"].int64_value(&[]), 6);
+        let tensors = state.into_values().flat_map(|tensors| tensors.into_values());
+        leaves
+            .into_iter()
+            .chain(tensors)
+            .map(|t| t.detach().contiguous().view(-1).view_dtype(Kind::Uint8))
+            .collect()
+    }
+
+    /// Runs the code for GPUs on CPU tensors: libtorch's operations instead of the loops.
+    #[test]
+    fn other_devices_have_the_bits_of_the_loops() {
+        let adam =
+            Adam { weight_decay: 0.1, maximize: true, betas: (0.8, 0.95), ..Adam::default() };
+        let adamw = AdamW { weight_decay: 0.1, ..AdamW::default() };
+        let muon =
+            Muon { adamw, adjust_lr_fn: AdjustLr::MatchRmsAdamW, momentum: 0.4, ..Muon::default() };
+        for algorithm in [adamw.into(), adam.into(), muon.into()] {
+            for weights in [
+                (Kind::Float, MasterWeights::None),
+                (Kind::BFloat16, MasterWeights::Float),
+                (Kind::BFloat16, MasterWeights::Remainder),
+                (Kind::Half, MasterWeights::Float),
+            ] {
+                for moments in [MomentDtype::EightBit, MomentDtype::BFloat16] {
+                    if moments.check(&algorithm).is_err() {
+                        continue;
+                    }
+                    let here = train(algorithm, weights, moments, false);
+                    let there = train(algorithm, weights, moments, true);
+                    for (index, (here, there)) in here.iter().zip(&there).enumerate() {
+                        let differ = here.ne_tensor(there).sum(Kind::Int64).int64_value(&[]);
+                        assert_eq!(
+                            differ, 0,
+                            "tensor {index} of {algorithm:?} {weights:?} {moments:?}"
+                        );
+                    }
+                }
+            }
+        }
     }
 }

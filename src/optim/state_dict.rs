@@ -1,22 +1,21 @@
 //! Saving and loading the state of an optimizer.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::fmt;
 use std::ops::Deref;
 
 use tch::{Device, Kind, Tensor};
 
 use crate::capture;
 use crate::error::{Error, Number, OptimizerError, Result, nearest, shown};
-use crate::ffi::{self, KeptAs, Master, OutsideRegions};
-use crate::optim::first_step::FirstStep;
-use crate::optim::saved::Saved;
+use crate::ffi::{self, Master, MomentFormat, OutsideRegions};
+use crate::optim::saved::{OptimizerState, ParamGroupState, Saved};
 use crate::optim::shards::Shards;
 use crate::optim::state::{
-    EXPONENTS, KEPT, MASTER, ParameterState, STEP, Wanted, complete, counts_steps, keys, required,
-    uses_steps,
+    EXPONENTS, FirstStep, KEPT, MASTER, ParameterState, STEP, Wanted, allocate_missing_state,
+    counts_steps, exponents_shape, keys, required, uses_steps,
 };
-use crate::optim::states::exponents_shape;
-use crate::optim::{Algorithm, Optimizer, OptimizerState, ParamGroup, ParamGroupState};
+use crate::optim::{Algorithm, Optimizer, ParamGroup};
 
 /// A checked state that is ready to be loaded into an optimizer.
 #[derive(Debug)]
@@ -92,12 +91,13 @@ impl Optimizer {
     fn state_here(&mut self) -> Result<OptimizerState> {
         self.take_added()?;
         self.take_driven_rates()?;
-        self.renew_known_masters()?;
+        self.refresh_stale_masters()?;
         self.settle_loaded_masters()?;
         if let Algorithm::Adagrad(_) = self.groups[0].algorithm {
             // PyTorch makes the sums with the optimizer, and requires them for every parameter.
-            let here = (0..self.slots.len()).filter(|&index| !self.slots[index].elsewhere);
-            self.complete(&here.collect::<Vec<_>>())?;
+            let here =
+                (0..self.slots.len()).filter(|&index| !self.slots[index].owned_by_other_rank);
+            self.allocate_missing_state(&here.collect::<Vec<_>>())?;
         }
         let groups = self.groups.iter().map(|&options| ParamGroupState { options, params: vec![] });
         let mut param_groups: Vec<_> = groups.collect();
@@ -110,7 +110,7 @@ impl Optimizer {
                 matches!(algorithm, Algorithm::Sgd(_)) && slot.state.first_step.is_ahead()?;
             let parameter = &self.parameters[index];
             let master = self.masters.of(parameter, index);
-            let mut entries = entries(&slot.state, &algorithm, self.states.of(parameter), unused);
+            let mut entries = entries(&slot.state, &algorithm, self.moments.of(parameter), unused);
             if let Some(numbers) = slot.state.master_numbers(master, parameter)? {
                 entries.insert(MASTER.to_owned(), numbers);
             }
@@ -133,10 +133,10 @@ impl Optimizer {
     /// condition, in this call and once more in the next step. The patterns of [`assign_group`](Self::assign_group) are
     /// not part of a state; those for groups that the state does not have are discarded.
     ///
-    /// Moments that were saved in another mode of [`States`](crate::optim::States) are converted, f32 to fewer bits by
-    /// rounding to nearest. In 8 bits, an `exp_avg_sq` of zero becomes the lowest value of its block's window (at most
-    /// 2^-31 of the block's largest), and an `exp_avg` larger than any that a step can store is cut off. Muon
-    /// counts steps for the dither of a bf16 momentum, from 0 if the saved state has no count.
+    /// Moments that were saved in another mode of [`MomentDtype`](crate::optim::MomentDtype) are converted, f32 to
+    /// fewer bits by rounding to nearest. In 8 bits, an `exp_avg_sq` of zero becomes the lowest value of its block's
+    /// window (at most 2^-31 of the block's largest), and an `exp_avg` larger than any that a step can store is cut
+    /// off. Muon counts steps for the dither of a bf16 momentum, from 0 if the saved state has no count.
     ///
     /// # Errors
     ///
@@ -190,7 +190,7 @@ impl Optimizer {
                 return Err(Error::Optimizer(OptimizerError::OtherAlgorithm { algorithm, given }));
             }
             options.algorithm.check(options.lr)?;
-            self.states.check(&options.algorithm)?;
+            self.moments.check(&options.algorithm)?;
         }
         let members = members(param_groups, listed)?;
         let state: BTreeMap<_, _> =
@@ -206,14 +206,16 @@ impl Optimizer {
                 .ok_or_else(|| refuse("is in no group of the state".to_owned()))?;
             let algorithm = groups[group].algorithm.of(slot.is_matrix);
             let master = self.masters.of(parameter, index);
-            let kept_as = self.states.of(parameter);
+            let kept_as = self.moments.of(parameter);
             let entries = state.get(&slot.name);
             let entries = entries
                 .map(|entries| check(entries, &algorithm, parameter, kept_as, master, &refuse))
                 .transpose()?;
             places.push(group);
             slots.push(match entries {
-                Some(entries) if slot.elsewhere => entries.elsewhere(master != Master::None),
+                Some(entries) if slot.owned_by_other_rank => {
+                    entries.elsewhere(master != Master::None)
+                }
                 entries => entries,
             });
         }
@@ -282,7 +284,7 @@ fn advice(name: &str, known: &HashSet<&String>) -> String {
 fn entries(
     state: &ParameterState,
     algorithm: &Algorithm,
-    kept_as: KeptAs,
+    kept_as: MomentFormat,
     unused: bool,
 ) -> BTreeMap<String, Tensor> {
     let step = state.step.iter().map(|step| (STEP, step));
@@ -333,10 +335,10 @@ struct CheckedTensors<'a, T> {
 
 impl<T> CheckedTensors<'_, T> {
     /// Which tensors a state has that is loaded from these.
-    fn kept(&self, kept_as: KeptAs) -> [bool; KEPT] {
+    fn kept(&self, kept_as: MomentFormat) -> [bool; KEPT] {
         let [first, second, third] = self.tensors.map(|tensor| tensor.is_some());
         // A maximum that is no longer used has no place beside codes.
-        [first, second, if kept_as == KeptAs::EightBit { first && second } else { third }]
+        [first, second, if kept_as == MomentFormat::EightBit { first && second } else { third }]
     }
 
     /// What a rank loads whose parameter another one steps: the master that becomes the parameter on all ranks.
@@ -364,11 +366,12 @@ fn check<'a, T: Deref<Target: Saved>>(
     entries: &'a BTreeMap<String, T>,
     algorithm: &Algorithm,
     parameter: &Tensor,
-    kept_as: KeptAs,
+    kept_as: MomentFormat,
     master: Master,
     refuse: &dyn Fn(String) -> Error,
 ) -> Result<CheckedTensors<'a, T::Target>> {
-    let (coded, keys) = (keys(algorithm, KeptAs::EightBit), keys(algorithm, KeptAs::Plain));
+    let (coded, keys) =
+        (keys(algorithm, MomentFormat::EightBit), keys(algorithm, MomentFormat::Plain));
     let known =
         |key: &str| keys.contains(&key) || coded.contains(&key) || [STEP, MASTER].contains(&key);
     if let Some(key) = entries.keys().find(|key| !known(key)) {
@@ -441,7 +444,7 @@ fn check_missing<T>(
     algorithm: &Algorithm,
     refuse: &dyn Fn(String) -> Error,
 ) -> Result<()> {
-    let keys = keys(algorithm, KeptAs::Plain).iter().zip(required(algorithm));
+    let keys = keys(algorithm, MomentFormat::Plain).iter().zip(required(algorithm));
     let needed = keys.filter(|(_, required)| *required).map(|(key, _)| *key);
     let needed = needed.chain(uses_steps(algorithm).then_some(STEP));
     let is_begun =
@@ -477,9 +480,9 @@ impl Optimizer {
     ) -> Result<Vec<ParameterState>> {
         let mut states: Vec<_> = slots.iter().map(|_| ParameterState::default()).collect();
         let loaded = states.iter_mut().zip(slots).zip(&self.parameters).enumerate();
-        complete(loaded.filter_map(|(index, ((state, entries), parameter))| {
+        allocate_missing_state(loaded.filter_map(|(index, ((state, entries), parameter))| {
             let entries = entries.as_ref()?;
-            let (kept_as, master) = (self.states.of(parameter), self.masters.of(parameter, index));
+            let (kept_as, master) = (self.moments.of(parameter), self.masters.of(parameter, index));
             Some(Wanted {
                 state,
                 parameter,
@@ -495,8 +498,8 @@ impl Optimizer {
         for (index, (state, entries)) in states.iter_mut().zip(slots).enumerate() {
             if let Some(entries) = entries {
                 let parameter = &self.parameters[index];
-                let kept_as = self.states.of(parameter);
-                if entries.exponents.is_some() || kept_as == KeptAs::EightBit {
+                let kept_as = self.moments.of(parameter);
+                if entries.exponents.is_some() || kept_as == MomentFormat::EightBit {
                     convert(state, entries, betas(&algorithms[index]), parameter.device())?;
                 } else {
                     copy(&mut state.tensors, entries.tensors)?;
@@ -602,5 +605,96 @@ fn betas(algorithm: &Algorithm) -> (f64, f64) {
         Algorithm::AdamW(config) => config.betas,
         Algorithm::Adam(config) => config.betas,
         _ => (0.0, 0.0),
+    }
+}
+
+/// The memory of an optimizer's state, by [`Optimizer::memory_usage`]; `Display` prints it as one line.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryUsage {
+    /// The elements of the parameters that have a state here.
+    pub elements: u64,
+    /// The bytes of the moments, or of what other algorithms keep in their place.
+    pub moment_bytes: u64,
+    /// The bytes of the master weights or their remainders.
+    pub master_bytes: u64,
+    /// The elements whose moments are in 8 bits.
+    pub in_eight_bits: u64,
+    /// Those of them whose second moment is stored as the lowest value of their block's window, about 2^-31 of the
+    /// block's largest. If the exact one is smaller, the updates are too small. Elements that never had a gradient,
+    /// such as unused rows of an embedding, are counted, too, and lose nothing.
+    pub below_window: u64,
+}
+
+impl fmt::Display for MemoryUsage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { elements, moment_bytes, master_bytes, in_eight_bits, below_window } = *self;
+        let each = |bytes: u64| bytes as f64 / elements.max(1) as f64;
+        write!(
+            f,
+            "{elements} elements: moments {moment_bytes} bytes, {:.2} each; master weights {master_bytes} bytes, {:.2} \
+             each",
+            each(moment_bytes),
+            each(master_bytes)
+        )?;
+        if in_eight_bits > 0 {
+            let share = 100.0 * below_window as f64 / in_eight_bits as f64;
+            write!(
+                f,
+                "; {share:.3} % of the 8-bit second moments are at the bottom of their window"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl Optimizer {
+    /// Reports how many bytes the optimizer's state takes, and how many 8-bit second moments are at the bottom of their
+    /// block's window. Parameters that were not stepped yet are not counted, nor are step counts. If the state is
+    /// divided among ranks, the report is of this rank. Synchronizes once for each parameter with 8-bit moments.
+    /// PyTorch has no counterpart.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if libtorch fails.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_amp::optim::{AdamW, MomentDtype};
+    ///
+    /// let w = Tensor::ones([64, 64], (Kind::Float, tch::Device::Cpu)).set_requires_grad(true);
+    /// let mut opt = AdamW::default().moments(MomentDtype::EightBit).build(&[w.shallow_clone()], 1e-3)?;
+    /// opt.backward_step(&w.sum(Kind::Float))?;
+    /// let report = opt.memory_usage()?;
+    /// assert_eq!(report.moment_bytes, 64 * 64 * 2 + 64 * 64 / 32);
+    /// assert_eq!(report.below_window, 0);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn memory_usage(&self) -> Result<MemoryUsage> {
+        let _own = OutsideRegions::enter();
+        let bytes = |tensor: &Tensor| {
+            (ffi::numel(tensor).saturating_mul(tensor.kind().elt_size_in_bytes())) as u64
+        };
+        let mut report = MemoryUsage::default();
+        for (slot, parameter) in self.slots.iter().zip(&self.parameters) {
+            let kept: Vec<_> = slot.state.tensors.iter().flatten().collect();
+            if kept.is_empty() && slot.state.master.is_none() {
+                continue;
+            }
+            let elements = ffi::numel(parameter) as u64;
+            report.elements += elements;
+            report.moment_bytes += kept.iter().map(|tensor| bytes(tensor)).sum::<u64>();
+            report.master_bytes += slot.state.master.as_ref().map_or(0, bytes);
+            if let (MomentFormat::EightBit, [_, exp_avg_sq, _]) =
+                (self.moments.of(parameter), &kept[..])
+            {
+                let lowest = exp_avg_sq.f_logical_not()?.f_sum(Kind::Int64)?.f_int64_value(&[])?;
+                report.in_eight_bits += elements;
+                report.below_window += lowest.unsigned_abs();
+            }
+        }
+        Ok(report)
     }
 }

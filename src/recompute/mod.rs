@@ -39,11 +39,10 @@
 //! # Ok::<(), tch_amp::Error>(())
 //! ```
 
-mod modules;
-pub(crate) mod random;
-
 use std::borrow::Borrow;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use tch::nn::{Module, ModuleT};
 use tch::{Device, Kind, Tensor, with_grad};
 
 use crate::error::Result;
@@ -53,9 +52,6 @@ use crate::ffi;
 use crate::function::{
     BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs, Outputs,
 };
-
-pub use modules::{Recomputed, RecomputedT};
-use random::RandomStates;
 
 /// Runs `f` on the inputs without keeping its activations, and runs it again in the backward pass. The counterpart of
 /// `torch.utils.checkpoint.checkpoint(f, *inputs)`.
@@ -280,5 +276,121 @@ impl Function for Seed {
         _: &GradOutputs<'_>,
     ) -> FunctionResult<Vec<Tensor>> {
         Ok(self.grads.iter().map(Tensor::shallow_clone).collect())
+    }
+}
+
+/// A [`Module`] that keeps only its input for the backward pass and runs again there. See [`checkpointed`].
+///
+/// The module is behind a lock, because the backward pass may run on a thread of libtorch's. A module that calls itself
+/// through this wrapper deadlocks.
+#[derive(Debug)]
+pub struct Recomputed<M>(Arc<Mutex<M>>);
+
+/// A [`ModuleT`] that keeps only its input for the backward pass and runs again there. See [`Recomputed`].
+#[derive(Debug)]
+pub struct RecomputedT<M>(Arc<Mutex<M>>);
+
+/// The module, even after a panic in it: it changes only its tensors.
+fn lock<M>(module: &Mutex<M>) -> MutexGuard<'_, M> {
+    module.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<M: Module + Send + 'static> Recomputed<M> {
+    /// Wraps a module.
+    pub fn new(module: M) -> Self {
+        Self(Arc::new(Mutex::new(module)))
+    }
+
+    /// Runs the module. [`Module::forward`] does the same, and panics instead of returning an error.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`checkpointed`].
+    ///
+    /// # Panics
+    ///
+    /// If the module itself panics, as those of tch do.
+    pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let module = Arc::clone(&self.0);
+        checkpointed(&[xs], move |xs| Ok(lock(&module).forward(xs[0])))
+    }
+}
+
+impl<M: ModuleT + Send + 'static> RecomputedT<M> {
+    /// Wraps a module.
+    pub fn new(module: M) -> Self {
+        Self(Arc::new(Mutex::new(module)))
+    }
+
+    /// Runs the module. [`ModuleT::forward_t`] does the same, and panics instead of returning an error.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`checkpointed`].
+    ///
+    /// # Panics
+    ///
+    /// If the module itself panics, as those of tch do.
+    pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+        let module = Arc::clone(&self.0);
+        checkpointed(&[xs], move |xs| Ok(lock(&module).forward_t(xs[0], train)))
+    }
+}
+
+impl<M: Module + Send + 'static> Module for Recomputed<M> {
+    fn forward(&self, xs: &Tensor) -> Tensor {
+        self.f_forward(xs).unwrap_or_else(|error| panic!("{error}"))
+    }
+}
+
+impl<M: ModuleT + Send + 'static> ModuleT for RecomputedT<M> {
+    fn forward_t(&self, xs: &Tensor, train: bool) -> Tensor {
+        self.f_forward_t(xs, train).unwrap_or_else(|error| panic!("{error}"))
+    }
+}
+
+/// The states of the generators of the CPU and of some other devices.
+#[derive(Debug)]
+pub(crate) struct RandomStates(Vec<(Device, Tensor)>);
+
+impl RandomStates {
+    /// Reads the states of the generators of the CPU and of the tensors' devices. They are on the host; nothing waits.
+    pub(super) fn read(tensors: &[&Tensor]) -> Result<Self> {
+        let mut devices = vec![Device::Cpu];
+        for tensor in tensors.iter().filter(|tensor| tensor.defined()) {
+            let device = tensor.device();
+            if !devices.contains(&device) {
+                devices.push(device);
+            }
+        }
+        Self::of(&devices)
+    }
+
+    pub(crate) fn of(devices: &[Device]) -> Result<Self> {
+        let state = |&device| Ok((device, ffi::rng_state(device)?));
+        Ok(Self(devices.iter().map(state).collect::<Result<_>>()?))
+    }
+
+    fn set(&self) -> Result<()> {
+        self.0.iter().try_for_each(|(device, state)| ffi::rng_set_state(*device, state))
+    }
+
+    /// Runs `f` with these states, and sets the present ones back when it returns or panics.
+    pub(crate) fn during<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
+        let devices: Vec<_> = self.0.iter().map(|(device, _)| *device).collect();
+        let back = SetOnDrop(Self::of(&devices)?);
+        self.set()?;
+        let result = f();
+        drop(back);
+        Ok(result)
+    }
+}
+
+struct SetOnDrop(RandomStates);
+
+impl Drop for SetOnDrop {
+    fn drop(&mut self) {
+        // A generator takes its own state; if it fails, so will the next use of the generator.
+        drop(self.0.set());
     }
 }

@@ -5,8 +5,7 @@
 //! flag. `state` saves all of it under PyTorch's keys.
 
 mod config;
-mod number;
-mod rule;
+mod scale_tensor;
 mod state;
 
 use tch::{Device, Kind, Tensor};
@@ -19,9 +18,9 @@ use crate::gradients::overflow;
 use crate::tree::Tree;
 
 pub use config::GradScalerConfig;
+pub(crate) use config::HostScale;
 pub(crate) use config::{LARGEST, SMALLEST, check_interval};
-pub(crate) use number::{Number, Prepared};
-pub(crate) use rule::Mirror;
+pub(crate) use scale_tensor::{Prepared, ScaleTensor};
 pub use state::GradScalerState;
 pub(crate) use state::{Trackers, required};
 
@@ -30,7 +29,7 @@ pub(crate) use state::{Trackers, required};
 pub(crate) struct AdaptiveScale {
     config: GradScalerConfig,
     /// `None` if it is disabled.
-    number: Option<Number>,
+    number: Option<ScaleTensor>,
     /// Consecutive iterations with overflow; counted if the host has the answer.
     skips: u32,
 }
@@ -56,8 +55,8 @@ impl AdaptiveScale {
         config.check()?;
         let number = if config.enabled {
             check_usable(device)?;
-            let (value, counted) = (Mirror::new(&config), config.tolerates_overflows());
-            Some(Number::new(device, value, counted, config.is_one())?)
+            let (value, counted) = (HostScale::new(&config), config.tolerates_overflows());
+            Some(ScaleTensor::new(device, value, counted, config.is_one())?)
         } else {
             None
         };
@@ -75,7 +74,7 @@ impl AdaptiveScale {
     }
 
     /// The scale itself; `None` if it is disabled.
-    pub(crate) fn number(&self) -> Option<&Number> {
+    pub(crate) fn number(&self) -> Option<&ScaleTensor> {
         self.number.as_ref()
     }
 
@@ -84,9 +83,9 @@ impl AdaptiveScale {
     }
 
     /// The value on the host. Synchronizes if only the device has it.
-    pub(crate) fn value(&self) -> Result<Option<Mirror>> {
+    pub(crate) fn value(&self) -> Result<Option<HostScale>> {
         capture::refuse("reading the scale or its state", "read it after `replay`")?;
-        self.number.as_ref().map(Number::value).transpose()
+        self.number.as_ref().map(ScaleTensor::value).transpose()
     }
 
     /// Multiplies outputs by the scale, which is copied to each of their devices once.
@@ -218,7 +217,7 @@ impl<'a> Replicas<'a> {
 /// The end of the iteration of one scale.
 #[derive(Debug)]
 pub(crate) struct End<'a> {
-    number: &'a Number,
+    number: &'a ScaleTensor,
     config: &'a GradScalerConfig,
     skips: &'a mut u32,
     found_infs: Vec<&'a Tensor>,
@@ -261,7 +260,7 @@ impl AdaptiveScale {
 
 impl<'a> End<'a> {
     /// The scale, and whether it changes, as far as the host knows.
-    pub(crate) fn present(&self) -> (&'a Number, bool) {
+    pub(crate) fn present(&self) -> (&'a ScaleTensor, bool) {
         (self.number, !self.number.stays(self.overflow, &self.config.rule()))
     }
 
@@ -271,7 +270,7 @@ impl<'a> End<'a> {
 
     /// Counts the iteration after the tensors have changed, and returns the error to report once the iteration is
     /// closed.
-    fn finish(&mut self, before: Option<Mirror>) -> Result<Option<Error>> {
+    fn finish(&mut self, before: Option<HostScale>) -> Result<Option<Error>> {
         self.number.follow(before, self.overflow, &self.config.rule());
         let skips = if self.overflow == Some(true) { self.skips.saturating_add(1) } else { 0 };
         *self.skips = skips;

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result, ScalerError, ensure};
 use crate::ffi::OverflowCounts;
 use crate::scale::GradScalerConfig;
-use crate::scale::rule::{Mirror, clamp_tracker};
+use crate::scale::config::{HostScale, clamp_tracker};
 
 /// The state of a [`GradScaler`](crate::GradScaler). It is serialized under PyTorch's five keys `scale`,
 /// `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`, all of which are required to load it.
@@ -92,7 +92,7 @@ pub struct GradScalerState {
 /// The part of the state that changes from one iteration to the next.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Trackers {
-    pub(crate) mirror: Mirror,
+    pub(crate) mirror: HostScale,
     pub(crate) skips: u32,
 }
 
@@ -116,7 +116,7 @@ impl GradScalerState {
             // An option of the program, which a state does not change.
             warn_of_skips: _,
         } = *config;
-        let Trackers { mirror: Mirror { scale, tracker, counts }, skips } = trackers;
+        let Trackers { mirror: HostScale { scale, tracker, counts }, skips } = trackers;
         let OverflowCounts { hysteresis: left, iterations, overflows } = counts;
         let usual = GradScalerConfig::default();
         let counted = |count| config.tolerates_overflows().then_some(count);
@@ -178,7 +178,7 @@ impl GradScalerState {
             .filter(|tracker| *tracker >= 0)
             .ok_or(Error::out_of_range("_growth_tracker", tracker as f64, rule))?;
         let tracker = clamp_tracker(tracker, loaded.growth_interval);
-        let mirror = Mirror { scale: scale as f32, tracker, counts: self.counts(&loaded)? };
+        let mirror = HostScale { scale: scale as f32, tracker, counts: self.counts(&loaded)? };
         let limited = loaded.max_consecutive_skips.and(self.consecutive_skips);
         let trackers = Trackers { mirror, skips: limited.unwrap_or(0) };
         let config = GradScalerConfig { init_scale: config.init_scale, ..loaded };

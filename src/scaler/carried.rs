@@ -17,7 +17,7 @@ use crate::capture;
 use crate::error::{Error, GradientError, Result};
 use crate::ffi::{self, Gradient, Interrupted, OutsideRegions, Snapshot, Unscaling, Watched};
 use crate::gradients::{Change, Gradients, IdentityMap, Plan, change};
-use crate::scale::Number;
+use crate::scale::ScaleTensor;
 use crate::scaler::record::{Record, Stage};
 
 /// The gradients, by the identities of their parameters.
@@ -185,18 +185,18 @@ fn is_empty(parameter: &Tensor, gradient: &Gradient) -> bool {
 }
 
 impl EarlierScale {
-    fn new(scale: &Number) -> Result<Self> {
+    fn new(scale: &ScaleTensor) -> Result<Self> {
         let _own = OutsideRegions::enter();
         Ok(Self { tensor: scale.tensor().f_detach_copy()?, known: scale.known() })
     }
 
     /// Whether the host knows that the present scale is another one.
-    fn differs(&self, present: &Number) -> bool {
+    fn differs(&self, present: &ScaleTensor) -> bool {
         self.known.zip(present.known()).is_some_and(|(kept, present)| kept != present)
     }
 
     /// The quotient of it and the present scale; `None` if they are known to be equal.
-    fn over(&self, present: &Number) -> Result<Option<Tensor>> {
+    fn over(&self, present: &ScaleTensor) -> Result<Option<Tensor>> {
         let _own = OutsideRegions::enter();
         Ok(match self.known.zip(present.known()) {
             Some((kept, present)) if kept == present => None,
@@ -210,7 +210,7 @@ impl EarlierScale {
 
 impl Carried {
     /// Notes that the backwards of losses that are being scaled may change gradients.
-    pub(super) fn note(&mut self, losses: &[&Tensor], present: &Number) -> Result<()> {
+    pub(super) fn note(&mut self, losses: &[&Tensor], present: &ScaleTensor) -> Result<()> {
         self.latest.clear();
         // Replays change gradients unseen.
         if capture::is_inside() || self.noted >= LOSSES {
@@ -227,7 +227,7 @@ impl Carried {
         Ok(())
     }
 
-    fn note_leaf(&mut self, leaf: &Tensor, now: Snapshot, present: &Number) {
+    fn note_leaf(&mut self, leaf: &Tensor, now: Snapshot, present: &ScaleTensor) {
         let gradient = now[0];
         let identity = gradient.parameter();
         self.latest.push(identity);
@@ -289,7 +289,7 @@ impl Carried {
         &self,
         gradients: &Gradients<'_>,
         plan: &Plan,
-        present: &Number,
+        present: &ScaleTensor,
     ) -> Result<Earlier> {
         let (mut earlier, mut sums) = (Earlier::new(), Vec::new());
         if self.gradients.is_empty() || capture::is_inside() {
@@ -320,7 +320,7 @@ impl Carried {
         &mut self,
         parameters: &[Tensor],
         earlier: Earlier,
-        present: &Number,
+        present: &ScaleTensor,
     ) -> std::result::Result<(), Interrupted> {
         let whole = |error| Interrupted { error, begun: false };
         for (scale, plan) in earlier {
@@ -358,7 +358,7 @@ impl Carried {
     pub(super) fn ending(
         &self,
         records: &[Record],
-        present: &Number,
+        present: &ScaleTensor,
         changes: bool,
     ) -> Result<Ending> {
         let first = |record: &Record| record.snapshot.first().map_or(0, Gradient::parameter);
@@ -449,7 +449,7 @@ fn refuse_sums(
     gradients: &Gradients<'_>,
     sums: &[(usize, &Tensor)],
     plan: &Plan,
-    present: &Number,
+    present: &ScaleTensor,
 ) -> Result<()> {
     let parameters = gradients.parameters();
     for (index, rest) in sums {

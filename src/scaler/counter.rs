@@ -212,7 +212,7 @@ mod on_device {
     use tch::{Device, Kind, Tensor};
 
     use super::Counts;
-    use crate::capture::{self, Link, Member};
+    use crate::capture::{self, GraphLink, Member};
     use crate::error::Result;
     use crate::ffi::{self, Arrival, OutsideRegions};
     use crate::scaler::outcome::Answer;
@@ -234,12 +234,12 @@ mod on_device {
     /// The steps that a captured iteration records.
     #[derive(Debug, Default)]
     struct CapturedSteps {
-        link: Link,
+        link: GraphLink,
         steps: AtomicU64,
     }
 
     impl Member for CapturedSteps {
-        fn link(&self) -> &Link {
+        fn link(&self) -> &GraphLink {
             &self.link
         }
 
@@ -309,7 +309,7 @@ mod on_device {
                 is_live
             });
             let captured = Arc::new(CapturedSteps::default());
-            capture::join(&captured);
+            capture::register(&captured);
             capture::keep([&self.numbers]);
             self.captured.push(Arc::clone(&captured));
             captured
@@ -385,7 +385,7 @@ mod on_device {
         #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
         use super::*;
-        use crate::scaler::outcome::{StepOutcome, Taken};
+        use crate::scaler::outcome::{StepOutcome, StepResult};
 
         /// However many of the steps are open when the device begins, it comes to the counts of a host that knows all.
         #[test]
@@ -394,14 +394,14 @@ mod on_device {
             let known = StepOutcome::known;
             let outcomes = [
                 on_device(1.0),
-                known(Taken::NoGradients),
+                known(StepResult::NoGradients),
                 on_device(1.0),
-                known(Taken::Skipped),
-                known(Taken::NoGradients),
+                known(StepResult::Skipped),
+                known(StepResult::NoGradients),
                 on_device(0.0),
-                known(Taken::Stepped),
-                known(Taken::Skipped),
-                known(Taken::NoGradients),
+                known(StepResult::Stepped),
+                known(StepResult::Skipped),
+                known(StepResult::NoGradients),
             ];
             let base = Counts { taken: 100, skipped: 9, in_a_row: 2, longest_row: 4 };
             let open: VecDeque<_> =

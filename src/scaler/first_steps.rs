@@ -3,8 +3,8 @@
 use crate::capture;
 use crate::error::{Number as Shown, warn};
 use crate::ffi::Arrival;
-use crate::scale::Number;
-use crate::scaler::outcome::{Answer, StepOutcome, Taken};
+use crate::scale::ScaleTensor;
+use crate::scaler::outcome::{Answer, StepOutcome, StepResult};
 
 /// After how many iterations, all of them skipped, a scaler warns. 20 halvings take the default scale to 0.0625.
 const ITERATIONS: u32 = 20;
@@ -50,8 +50,8 @@ impl FirstSteps {
     pub(crate) fn note(&mut self, outcome: &StepOutcome) {
         let Self::Open { iterations, has_step, unknown } = self else { return };
         match outcome.answer() {
-            Answer::Known(Taken::NoGradients) => {}
-            Answer::Known(Taken::Skipped) => *has_step = true,
+            Answer::Known(StepResult::NoGradients) => {}
+            Answer::Known(StepResult::Skipped) => *has_step = true,
             // Replays run nothing on the host, which therefore learns nothing of later steps.
             Answer::OnDevice(_) if capture::is_capturing() => *self = Self::Over,
             Answer::OnDevice(_) => {
@@ -60,12 +60,12 @@ impl FirstSteps {
                     unknown.push(outcome.answer().clone());
                 }
             }
-            Answer::Known(Taken::Stepped) => *self = Self::Over,
+            Answer::Known(StepResult::Stepped) => *self = Self::Over,
         }
     }
 
     /// Ends an iteration of these scales, and warns if it is time for that.
-    pub(crate) fn end_iteration<'a>(&mut self, scales: impl IntoIterator<Item = &'a Number>) {
+    pub(crate) fn end_iteration<'a>(&mut self, scales: impl IntoIterator<Item = &'a ScaleTensor>) {
         match self {
             Self::Over => return,
             // To ask whether a copy has arrived would break a capture.
@@ -119,7 +119,7 @@ fn were_skipped(unknown: &mut Vec<Answer>) -> Option<bool> {
 
 impl Scale {
     /// `None` if the device cannot be read.
-    fn of(number: &Number) -> Option<Self> {
+    fn of(number: &ScaleTensor) -> Option<Self> {
         match number.known() {
             Some(scale) => Some(Self::Known(scale)),
             None => Arrival::new(number.tensor()).ok().map(Self::Coming),

@@ -10,9 +10,8 @@ use std::sync::{Arc, Weak};
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
-use crate::capture;
+use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ScalerError, ensure_defined};
-use crate::ffi;
 #[cfg(feature = "insight")]
 use crate::ffi::Gradient;
 use crate::gradients::NonFiniteGradient;
@@ -23,6 +22,7 @@ use crate::scaler::iteration::Iteration;
 use crate::scaler::{GradScalerConfig, GradScalerState};
 use crate::tree::{Tree, leaves};
 use crate::variables::{named, variables};
+use crate::{capture, ffi};
 
 /// The ranks that skip the same steps.
 pub(crate) trait Agreement: Debug + Send + Sync {
@@ -479,5 +479,20 @@ impl GradScaler {
     ) -> Result<Vec<NonFiniteGradient>> {
         capture::refuse("non_finite_gradients", "call it after `replay`")?;
         self.gradients(optimizer)?.non_finite()
+    }
+}
+
+/// Synchronizes like [`GradScaler::state_dict`], and fails like it between `unscale_` or `step` and `update`.
+impl Stateful for GradScaler {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        state.scaler(None, self.state_dict()?);
+        Ok(())
+    }
+
+    /// Prepares to load a state. A disabled scaler is left as it is.
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let loaded = self.prepare_state(&saved.scaler(None)?)?;
+        let set = |loaded| Prepared::step(move || self.set_state(loaded));
+        Ok(loaded.map_or_else(Prepared::default, set))
     }
 }

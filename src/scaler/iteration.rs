@@ -20,13 +20,13 @@ use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot, Widened};
 use crate::gradients::{
     Change, Findings, Gradients, Plan, Preparation, change, drop_frozen, overflow,
 };
-use crate::scale::Number;
+use crate::scale::ScaleTensor;
 use crate::scaler::carried::{Carried, Ending};
 use crate::scaler::record::{Record, Stage};
 
 /// Whether a step can be taken.
 #[derive(Debug)]
-pub(crate) enum Verdict {
+pub(crate) enum OverflowCheck {
     Known(bool),
     /// Skipped if this flag, on a device, is not zero.
     Unless(Tensor),
@@ -161,7 +161,7 @@ impl Iteration {
             return Ok(None);
         }
         for (index, (record, at)) in known {
-            if record.has_rest(at)? {
+            if record.is_leftover(at)? {
                 return Ok(Some(index));
             }
         }
@@ -187,7 +187,7 @@ impl Iteration {
         gradients: Gradients<'_>,
         widened: Option<Widened>,
         plan: &Plan,
-        scale: &Number,
+        scale: &ScaleTensor,
         preparation: Preparation,
         even_empty: bool,
     ) -> Result<Option<RecordId>> {
@@ -213,7 +213,7 @@ impl Iteration {
 
     /// Unscales the gradients of a new record. A failure before the first change removes the record; one midway leaves
     /// it broken.
-    fn unscale(&mut self, id: RecordId, plan: &Plan, scale: &Number) -> Result<()> {
+    fn unscale(&mut self, id: RecordId, plan: &Plan, scale: &ScaleTensor) -> Result<()> {
         let record = self.get_mut(id);
         let unscaling = scale.unscaling();
         match plan.unscale(&record.parameters, scale.tensor(), unscaling) {
@@ -244,7 +244,7 @@ impl Iteration {
         &mut self,
         id: RecordId,
         plan: &Plan,
-        scale: &Number,
+        scale: &ScaleTensor,
         norm_type: Option<f64>,
     ) -> Result<()> {
         let record = self.get_mut(id);
@@ -278,7 +278,7 @@ impl Iteration {
             match record.stage {
                 Stage::Unscaled => drop(unscaled.insert(gradient.parameter())),
                 Stage::Broken => return Err(Error::Scaler(ScalerError::UnscaleFailed)),
-                Stage::Checked | Stage::Stepped if record.has_rest(*index)? => {
+                Stage::Checked | Stage::Stepped if record.is_leftover(*index)? => {
                     return Err(Error::Scaler(ScalerError::AlreadyStepped));
                 }
                 Stage::Checked | Stage::Stepped | Stage::Removed => {}
@@ -294,7 +294,7 @@ impl Iteration {
         &mut self,
         mut gradients: Gradients<'a>,
         plan: &Plan,
-        present: &Number,
+        present: &ScaleTensor,
     ) -> Result<Gradients<'a>> {
         let earlier = self.carried.earlier(&gradients, plan, present)?;
         if earlier.is_empty() {
@@ -321,13 +321,17 @@ impl Iteration {
     /// Records that losses are being scaled: from here on, a change of a gradient may come from their backward. That of
     /// any but the first may add to gradients, each of which has to have memory of its own. `scale` is the scale, if
     /// any.
-    pub(crate) fn note_scale(&mut self, losses: &[&Tensor], scale: Option<&Number>) -> Result<()> {
+    pub(crate) fn note_scale(
+        &mut self,
+        losses: &[&Tensor],
+        scale: Option<&ScaleTensor>,
+    ) -> Result<()> {
         for loss in losses {
             if std::mem::replace(&mut self.is_scaled, true) {
                 ffi::gradients_separate_leaves(loss)?;
             }
         }
-        self.note_rests()?;
+        self.record_leftovers()?;
         for record in self.records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {
             let now = Snapshot::of(&record.parameters)?;
             record.accept(now);
@@ -338,9 +342,9 @@ impl Iteration {
 
     /// Notes what is left of the gradients that were changed in place since a step. Nothing is left of those that were
     /// zeroed, so what a backward adds to them is new.
-    pub(crate) fn note_rests(&mut self) -> Result<()> {
+    pub(crate) fn record_leftovers(&mut self) -> Result<()> {
         let stepped = |record: &&mut Record| record.stage == Stage::Stepped;
-        self.records.iter_mut().filter(stepped).try_for_each(Record::note_rests)
+        self.records.iter_mut().filter(stepped).try_for_each(Record::record_leftovers)
     }
 
     /// Compares the gradients with those that were unscaled, and marks the record for another check if values changed.
@@ -389,12 +393,12 @@ impl Iteration {
 
     /// Whether the record allows a step. Does not synchronize: the verdict is a flag on a device if the host has not
     /// read the answer.
-    pub(crate) fn verdict(&self, record: RecordId) -> Result<Verdict> {
+    pub(crate) fn verdict(&self, record: RecordId) -> Result<OverflowCheck> {
         let record = self.get(record);
         if let Some(found) = overflow(&record.found) {
-            return Ok(Verdict::Known(!found));
+            return Ok(OverflowCheck::Known(!found));
         }
-        Ok(Verdict::Unless(ffi::flags_join(record.found.iter().map(|flag| &flag.tensor))?))
+        Ok(OverflowCheck::Unless(ffi::flags_join(record.found.iter().map(|flag| &flag.tensor))?))
     }
 
     /// Compares like [`compare`](Self::compare), drops the gradients of parameters that were frozen since, and checks
@@ -430,7 +434,7 @@ impl Iteration {
     }
 
     /// What the end of the iteration changes about the gradients that no step has used. Nothing has changed yet.
-    pub(super) fn ending(&self, present: &Number, changes: bool) -> Result<Ending> {
+    pub(super) fn ending(&self, present: &ScaleTensor, changes: bool) -> Result<Ending> {
         self.carried.ending(&self.records, present, changes)
     }
 

@@ -5,8 +5,6 @@
 //! [`PerLossScalers`] for several losses.
 
 mod carried;
-mod checkpoint;
-mod claim;
 mod counter;
 mod first_steps;
 pub(crate) mod grad_scaler;
@@ -26,7 +24,7 @@ pub(crate) use grad_scaler::GradScaler;
 pub(crate) use grad_scaler::{Agreement, Averaged};
 pub use outcome::StepOutcome;
 pub(crate) use outcome::noted;
-pub(crate) use outcome::{Answer, Taken};
+pub(crate) use outcome::{Answer, StepResult};
 pub use per_loss::PerLossScalers;
 pub use spikes::{SpikeConfig, SpikeCounts, SpikeDetector};
 pub use transaction::Unscaled;

@@ -67,12 +67,12 @@ impl Clone for Judged {
 /// Whether a step was taken: the part of an outcome that is worth keeping for later.
 #[derive(Clone, Debug)]
 pub(crate) enum Answer {
-    Known(Taken),
+    Known(StepResult),
     OnDevice(Pending),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Taken {
+pub(crate) enum StepResult {
     Stepped,
     Skipped,
     NoGradients,
@@ -162,29 +162,29 @@ impl Pending {
 }
 
 impl Answer {
-    fn taken(&self) -> Result<Taken> {
+    fn taken(&self) -> Result<StepResult> {
         match self {
             Self::Known(taken) => Ok(*taken),
-            Self::OnDevice(pending) if pending.wait()? => Ok(Taken::Skipped),
-            Self::OnDevice(_) => Ok(Taken::Stepped),
+            Self::OnDevice(pending) if pending.wait()? => Ok(StepResult::Skipped),
+            Self::OnDevice(_) => Ok(StepResult::Stepped),
         }
     }
 
     /// Whether the step was taken. Synchronizes if only the device has the answer.
     pub(crate) fn is_stepped(&self) -> Result<bool> {
-        Ok(self.taken()? == Taken::Stepped)
+        Ok(self.taken()? == StepResult::Stepped)
     }
 
     /// Whether the step was taken, or `None` while only the device has the answer. Never synchronizes.
     pub(crate) fn poll(&self) -> Result<Option<bool>> {
         match self {
-            Self::Known(taken) => Ok(Some(*taken == Taken::Stepped)),
+            Self::Known(taken) => Ok(Some(*taken == StepResult::Stepped)),
             Self::OnDevice(pending) => Ok(pending.poll()?.map(|skipped| !skipped)),
         }
     }
 
     pub(crate) fn has_no_gradients(&self) -> bool {
-        matches!(self, Self::Known(Taken::NoGradients))
+        matches!(self, Self::Known(StepResult::NoGradients))
     }
 
     /// The flag on the device that says whether the step was skipped, if the host does not know. Fails for one that is
@@ -250,7 +250,7 @@ pub(crate) mod noted {
 }
 
 impl StepOutcome {
-    pub(crate) fn known(taken: Taken) -> Self {
+    pub(crate) fn known(taken: StepResult) -> Self {
         Self::new(Answer::Known(taken))
     }
 
@@ -296,7 +296,7 @@ impl StepOutcome {
 
     /// Whether the step was taken, if the host has the answer.
     #[cfg(feature = "insight")]
-    pub(crate) fn known_taken(&self) -> Option<Taken> {
+    pub(crate) fn known_taken(&self) -> Option<StepResult> {
         match &self.answer {
             Answer::Known(taken) => Some(*taken),
             Answer::OnDevice(_) => None,
@@ -329,7 +329,7 @@ impl StepOutcome {
     ///
     /// The same as [`is_stepped`](Self::is_stepped).
     pub fn is_skipped(&self) -> Result<bool> {
-        Ok(self.answer.taken()? == Taken::Skipped)
+        Ok(self.answer.taken()? == StepResult::Skipped)
     }
 
     /// Returns whether the optimizer was stepped, or `None` while only the device has the answer. Never synchronizes.

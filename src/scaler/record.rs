@@ -101,7 +101,7 @@ impl Record {
     }
 
     /// Notes what is left of the gradients that were changed in place since the step.
-    pub(super) fn note_rests(&mut self) -> Result<()> {
+    pub(super) fn record_leftovers(&mut self) -> Result<()> {
         let now = ffi::gradients_inspect(&self.parameters)?;
         let changed = self.snapshot.iter().zip(&now).enumerate();
         let changed =
@@ -125,7 +125,7 @@ impl Record {
     }
 
     /// Whether something is left of a gradient. Synchronizes if that was changed on a GPU after the step.
-    pub(super) fn has_rest(&self, index: usize) -> Result<bool> {
+    pub(super) fn is_leftover(&self, index: usize) -> Result<bool> {
         self.rest(index).map_or(Ok(true), |rest| ffi::any_nonzero(&[rest]))
     }
 

@@ -13,7 +13,7 @@ use crate::scaler::GradScaler;
 use crate::scaler::StepOutcome;
 #[cfg(feature = "insight")]
 use crate::scaler::outcome::Judged;
-use crate::scaler::outcome::Taken;
+use crate::scaler::outcome::StepResult;
 
 /// When a gradient norm or a loss counts as a spike.
 ///
@@ -171,16 +171,16 @@ impl SpikeDetector {
             take_step(optimizer, &step.with_found_inf(&flag))?;
             StepOutcome::on_device(flag)
         } else if ffi::any_nonzero(&[&flag])? {
-            StepOutcome::known(Taken::Skipped)
+            StepOutcome::known(StepResult::Skipped)
         } else {
             take_step(optimizer, step)?;
-            StepOutcome::known(Taken::Stepped)
+            StepOutcome::known(StepResult::Stepped)
         };
         self.link.replace(&mut self.norm, norm, HISTORY)?;
         if let Some(loss) = loss {
             self.link.replace(&mut self.loss, loss, HISTORY)?;
         }
-        self.link.join(self.norm.iter().chain(&self.loss));
+        self.link.register(self.norm.iter().chain(&self.loss));
         self.watched = None;
         #[cfg(feature = "insight")]
         let outcome = outcome.with_judged(judged);

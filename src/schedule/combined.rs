@@ -4,9 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::SavedState;
 use crate::error::{Error, Result};
+use crate::schedule::Rates;
 use crate::schedule::Schedule;
 use crate::schedule::progress::{Progress, Rule};
-use crate::schedule::rates::Rates;
 
 /// Runs schedules one after the other, for instance a warm-up and then a decay. The counterpart of
 /// `torch.optim.lr_scheduler.SequentialLR`.

@@ -1,14 +1,14 @@
 //! A schedule in iterations that a graph captures: the device looks its learning rates up in a table.
 //!
 //! Only the device knows which steps were taken. It counts them, and reads the rates of the next step from a table of
-//! those to come, so that a replay has the rates of a loop that asks for every outcome. The host renews the table from a
-//! count that it reads late, without waiting.
+//! those to come, so that a replay has the rates of a loop that asks for every outcome. The host renews the table from
+//! a count that it reads late, without waiting.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::{Kind, Tensor};
 
-use crate::capture::{self, Link, Member};
+use crate::capture::{self, GraphLink, Member};
 use crate::error::{Error, Result};
 use crate::ffi::{self, Arrival, OutsideRegions};
 use crate::optim::{DrivesRates, ParamGroup, device_numbers};
@@ -21,7 +21,7 @@ const ROWS: usize = 1024;
 /// A schedule that a device follows.
 #[derive(Debug)]
 pub(super) struct DeviceSchedule {
-    link: Arc<Link>,
+    link: Arc<GraphLink>,
     inner: Mutex<Inner>,
 }
 
@@ -96,7 +96,8 @@ impl DeviceSchedule {
         self.link.note_change(what);
     }
 
-    /// Counts a step unless `found_inf` is set, and gives the optimizer the rates of the next one. Does not synchronize.
+    /// Counts a step unless `found_inf` is set, and gives the optimizer the rates of the next one. Does not
+    /// synchronize.
     pub(super) fn follow(self: &Arc<Self>, found_inf: Option<&Tensor>) -> Result<()> {
         let _own = OutsideRegions::enter();
         let _no_grad = tch::no_grad_guard();
@@ -118,7 +119,7 @@ impl DeviceSchedule {
         let row = row.f_view_as(&inner.block)?;
         inner.block.f_copy_(&row)?;
         capture::keep([&inner.block, &inner.table, &inner.taken]);
-        capture::join(self);
+        capture::register(self);
         Ok(())
     }
 
@@ -159,8 +160,8 @@ impl Inner {
         ffi::graph_write(&self.table, &numbers)
     }
 
-    /// Prepares the next iteration: renews the table in time, by a count that has arrived. Synchronizes only if the device
-    /// is as many iterations late as the table has rows.
+    /// Prepares the next iteration: renews the table in time, by a count that has arrived. Synchronizes only if the
+    /// device is as many iterations late as the table has rows.
     fn go_on(&mut self) -> Result<()> {
         if let Some((arrival, at)) = &self.arrival
             && let Some(taken) = arrival.poll()?
@@ -214,7 +215,7 @@ impl Inner {
 }
 
 impl Member for DeviceSchedule {
-    fn link(&self) -> &Link {
+    fn link(&self) -> &GraphLink {
         &self.link
     }
 

@@ -7,8 +7,8 @@ use serde_json::json;
 
 use crate::checkpoint::SavedState;
 use crate::error::{Error, Result, ensure};
+use crate::schedule::Rates;
 use crate::schedule::progress::{Part, Progress, Rule, at_least_one};
-use crate::schedule::rates::Rates;
 
 /// Raises the learning rate from `max_lr / div_factor` to `max_lr` and lowers it far below where it began, while the
 /// momentum falls and rises. The counterpart of `torch.optim.lr_scheduler.OneCycleLR`, with its defaults.

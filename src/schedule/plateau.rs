@@ -6,7 +6,7 @@ use crate::capture;
 use crate::checkpoint::{MetricGoal, Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ensure};
 use crate::optim::Optimizer;
-use crate::schedule::rates::Rates;
+use crate::schedule::Rates;
 
 /// Multiplies the learning rate by `factor` when a metric has stopped improving. The counterpart of
 /// `torch.optim.lr_scheduler.ReduceLROnPlateau`, with its defaults.

@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::SavedState;
 use crate::error::{Error, Result};
+use crate::schedule::Rates;
 use crate::schedule::Schedule;
-use crate::schedule::rates::Rates;
 
 /// The state of a schedule, with PyTorch's names.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -132,8 +132,8 @@ impl Schedule {
     }
 }
 
-/// What Python saves for itself: how often it was stepped, which calls it warns of, and the rates that a part of another
-/// schedule gave last.
+/// What Python saves for itself: how often it was stepped, which calls it warns of, and the rates that a part of
+/// another schedule gave last.
 const OF_PYTHON: &[&str] =
     &["_get_lr_called_within_step", "_is_initial", "_last_lr", "_step_count", "verbose"];
 
@@ -147,8 +147,8 @@ impl Progress {
         if saved.contains_within(&format!("_schedulers.{}", parts.len())) {
             return refuse(format!("has more parts than this schedule, which has {}", parts.len()));
         }
-        // In Python a chain counts no steps, a part of a sequence that has not begun is at -1, and neither a chain nor a
-        // sequence has learning rates of its own.
+        // In Python a chain counts no steps, a part of a sequence that has not begun is at -1, and neither a chain nor
+        // a sequence has learning rates of its own.
         let is_chain = matches!(schedule, Schedule::ChainedScheduler(_));
         self.last = match self.parts.first() {
             Some(first) if is_chain && !saved.contains("last_epoch")? => first.last,

@@ -9,11 +9,11 @@ use crate::capture;
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result};
 use crate::optim::Optimizer;
-use crate::scaler::{Answer, StepOutcome, Taken};
+use crate::scaler::{Answer, StepOutcome, StepResult};
 use crate::schedule::Schedule;
 use crate::schedule::on_device::DeviceSchedule;
 use crate::schedule::progress::{Progress, State};
-use crate::schedule::rates::{Changes, Rates};
+use crate::schedule::{Changes, Rates};
 
 /// Sets the learning rates of an optimizer by a [`Schedule`], as steps are taken. The counterpart of
 /// `torch.optim.lr_scheduler.LRScheduler`.
@@ -28,9 +28,9 @@ use crate::schedule::rates::{Changes, Rates};
 ///
 /// A checkpoint saves it with [`Checkpoint::add`](crate::checkpoint::Checkpoint::add), which waits for the outcomes
 /// that are still open. The first step after a restore sets the learning rates that the schedule had, whatever was done
-/// to the optimizer in between. In iterations of a graph, a resumed run has the rates of an uninterrupted one. Without a
-/// graph it has those of the run that saved it, which by waiting may have learned of a skipped step earlier than a run
-/// that does not save.
+/// to the optimizer in between. In iterations of a graph, a resumed run has the rates of an uninterrupted one. Without
+/// a graph it has those of the run that saved it, which by waiting may have learned of a skipped step earlier than a
+/// run that does not save.
 #[derive(Debug)]
 pub struct Scheduler {
     schedule: Schedule,
@@ -94,7 +94,7 @@ impl Scheduler {
     ///
     /// The same as [`step`](Self::step).
     pub fn advance(&mut self, optimizer: &mut Optimizer) -> Result<()> {
-        self.follow(Some(optimizer), &Answer::Known(Taken::Stepped))
+        self.follow(Some(optimizer), &Answer::Known(StepResult::Stepped))
     }
 
     /// Advances by the step with this outcome, unless it was skipped, without an optimizer. Never synchronizes. The
@@ -285,7 +285,7 @@ impl Scheduler {
             let remedy = "call `step` or `advance` with the optimizer, after its own step";
             return Err(capture::refusal("a schedule without its optimizer", remedy));
         };
-        if !matches!(answer, Answer::Known(Taken::Stepped) | Answer::OnDevice(_)) {
+        if !matches!(answer, Answer::Known(StepResult::Stepped) | Answer::OnDevice(_)) {
             return Ok(());
         }
         let device = match &self.device {

@@ -13,7 +13,8 @@ use tch_amp::loss_scale::{
     DynamicLossScale, LossScale as _, StaticLossScale, all_finite, select_tree,
 };
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, RmsProp, Sgd, States,
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, Optimizer, RmsProp,
+    Sgd,
 };
 use tch_amp::policy::KeepF32;
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, SpikeConfig};
@@ -531,14 +532,14 @@ const JOBS: &[Job] = &[
         entries: &["tamp_optim_step", "tamp_codes_decode", "tamp_codes_encode"],
         run: |device, within, results| {
             for (algorithm, states) in [
-                (Algorithm::from(AdamW::default()), States::EightBit),
-                (AdamW::default().into(), States::BFloat16),
-                (Muon::default().into(), States::BFloat16),
+                (Algorithm::from(AdamW::default()), MomentDtype::EightBit),
+                (AdamW::default().into(), MomentDtype::BFloat16),
+                (Muon::default().into(), MomentDtype::BFloat16),
             ] {
                 let start: Tensor = Tensor::arange(5000, (F32, device)) * 1e-3;
                 let weights = start.sin().view([100, 50]).set_requires_grad(true);
                 let build = |states| {
-                    let builder = algorithm.master_weights(MasterWeights::None).states(states);
+                    let builder = algorithm.master_weights(MasterWeights::None).moments(states);
                     builder.build(&[weights.shallow_clone()], 1e-2)
                 };
                 let mut opt = build(states).unwrap();
@@ -553,11 +554,11 @@ const JOBS: &[Job] = &[
                 }
                 let mut saved = None;
                 within(&mut || {
-                    let mut plain = build(States::F32).unwrap();
+                    let mut plain = build(MomentDtype::F32).unwrap();
                     plain.load_state_dict(&opt.state_dict().unwrap()).unwrap();
                     opt.load_state_dict(&plain.state_dict().unwrap()).unwrap();
                     saved = Some(opt.state_dict().unwrap());
-                    results.value(opt.state_report().unwrap());
+                    results.value(opt.memory_usage().unwrap());
                 });
                 results.tensors(&[weights.shallow_clone()]);
                 for (key, tensor) in &saved.unwrap().state["0"] {

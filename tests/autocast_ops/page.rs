@@ -21,7 +21,7 @@ use crate::oracle::{self, Answers, Case};
 const HOW: &str = "write it anew with `TCH_AMP_BLESS=1 cargo xtask simulate cargo test --test autocast_ops page`, and \
     with `cargo xtask simulate --tch V` for each other version of tch";
 
-const TABLE: &str = "src/insight/operators/lists/table.rs";
+const TABLE: &str = "src/insight/operators/autocast_lists/table.rs";
 const PAGE: &str = "docs/operations.md";
 
 /// The versions of libtorch that the table covers. On the page, an operation without one is on the list of all.

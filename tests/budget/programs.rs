@@ -5,8 +5,8 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::function::{GradConfig, grad};
 use tch_amp::insight::{Budget, BudgetProblem, BudgetReport, BudgetRun};
 use tch_amp::optim::{
-    AdamW, Algorithm, AmpOptimizer, Lion, MasterWeights, Muon, Optimizer, OptimizerBuilder,
-    RmsProp, Sgd, States,
+    AdamW, Algorithm, AmpOptimizer, Lion, MasterWeights, MomentDtype, Muon, Optimizer,
+    OptimizerBuilder, RmsProp, Sgd,
 };
 use tch_amp::recompute::checkpointed;
 use tch_amp::scaler::SpikeConfig;
@@ -148,8 +148,9 @@ fn fused_optimizers_are_within_their_budgets() {
 #[test]
 fn what_meets_a_scale_in_a_correct_program_changes_no_bit() {
     let _alone = alone();
-    let optimizers: [OptimizerBuilder; 3] = [States::F32, States::BFloat16, States::EightBit]
-        .map(|states| AdamW::default().states(states));
+    let optimizers: [OptimizerBuilder; 3] =
+        [MomentDtype::F32, MomentDtype::BFloat16, MomentDtype::EightBit]
+            .map(|states| AdamW::default().moments(states));
     let steps = [Way::Plain, Way::Clipped, Way::UnlessSpike, Way::Penalty, Way::Recomputed];
     for builder in optimizers {
         for way in steps {

@@ -3,13 +3,13 @@
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::optim::{AdamW, Algorithm, MasterWeights, Muon, Optimizer, States};
+use tch_amp::optim::{AdamW, Algorithm, MasterWeights, MomentDtype, Muon, Optimizer};
 
 use crate::common::bits::bits;
 use crate::common::files::Folder;
 use crate::common::python::Oracle;
 
-const MODES: [States; 3] = [States::F32, States::BFloat16, States::EightBit];
+const MODES: [MomentDtype; 3] = [MomentDtype::F32, MomentDtype::BFloat16, MomentDtype::EightBit];
 
 fn adamw() -> AdamW {
     AdamW { betas: (0.9, 0.99), weight_decay: 0.1, ..AdamW::default() }
@@ -21,7 +21,7 @@ fn muon() -> Muon {
 }
 
 /// Each algorithm in each of its modes.
-fn cases() -> Vec<(Algorithm, States)> {
+fn cases() -> Vec<(Algorithm, MomentDtype)> {
     let by_muon = MODES[..2].iter().map(|states| (muon().into(), *states));
     MODES.map(|states| (adamw().into(), states)).into_iter().chain(by_muon).collect()
 }
@@ -33,7 +33,7 @@ struct Run {
 }
 
 impl Run {
-    fn new((algorithm, states): (Algorithm, States), kind: Kind) -> Self {
+    fn new((algorithm, states): (Algorithm, MomentDtype), kind: Kind) -> Self {
         let mut vs = VarStore::new(Device::Cpu);
         let net = nn::linear(vs.root(), 100, 70, Default::default());
         let places = Tensor::arange(7000, (Kind::Float, Device::Cpu));
@@ -50,7 +50,7 @@ impl Run {
         // In Python's order.
         let list = [("weight", &net.ws), ("bias", net.bs.as_ref().unwrap())];
         let list: Vec<_> = list.map(|(name, tensor)| (name, tensor.shallow_clone())).into();
-        let opt = algorithm.master_weights(masters).states(states).build(list, 1e-3).unwrap();
+        let opt = algorithm.master_weights(masters).moments(states).build(list, 1e-3).unwrap();
         Self { vs, net, opt }
     }
 
@@ -124,7 +124,7 @@ fn python_and_this_crate_exchange_f32_moments() {
             [of("bias").unwrap(), of("weight").unwrap_or(0.0)]
         };
         // Muon counts its steps here alone, and with fewer bits.
-        let by_muon = if case.1 == States::F32 { 0.0 } else { 5.0 };
+        let by_muon = if case.1 == MomentDtype::F32 { 0.0 } else { 5.0 };
         let mut run = Run::new(case, Kind::Float);
         run.load(&from[usize::from(is_muon)]);
         assert_eq!(steps(&mut run), [60.0, if is_muon { 0.0 } else { 60.0 }]);
@@ -137,11 +137,11 @@ fn python_and_this_crate_exchange_f32_moments() {
         // The moments in the file are the numbers that the codes stand for: loaded again, they have the same codes.
         let mut again = Run::new(case, Kind::Float);
         again.load(&to);
-        let mut other = Run::new((case.0, States::F32), Kind::Float);
+        let mut other = Run::new((case.0, MomentDtype::F32), Kind::Float);
         other.load(&to);
         let saved = folder.file("again.pt");
         again.save(&saved);
-        let mut third = Run::new((case.0, States::F32), Kind::Float);
+        let mut third = Run::new((case.0, MomentDtype::F32), Kind::Float);
         third.load(&saved);
         assert!(third.bits() == other.bits(), "{case:?}");
     }

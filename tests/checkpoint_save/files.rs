@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::{Folder, content, fill_with};
+use crate::atomic::create_folder_on;
 use crate::atomic::disk::{Disk, Real};
-use crate::atomic::folder::create_folder_on;
 use crate::atomic::place::{Place, is_temporary};
 use crate::atomic::{SaveError, create_folder, remove_leftovers, replace};
 

@@ -6,8 +6,8 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{DistributedError, ProcessGroup};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, OptimizerState, RmsProp,
-    Sgd, States,
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, Optimizer,
+    OptimizerState, RmsProp, Sgd,
 };
 use tch_amp::{Error, GradScaler};
 
@@ -408,10 +408,12 @@ fn moments_of_few_bits_are_divided_and_gathered() {
             .map(|size| Tensor::ones(size, (Kind::Float, Device::Cpu)).set_requires_grad(true))
     };
     let (adamw, muon) = (Algorithm::from(AdamW::default()), Algorithm::from(Muon::default()));
-    for (algorithm, states) in
-        [(adamw, States::EightBit), (adamw, States::BFloat16), (muon, States::BFloat16)]
-    {
-        let builder = algorithm.master_weights(MasterWeights::None).states(states);
+    for (algorithm, states) in [
+        (adamw, MomentDtype::EightBit),
+        (adamw, MomentDtype::BFloat16),
+        (muon, MomentDtype::BFloat16),
+    ] {
+        let builder = algorithm.master_weights(MasterWeights::None).moments(states);
         let build = |weights: &[Tensor]| builder.build(weights, 0.05).unwrap();
         let alone = made();
         let mut opt = build(&alone);

@@ -10,7 +10,7 @@ use tch_amp::gradients::{ClipNorm, clip_grad_norm};
 use tch_amp::graph::Captured;
 use tch_amp::insight::{ScaleHealth, ScaleHistory, Tracer, audit};
 use tch_amp::loss_scale::{DynamicLossScale, LossScale};
-use tch_amp::optim::{AdamW, MasterWeights, Muon, ParamGroup, Sgd, States};
+use tch_amp::optim::{AdamW, MasterWeights, MomentDtype, Muon, ParamGroup, Sgd};
 use tch_amp::scaler::{GradScalerConfig, StepCounter};
 use tch_amp::schedule::ReduceLrOnPlateau;
 use tch_amp::{Autocast, Error, GradScaler, Result, autocast};
@@ -421,8 +421,8 @@ fn steps_go_on_after_a_capture_that_libtorch_refuses_at_its_end() {
     let (adamw, muon) = (Program::new(AdamW::default()), Program::new(Muon::default()));
     let random = MasterWeights::StochasticRounding { seed: 3 };
     for program in [
-        Program { states: States::EightBit, hidden: 256, ..adamw },
-        Program { states: States::BFloat16, hidden: 256, ..muon },
+        Program { moments: MomentDtype::EightBit, hidden: 256, ..adamw },
+        Program { moments: MomentDtype::BFloat16, hidden: 256, ..muon },
         Program { kind: Kind::BFloat16, masters: random, ..adamw },
     ] {
         let [mut training, mut twin] = [(); 2].map(|()| Training::new(program, gpu.device));
@@ -455,7 +455,7 @@ fn steps_go_on_after_a_capture_that_libtorch_refuses_at_its_end() {
 fn a_capture_that_libtorch_refuses_keeps_nothing_of_later_steps() {
     let (Some(gpu), Some(simulation)) = (gpu(), Simulation::find()) else { return };
     let mut training = Training::new(Program::new(AdamW::default()), gpu.device);
-    let program = Program { states: States::EightBit, hidden: 256, ..training.program };
+    let program = Program { moments: MomentDtype::EightBit, hidden: 256, ..training.program };
     let mut low_bit = Training::new(program, gpu.device);
     let mut graph = Captured::new(gpu.device).unwrap();
     refused_at_its_end(&mut training, &mut graph);

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 use tch_amp::average::{Averaging, Ema, Swa};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, RmsProp, Sgd, States,
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, RmsProp, Sgd,
 };
 use tch_amp::scaler::GradScalerConfig;
 
@@ -95,13 +95,15 @@ fn every_mode_of_the_scale_is_replayed() {
 #[test]
 fn low_bit_moments_are_replayed() {
     let (adamw, muon) = (Program::new(AdamW::default()), Program::new(Muon::default()));
-    for (program, states) in
-        [(adamw, States::BFloat16), (adamw, States::EightBit), (muon, States::BFloat16)]
-    {
+    for (program, moments) in [
+        (adamw, MomentDtype::BFloat16),
+        (adamw, MomentDtype::EightBit),
+        (muon, MomentDtype::BFloat16),
+    ] {
         for (kind, masters) in
             [(Kind::Float, MasterWeights::None), (Kind::BFloat16, MasterWeights::Remainder)]
         {
-            let program = Program { states, kind, masters, ..program };
+            let program = Program { moments, kind, masters, ..program };
             assert_same(Program { hidden: 256, ..program }, 40);
         }
     }

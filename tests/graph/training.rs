@@ -10,7 +10,7 @@ use tch_amp::average::{AveragedWeights, Averaging};
 use tch_amp::gradients::clip_grad_norm;
 use tch_amp::graph::Captured;
 use tch_amp::insight::{ScaleHealth, ScaleHistory};
-use tch_amp::optim::{Algorithm, MasterWeights, Optimizer, States};
+use tch_amp::optim::{Algorithm, MasterWeights, MomentDtype, Optimizer};
 use tch_amp::recompute::RecomputedT;
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepCounter, StepOutcome};
 use tch_amp::schedule::{CosineAnnealingLr, LinearLr, Schedule, Scheduler, SequentialLr};
@@ -34,7 +34,7 @@ pub struct Program {
     pub way: Way,
     pub dropout: bool,
     pub averaging: Option<Averaging>,
-    pub states: States,
+    pub moments: MomentDtype,
     pub scaler: GradScalerConfig,
     /// The micro-batches of a window, if gradients are accumulated.
     pub micro_batches: Option<usize>,
@@ -53,7 +53,7 @@ impl Program {
             way: Way::Step,
             dropout: false,
             averaging: None,
-            states: States::F32,
+            moments: MomentDtype::F32,
             scaler: GradScalerConfig {
                 init_scale: 1024.0,
                 growth_interval: 11,
@@ -138,7 +138,7 @@ impl Training {
         let mut opt = program
             .algorithm
             .master_weights(program.masters)
-            .states(program.states)
+            .moments(program.moments)
             .build(&vs, 0.01)
             .unwrap();
         let scheduler = program.is_scheduled.then(|| warm_up_and_cosine().build(&mut opt).unwrap());

@@ -11,20 +11,20 @@ use emulation::{Moments, Momentum, Options, decoded, largest_code};
 use tch::{Device, Kind, Tensor, nn};
 use tch_amp::GradScaler;
 use tch_amp::optim::{
-    Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, OptimizerState, ParamGroup, Sgd,
-    States,
+    Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, Optimizer, OptimizerState,
+    ParamGroup, Sgd,
 };
 
 use crate::common::bits::{bits, canonical};
 use crate::common::for_each_device;
 use crate::common::rng::Rng;
 
-const MODES: [States; 2] = [States::EightBit, States::BFloat16];
+const MODES: [MomentDtype; 2] = [MomentDtype::EightBit, MomentDtype::BFloat16];
 
 /// Each algorithm in each of its modes.
-fn cases() -> [(Algorithm, States); 3] {
+fn cases() -> [(Algorithm, MomentDtype); 3] {
     let [eight_bits, bfloat16] = MODES.map(|states| (AdamW::default().into(), states));
-    [eight_bits, bfloat16, (Muon::default().into(), States::BFloat16)]
+    [eight_bits, bfloat16, (Muon::default().into(), MomentDtype::BFloat16)]
 }
 
 /// A number of the normal distribution (Box and Muller, 1958).
@@ -113,13 +113,13 @@ fn floats(tensor: &Tensor) -> Vec<f32> {
     Vec::try_from(tensor.detach().to_kind(Kind::Float).contiguous().view(-1)).unwrap()
 }
 
-fn build(algorithm: Algorithm, states: States, parameter: &Tensor, lr: f64) -> Optimizer {
-    let builder = algorithm.master_weights(MasterWeights::None).states(states);
+fn build(algorithm: Algorithm, states: MomentDtype, parameter: &Tensor, lr: f64) -> Optimizer {
+    let builder = algorithm.master_weights(MasterWeights::None).moments(states);
     builder.build(&[parameter.shallow_clone()], lr).unwrap()
 }
 
 /// Steps an optimizer and the emulation side by side, and compares all bits after each step.
-fn compare(algorithm: Algorithm, options: &Options, states: States, count: usize, steps: u64) {
+fn compare(algorithm: Algorithm, options: &Options, states: MomentDtype, count: usize, steps: u64) {
     let mut rng = Rng::new(count as u64);
     let start: Vec<f32> = (0..count).map(|_| normal(&mut rng) as f32).collect();
     // Memory that is aligned to 4 bytes only.
@@ -150,10 +150,10 @@ fn compare(algorithm: Algorithm, options: &Options, states: States, count: usize
     let lost: Vec<_> = lost.map(|(index, _)| index).collect();
     let blocks: Vec<_> = [32..64, 96..128, 128..160].into_iter().flatten().collect();
     // With 8 bits a number that is not finite makes its block NaN.
-    let expected = if states == States::EightBit { blocks } else { vec![40, 99, 130] };
+    let expected = if states == MomentDtype::EightBit { blocks } else { vec![40, 99, 130] };
     assert!(expected.iter().all(|index| lost.contains(index)), "{states:?}: {lost:?}");
     let only = |index: &usize| {
-        expected.contains(index) || states == States::EightBit && (160..192).contains(index)
+        expected.contains(index) || states == MomentDtype::EightBit && (160..192).contains(index)
     };
     assert!(lost.iter().all(only), "{states:?}: {lost:?}");
 }
@@ -188,8 +188,8 @@ fn a_step_of_muon_has_the_bits_of_the_definition() {
         let leaf = || Tensor::from_slice(&start).view(size).set_requires_grad(true);
         let (parameter, twin) = (leaf(), leaf());
         let muon = Muon { nesterov, ns_steps: 1, ..Muon::default() };
-        let mut optimizer = build(muon.into(), States::BFloat16, &parameter, 0.1);
-        let mut plain = build(muon.into(), States::F32, &twin, 0.1);
+        let mut optimizer = build(muon.into(), MomentDtype::BFloat16, &parameter, 0.1);
+        let mut plain = build(muon.into(), MomentDtype::F32, &twin, 0.1);
         let mut momentum = Momentum(vec![0; count]);
         let sizes = sizes(count, &mut rng);
         for step in 1..=60 {
@@ -290,7 +290,7 @@ fn largest_update(betas: (f64, f64), count: usize, rng: &mut Rng) -> f64 {
     let parameter =
         Tensor::zeros([count as i64], (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let adamw = AdamW { betas, eps: 0.0, weight_decay: 0.0, ..AdamW::default() };
-    let mut optimizer = build(adamw.into(), States::EightBit, &parameter, 1.0);
+    let mut optimizer = build(adamw.into(), MomentDtype::EightBit, &parameter, 1.0);
     set_gradient(&parameter, &vec![0.0; count]);
     optimizer.step().unwrap();
     load_random_codes(&mut optimizer, count, most, rng);
@@ -349,7 +349,7 @@ fn masters_are_stepped_like_f32_parameters() {
             let start = Tensor::randn([65, 1039], (Kind::Float, Device::Cpu)).to_kind(kind);
             let half = start.copy().set_requires_grad(true);
             let twin = start.to_kind(Kind::Float).set_requires_grad(true);
-            let builder = algorithm.master_weights(masters).states(states);
+            let builder = algorithm.master_weights(masters).moments(states);
             let mut optimizer = builder.build(&[half.shallow_clone()], 1e-3).unwrap();
             let mut plain = build(algorithm, states, &twin, 1e-3);
             for step in 0..8 {
@@ -438,12 +438,12 @@ fn the_memory_format_makes_no_difference() {
 }
 
 /// An AdamW that has taken some steps, and its parameter.
-fn trained(states: States, count: usize) -> (Tensor, Optimizer) {
+fn trained(states: MomentDtype, count: usize) -> (Tensor, Optimizer) {
     trained_by(AdamW::default().into(), states, &[count as i64])
 }
 
 /// An optimizer that has taken some steps, and its parameter.
-fn trained_by(algorithm: Algorithm, states: States, size: &[i64]) -> (Tensor, Optimizer) {
+fn trained_by(algorithm: Algorithm, states: MomentDtype, size: &[i64]) -> (Tensor, Optimizer) {
     let parameter = Tensor::randn(size, (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let mut optimizer = build(algorithm, states, &parameter, 1e-3);
     for _ in 0..20 {
@@ -455,12 +455,12 @@ fn trained_by(algorithm: Algorithm, states: States, size: &[i64]) -> (Tensor, Op
 }
 
 /// How far a moment may be from its nearest value in a mode: half of the distance of two values.
-fn rounding(mode: States, place: usize, numbers: &[Tensor; 2]) -> Tensor {
+fn rounding(mode: MomentDtype, place: usize, numbers: &[Tensor; 2]) -> Tensor {
     let [exp_avg, exp_avg_sq] = numbers;
     match (mode, place) {
-        (States::F32, _) => numbers[place].zeros_like(),
+        (MomentDtype::F32, _) => numbers[place].zeros_like(),
         // 128 values in each power of two.
-        (States::BFloat16, _) => numbers[place].abs() / 256.0,
+        (MomentDtype::BFloat16, _) => numbers[place].abs() / 256.0,
         // 16 values in each power of two of |exp_avg| / S + 1/16, where S is at most the root of the stored exp_avg_sq.
         (_, 0) => (exp_avg.abs() + exp_avg_sq.sqrt() * 1.04 / 16.0) / 32.0,
         // 8 values in each power of two.
@@ -470,7 +470,7 @@ fn rounding(mode: States, place: usize, numbers: &[Tensor; 2]) -> Tensor {
 
 #[test]
 fn a_state_is_loaded_bit_by_bit_and_converted_to_other_modes() {
-    let all = [States::F32, States::BFloat16, States::EightBit];
+    let all = [MomentDtype::F32, MomentDtype::BFloat16, MomentDtype::EightBit];
     for from in all {
         let (parameter, mut optimizer) = trained(from, 4999);
         let saved = optimizer.state_dict().unwrap();
@@ -489,7 +489,7 @@ fn a_state_is_loaded_bit_by_bit_and_converted_to_other_modes() {
             }
             // Back without a step in between, nothing changes.
             let mut back = build(AdamW::default().into(), from, &parameter, 1e-3);
-            if to == States::F32 {
+            if to == MomentDtype::F32 {
                 back.load_state_dict(&other.state_dict().unwrap()).unwrap();
                 assert_eq!(kept(&mut optimizer, "0"), kept(&mut back, "0"), "{from:?} by f32");
             }
@@ -512,7 +512,7 @@ fn moments_of_several_parts_are_converted_like_those_of_one() {
     let firsts: Vec<f32> = (0..count).map(|index| random(index, &mut rng)).collect();
     let seconds: Vec<f32> = firsts.iter().rev().map(|first| first * first).collect();
     for_each_device(|device| {
-        let converted = |from: States, to: States, tensors: BTreeMap<String, Tensor>| {
+        let converted = |from: MomentDtype, to: MomentDtype, tensors: BTreeMap<String, Tensor>| {
             let size = tensors["exp_avg"].size();
             let parameter = Tensor::zeros(size, (Kind::Float, device)).set_requires_grad(true);
             let [mut given, mut other] =
@@ -530,17 +530,18 @@ fn moments_of_several_parts_are_converted_like_those_of_one() {
             let named = [("exp_avg", first), ("exp_avg_sq", second), ("step", step)];
             BTreeMap::from(named.map(|(key, tensor)| (key.to_owned(), tensor)))
         };
-        let codes = converted(States::F32, States::EightBit, moments(0..count));
+        let codes = converted(MomentDtype::F32, MomentDtype::EightBit, moments(0..count));
         let pieces = (0..count).step_by(PIECE).map(|begin| begin..count.min(begin + PIECE));
-        let pieces: Vec<_> =
-            pieces.map(|range| converted(States::F32, States::EightBit, moments(range))).collect();
+        let pieces: Vec<_> = pieces
+            .map(|range| converted(MomentDtype::F32, MomentDtype::EightBit, moments(range)))
+            .collect();
         for key in ["exp_avg", "exp_avg_sq", "exponents"] {
             let parts: Vec<_> = pieces.iter().flat_map(|piece| bits(&piece[key])).collect();
             assert!(bits(&codes[key]) == parts, "{key} on {device:?}");
         }
         let [first, second, exponents] =
             ["exp_avg", "exp_avg_sq", "exponents"].map(|key| bits(&codes[key]));
-        let numbers = converted(States::EightBit, States::F32, codes);
+        let numbers = converted(MomentDtype::EightBit, MomentDtype::F32, codes);
         let [firsts, seconds] = ["exp_avg", "exp_avg_sq"].map(|key| floats(&numbers[key]));
         for index in 0..count {
             let wanted = decoded(first[index] as i8, second[index], exponents[index / 32]);
@@ -553,26 +554,26 @@ fn moments_of_several_parts_are_converted_like_those_of_one() {
 #[test]
 fn a_momentum_is_loaded_bit_by_bit_and_converted_to_the_other_mode() {
     let muon: Algorithm = Muon::default().into();
-    for from in [States::F32, States::BFloat16] {
+    for from in [MomentDtype::F32, MomentDtype::BFloat16] {
         let (parameter, mut optimizer) = trained_by(muon, from, &[70, 65]);
         let saved = optimizer.state_dict().unwrap();
         let buffer = &saved.state["0"]["momentum_buffer"];
-        assert_eq!(saved.state["0"].len(), if from == States::F32 { 1 } else { 2 });
-        for to in [States::F32, States::BFloat16] {
+        assert_eq!(saved.state["0"].len(), if from == MomentDtype::F32 { 1 } else { 2 });
+        for to in [MomentDtype::F32, MomentDtype::BFloat16] {
             let mut other = build(muon, to, &parameter, 1e-3);
             other.load_state_dict(&saved).unwrap();
             let loaded = other.state_dict().unwrap();
             let expected =
-                buffer.to_kind(if to == States::F32 { Kind::Float } else { Kind::BFloat16 });
+                buffer.to_kind(if to == MomentDtype::F32 { Kind::Float } else { Kind::BFloat16 });
             assert_eq!(loaded.state["0"]["momentum_buffer"].kind(), expected.kind());
             assert_eq!(kept(&mut other, "0"), [bits(&expected)], "{from:?} to {to:?}");
             let steps =
                 |state: &OptimizerState| Some(state.state["0"].get("step")?.int64_value(&[]));
-            let expected = (from == to && to == States::BFloat16).then_some(20);
+            let expected = (from == to && to == MomentDtype::BFloat16).then_some(20);
             assert_eq!(steps(&loaded), expected, "{from:?} to {to:?}");
             set_gradient(&parameter, &vec![1e-3; 70 * 65]);
             other.step().unwrap();
-            let expected = (to == States::BFloat16).then_some(expected.unwrap_or(0) + 1);
+            let expected = (to == MomentDtype::BFloat16).then_some(expected.unwrap_or(0) + 1);
             assert_eq!(steps(&other.state_dict().unwrap()), expected, "{from:?} to {to:?}");
         }
     }
@@ -615,7 +616,7 @@ fn moments_take_the_documented_bytes() {
         cases().into_iter().zip([2 * 5005 + 157, 4 * 5005, 2 * 5005])
     {
         let (_parameter, mut optimizer) = trained_by(algorithm, states, &[77, 65]);
-        let reported = optimizer.state_report().unwrap().moment_bytes;
+        let reported = optimizer.memory_usage().unwrap().moment_bytes;
         assert_eq!(reported, expected as u64, "{states:?}");
         let state = optimizer.state_dict().unwrap().state.remove("0").unwrap();
         let bytes = |(key, tensor): (&String, &Tensor)| {
@@ -636,20 +637,20 @@ fn unsupported_optimizers_and_parameters_are_refused_with_a_remedy() {
     let f32s = Tensor::ones([5000], (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let says = |result: tch_amp::Result<Optimizer>, words: &str| {
         let error = result.unwrap_err().to_string();
-        assert!(error.contains(words) && error.contains("States::F32"), "{error}");
+        assert!(error.contains(words) && error.contains("MomentDtype::F32"), "{error}");
     };
     let algorithms: [Algorithm; 2] =
         [Lion::default().into(), Sgd { momentum: 0.9, ..Sgd::default() }.into()];
-    let in_eight_bits = Muon::default().states(States::EightBit);
-    says(in_eight_bits.build(&[f32s.shallow_clone()], 0.1), "`States::BFloat16` or");
+    let in_eight_bits = Muon::default().moments(MomentDtype::EightBit);
+    says(in_eight_bits.build(&[f32s.shallow_clone()], 0.1), "`MomentDtype::BFloat16` or");
     for states in MODES {
         for algorithm in algorithms {
-            let builder = algorithm.master_weights(MasterWeights::None).states(states);
+            let builder = algorithm.master_weights(MasterWeights::None).moments(states);
             says(builder.build(&[f32s.shallow_clone()], 0.1), "only Adam, AdamW and Muon");
         }
         let amsgrad = AdamW { amsgrad: true, ..AdamW::default() };
-        says(amsgrad.states(states).build(&[f32s.shallow_clone()], 0.1), "amsgrad");
-        let muon = Muon { adamw: amsgrad, ..Muon::default() }.states(States::BFloat16);
+        says(amsgrad.moments(states).build(&[f32s.shallow_clone()], 0.1), "amsgrad");
+        let muon = Muon { adamw: amsgrad, ..Muon::default() }.moments(MomentDtype::BFloat16);
         says(muon.build(&[f32s.shallow_clone()], 0.1), "amsgrad");
         for (kind, masters) in [
             (Kind::Double, MasterWeights::None),
@@ -658,14 +659,14 @@ fn unsupported_optimizers_and_parameters_are_refused_with_a_remedy() {
             (Kind::BFloat16, MasterWeights::StochasticRounding { seed: 1 }),
         ] {
             let parameter = f32s.detach().to_kind(kind).set_requires_grad(true);
-            let builder = AdamW::default().states(states).master_weights(masters);
+            let builder = AdamW::default().moments(states).master_weights(masters);
             says(builder.build(&[parameter], 0.1), "MasterWeights::Remainder");
         }
         // Later, by options, by a state and by a cast.
         let mut optimizer = build(AdamW::default().into(), states, &f32s, 0.1);
         let refused = optimizer.set_param_group(0, ParamGroup::new(0.1, amsgrad)).unwrap_err();
         assert!(refused.to_string().contains("amsgrad"), "{refused}");
-        let mut with_maximum = build(amsgrad.into(), States::F32, &f32s, 0.1);
+        let mut with_maximum = build(amsgrad.into(), MomentDtype::F32, &f32s, 0.1);
         set_gradient(&f32s, &[1.0; 5000]);
         with_maximum.step().unwrap();
         let refused = optimizer.load_state_dict(&with_maximum.state_dict().unwrap()).unwrap_err();
@@ -674,7 +675,7 @@ fn unsupported_optimizers_and_parameters_are_refused_with_a_remedy() {
     }
     let vs = nn::VarStore::new(Device::Cpu);
     let w = vs.root().zeros("w", &[5000]);
-    let mut optimizer = AdamW::default().states(States::EightBit).build(&vs, 0.1).unwrap();
+    let mut optimizer = AdamW::default().moments(MomentDtype::EightBit).build(&vs, 0.1).unwrap();
     let mut vs = vs;
     vs.bfloat16();
     w.sum(Kind::BFloat16).backward();
@@ -687,7 +688,7 @@ fn unsupported_optimizers_and_parameters_are_refused_with_a_remedy() {
 
 #[test]
 fn damaged_codes_are_refused() {
-    let (_parameter, mut optimizer) = trained(States::EightBit, 4100);
+    let (_parameter, mut optimizer) = trained(MomentDtype::EightBit, 4100);
     let refuses =
         |change: &dyn Fn(&mut BTreeMap<String, Tensor>), words: &str, optimizer: &mut Optimizer| {
             let before = kept(optimizer, "0");
@@ -722,7 +723,7 @@ fn damaged_codes_are_refused() {
         insert("exponents", Tensor::full([129], exponent, (Kind::Uint8, Device::Cpu)))(
             state.state.get_mut("0").unwrap(),
         );
-        let (parameter, mut other) = trained(States::EightBit, 4100);
+        let (parameter, mut other) = trained(MomentDtype::EightBit, 4100);
         other.load_state_dict(&state).unwrap();
         assert!(moments(&mut other)[1].isnan().all().int64_value(&[]) == 1, "{exponent}");
         other.step().unwrap();
@@ -738,7 +739,7 @@ fn a_frozen_parameter_may_have_any_dtype() {
     let base = Tensor::ones([5000], (Kind::BFloat16, Device::Cpu));
     let adapter = Tensor::ones([5000], (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let both = [base.shallow_clone(), adapter.shallow_clone()];
-    let mut opt = AdamW::default().states(States::EightBit).build(&both, 0.1).unwrap();
+    let mut opt = AdamW::default().moments(MomentDtype::EightBit).build(&both, 0.1).unwrap();
     set_gradient(&adapter, &[1.0; 5000]);
     opt.step().unwrap();
     assert_eq!(opt.state_dict().unwrap().state.len(), 1);
@@ -747,7 +748,7 @@ fn a_frozen_parameter_may_have_any_dtype() {
 /// Codes beyond the bound of other betas are saved and loaded as they are.
 #[test]
 fn a_state_outlives_a_change_of_the_betas() {
-    let (parameter, mut optimizer) = trained(States::EightBit, 4100);
+    let (parameter, mut optimizer) = trained(MomentDtype::EightBit, 4100);
     let betas = (0.9, 0.95);
     optimizer
         .set_param_group(0, ParamGroup::new(1e-3, AdamW { betas, ..AdamW::default() }))
@@ -756,7 +757,7 @@ fn a_state_outlives_a_change_of_the_betas() {
     let largest = Tensor::full([4100], 127, (Kind::Int8, Device::Cpu));
     drop(codes.state.get_mut("0").unwrap().insert("exp_avg".to_owned(), largest));
     optimizer.load_state_dict(&codes).unwrap();
-    let mut other = build(AdamW::default().into(), States::EightBit, &parameter, 1e-3);
+    let mut other = build(AdamW::default().into(), MomentDtype::EightBit, &parameter, 1e-3);
     other.load_state_dict(&optimizer.state_dict().unwrap()).unwrap();
     let codes = kept(&mut optimizer, "0");
     assert!(codes[0].iter().all(|code| *code == 127) && codes == kept(&mut other, "0"));

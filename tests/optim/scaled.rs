@@ -6,8 +6,8 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::gradients::GradientError;
 use tch_amp::optim::{
-    AdamW, Algorithm, AmpOptimizer, MasterWeights, Optimizer, OptimizerError, Parameters, Sgd,
-    States, Step,
+    AdamW, Algorithm, AmpOptimizer, MasterWeights, MomentDtype, Optimizer, OptimizerError,
+    Parameters, Sgd, Step,
 };
 use tch_amp::scaler::{GradScalerConfig, ScalerError, StepCounter};
 use tch_amp::{Error, GradScaler, Result};
@@ -306,7 +306,7 @@ fn all_bits(parameters: &[Tensor], opt: &mut Optimizer) -> Vec<(String, Vec<u8>)
 fn compare_factors(
     algorithm: Algorithm,
     (kind, masters): (Kind, MasterWeights),
-    states: States,
+    states: MomentDtype,
     device: Device,
 ) -> bool {
     let mut rng = Rng::new(5);
@@ -320,7 +320,7 @@ fn compare_factors(
             values.to_kind(kind).to_device(device).set_requires_grad(true)
         };
         let leaves: Vec<_> = sizes.iter().zip(&start).map(leaf).collect();
-        let built = algorithm.master_weights(masters).states(states).build(&leaves, 0.01);
+        let built = algorithm.master_weights(masters).moments(states).build(&leaves, 0.01);
         built.map(|opt| (leaves, opt))
     };
     let (Ok((ours, mut opt)), Ok((theirs, mut twin))) = (build(), build()) else { return false };
@@ -358,7 +358,7 @@ fn compare_factors(
 
 #[test]
 fn a_scale_a_clip_factor_and_a_flag_count_alone_and_together() {
-    let all_states = [States::F32, States::BFloat16, States::EightBit];
+    let all_states = [MomentDtype::F32, MomentDtype::BFloat16, MomentDtype::EightBit];
     for_each_device(|device| {
         for states in all_states {
             let of_weights = |weights| {
@@ -368,8 +368,8 @@ fn a_scale_a_clip_factor_and_a_flag_count_alone_and_together() {
             let compared = WEIGHTS.map(of_weights);
             // AdamW, Adam and, in bf16, Muon, of parameters that are f32 or have masters.
             let wanted = match states {
-                States::BFloat16 => [3, 0, 3, 3, 0, 3],
-                States::EightBit => [2, 0, 2, 2, 0, 2],
+                MomentDtype::BFloat16 => [3, 0, 3, 3, 0, 3],
+                MomentDtype::EightBit => [2, 0, 2, 2, 0, 2],
                 _ => [algorithms().len(); 6],
             };
             assert_eq!(compared, wanted, "{states:?}");

@@ -12,7 +12,7 @@ use tch_amp::distributed::{DistributedDataParallel, ProcessGroup};
 use tch_amp::function::{FunctionResult, GradConfig, grad};
 use tch_amp::gradients::clip_grad_norm;
 use tch_amp::graph::Captured;
-use tch_amp::optim::{AdamW, Algorithm, AmpOptimizer, MasterWeights, Optimizer, Sgd, States};
+use tch_amp::optim::{AdamW, Algorithm, AmpOptimizer, MasterWeights, MomentDtype, Optimizer, Sgd};
 use tch_amp::recompute::checkpointed;
 use tch_amp::scaler::{
     GradScalerConfig, PerLossScalers, SpikeConfig, SpikeDetector, StepCounter, StepOutcome,
@@ -608,8 +608,8 @@ fn optim(program: &Program, vs: &VarStore) -> Result<Optim> {
         (_, true) => MasterWeights::Remainder,
         _ => MasterWeights::None,
     };
-    let states = if program.has(LowBit) { States::BFloat16 } else { States::F32 };
-    let built = algorithm.master_weights(masters).states(states).build(vs, program.lr())?;
+    let states = if program.has(LowBit) { MomentDtype::BFloat16 } else { MomentDtype::F32 };
+    let built = algorithm.master_weights(masters).moments(states).build(vs, program.lr())?;
     Ok(Optim::Fused(Box::new(built)))
 }
 

@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{
-    AdamW, Algorithm, AmpOptimizer, MasterWeights, Muon, Optimizer, States, Step,
+    AdamW, Algorithm, AmpOptimizer, MasterWeights, MomentDtype, Muon, Optimizer, Step,
 };
 
 use crate::common::bits::bits;
@@ -11,10 +11,10 @@ use crate::muon::{FOR_EACH_GROUP, FOR_EACH_WIDE};
 use crate::training::GPUS;
 
 /// Each algorithm in each of its modes.
-fn cases() -> [(Algorithm, States); 3] {
+fn cases() -> [(Algorithm, MomentDtype); 3] {
     let adamw = AdamW::default().into();
     let muon = Muon::default().into();
-    [(adamw, States::EightBit), (adamw, States::BFloat16), (muon, States::BFloat16)]
+    [(adamw, MomentDtype::EightBit), (adamw, MomentDtype::BFloat16), (muon, MomentDtype::BFloat16)]
 }
 
 const WEIGHTS: [(Kind, MasterWeights); 4] = [
@@ -26,12 +26,12 @@ const WEIGHTS: [(Kind, MasterWeights); 4] = [
 
 /// The launches of a step with everything that a scaler may pass, and of each further chunk of 2^20 elements, as the
 /// guide states them: with f32 parameters, and the most with others. For Muon without the orthogonalization.
-fn documented_launches((algorithm, states): (Algorithm, States), kind: Kind) -> (i64, i64) {
+fn documented_launches((algorithm, states): (Algorithm, MomentDtype), kind: Kind) -> (i64, i64) {
     match (algorithm, states, kind) {
         (Algorithm::Muon(_), _, Kind::Float) => (39, 25),
         (Algorithm::Muon(_), _, _) => (46, 37),
-        (_, States::EightBit, Kind::Float) => (124, 89),
-        (_, States::EightBit, _) => (132, 120),
+        (_, MomentDtype::EightBit, Kind::Float) => (124, 89),
+        (_, MomentDtype::EightBit, _) => (132, 120),
         (_, _, Kind::Float) => (85, 50),
         _ => (93, 81),
     }
@@ -44,7 +44,7 @@ struct Training {
 
 impl Training {
     fn new(
-        (algorithm, states): (Algorithm, States),
+        (algorithm, states): (Algorithm, MomentDtype),
         weights: (Kind, MasterWeights),
         devices: &[Device],
         sizes: &[Vec<i64>],
@@ -55,7 +55,7 @@ impl Training {
             numbers(size, index as f64).to_kind(kind).to_device(device).set_requires_grad(true)
         };
         let parameters: Vec<_> = sizes.iter().enumerate().map(parameter).collect();
-        let builder = algorithm.master_weights(masters).states(states);
+        let builder = algorithm.master_weights(masters).moments(states);
         let opt = builder.build(&parameters, 0.01).unwrap();
         Self { parameters, opt }
     }

@@ -1,6 +1,5 @@
 //! The checkpoints of a run in a folder: keeping the last and the best ones, and finding the one to resume from.
 
-mod file;
 #[cfg(test)]
 mod tests;
 
@@ -13,11 +12,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::atomic;
-use crate::checkpoint::folder::file::{name_of, parse};
 use crate::checkpoint::{Checkpoint, CheckpointError, Format, SaveError};
 use crate::error::{Error, Result};
-
-pub use file::{CheckpointFile, Found, Start};
 
 /// How often a folder is listed again because a file vanished before it could be loaded.
 const MAX_LISTINGS: usize = 100;
@@ -358,4 +354,89 @@ fn best_first(files: &mut Vec<CheckpointFile>, goal: MetricGoal) {
         let by_score = key(b).partial_cmp(&key(a)).unwrap_or(Ordering::Equal);
         by_score.then(b.step.cmp(&a.step))
     });
+}
+
+const STEP: &str = "step-";
+const SCORE: &str = "-score-";
+
+/// The longest score, in characters, that is written without an exponent. With an exponent every number takes at most
+/// 24 characters.
+const MAX_DIGITS: usize = 20;
+
+/// A checkpoint in a folder, as described by its file name. The file may be damaged.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct CheckpointFile {
+    /// The step that it was saved under, such as the number of completed steps or epochs.
+    pub step: u64,
+    /// The score that [`save_scored`](crate::checkpoint::CheckpointFolder::save_scored) was called with.
+    pub score: Option<f64>,
+    /// The path of the file.
+    pub path: PathBuf,
+}
+
+/// A checkpoint that was found in a folder, loaded and verified.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Found {
+    /// The file that it was loaded from.
+    pub file: CheckpointFile,
+    /// The loaded checkpoint.
+    pub checkpoint: Checkpoint,
+    /// Why the checkpoints that would have been preferred were skipped.
+    pub damaged: Vec<CheckpointError>,
+}
+
+/// Where a run starts; see [`resume_or_start`](crate::checkpoint::CheckpointFolder::resume_or_start).
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct Start {
+    /// The step of the checkpoint, or 0 for a new run.
+    pub step: u64,
+    /// The checkpoint that the run resumes from; `None` for a new run.
+    pub from: Option<PathBuf>,
+    /// Why newer checkpoints were skipped.
+    pub damaged: Vec<CheckpointError>,
+}
+
+impl CheckpointFile {
+    /// Returns the file at a path if its name is that of a checkpoint and it is not a folder.
+    pub(super) fn at(path: &Path) -> Option<Self> {
+        let (step, score) = parse(path.file_name()?.to_str()?)?;
+        path.is_file().then(|| Self { step, score, path: path.to_owned() })
+    }
+}
+
+/// Returns the name of a checkpoint. Names sort by step up to eight digits, and a score parses back to exactly the same
+/// number.
+pub(super) fn name_of(step: u64, score: Option<f64>, format: Format) -> String {
+    let score = score.map(|score| {
+        let plain = score.to_string();
+        let text = if plain.len() > MAX_DIGITS { format!("{score:e}") } else { plain };
+        format!("{SCORE}{text}")
+    });
+    let ending = ending(format);
+    format!("{STEP}{step:08}{}.{ending}", score.unwrap_or_default())
+}
+
+/// Returns the step and the score in a name, or `None` if it is not the name of a checkpoint.
+pub(super) fn parse(name: &str) -> Option<(u64, Option<f64>)> {
+    let formats = [Format::Safetensors, Format::Torch];
+    formats.into_iter().find_map(|format| {
+        let stem = name.strip_suffix(ending(format))?.strip_suffix('.')?;
+        let (step, score) = match stem.split_once(SCORE) {
+            Some((step, score)) => (step, Some(score.parse().ok()?)),
+            None => (stem, None),
+        };
+        let step = step.strip_prefix(STEP)?.parse().ok()?;
+        // Only names exactly as this crate writes them: a copy under a similar name belongs to the user.
+        (name_of(step, score, format) == name).then_some((step, score))
+    })
+}
+
+fn ending(format: Format) -> &'static str {
+    match format {
+        Format::Safetensors => "safetensors",
+        Format::Torch | Format::TorchByName => "pt",
+    }
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use tch::Kind;
 
-use super::globals::Global;
+use super::Global;
 use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
 use crate::checkpoint::source::Source;

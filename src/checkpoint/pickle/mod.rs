@@ -7,12 +7,12 @@
 //! `machine`, with stand-ins for the classes and functions that `globals` lists. `tree` converts the result to a value,
 //! of which `write` makes a pickle again. `numpy` makes tensors of numpy's arrays.
 
-pub(crate) mod globals;
 mod machine;
 mod numpy;
 mod read;
-mod tree;
 mod write;
+
+use tch::Kind;
 
 pub(crate) use machine::{Bytes, Declared};
 pub(crate) use read::{First, read, read_first};
@@ -78,4 +78,156 @@ mod op {
 
     // Protocol 5.
     pub(super) const BYTEARRAY8: u8 = 0x96;
+}
+
+/// A class or a function that a pickle refers to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Global {
+    OrderedDict,
+    TensorV1,
+    TensorV2,
+    TensorV3,
+    Parameter,
+    ParameterWithState,
+    /// A tensor with attributes of its own, or of a class.
+    FromType,
+    /// A class of tensors without a meaning of its own.
+    TensorClass,
+    Storage(Kind),
+    UntypedStorage,
+    Dtype(Kind),
+    Size,
+    Device,
+    /// A TorchScript module of any class.
+    Module,
+    Counter,
+    /// Makes the bytes of a text: protocol 2 has none.
+    Encode,
+    /// Makes a numpy array, whose content is set afterwards.
+    NumpyArray,
+    /// Makes a numpy array of its content.
+    NumpyFromBuffer,
+    NumpyScalar,
+    NumpyDtype,
+    /// The class of numpy's arrays.
+    NumpyClass,
+}
+
+/// Module and name of some others, whose values have a description that says more than the name. In protocol 2
+/// `builtins` is called `__builtin__`.
+const OTHERS: [(&str, &str, &str); 17] = [
+    (
+        "torch.storage",
+        "_load_from_bytes",
+        "a tensor in a plain pickle, which Python reads and `torch.save` saves as one in a file",
+    ),
+    ("__builtin__", "bytearray", "a bytearray"),
+    ("__builtin__", "set", "a set"),
+    ("__builtin__", "complex", "a complex number"),
+    ("builtins", "bytearray", "a bytearray"),
+    ("builtins", "set", "a set"),
+    ("builtins", "complex", "a complex number"),
+    ("torch._utils", "_rebuild_sparse_tensor", "a sparse tensor"),
+    ("torch._utils", "_rebuild_nested_tensor", "a nested tensor"),
+    ("torch._utils", "_rebuild_qtensor", "a quantized tensor"),
+    ("torch._utils", "_rebuild_meta_tensor_no_storage", "a meta tensor"),
+    ("torch.serialization", "_get_layout", "a layout"),
+    ("torch", "uint16", "a dtype that tch does not have"),
+    ("torch", "uint32", "a dtype that tch does not have"),
+    ("torch", "uint64", "a dtype that tch does not have"),
+    ("torch", "per_tensor_affine", "a quantization scheme"),
+    ("torch", "per_channel_affine", "a quantization scheme"),
+];
+
+/// The name of each dtype, and of its storage class if it has one. Newer dtypes have none. Quantized dtypes are
+/// missing, because quantized tensors are not supported.
+const NAMES: [(Kind, &str, Option<&str>); 17] = [
+    (Kind::Uint8, "uint8", Some("ByteStorage")),
+    (Kind::Int8, "int8", Some("CharStorage")),
+    (Kind::Int16, "int16", Some("ShortStorage")),
+    (Kind::Int, "int32", Some("IntStorage")),
+    (Kind::Int64, "int64", Some("LongStorage")),
+    (Kind::Half, "float16", Some("HalfStorage")),
+    (Kind::Float, "float32", Some("FloatStorage")),
+    (Kind::Double, "float64", Some("DoubleStorage")),
+    (Kind::ComplexHalf, "complex32", None),
+    (Kind::ComplexFloat, "complex64", Some("ComplexFloatStorage")),
+    (Kind::ComplexDouble, "complex128", Some("ComplexDoubleStorage")),
+    (Kind::Bool, "bool", Some("BoolStorage")),
+    (Kind::BFloat16, "bfloat16", Some("BFloat16Storage")),
+    (Kind::Float8e5m2, "float8_e5m2", None),
+    (Kind::Float8e4m3fn, "float8_e4m3fn", None),
+    (Kind::Float8e5m2fnuz, "float8_e5m2fnuz", None),
+    (Kind::Float8e4m3fnuz, "float8_e4m3fnuz", None),
+];
+
+/// Returns the name of a dtype, and that of its storage class if it has one of its own.
+pub(crate) fn names(kind: Kind) -> Option<(&'static str, Option<&'static str>)> {
+    let found = NAMES.iter().find(|(named, ..)| *named == kind);
+    found.map(|&(_, dtype, storage)| (dtype, storage))
+}
+
+/// Returns the class or the function of this name, if a checkpoint needs it.
+pub(super) fn find(module: &str, name: &str) -> Option<Global> {
+    Some(match (module, name) {
+        ("collections", "OrderedDict") => Global::OrderedDict,
+        ("collections", "Counter") => Global::Counter,
+        ("torch._utils", "_rebuild_tensor") => Global::TensorV1,
+        ("torch._utils", "_rebuild_tensor_v2") => Global::TensorV2,
+        ("torch._utils", "_rebuild_tensor_v3") => Global::TensorV3,
+        ("torch._utils", "_rebuild_parameter") => Global::Parameter,
+        ("torch._utils", "_rebuild_parameter_with_state") => Global::ParameterWithState,
+        ("torch._tensor", "_rebuild_from_type" | "_rebuild_from_type_v2") => Global::FromType,
+        ("torch", "Tensor") | ("torch.nn.parameter", "Parameter" | "Buffer") => Global::TensorClass,
+        ("torch.storage", "UntypedStorage") => Global::UntypedStorage,
+        // Protocol 2 has the second for none.
+        ("_codecs", "encode") | ("__builtin__", "bytes") => Global::Encode,
+        ("numpy", "dtype") => Global::NumpyDtype,
+        ("numpy", "ndarray") => Global::NumpyClass,
+        // Before numpy 2 the module had no underscore.
+        ("numpy._core.multiarray" | "numpy.core.multiarray", "_reconstruct") => Global::NumpyArray,
+        ("numpy._core.multiarray" | "numpy.core.multiarray", "scalar") => Global::NumpyScalar,
+        ("numpy._core.numeric" | "numpy.core.numeric", "_frombuffer") => Global::NumpyFromBuffer,
+        ("torch", "Size") => Global::Size,
+        ("torch", "device") => Global::Device,
+        (module, _) if module == "__torch__" || module.starts_with("__torch__.") => Global::Module,
+        ("torch", name) => return dtype_or_storage(name),
+        _ => return None,
+    })
+}
+
+/// Describes what a class or a function makes that [`find`] does not have, if that says more than its name.
+pub(super) fn description(module: &str, name: &str) -> Option<&'static str> {
+    let found = OTHERS.iter().find(|other| (other.0, other.1) == (module, name));
+    found.map(|other| other.2)
+}
+
+/// The storages of quantized tensors, which are not read. The first two hold several elements in a byte.
+const QUANTIZED: [(&str, Kind); 5] = [
+    ("QUInt4x2Storage", Kind::QUInt8),
+    ("QUInt2x4Storage", Kind::QUInt8),
+    ("QInt8Storage", Kind::QInt8),
+    ("QUInt8Storage", Kind::QUInt8),
+    ("QInt32Storage", Kind::QInt32),
+];
+
+/// The storages of the dtypes that have none in Python, as TorchScript names them.
+const OF_TORCH_SCRIPT: [(&str, Kind); 5] = [
+    ("ComplexHalfStorage", Kind::ComplexHalf),
+    ("Float8_e5m2Storage", Kind::Float8e5m2),
+    ("Float8_e4m3fnStorage", Kind::Float8e4m3fn),
+    ("Float8_e5m2fnuzStorage", Kind::Float8e5m2fnuz),
+    ("Float8_e4m3fnuzStorage", Kind::Float8e4m3fnuz),
+];
+
+fn dtype_or_storage(name: &str) -> Option<Global> {
+    let mut others = QUANTIZED.iter().chain(&OF_TORCH_SCRIPT);
+    if let Some((_, kind)) = others.find(|(storage, _)| *storage == name) {
+        return Some(Global::Storage(*kind));
+    }
+    NAMES.iter().find_map(|&(kind, dtype, storage)| match name {
+        _ if name == dtype => Some(Global::Dtype(kind)),
+        _ if Some(name) == storage => Some(Global::Storage(kind)),
+        _ => None,
+    })
 }

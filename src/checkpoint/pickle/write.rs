@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 use tch::Kind;
 
-use super::{globals, op};
+use super::op;
 use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
 use crate::checkpoint::value::{Items, Key, TensorRef, Value, check_keys, element_bytes};
@@ -186,7 +186,7 @@ impl<'a> Pickler<'a> {
     fn tensor(&mut self, tensor: &'a TensorRef) -> Result<(), Problem> {
         let key = &*tensor.storage;
         let refuse = |problem: &str| format!("a tensor in the storage {key} {problem}");
-        let Some((dtype, class)) = globals::names(tensor.kind) else {
+        let Some((dtype, class)) = crate::checkpoint::pickle::names(tensor.kind) else {
             return Err(refuse("is quantized, which is not supported"));
         };
         let Some(&bytes) = self.storages.get(key) else {

@@ -85,7 +85,7 @@ struct Fields {
 impl TryFrom<Fields> for PartManifest {
     type Error = String;
 
-    fn try_from(fields: Fields) -> Result<Self, String> {
+    fn try_from(fields: Fields) -> std::result::Result<Self, String> {
         let Fields {
             kind,
             param_groups,

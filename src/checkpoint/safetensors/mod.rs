@@ -7,7 +7,6 @@
 
 mod manifest;
 mod read;
-mod write;
 
 use safetensors::Dtype;
 use tch::Kind;
@@ -15,8 +14,8 @@ use tch::Kind;
 use crate::checkpoint::limits::{MAX_MANIFEST_BYTES, MAX_VALUES};
 
 pub(crate) use manifest::PartManifest;
+pub(crate) use read::{Layout, Weights, write};
 pub(crate) use read::{is_safetensors, read};
-pub(crate) use write::{Layout, Weights, write};
 
 /// Returns a problem if the manifest's JSON would take too much memory, and `None` otherwise.
 fn too_much(manifest: &str) -> Option<String> {

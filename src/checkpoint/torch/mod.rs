@@ -15,13 +15,13 @@ use std::sync::Arc;
 use crate::atomic::Target;
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::archive::{Archive, Check, Region};
-use crate::checkpoint::convert::{Layout, Reader, Stored};
 use crate::checkpoint::entry::{Entry, Failure};
 use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
 use crate::checkpoint::part::Part;
 use crate::checkpoint::pickle::{self, Bytes, First};
 use crate::checkpoint::source::Source;
+use crate::checkpoint::torch_layout::{Layout, Reader, StorageSource};
 use crate::checkpoint::value::{Text, Value};
 use crate::checkpoint::zip::{self, ZipRecord};
 use crate::error::{Result, shown, unsaveable};
@@ -43,7 +43,7 @@ const MANY_TENSORS: usize = 10_000;
 pub(crate) struct Pickled<'a> {
     pickle: Vec<u8>,
     /// The tensor of each storage, in the order of their keys.
-    storages: Vec<Stored<'a>>,
+    storages: Vec<StorageSource<'a>>,
 }
 
 /// Lays out the parts, the parameters of optimizers by names or by numbers. Returns an error for a part that cannot be
@@ -77,8 +77,9 @@ fn planned(layout: Layout<'_>) -> Result<Pickled<'_>> {
 }
 
 /// Returns the key and the size in bytes of each storage.
-fn lengths(storages: &[Stored<'_>]) -> Vec<(String, u64)> {
-    let key = |(index, stored): (usize, &Stored<'_>)| (index.to_string(), stored.len() as u64);
+fn lengths(storages: &[StorageSource<'_>]) -> Vec<(String, u64)> {
+    let key =
+        |(index, stored): (usize, &StorageSource<'_>)| (index.to_string(), stored.len() as u64);
     storages.iter().enumerate().map(key).collect()
 }
 

@@ -4,8 +4,6 @@
 //! to and from it, and a safetensors file holds it as `json`. The objects in a file in PyTorch's format can also be
 //! tuples, dicts with other keys, tensors, and what this crate knows only by name.
 
-mod de;
-mod json;
 mod ser;
 #[cfg(test)]
 mod tests;

@@ -1,30 +1,27 @@
 //! Data-parallel training.
 
-mod averaged;
-mod model;
-mod options;
-
 use std::any::Any;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use tch::nn::VarStore;
-use tch::{Kind, Tensor, no_grad};
+use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::autocast::first_dtype;
-use crate::distributed::call::Comparison;
 use crate::distributed::collectives::refuse_unusable;
 use crate::distributed::data_parallel::records;
+use crate::distributed::group::Comparison;
 use crate::distributed::group::{LivingModel, ProcessGroup};
 use crate::error::{DistributedError, Error, Result, VariableChange, ensure_defined};
-use crate::ffi::distributed::{self as ffi, Reducer, ReducerOptions};
-use crate::ffi::gradients_drop;
+use crate::ffi::distributed::{Reducer, ReducerOptions, unwritable};
+use crate::ffi::{self, Gradient, gradients_drop, sizes};
+use crate::optim::parameters::{Named, TrackedVariables};
 use crate::panics;
 use crate::scaler::{self, GradScaler};
-pub(crate) use averaged::any_is_averaged;
-use model::DistributedModel;
-pub use options::DdpConfig;
+use crate::variables::{named, variables};
 
 /// Averages the gradients of a model over the ranks of a group while the backward pass runs, so that all ranks train
 /// the same model on different data. Corresponds to `torch.nn.parallel.DistributedDataParallel`, and uses its engine,
@@ -373,7 +370,11 @@ impl DistributedDataParallel {
 
     /// Runs a part of a pass that communicates. After one has failed, neither the group nor the connections of the
     /// model can be used any more.
-    fn run<T>(&self, pass: &'static str, call: impl FnOnce(&ffi::Group) -> Result<T>) -> Result<T> {
+    fn run<T>(
+        &self,
+        pass: &'static str,
+        call: impl FnOnce(&ffi::distributed::Group) -> Result<T>,
+    ) -> Result<T> {
         let handle = self.own.handle(pass)?;
         let result = catch_unwind(AssertUnwindSafe(|| call(&handle)));
         drop(handle);
@@ -488,5 +489,268 @@ struct Within<'a> {
 impl Drop for Within<'_> {
     fn drop(&mut self) {
         self.ddp.syncs = self.was;
+    }
+}
+
+/// The parameters of a distributed model, which keeps them alive for longer than this, and their identities.
+#[derive(Debug)]
+pub(super) struct Averaged {
+    identities: Arc<HashSet<usize>>,
+    /// Locked, because threads cannot share tensors.
+    parameters: Mutex<Vec<Tensor>>,
+    /// Whether gradients of this rank alone have been accumulated.
+    is_alone: AtomicBool,
+}
+
+/// Those of all distributed models of the process.
+static MODELS: Mutex<Vec<Weak<HashSet<usize>>>> = Mutex::new(Vec::new());
+
+impl Averaged {
+    pub(super) fn note(parameters: &[(String, Tensor)]) -> Result<Self> {
+        let tensors: Vec<_> = parameters.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
+        let identities: Arc<HashSet<_>> =
+            Arc::new(ffi::identities(&tensors)?.into_iter().collect());
+        let mut models = MODELS.lock().unwrap_or_else(PoisonError::into_inner);
+        models.retain(|model| model.strong_count() > 0);
+        models.push(Arc::downgrade(&identities));
+        let parameters = Mutex::new(tensors);
+        Ok(Self { identities, parameters, is_alone: AtomicBool::new(false) })
+    }
+}
+
+impl Averaged {
+    /// Notes whether gradients of this rank alone have been accumulated, and returns whether they had before.
+    pub(super) fn set_alone(&self, is_alone: bool) -> bool {
+        self.is_alone.swap(is_alone, Ordering::Relaxed)
+    }
+
+    /// Whether there are gradients. If they cannot be inspected, there may be some.
+    fn has_gradients(&self) -> bool {
+        let parameters = self.parameters.lock().unwrap_or_else(PoisonError::into_inner);
+        let gradients = ffi::gradients_inspect(&parameters);
+        gradients.map_or(true, |gradients| gradients.iter().any(Gradient::exists))
+    }
+}
+
+impl scaler::Averaged for Averaged {
+    fn is_alone(&self) -> bool {
+        // What was accumulated and then dropped is no part of a sum.
+        self.is_alone.load(Ordering::Relaxed) && self.has_gradients()
+    }
+
+    fn has_any(&self, identities: &[usize]) -> bool {
+        identities.iter().any(|identity| self.identities.contains(identity))
+    }
+}
+
+/// Whether a distributed model averages the gradients of any of these parameters.
+pub(crate) fn any_is_averaged(parameters: &[Tensor]) -> Result<bool> {
+    let models: Vec<_> = {
+        let models = MODELS.lock().unwrap_or_else(PoisonError::into_inner);
+        models.iter().filter_map(Weak::upgrade).collect()
+    };
+    if models.is_empty() {
+        return Ok(false);
+    }
+    let identities = ffi::identities(parameters)?;
+    Ok(identities.iter().any(|identity| models.iter().any(|model| model.contains(identity))))
+}
+
+/// What the ranks have to agree on.
+#[derive(Debug)]
+pub(super) struct DistributedModel {
+    // Before the parameters, because it counts on their being alive.
+    pub(super) averaged: Arc<Averaged>,
+    store: TrackedVariables,
+    /// How many names the variables had when the ranks compared them.
+    names: usize,
+    /// The variables that require gradients, in the order in which they were added.
+    pub(super) parameters: Vec<(String, Tensor)>,
+    /// All others: the frozen ones, and then the buffers in the order of their names. They are broadcast once.
+    pub(super) others: Vec<(String, Tensor)>,
+    /// The buffers among these, which are broadcast before each forward pass.
+    pub(super) buffers: Vec<Tensor>,
+    /// What the buffers were when the ranks compared them.
+    compared: Vec<(Kind, Device, Vec<i64>)>,
+}
+
+/// What has to be the same on all ranks for a broadcast.
+fn form(tensor: &Tensor) -> Result<(Kind, Device, Vec<i64>)> {
+    Ok((tensor.f_kind()?, tensor.device(), sizes(tensor)?))
+}
+
+/// The place of a device in a list, which it is added to.
+fn place_of(devices: &mut Vec<Device>, device: Device) -> usize {
+    devices.iter().position(|known| *known == device).unwrap_or_else(|| {
+        devices.push(device);
+        devices.len() - 1
+    })
+}
+
+impl DistributedModel {
+    /// The device of the first parameter.
+    pub(super) fn device(&self) -> Device {
+        self.parameters.first().map_or(Device::Cpu, |(_, parameter)| parameter.device())
+    }
+
+    pub(super) fn new(vs: &VarStore) -> Result<Self> {
+        let mut store = TrackedVariables::new(vs);
+        let (added, count) = store.added(&HashSet::new())?;
+        store.taken(count);
+        let names = store.named();
+        let mut rest: BTreeMap<_, _> = named(variables(vs)?).into_iter().collect();
+        let (mut parameters, mut others) = (Vec::new(), Vec::new());
+        for Named { names, tensor, .. } in added {
+            let name = names.map(|names| names.first).unwrap_or_default();
+            drop(rest.remove(&name));
+            let list = if tensor.requires_grad() { &mut parameters } else { &mut others };
+            list.push((name, tensor));
+        }
+        let buffers: Vec<_> = rest.values().map(Tensor::shallow_clone).collect();
+        let compared = buffers.iter().map(form).collect::<Result<_>>()?;
+        others.extend(rest);
+        let averaged = Arc::new(Averaged::note(&parameters)?);
+        Ok(Self { averaged, store, names, parameters, others, buffers, compared })
+    }
+
+    /// Returns a buffer that can no longer be broadcast, by its name, and what has happened to it.
+    pub(super) fn changed_buffer(&self) -> Result<Option<(&str, VariableChange)>> {
+        let names = self.others.iter().skip(self.others.len() - self.buffers.len());
+        let names: Vec<_> = names.map(|(name, _)| name.as_str()).collect();
+        for ((buffer, compared), name) in self.buffers.iter().zip(&self.compared).zip(&names) {
+            let (kind, device, size) = form(buffer)?;
+            let change = match compared {
+                _ if buffer.is_sparse() => VariableChange::MadeSparse,
+                (was, ..) if *was != kind => VariableChange::Cast,
+                (_, was, _) if *was != device => VariableChange::Moved,
+                (.., was) if *was != size => VariableChange::Reshaped,
+                _ => continue,
+            };
+            return Ok(Some((name, change)));
+        }
+        let unwritable = unwritable(&self.buffers)?.and_then(|index| names.get(index));
+        Ok(unwritable.map(|name| (*name, VariableChange::Expanded)))
+    }
+
+    /// Whether variables were added since.
+    pub(super) fn has_more(&self) -> bool {
+        self.store.has_more() || self.store.named() > self.names
+    }
+
+    /// One line for each variable. The devices are counted, because those of two ranks may have different numbers.
+    fn lines(&self) -> String {
+        let mut devices = Vec::new();
+        let mut line = |what: &str, (name, tensor): &(String, Tensor)| {
+            let place = match place_of(&mut devices, tensor.device()) {
+                0 => String::new(),
+                place => format!(" on device {} of the model", place + 1),
+            };
+            format!("{what} {name:?}, {:?} {:?}{place}\n", tensor.kind(), tensor.size())
+        };
+        let parameters: String =
+            self.parameters.iter().map(|named| line("the parameter", named)).collect();
+        let others = self.others.iter().map(|named| line("the buffer or frozen parameter", named));
+        parameters + &others.collect::<String>()
+    }
+
+    /// Returns an error unless all ranks have the same model. It names the first difference.
+    pub(super) fn compare(&self, group: &ProcessGroup) -> Result<()> {
+        let lines = self.lines();
+        let hash = xxhash_rust::xxh3::xxh3_64(lines.as_bytes());
+        group.compare_lines("DistributedDataParallel of a model", Ok(hash), || lines)
+    }
+}
+
+/// The options of [`DistributedDataParallel`], with PyTorch's defaults.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DdpConfig {
+    /// Whether buffers, such as the statistics of BatchNorm, are overwritten by those of rank 0 before a forward pass;
+    /// `true` by default.
+    pub broadcast_buffers: bool,
+    /// The size in MiB of the buckets in which gradients are communicated; 25 by default, with a first one of 1 MiB.
+    pub bucket_cap_mb: Option<f64>,
+    /// Whether the loss may depend on different parameters in each iteration. Finding those that it does not depend on
+    /// takes time in every iteration; `false` by default.
+    pub find_unused_parameters: bool,
+    /// Whether the gradients are views of the buckets, which saves the memory of the gradients, and a copy; `false` by
+    /// default.
+    pub gradient_as_bucket_view: bool,
+    /// The half-precision dtype in which gradients are communicated, which halves the traffic of f32 parameters; `None`
+    /// by default.
+    /// Corresponds to the communication hooks `fp16_compress_hook` and `bf16_compress_hook`.
+    pub compression: Option<Kind>,
+    /// Whether gradients are divided by the number of ranks before they are converted. PyTorch's hooks convert first,
+    /// so that fp16 overflows if the scaled gradient of a rank exceeds 65504; `false` by default, which gives PyTorch's
+    /// bits.
+    pub divide_first: bool,
+    /// Whether the ranks compare which model's pass they are about to run, before it communicates; `true` by default.
+    /// If they disagree, each gets an error. Without the comparison they would wait for each other, or gloo would abort
+    /// the process. It costs a message of 256 bytes in each backward pass, and in each forward pass that communicates.
+    /// A backward pass computes while the ranks compare, on a GPU until the first bucket is full, if it can be undone:
+    /// no parameter has a gradient before it, it is not the first one, and neither another model nor a function of this
+    /// one, such as that of [`SyncBatchNorm`](crate::distributed::SyncBatchNorm), uses the group. Any other pass waits
+    /// until they have compared. A function of your own that uses the group in its backward pass has to use it in its
+    /// forward pass as well, or to turn the comparison off. PyTorch compares only with
+    /// `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+    pub compare_passes: bool,
+}
+
+impl Default for DdpConfig {
+    fn default() -> Self {
+        Self {
+            broadcast_buffers: true,
+            bucket_cap_mb: None,
+            find_unused_parameters: false,
+            gradient_as_bucket_view: false,
+            compression: None,
+            divide_first: false,
+            compare_passes: true,
+        }
+    }
+}
+
+impl DdpConfig {
+    /// Distributes a model: from now on, the gradients of all variables of `vs` that require gradients are averaged
+    /// over the ranks, which all call this. The parameters and buffers of rank 0 are copied to the other ranks. The
+    /// model communicates through connections of its own, so other uses of the group do not disturb its passes.
+    ///
+    /// # Errors
+    ///
+    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) if the options of the ranks
+    /// differ, or the names, shapes or dtypes of their variables, or how these are divided among devices, with the
+    /// first difference;
+    /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not
+    /// answer;
+    /// [`Error::InvalidArgument`] for an option that cannot be used, for a `VarStore` without trainable variables, and
+    /// for a variable that cannot be sent, such as an expanded or a complex one.
+    pub fn build(&self, group: &ProcessGroup, vs: &VarStore) -> Result<DistributedDataParallel> {
+        DistributedDataParallel::with_options(group, vs, self)
+    }
+
+    pub(super) fn to_ffi(self) -> Result<ReducerOptions> {
+        let bucket_bytes = match self.bucket_cap_mb {
+            None => 0,
+            Some(size) if size > 0.0 && size <= 1e6 => ((size * 1048576.0) as i64).max(1),
+            Some(size) => {
+                let rule = "more than 0 and at most 1000000";
+                return Err(Error::out_of_range("bucket_cap_mb", size, rule));
+            }
+        };
+        let compression = match self.compression {
+            None => ffi::distributed::Compression::None,
+            Some(Kind::Half) => ffi::distributed::Compression::Fp16,
+            Some(Kind::BFloat16) => ffi::distributed::Compression::Bf16,
+            Some(kind) => {
+                let problem = format!("is {kind:?}, but must be Half or BFloat16");
+                return Err(Error::InvalidArgument { name: "compression", problem });
+            }
+        };
+        Ok(ReducerOptions {
+            bucket_bytes,
+            compression,
+            divide_first: self.divide_first,
+            find_unused_parameters: self.find_unused_parameters,
+            gradient_as_bucket_view: self.gradient_as_bucket_view,
+        })
     }
 }

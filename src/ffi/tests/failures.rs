@@ -198,8 +198,8 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         }
         #[cfg(feature = "distributed")]
         {
-            fails(&|| ffi::random::permutation(3, 1).map(drop));
-            fails(&|| ffi::random::seed(Device::Cpu, 1));
+            fails(&|| ffi::distributed::random_permutation(3, 1).map(drop));
+            fails(&|| ffi::distributed::seed(Device::Cpu, 1));
             let second = std::time::Duration::from_secs(1);
             let store = ffi::distributed::Store::in_process(second).unwrap();
             fails(&|| ffi::distributed::check_interface(None, Some("127.0.0.1")));

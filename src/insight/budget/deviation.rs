@@ -84,8 +84,8 @@ impl Noise {
         multiple(deviation.error, self.error)
     }
 
-    /// The smaller of the multiples of the error and of the median. Where a ReLU switches in half precision and in no noise
-    /// run, the error grows alone.
+    /// The smaller of the multiples of the error and of the median. Where a ReLU switches in half precision and in no
+    /// noise run, the error grows alone.
     pub(super) fn of_gradient(&self, deviation: &Deviation) -> f64 {
         let of_median = multiple(deviation.median, self.median);
         self.of_error(deviation).min(of_median)

@@ -1,18 +1,21 @@
 //! Whether half precision does no more to an iteration than rounding.
 
 mod blame;
-mod checks;
 mod deviation;
 mod program;
 mod report;
 mod unrounded;
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 
+use deviation::{Deviation, root_mean_square};
+use program::{Iterate, Iterated, Mode, Observed, Program};
+use report::{KEPT, Measured, MeasuredQuantity};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
+use unrounded::Unrounded;
 
-use crate::capture;
 use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
 use crate::ffi::emulation::Rounding;
@@ -20,11 +23,7 @@ use crate::ffi::insight::RecordingMode;
 use crate::insight::dtype::Dtype;
 use crate::optim::AmpOptimizer;
 use crate::patterns::matches_any;
-use crate::{Autocast, GradScaler};
-use deviation::{Deviation, root_mean_square};
-use program::{Iterate, Iterated, Mode, Observed, Program};
-use report::{KEPT, Measured, MeasuredQuantity};
-use unrounded::Unrounded;
+use crate::{Autocast, GradScaler, capture};
 
 pub use report::{
     BudgetFile, BudgetOperator, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRow, ScaleFault,
@@ -141,8 +140,8 @@ impl<'a> Budget<'a> {
         self
     }
 
-    /// Allows that outputs, buffers and gradients whose names match the pattern consist of numbers that are too small for
-    /// fp16, so that rounding is as large as they are and nothing can be told about them. Without this such a
+    /// Allows that outputs, buffers and gradients whose names match the pattern consist of numbers that are too small
+    /// for fp16, so that rounding is as large as they are and nothing can be told about them. Without this such a
     /// [row](BudgetRow::lost) is over budget.
     #[must_use]
     pub fn allow_underflow(mut self, pattern: &str) -> Self {
@@ -150,11 +149,11 @@ impl<'a> Budget<'a> {
         self
     }
 
-    /// Runs the iteration eight times and compares: twice in half precision; in f32; in f32 with a scale and with regions
-    /// that are on, which must not change a bit; and in four noise runs. If a quantity is over its limit and nothing else
-    /// differs, eight more noise runs decide; if it is the loss, an output or a buffer, six more runs find the first
-    /// operator. If a bit changes without rounding, three to seven more runs find out why; and in fp16 two more tell
-    /// numbers that are too small for it from those that are rounding alone.
+    /// Runs the iteration eight times and compares: twice in half precision; in f32; in f32 with a scale and with
+    /// regions that are on, which must not change a bit; and in four noise runs. If a quantity is over its limit and
+    /// nothing else differs, eight more noise runs decide; if it is the loss, an output or a buffer, six more runs find
+    /// the first operator. If a bit changes without rounding, three to seven more runs find out why; and in fp16 two
+    /// more tell numbers that are too small for it from those that are rounding alone.
     ///
     /// `iteration` is one whole step of training and returns its unscaled loss, one number; with accumulation, the sum
     /// over the micro-batches. It clears gradients, computes the loss in [`BudgetRun::region`], runs backward and steps
@@ -365,7 +364,7 @@ impl<'a> Runner<'a> {
         let branches = unrounded.branches(measured);
         let mut problems = unrounded.problems;
         let budget = self.budget;
-        problems.extend(checks::problems(f32, half, self.program.dtype(), budget, measured));
+        problems.extend(found_problems(f32, half, self.program.dtype(), budget, measured));
         problems.extend(branches);
         problems
     }
@@ -378,7 +377,7 @@ impl<'a> Runner<'a> {
         allowance: f64,
     ) -> Result<Vec<BudgetRow>> {
         let is_allowed = |name: &str| matches_any(&self.budget.underflow, name);
-        let lost = checks::lost(f32, half, measured, is_allowed)?;
+        let lost = lost(f32, half, measured, is_allowed)?;
         Ok(report::rows(self.program.dtype(), measured, &compared(f32, half)?, &lost, allowance))
     }
 
@@ -565,4 +564,144 @@ fn device_name(device: Device) -> String {
         Device::Cuda(_) => "cuda".to_owned(),
         other => format!("{other:?}").to_lowercase(),
     }
+}
+
+/// What differs between an iteration in half precision and the same in f32.
+fn found_problems(
+    f32: &Observed,
+    half: &Observed,
+    dtype: Kind,
+    budget: &Budget<'_>,
+    measured: &Measured,
+) -> Vec<BudgetProblem> {
+    let mut problems = of_operators(f32, half, dtype);
+    problems.extend(of_dtypes(f32, half));
+    problems.extend(of_gradients(f32, half, budget, measured));
+    problems.extend(untrained(f32, half, &budget.unused));
+    problems.extend(of_steps(f32, half));
+    if f32.random != half.random {
+        problems.push(BudgetProblem::RandomNumbers);
+    }
+    let not_finite = names(half.not_finite.difference(&f32.not_finite));
+    if !not_finite.is_empty() {
+        problems.push(BudgetProblem::NotFinite(not_finite));
+    }
+    if half.scale.log2().fract() != 0.0 {
+        problems.push(BudgetProblem::Scale(half.scale));
+    }
+    problems
+}
+
+fn of_operators(f32: &Observed, half: &Observed, dtype: Kind) -> Vec<BudgetProblem> {
+    let other = half.returned.iter().find(|&&kind| kind != dtype);
+    // A region that is switched off has f32, which is not among these.
+    let nothing = dtype != Kind::Float && !half.returned.contains(&dtype);
+    let in_f32 = f32.returned.first();
+    let other = other.map(|&kind| BudgetProblem::OtherHalf(kind.into()));
+    let in_f32 = in_f32.map(|&kind| BudgetProblem::HalfInF32(kind.into()));
+    let nothing = nothing.then_some(BudgetProblem::NothingInHalf);
+    [other, nothing, in_f32].into_iter().flatten().collect()
+}
+
+fn of_dtypes(f32: &Observed, half: &Observed) -> Vec<BudgetProblem> {
+    let beside = f32.dtypes.iter().map(|(name, &of_f32)| (name, of_f32, half.dtypes.get(name)));
+    let differ = beside.filter_map(|(name, f32, half)| Some((name, f32, *half?)));
+    let differ = differ.filter(|(_, f32, half)| f32 != half);
+    differ.map(|(name, f32, half)| BudgetProblem::Dtype { name: name.clone(), f32, half }).collect()
+}
+
+/// Where a gradient is rounding alone, that decides whether it is zero, and whether it is too small to change a
+/// parameter.
+fn of_gradients(
+    f32: &Observed,
+    half: &Observed,
+    budget: &Budget<'_>,
+    measured: &Measured,
+) -> Vec<BudgetProblem> {
+    let alone = |one: &BTreeSet<String>, other: &BTreeSet<String>| names(one.difference(other));
+    let exact = |one: &BTreeSet<String>, other: &BTreeSet<String>| {
+        let mut names = alone(one, other);
+        names.retain(|name| {
+            let is_allowed = matches_any(&budget.underflow, name);
+            let known = measured.gradient(name);
+            !known.is_some_and(|known| known.is_only_noise() && (is_allowed || !known.underflows()))
+        });
+        names
+    };
+    let all = [
+        BudgetProblem::Gradients {
+            missing: alone(&half.without_gradient, &f32.without_gradient),
+            added: alone(&f32.without_gradient, &half.without_gradient),
+        },
+        BudgetProblem::ZeroGradients {
+            half: exact(&half.zero_gradient, &f32.zero_gradient),
+            f32: exact(&f32.zero_gradient, &half.zero_gradient),
+        },
+        BudgetProblem::Unchanged {
+            half: exact(&half.unchanged, &f32.unchanged),
+            f32: exact(&f32.unchanged, &half.unchanged),
+        },
+    ];
+    all.into_iter().filter(|problem| !problem.is_empty()).collect()
+}
+
+fn untrained(f32: &Observed, half: &Observed, unused: &[String]) -> Option<BudgetProblem> {
+    let nothing = |run: &Observed| &run.without_gradient | &run.zero_gradient;
+    let mut untrained = names(nothing(f32).intersection(&nothing(half)));
+    untrained.retain(|name| !matches_any(unused, name));
+    (!untrained.is_empty()).then_some(BudgetProblem::Untrained(untrained))
+}
+
+/// No step at all, or the first parameter that was stepped more or less often. A skipped step is another problem.
+fn of_steps(f32: &Observed, half: &Observed) -> Option<BudgetProblem> {
+    let is_still = |run: &Observed| {
+        run.steps.keys().all(|name| run.unchanged.contains(name))
+            && run.steps.values().all(|&steps| steps == 0)
+    };
+    if is_still(f32) && is_still(half) && !half.is_skipped {
+        return Some(BudgetProblem::NotStepped);
+    }
+    let beside = f32
+        .steps
+        .iter()
+        .map(|(name, &of_f32)| (name.clone(), of_f32, half.steps.get(name).copied().unwrap_or(0)));
+    let mut differ = beside.filter(|(_, f32, half)| f32 != half);
+    let (name, f32, of_half) = differ.next().filter(|_| !half.is_skipped)?;
+    Some(BudgetProblem::Steps { name, f32, half: of_half })
+}
+
+fn names<'a>(names: impl Iterator<Item = &'a String>) -> Vec<String> {
+    names.cloned().collect()
+}
+
+/// For each quantity that is too small for the dtype, so that noise is as large as it is, the share of its numbers that
+/// become zero in half precision.
+fn lost(
+    f32: &Observed,
+    half: &Observed,
+    measured: &Measured,
+    is_allowed: impl Fn(&str) -> bool,
+) -> Result<Vec<Option<f64>>> {
+    let halves = half.by_name();
+    let share = |(known, f): (&MeasuredQuantity, &(BudgetQuantity, String, Tensor))| {
+        let is_judged = !matches!(known.quantity, BudgetQuantity::Update | BudgetQuantity::Loss);
+        if !is_judged || !known.underflows() || is_allowed(&known.name) {
+            return Ok(None);
+        }
+        let half = halves.get(&(known.quantity, known.name.as_str()));
+        half.map(|half| share_of_zeros(&f.2, half)).transpose()
+    };
+    measured.quantities.iter().zip(&f32.values).map(share).collect()
+}
+
+/// The share of the numbers of `f` that are not zero and are in `h`.
+fn share_of_zeros(f: &Tensor, h: &Tensor) -> Result<f64> {
+    let _own = OutsideRegions::enter();
+    let count = |t: Tensor| -> Result<f64> { Ok(t.f_sum(Kind::Double)?.f_double_value(&[])?) };
+    if f.size() != h.size() {
+        return Ok(0.0);
+    }
+    let is_number = f.f_to_kind(Kind::Bool)?;
+    let zeros = count(is_number.f_logical_and(&h.f_logical_not()?)?)?;
+    Ok(zeros / count(is_number)?.max(1.0))
 }

@@ -12,13 +12,13 @@ use crate::error::{Error, Result, ensure_defined};
 use crate::ffi::emulation::{Emulated, Emulation, Regions, Rounding};
 use crate::ffi::insight::RecordingMode;
 use crate::ffi::{self, OutsideRegions};
-use crate::gradients::Taken;
+use crate::gradients::StashedGradients;
 use crate::insight::dtype::Dtype;
 use crate::insight::recording::Recording;
 use crate::insight::rerun::{Repeatable, emulated, is_finite};
 use crate::optim::{AmpOptimizer, Step, watched};
 use crate::precision::{MatmulPrecision, MatmulPrecisionGuard};
-use crate::recompute::random::RandomStates;
+use crate::recompute::RandomStates;
 use crate::scaler::GradScalerConfig;
 use crate::{Autocast, GradScaler};
 
@@ -38,8 +38,8 @@ pub(super) type Iterate<'a> = dyn FnMut(&mut BudgetRun) -> Result<Iterated> + 'a
 pub(super) enum Mode {
     F32,
     Half,
-    /// In f32, with all that is different in half precision but the precision: regions are open, and what half precision
-    /// rounds is rounded so.
+    /// In f32, with all that is different in half precision but the precision: regions are open, and what half
+    /// precision rounds is rounded so.
     Emulated(Rounding),
 }
 
@@ -74,7 +74,7 @@ pub(super) struct Program {
     emulated: Emulated,
     /// Whether everything is in f32: the region is switched off, and no variable is in half precision.
     pub(super) is_f32: bool,
-    _gradients: Taken,
+    _gradients: StashedGradients,
 }
 
 /// What an iteration left.
@@ -190,7 +190,7 @@ impl Program {
             repeatable,
             variables,
             emulated: emulated(&region)?,
-            _gradients: Taken::from(handles)?,
+            _gradients: StashedGradients::from(handles)?,
         })
     }
 

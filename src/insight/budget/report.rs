@@ -59,14 +59,14 @@ pub struct BudgetRow {
     /// How many times as large it is as in f32: ⟨h, f⟩ / ⟨f, f⟩ for h in half precision and f in f32.
     #[serde(with = "numbers")]
     pub factor: f64,
-    /// How far it is from f32, as a multiple of the noise: by the norm of the difference; for an update by its median; and
-    /// for a gradient by the smaller of the two, or a quarter of that by the norm if this is larger.
+    /// How far it is from f32, as a multiple of the noise: by the norm of the difference; for an update by its median;
+    /// and for a gradient by the smaller of the two, or a quarter of that by the norm if this is larger.
     #[serde(with = "numbers")]
     pub multiple: f64,
     /// The multiple that is allowed.
     pub limit: f64,
-    /// If nothing can be told, because the numbers are so small in fp16 that rounding is as large as they are: the share
-    /// that becomes zero. The row is over budget then;
+    /// If nothing can be told, because the numbers are so small in fp16 that rounding is as large as they are: the
+    /// share that becomes zero. The row is over budget then;
     /// [`Budget::allow_underflow`](super::Budget::allow_underflow) makes it one that is judged by its multiple.
     pub lost: Option<f64>,
 }
@@ -173,11 +173,11 @@ pub enum ScaleFault {
     /// They are too small by the scale: they are unscaled twice, or clipped before they are unscaled, or their loss was
     /// not scaled.
     UnscaledTwice,
-    /// This part of their norm is too small by the scale: that of one of several losses that was not scaled, or what the
-    /// program adds to the gradients before they are unscaled.
+    /// This part of their norm is too small by the scale: that of one of several losses that was not scaled, or what
+    /// the program adds to the gradients before they are unscaled.
     PartNotScaled(#[serde(with = "numbers")] f64),
-    /// This part of their norm is too large by the scale: that of one of several losses that was scaled twice, or what is
-    /// added after the rest is unscaled.
+    /// This part of their norm is too large by the scale: that of one of several losses that was scaled twice, or what
+    /// is added after the rest is unscaled.
     PartNotUnscaled(#[serde(with = "numbers")] f64),
     /// They are clipped, or changed otherwise, before they are unscaled.
     ChangedBeforeUnscaling,

@@ -225,8 +225,8 @@ fn text((quantity, name, _): &(BudgetQuantity, String, Tensor)) -> String {
 }
 
 /// Recognizes a fault by how the gradients at two scales follow from those in f32; returns `None` for a difference that
-/// does not depend on the scale. If most gradients have a factor in common, such as that of clipping, and the fault is in
-/// the others, only the places of these are left in `indices`.
+/// does not depend on the scale. If most gradients have a factor in common, such as that of clipping, and the fault is
+/// in the others, only the places of these are left in `indices`.
 fn fault(
     f32: &Observed,
     at: [&(f64, Observed); 2],

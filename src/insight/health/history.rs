@@ -13,7 +13,7 @@ use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ensure_defined};
 use crate::ffi;
 use crate::ffi::exponents::{self, NextRow, ReadNumbers, StepNumber, StepNumbers};
-use crate::scaler::{StepOutcome, Taken};
+use crate::scaler::{StepOutcome, StepResult};
 
 /// The most steps that a history can remember.
 const MOST_STEPS: usize = 1 << 20;
@@ -167,8 +167,8 @@ impl ScaleHistory {
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] if the scaler was updated already, [`Error::Capture`] if the first record in an
-    /// iteration of a graph is in the capture, or if the outcome, the loss or the learning rate is not of the iteration,
-    /// and [`Error::Torch`] if memory runs out. The history is then as before.
+    /// iteration of a graph is in the capture, or if the outcome, the loss or the learning rate is not of the
+    /// iteration, and [`Error::Torch`] if memory runs out. The history is then as before.
     pub fn record(
         &mut self,
         scaler: &GradScaler,
@@ -182,7 +182,7 @@ impl ScaleHistory {
         }
         let begun = self.begin_on_device(outcome)?;
         let judged = outcome.judged();
-        let is_skipped = outcome.known_taken() == Some(Taken::Skipped);
+        let is_skipped = outcome.known_taken() == Some(StepResult::Skipped);
         let given = self.loss.as_ref();
         let given = given.map(|loss| loss.get("the loss of another iteration")).transpose()?;
         let numbers = StepNumbers {
@@ -203,7 +203,7 @@ impl ScaleHistory {
             Total::Device(total) => NextRow::Device(total),
         };
         let ring = exponents::history_record(self.ring.as_ref(), self.capacity, next, numbers)?;
-        self.link.join(std::iter::once(&ring).chain(total.tensor()));
+        self.link.register(std::iter::once(&ring).chain(total.tensor()));
         (self.ring, self.loss) = (Some(ring), None);
         if let Some(begun) = begun {
             self.total = begun;
@@ -258,7 +258,8 @@ impl ScaleHistory {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if the numbers cannot be read from the device, and [`Error::Capture`] in an iteration of a graph.
+    /// [`Error::Torch`] if the numbers cannot be read from the device, and [`Error::Capture`] in an iteration of a
+    /// graph.
     pub fn report(&mut self) -> Result<HistoryReport> {
         capture::refuse("a report of a history", "make it after `replay`")?;
         let total = self.total.read()?;

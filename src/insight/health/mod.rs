@@ -11,14 +11,13 @@ use tch::nn::VarStore;
 
 use crate::GradScaler;
 use crate::capture::{self, OwnLink};
+#[cfg(doc)]
+use crate::error::ScalerError;
 use crate::error::{Error, GradientError, Result};
 use crate::ffi::exponents::{self, CountedGradient};
 use crate::ffi::{self, OutsideRegions};
 use crate::gradients::{Gradients, uncountable};
 use crate::variables::listed;
-
-#[cfg(doc)]
-use crate::error::ScalerError;
 
 pub use history::{HistoryReport, ScaleHistory, SkipCause, StepRecord};
 pub use report::{AtScale, Exponents, HealthReport, LayerHealth, Verdict};
@@ -120,8 +119,8 @@ impl ScaleHealth {
     /// # Errors
     ///
     /// [`ScalerError::AlreadyStepped`] after the step, [`GradientError::Unsupported`] for a gradient of another dtype
-    /// or layout, [`Error::InvalidArgument`] if there are no gradients, [`Error::Capture`] if the first observation is in
-    /// the iteration that is captured, and [`Error::Torch`] if memory runs out. The counts are then as before.
+    /// or layout, [`Error::InvalidArgument`] if there are no gradients, [`Error::Capture`] if the first observation is
+    /// in the iteration that is captured, and [`Error::Torch`] if memory runs out. The counts are then as before.
     pub fn observe(&mut self, scaler: &GradScaler) -> Result<()> {
         let _own = OutsideRegions::enter();
         let names = &self.names;
@@ -140,7 +139,7 @@ impl ScaleHealth {
             (None, Some(known)) if self.link.is_known() => ffi::number_set(known, 1.0)?,
             (None, _) => self.scale = None,
         }
-        self.link.join(self.counts.iter().chain(&self.scale));
+        self.link.register(self.counts.iter().chain(&self.scale));
         Ok(())
     }
 
@@ -180,7 +179,8 @@ impl ScaleHealth {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if the counts cannot be read from the device, and [`Error::Capture`] in an iteration of a graph.
+    /// [`Error::Torch`] if the counts cannot be read from the device, and [`Error::Capture`] in an iteration of a
+    /// graph.
     pub fn report(&self) -> Result<HealthReport> {
         capture::refuse("a report of gradients", "make it after `replay`")?;
         let counts = self.counts.as_ref().map(exponents::exponents_read).transpose()?;

@@ -1,7 +1,8 @@
 //! Heat maps as inline SVG: columns from left to right, rows from the top, and in each cell a shade of one colour.
 
-use super::escape::escape;
 use std::fmt::Write;
+
+use super::axis::escape;
 
 const WIDTH: f64 = 760.0;
 const RIGHT: f64 = 12.0;

@@ -24,15 +24,12 @@
 
 mod axis;
 mod document;
-mod escape;
 mod heat_map;
 mod plot;
-mod provenance;
-mod table;
 
 pub use axis::Spacing;
 pub use document::Document;
+pub use document::Table;
+pub(super) use document::or_dash;
 pub(super) use heat_map::{Bound, Cell, HeatMap};
 pub use plot::{Plot, Series};
-pub use table::Table;
-pub(super) use table::or_dash;

@@ -3,8 +3,8 @@
 
 use std::fmt::Write;
 
+use super::axis::escape;
 use super::axis::{Axis, Spacing, Tick};
-use super::escape::escape;
 
 const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 340.0;

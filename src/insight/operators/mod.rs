@@ -1,31 +1,32 @@
 //! What a program computes, operator by operator: times, dtypes, casts, and the sizes of matrix products.
 
+mod autocast_lists;
 mod casts;
-mod display;
-mod flops;
-mod gain;
-mod lists;
 mod report;
-mod rows;
 mod work;
 
+use std::collections::{BTreeMap, HashSet};
 use std::time::Instant;
 
-use tch::Device;
 use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+use work::Work;
 
+use self::autocast_lists::{LINKED, VERSIONS, list_in};
+use self::casts::CastRows;
+use self::report::seconds;
+use self::work::{Product, is_written};
 use super::recording::{RecordedModel, Recording};
 use crate::capture;
 use crate::error::{Error, Result};
-use crate::ffi::insight::RecordingMode;
+use crate::ffi::insight::{RecordedEvent, RecordedTensor, RecordingMode, Usage};
+use crate::insight::dtype::Dtype;
+use crate::insight::recording::Pass;
 use crate::precision::{MatmulSpeeds, synchronize};
 use crate::variables::listed;
-use rows::Rows;
-use work::Work;
 
-pub(super) use display::{COLUMNS, Sections, Summary, percent};
-
-pub use lists::AutocastList;
+pub use autocast_lists::AutocastList;
+pub(super) use report::{COLUMNS, Sections, Summary, percent};
 pub use report::{
     CastReason, CastRow, Gain, ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding,
     ProductKind, ProductRow,
@@ -139,10 +140,238 @@ impl Profiler {
         report.runs = self.runs as u64;
         report.seconds = seconds;
         report.unrecorded_seconds = unrecorded_seconds;
-        report.padding = gain::padding(&report);
+        report.padding = casts::padding(&report);
         if let Some(speeds) = &self.speeds {
-            report.gains = gain::gains(&report, &speeds.speeds);
+            report.gains = casts::gains(&report, &speeds.speeds);
         }
         Ok(report)
     }
+}
+
+/// An operator, its dtype, its device and its pass.
+type OperatorKey = (String, Dtype, String, Pass);
+
+/// An operator, the part of the model, its pass, its dtype and the sizes.
+type ProductKey = (String, Option<String>, Pass, Dtype, Product);
+
+/// An operator, the part of the model, the module before, and the list.
+type MovedKey = (String, Option<String>, Option<String>, AutocastList);
+
+/// What the rows of all kinds have in common.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sums {
+    calls: u64,
+    nanoseconds: i64,
+    read: u64,
+    written: u64,
+    flops: u64,
+}
+
+/// The sums of all recorded runs.
+#[derive(Debug, Default)]
+pub(super) struct Rows {
+    operators: BTreeMap<OperatorKey, Sums>,
+    products: BTreeMap<ProductKey, Sums>,
+    wrappers: Sums,
+    casts: CastRows,
+    /// The calls and the nanoseconds.
+    moved: BTreeMap<MovedKey, (u64, i64)>,
+    lists: BTreeMap<(String, bool), u64>,
+}
+
+impl Rows {
+    /// Adds a recorded run.
+    fn add(&mut self, work: &Work<'_>, parameters: &[(String, Tensor)]) {
+        for (index, event) in work.operators() {
+            self.add_to_lists(event, work.computes[index]);
+            if work.computes[index] {
+                self.add_operator(work, index, event);
+            } else {
+                self.wrappers.calls += 1;
+                self.wrappers.nanoseconds += work.own[index];
+            }
+        }
+        casts::add(work, parameters, &mut self.casts);
+        self.add_moved(work);
+    }
+
+    fn add_operator(&mut self, work: &Work<'_>, index: usize, event: &RecordedEvent) {
+        let (pass, path) = work.place(index);
+        let tensor = event.outputs.first().or(event.inputs.first());
+        let dtype = tensor.map_or(Dtype::Other, Dtype::of);
+        let device = tensor.map_or_else(|| "cpu".to_owned(), device);
+        let (read, written) = bytes(event);
+        let product = work.products[index];
+        let sums = Sums {
+            calls: 1,
+            nanoseconds: work.own[index],
+            read,
+            written,
+            flops: product.map_or(0, |product| product.flops),
+        };
+        let key = (event.name.clone(), dtype, device, pass);
+        self.operators.entry(key).or_default().add(sums);
+        if let Some(product) = product {
+            let key = (event.name.clone(), path, pass, dtype, product);
+            self.products.entry(key).or_default().add(sums);
+        }
+    }
+
+    fn add_to_lists(&mut self, event: &RecordedEvent, computes: bool) {
+        if event.autocast.is_none() {
+            return;
+        }
+        let on_cuda = event.inputs.iter().any(|tensor| tensor.device.0 == 1);
+        let is_listed = list_in(LINKED, on_cuda, &event.name) != AutocastList::Untouched;
+        if is_listed || computes {
+            *self.lists.entry((event.name.clone(), on_cuda)).or_default() += 1;
+        }
+    }
+
+    /// Adds the operators that autocast ran in f32 although they had inputs in half precision.
+    ///
+    /// Autocast casts the inputs of an operator and calls it again, outside of the region. The dtypes of the second
+    /// call show what it did, whatever the list.
+    fn add_moved(&mut self, work: &Work<'_>) {
+        for (_, inner) in work.operators() {
+            let Some(above) = inner.parent else { continue };
+            let outer = &work.recording.events[above];
+            let called_again =
+                outer.autocast.is_some() && inner.autocast.is_none() && outer.name == inner.name;
+            let has_half = outer.inputs.iter().any(|tensor| Dtype::of(tensor).is_half());
+            if !called_again || !has_half || !is_f32(inner) {
+                continue;
+            }
+            let on_cuda = outer.inputs.iter().any(|tensor| tensor.device.0 == 1);
+            let list = list_in(LINKED, on_cuda, &outer.name);
+            let (_, path) = work.place(above);
+            let after = match path {
+                None => work.recording.module_before(above),
+                Some(_) => None,
+            };
+            let key = (outer.name.clone(), path, after, list);
+            let (calls, nanoseconds) = self.moved.entry(key).or_default();
+            *calls += 1;
+            *nanoseconds += work.total[above];
+        }
+    }
+
+    /// The sums as a report.
+    pub(super) fn report(self) -> OperatorReport {
+        let mut operators: Vec<_> = self.operators.into_iter().map(operator_row).collect();
+        operators.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+        let mut products: Vec<_> = self.products.into_iter().map(product_row).collect();
+        products.sort_by_key(|row| std::cmp::Reverse(row.flops));
+        let mut lists: Vec<_> = self.lists.into_iter().map(listed_operator).collect();
+        lists.sort_by_key(|listed| (listed.list, std::cmp::Reverse(listed.calls)));
+        let mut moved: Vec<_> = self.moved.into_iter().map(moved_operator).collect();
+        moved.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+        OperatorReport {
+            operators,
+            products,
+            wrapper_calls: self.wrappers.calls,
+            wrapper_seconds: seconds(self.wrappers.nanoseconds),
+            lists,
+            casts: casts::rows(self.casts),
+            moved_to_f32: moved,
+            ..Default::default()
+        }
+    }
+}
+
+impl Sums {
+    fn add(&mut self, other: Self) {
+        self.calls += other.calls;
+        self.nanoseconds += other.nanoseconds;
+        self.read += other.read;
+        self.written += other.written;
+        self.flops = self.flops.saturating_add(other.flops);
+    }
+}
+
+fn operator_row((key, sums): (OperatorKey, Sums)) -> OperatorRow {
+    let (operator, dtype, device, pass) = key;
+    OperatorRow {
+        operator,
+        dtype,
+        device,
+        pass,
+        calls: sums.calls,
+        seconds: seconds(sums.nanoseconds),
+        bytes_read: sums.read,
+        bytes_written: sums.written,
+        flops: sums.flops,
+    }
+}
+
+fn product_row((key, sums): (ProductKey, Sums)) -> ProductRow {
+    let (operator, path, pass, dtype, product) = key;
+    ProductRow {
+        operator,
+        kind: product.kind,
+        path,
+        pass,
+        dtype,
+        batch: product.batch,
+        m: product.m,
+        n: product.n,
+        k: product.k,
+        calls: sums.calls,
+        seconds: seconds(sums.nanoseconds),
+        flops: sums.flops,
+    }
+}
+
+fn listed_operator(((operator, on_cuda), calls): ((String, bool), u64)) -> ListedOperator {
+    let list = list_in(LINKED, on_cuda, &operator);
+    let elsewhere = VERSIONS
+        .iter()
+        .map(|version| ((*version).to_owned(), list_in(version, on_cuda, &operator)))
+        .filter(|(_, other)| *other != list)
+        .collect();
+    ListedOperator { operator, list, calls, elsewhere }
+}
+
+fn moved_operator(
+    ((operator, path, after, list), (calls, nanoseconds)): (MovedKey, (u64, i64)),
+) -> MovedOperator {
+    MovedOperator { operator, path, after, list, calls, seconds: seconds(nanoseconds) }
+}
+
+/// Whether all floating results are f32.
+fn is_f32(event: &RecordedEvent) -> bool {
+    let mut floats = event.outputs.iter().filter_map(|tensor| tensor.kind).peekable();
+    floats.peek().is_some() && floats.all(|kind| kind == Kind::Float)
+}
+
+/// The name of a device, such as `cuda:0`.
+fn device(tensor: &RecordedTensor) -> String {
+    let (kind, index) = tensor.device;
+    match kind {
+        0 => "cpu".to_owned(),
+        1 => format!("cuda:{}", index.max(0)),
+        13 => format!("mps:{}", index.max(0)),
+        _ => format!("device {kind}:{}", index.max(0)),
+    }
+}
+
+/// The bytes that an operator reads and writes: each tensor once.
+fn bytes(event: &RecordedEvent) -> (u64, u64) {
+    let size = |tensor: &RecordedTensor| u64::try_from(tensor.bytes()).unwrap_or(0);
+    // Parts of one tensor, such as queries and keys, share its memory.
+    let place = |tensor: &RecordedTensor| (tensor.memory, tensor.offset, tensor.elements);
+    let (mut read, mut written) = (0, 0);
+    let (mut seen, mut made) = (HashSet::new(), HashSet::new());
+    for tensor in event.inputs.iter().filter(|tensor| tensor.usage != Usage::Overwrite) {
+        if tensor.memory.is_none() || seen.insert(place(tensor)) {
+            read += size(tensor);
+        }
+    }
+    // What is written in place can be missing among the results.
+    for tensor in event.outputs.iter().chain(&event.inputs) {
+        if is_written(tensor) && (tensor.memory.is_none() || made.insert(place(tensor))) {
+            written += size(tensor);
+        }
+    }
+    (read, written)
 }

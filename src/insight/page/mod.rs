@@ -1,10 +1,8 @@
 //! Everything that is known of a run, in one page.
 
-mod audits;
-mod budgets;
 mod exponents;
-mod operators;
 mod steps;
+mod tables;
 
 use std::fmt::{self, Display, Formatter};
 use std::path::Path;
@@ -116,13 +114,13 @@ impl Page {
         document = steps::add(document, self);
         document = exponents::add(document, &self.health);
         for audit in &self.audits {
-            document = audits::add(document, audit);
+            document = tables::add_audit(document, audit);
         }
         for report in &self.budgets {
-            document = budgets::add(document, report);
+            document = tables::add_budget(document, report);
         }
         for report in &self.operators {
-            document = operators::add(document, report);
+            document = tables::add_operators(document, report);
         }
         document
     }

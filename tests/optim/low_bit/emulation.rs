@@ -1,6 +1,6 @@
 //! Low-bit moments in plain loops: the definition of the guide's page, written a second time.
 
-use tch_amp::optim::{AdamW, States};
+use tch_amp::optim::{AdamW, MomentDtype};
 
 /// What a step computes with, besides the moments.
 #[derive(Clone, Copy, Debug)]
@@ -54,9 +54,9 @@ pub fn decoded(exp_avg: i8, exp_avg_sq: u8, exponent: u8) -> (f32, f32) {
 }
 
 impl Moments {
-    pub fn new(states: States, count: usize) -> Self {
+    pub fn new(states: MomentDtype, count: usize) -> Self {
         match states {
-            States::EightBit => Self::EightBit {
+            MomentDtype::EightBit => Self::EightBit {
                 exp_avg: vec![0; count],
                 exp_avg_sq: vec![0; count],
                 exponents: vec![0; count.div_ceil(32)],

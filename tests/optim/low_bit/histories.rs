@@ -4,7 +4,7 @@
 //! run in a process of their own, so that its random numbers are the same in each run.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{AdamW, Muon, Optimizer, States};
+use tch_amp::optim::{AdamW, MomentDtype, Muon, Optimizer};
 
 use super::{build, moments, passes};
 
@@ -137,7 +137,7 @@ struct Updates {
 }
 
 impl Updates {
-    fn new(states: States, count: i64) -> Self {
+    fn new(states: MomentDtype, count: i64) -> Self {
         let parameter = Tensor::zeros([count], (Kind::Float, Device::Cpu)).set_requires_grad(true);
         // `eps` is too small to hide an error.
         let adamw = AdamW { eps: 1e-16, weight_decay: 0.0, ..AdamW::default() };
@@ -240,7 +240,7 @@ fn program() {
     tch::set_num_threads(1);
     let mut gradients = Gradients::new();
     let count = HISTORIES.len() as i64 * NUMBERS;
-    let mut modes = [States::F32, States::EightBit, States::BFloat16]
+    let mut modes = [MomentDtype::F32, MomentDtype::EightBit, MomentDtype::BFloat16]
         .map(|states| (Updates::new(states, count), Sums::new(count)));
     for step in 1..=STEPS {
         let gradient = gradients.of_step(step);
@@ -266,8 +266,8 @@ fn liveness_program() {
     tch::manual_seed(3);
     tch::set_num_threads(1);
     let count = 4096;
-    let mut exact = Updates::new(States::F32, count);
-    let mut coded = Updates::new(States::EightBit, count);
+    let mut exact = Updates::new(MomentDtype::F32, count);
+    let mut coded = Updates::new(MomentDtype::EightBit, count);
     let half = Tensor::arange(count, (Kind::Int64, Device::Cpu)).remainder(2).eq(0);
     let fall = 3000;
     let [ends, dead] = [fall + 5000, fall + 5000 + 200];
@@ -349,7 +349,7 @@ impl Momenta {
     fn new(momentum: f64) -> Self {
         let zeros = |kind| Tensor::zeros([OF_MOMENTA.len() as i64, NUMBERS], (kind, Device::Cpu));
         let muon = Muon { momentum, ns_steps: 0, ..Muon::default() };
-        let optimizers = [States::F32, States::BFloat16].map(|states| {
+        let optimizers = [MomentDtype::F32, MomentDtype::BFloat16].map(|states| {
             let parameter = zeros(Kind::Float).set_requires_grad(true);
             parameter.sum(Kind::Float).backward();
             let optimizer = build(muon.into(), states, &parameter, 1e-3);

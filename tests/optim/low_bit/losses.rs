@@ -11,7 +11,7 @@ use std::path::Path;
 
 use tch::nn::{self, Init, ModuleT as _};
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{AdamW, AdjustLr, Muon, Optimizer, States};
+use tch_amp::optim::{AdamW, AdjustLr, MomentDtype, Muon, Optimizer};
 
 use super::passes;
 use crate::common::is_set;
@@ -78,12 +78,12 @@ impl Training {
     }
 
     /// An optimizer that decays matrices only.
-    fn optimizer(&self, states: States, vs: &nn::VarStore) -> Optimizer {
+    fn optimizer(&self, states: MomentDtype, vs: &nn::VarStore) -> Optimizer {
         let weight_decay = self.weight_decay;
         let adamw = AdamW { weight_decay, ..AdamW::default() };
         let adjust_lr_fn = AdjustLr::MatchRmsAdamW;
         let muon = Muon { weight_decay, adjust_lr_fn, adamw, ..Muon::default() };
-        let builder = if self.by_muon { muon.states(states) } else { adamw.states(states) };
+        let builder = if self.by_muon { muon.moments(states) } else { adamw.moments(states) };
         let mut optimizer = builder.build(vs, self.lr.0).unwrap();
         let others = optimizer.assign_group(1, &["*bias", "*norm*"]).unwrap();
         optimizer.set_weight_decay_group(1, 0.0).unwrap();
@@ -91,7 +91,12 @@ impl Training {
         optimizer
     }
 
-    fn run<M: Model>(&self, new: impl Fn(&nn::VarStore) -> M, seed: i64, states: States) -> Run {
+    fn run<M: Model>(
+        &self,
+        new: impl Fn(&nn::VarStore) -> M,
+        seed: i64,
+        states: MomentDtype,
+    ) -> Run {
         tch::manual_seed(seed);
         let vs = nn::VarStore::new(Device::Cpu);
         let model = new(&vs);
@@ -126,11 +131,11 @@ impl Training {
         let seeds = long_or_short(5, 1);
         let runs =
             |states| -> Vec<Run> { (0..seeds).map(|seed| self.run(&new, seed, states)).collect() };
-        let exact = runs(States::F32);
+        let exact = runs(MomentDtype::F32);
         let spread = deviation(&losses(&exact));
         let largest = largest_of(&exact);
-        self.print(States::F32, &exact);
-        let modes = [States::BFloat16, States::EightBit];
+        self.print(MomentDtype::F32, &exact);
+        let modes = [MomentDtype::BFloat16, MomentDtype::EightBit];
         for states in modes.into_iter().take(if self.by_muon { 1 } else { 2 }) {
             let coded = runs(states);
             self.print(states, &coded);
@@ -145,12 +150,12 @@ impl Training {
             let context = format!("{} {states:?}", self.name);
             assert!(seeds == 1 || difference.abs() <= spread, "{context}: {difference} {spread}");
             let update = largest_of(&coded);
-            let within = states != States::EightBit || update <= 1.5 * largest;
+            let within = states != MomentDtype::EightBit || update <= 1.5 * largest;
             assert!(within, "{context}: an update of {update}, not of {largest}");
         }
     }
 
-    fn print(&self, states: States, runs: &[Run]) {
+    fn print(&self, states: MomentDtype, runs: &[Run]) {
         let losses = losses(runs);
         println!(
             "{} {states:?}: mean {:.4}, deviation {:.4}; {}; largest update {:.2}",

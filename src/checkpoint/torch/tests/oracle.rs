@@ -8,7 +8,7 @@ use std::process::Command;
 use tch::Kind;
 
 use super::*;
-use crate::checkpoint::pickle::globals::names;
+use crate::checkpoint::pickle::names;
 use crate::checkpoint::value::Text;
 
 /// Writes a value like `oracle.py` does.
