@@ -12,25 +12,16 @@
 use std::collections::HashMap;
 #[cfg(feature = "insight")]
 use std::collections::HashSet;
+use std::ops::{Index, IndexMut};
 
 use tch::Tensor;
 
 use crate::error::{Error, GradientError, Result, ScalerError};
-use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot, Widened};
-use crate::gradients::{
-    Change, Findings, Gradients, Plan, Preparation, change, drop_frozen, overflow,
-};
+use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot};
+use crate::gradients::{Change, Gradients, Plan, change, drop_frozen};
 use crate::scale::ScaleTensor;
 use crate::scaler::carried::{Carried, Ending};
-use crate::scaler::record::{Record, Stage};
-
-/// Whether a step can be taken.
-#[derive(Debug)]
-pub(crate) enum OverflowCheck {
-    Known(bool),
-    /// Skipped if this flag, on a device, is not zero.
-    Unless(Tensor),
-}
+use crate::scaler::record::{Record, Stage, StepStart};
 
 /// A record of the present iteration, which the removal of others does not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +37,7 @@ pub(crate) enum Owner {
     Shared(usize),
 }
 
-/// What identifies a gradient: its parameter and itself.
+/// The identity of a gradient: its parameter and itself.
 type Key = (usize, (usize, usize));
 
 fn key(gradient: &Gradient) -> Option<Key> {
@@ -90,28 +81,11 @@ impl Iteration {
         records.filter(|(_, record)| record.stage != Stage::Removed)
     }
 
-    fn get(&self, RecordId(index): RecordId) -> &Record {
-        &self.records[index]
-    }
-
-    fn get_mut(&mut self, RecordId(index): RecordId) -> &mut Record {
-        &mut self.records[index]
-    }
-
-    pub(crate) fn stage(&self, record: RecordId) -> Stage {
-        self.get(record).stage
-    }
-
     /// Records that the step of a record was taken or skipped.
     pub(crate) fn set_stepped(&mut self, record: RecordId) {
-        self.get_mut(record).set_stepped();
+        self[record].set_stepped();
         let Self { carried, records, .. } = self;
         carried.use_up(&records[record.0].snapshot);
-    }
-
-    /// Records that unscaling may have stopped midway.
-    pub(crate) fn set_broken(&mut self, record: RecordId) {
-        self.get_mut(record).set_broken();
     }
 
     /// Finds the record to which these gradients belong. An optimizer that has gained parameters is still the same as
@@ -119,12 +93,12 @@ impl Iteration {
     /// a GPU were zeroed in place after a step, to learn that nothing is left of them.
     pub(crate) fn owner(&self, gradients: &[Gradient]) -> Result<Owner> {
         let gained_none = |record: &RecordId| {
-            let known = self.get(*record).snapshot.len();
+            let known = self[*record].snapshot.len();
             gradients[known..].iter().all(|gradient| !gradient.exists())
         };
         let own = self.find(gradients).filter(gained_none);
         match own {
-            Some(record) if self.stage(record) != Stage::Stepped => Ok(Owner::Record(record)),
+            Some(record) if self[record].stage != Stage::Stepped => Ok(Owner::Record(record)),
             _ => Ok(match (self.first_known(gradients)?, own) {
                 (None, _) => Owner::None,
                 (Some(_), Some(record)) => Owner::Record(record),
@@ -180,89 +154,53 @@ impl Iteration {
         held
     }
 
-    /// Unscales or checks the gradients that `plan` lists and opens a record; `None` if there are none, unless
-    /// `even_empty`. Gradients that were `widened` for this have their dtypes back if it fails before the first change.
-    pub(crate) fn open(
+    /// Finds the record of these gradients or opens one, which unscales or checks them; `None` if there are none.
+    /// Gradients that were widened for this have their dtypes back if it fails before the first change.
+    pub(crate) fn begin(
         &mut self,
         gradients: Gradients<'_>,
-        widened: Option<Widened>,
-        plan: &Plan,
-        scale: &ScaleTensor,
-        preparation: Preparation,
-        even_empty: bool,
+        start: &StepStart<'_>,
     ) -> Result<Option<RecordId>> {
-        if plan.groups.is_empty() && !even_empty {
+        match self.owner(gradients.snapshot())? {
+            Owner::None => self.open(gradients, start),
+            Owner::Record(id) => {
+                let record = &mut self[id];
+                if start.of_step {
+                    record.stage.check_due()?;
+                    record.verify(gradients, start.scale.tensor())?;
+                    return Ok(Some(id));
+                }
+                Err(record.stage.refuse_unscale())
+            }
+            Owner::Shared(index) => {
+                Err(Error::Gradient(GradientError::Shared { parameter: gradients.describe(index) }))
+            }
+        }
+    }
+
+    /// Opens a record of gradients that no record has.
+    fn open(
+        &mut self,
+        gradients: Gradients<'_>,
+        start: &StepStart<'_>,
+    ) -> Result<Option<RecordId>> {
+        let plan = start.plan(&gradients)?;
+        let mut gradients = self.convert(gradients, &plan, start.scale)?;
+        let (plan, widened) = start.prepare(&mut gradients, plan)?;
+        if plan.groups.is_empty() && !start.even_empty {
             gradients.drop_frozen()?;
             return Ok(None);
         }
         let id = RecordId(self.records.len());
         self.records.push(Record::new(gradients, widened));
-        match preparation {
-            Preparation::Unscale => self.unscale(id, plan, scale)?,
-            Preparation::Check => self.check(id, plan, scale, None)?,
-            Preparation::Norm(norm_type) => self.check(id, plan, scale, Some(norm_type))?,
-        }
         let Self { carried, records, .. } = self;
-        let record = &records[id.0];
+        let record = &mut records[id.0];
+        record.begin(&plan, start)?;
         if record.stage == Stage::Unscaled {
             carried.use_up(&record.snapshot);
         }
         drop_frozen(&record.parameters, &record.snapshot)?;
         Ok(Some(id))
-    }
-
-    /// Unscales the gradients of a new record. A failure before the first change removes the record; one midway leaves
-    /// it broken.
-    fn unscale(&mut self, id: RecordId, plan: &Plan, scale: &ScaleTensor) -> Result<()> {
-        let record = self.get_mut(id);
-        let unscaling = scale.unscaling();
-        match plan.unscale(&record.parameters, scale.tensor(), unscaling) {
-            Ok(found) => {
-                // Without the new versions, the gradients only count as changed.
-                if !unscaling.check_only
-                    && let Ok(now) = Snapshot::of(&record.parameters)
-                {
-                    record.snapshot = now;
-                }
-                (record.stage, record.found) = (Stage::Unscaled, found);
-                Ok(())
-            }
-            Err(Interrupted { error, begun }) => {
-                if begun {
-                    record.set_broken();
-                } else {
-                    self.withdraw(id);
-                }
-                Err(error)
-            }
-        }
-    }
-
-    /// Checks the gradients of a new record without changing them, and takes a norm if its type is given. A failure
-    /// removes the record.
-    fn check(
-        &mut self,
-        id: RecordId,
-        plan: &Plan,
-        scale: &ScaleTensor,
-        norm_type: Option<f64>,
-    ) -> Result<()> {
-        let record = self.get_mut(id);
-        let (parameters, number) = (&record.parameters, scale.tensor());
-        let checked = match norm_type {
-            Some(norm_type) => plan.norm(parameters, norm_type, Some(number)),
-            None => plan.check(parameters, number, scale.may_enlarge()),
-        };
-        match checked {
-            Ok(Findings { found, norm }) => {
-                (record.stage, record.found, record.norm) = (Stage::Checked, found, norm);
-                Ok(())
-            }
-            Err(error) => {
-                self.withdraw(id);
-                Err(error)
-            }
-        }
     }
 
     /// The parameters whose gradients have been unscaled, by identity. Fails if one of the gradients was used by a
@@ -347,33 +285,6 @@ impl Iteration {
         self.records.iter_mut().filter(stepped).try_for_each(Record::record_leftovers)
     }
 
-    /// Compares the gradients with those that were unscaled, and marks the record for another check if values changed.
-    pub(crate) fn compare(&mut self, record: RecordId, gradients: &Gradients<'_>) -> Result<()> {
-        let compared = self.get_mut(record).compare(gradients.snapshot());
-        compared.map_err(|(index, how)| {
-            let parameter = gradients.describe(index);
-            Error::Gradient(GradientError::Changed { parameter, how })
-        })
-    }
-
-    /// Accepts the gradients after a change by this crate. They are checked again only if the change can have made one
-    /// non-finite.
-    pub(crate) fn accept(&mut self, record: RecordId, now: Snapshot, recheck: bool) {
-        let record = self.get_mut(record);
-        record.replace_snapshot(now);
-        record.dirty |= recheck;
-    }
-
-    /// The norm of the unscaled gradients, where it was taken.
-    pub(crate) fn norm(&self, record: RecordId) -> Option<Tensor> {
-        self.get(record).norm.as_ref().map(Tensor::shallow_clone)
-    }
-
-    /// Whether a failed step left the gradients as they were.
-    pub(crate) fn is_untouched(&self, record: RecordId) -> bool {
-        self.get(record).is_untouched()
-    }
-
     /// Returns whether there are broken records; fails while the gradients of one are still those that were left half
     /// unscaled.
     pub(crate) fn check_broken(&self) -> Result<bool> {
@@ -391,49 +302,13 @@ impl Iteration {
         Ok(any)
     }
 
-    /// Whether the record allows a step. Does not synchronize: the verdict is a flag on a device if the host has not
-    /// read the answer.
-    pub(crate) fn verdict(&self, record: RecordId) -> Result<OverflowCheck> {
-        let record = self.get(record);
-        if let Some(found) = overflow(&record.found) {
-            return Ok(OverflowCheck::Known(!found));
-        }
-        Ok(OverflowCheck::Unless(ffi::flags_join(record.found.iter().map(|flag| &flag.tensor))?))
-    }
-
-    /// Compares like [`compare`](Self::compare), drops the gradients of parameters that were frozen since, and checks
-    /// gradients whose values changed.
-    pub(crate) fn verify(
-        &mut self,
-        record: RecordId,
-        gradients: Gradients<'_>,
-        scale: &Tensor,
-    ) -> Result<()> {
-        self.compare(record, &gradients)?;
-        gradients.drop_frozen()?;
-        let record = self.get_mut(record);
-        if !record.dirty {
-            return Ok(());
-        }
-        let plan = Plan::new(&gradients, true)?;
-        let findings = plan.check(gradients.parameters(), scale, false)?;
-        record.found.extend(findings.found);
-        record.replace_snapshot(gradients.into_snapshot());
-        record.dirty = false;
-        Ok(())
-    }
-
-    /// Whether a gradient of the record was non-finite. Synchronizes, once, if only devices have the answer.
-    pub(crate) fn found_inf(&mut self, record: RecordId) -> Result<bool> {
-        self.get_mut(record).found_inf()
-    }
-
     /// The flags of all records.
     pub(crate) fn found(&self) -> impl Iterator<Item = &FoundInf> {
         self.records.iter().flat_map(|record| &record.found)
     }
 
-    /// What the end of the iteration changes about the gradients that no step has used. Nothing has changed yet.
+    /// Returns the changes of the gradients that no step has used, at the end of the iteration. Nothing has changed
+    /// yet.
     pub(super) fn ending(&self, present: &ScaleTensor, changes: bool) -> Result<Ending> {
         self.carried.ending(&self.records, present, changes)
     }
@@ -443,30 +318,23 @@ impl Iteration {
         &mut self.carried
     }
 
-    /// Whether there is a flag for the gradients of a record.
-    pub(crate) fn has_found(&self, record: RecordId) -> bool {
-        !self.get(record).found.is_empty()
-    }
-
-    /// Makes the step of a record depend on another flag, too.
-    pub(crate) fn add_found(&mut self, record: RecordId, found: FoundInf) {
-        self.get_mut(record).found.push(found);
-    }
-
-    /// Forgets a record whose gradients have not been changed, apart from their dtypes, which they get back.
-    pub(crate) fn withdraw(&mut self, record: RecordId) {
-        self.get(record).undo_widening();
-        self.get_mut(record).remove();
-    }
-
-    /// Forgets a record. Its gradients stay unscaled.
-    pub(crate) fn abandon(&mut self, record: RecordId) {
-        self.get_mut(record).remove();
-    }
-
     /// Ends the iteration.
     pub(crate) fn close(&mut self) {
         self.records.clear();
         self.is_scaled = false;
+    }
+}
+
+impl Index<RecordId> for Iteration {
+    type Output = Record;
+
+    fn index(&self, RecordId(index): RecordId) -> &Record {
+        &self.records[index]
+    }
+}
+
+impl IndexMut<RecordId> for Iteration {
+    fn index_mut(&mut self, RecordId(index): RecordId) -> &mut Record {
+        &mut self.records[index]
     }
 }

@@ -229,7 +229,7 @@ impl PerLossScalers {
         self.forget_failed_capture();
         self.sums.iteration.get_mut().record_leftovers()?;
         if let Some(record) = self.sums.record(optimizer)? {
-            if self.sums.iteration.get_mut().stage(record) == Stage::Stepped {
+            if self.sums.iteration.get_mut()[record].stage == Stage::Stepped {
                 return Err(Error::Scaler(ScalerError::AlreadyStepped));
             }
             // A step has failed. The next one checks the new sums.
@@ -305,7 +305,7 @@ impl PerLossScalers {
         };
         let iteration = self.sums.iteration.get_mut();
         for flag in self.losses.iter().flat_map(|loss| loss.found(identity)) {
-            iteration.add_found(record, flag.shallow_clone());
+            iteration[record].found.push(flag.shallow_clone());
         }
         Ok(())
     }

@@ -1,12 +1,15 @@
-//! What is known of one optimizer since the last `update`.
+//! The knowledge of one optimizer since the last `update`.
 
 use std::collections::HashMap;
 
 use tch::Tensor;
 
-use crate::error::{GradientChange, Result};
-use crate::ffi::{self, FoundInf, Gradient, Snapshot, Widened};
-use crate::gradients::{Change, Gradients, change, overflow};
+use crate::error::{Error, GradientChange, GradientError, Result, ScalerError};
+use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot, Widened};
+use crate::gradients::{
+    Change, Findings, Gradients, Plan, Preparation, change, overflow, unclippable,
+};
+use crate::scale::ScaleTensor;
 
 /// How far an optimizer is in this iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,13 +24,100 @@ pub(crate) enum Stage {
     Removed,
 }
 
+impl Stage {
+    /// Fails unless a step is the next call that is due.
+    pub(super) fn check_due(self) -> Result<()> {
+        match self {
+            Self::Broken => Err(Error::Scaler(ScalerError::UnscaleFailed)),
+            Self::Checked | Self::Stepped | Self::Removed => {
+                Err(Error::Scaler(ScalerError::AlreadyStepped))
+            }
+            Self::Unscaled => Ok(()),
+        }
+    }
+
+    /// The error of unscaling again.
+    pub(super) fn refuse_unscale(self) -> Error {
+        Error::Scaler(match self {
+            Self::Broken => ScalerError::UnscaleFailed,
+            Self::Unscaled => ScalerError::AlreadyUnscaled,
+            Self::Checked | Self::Stepped | Self::Removed => ScalerError::UnscaleAfterStep,
+        })
+    }
+}
+
+/// The start of `unscale_` or of a step.
+#[derive(Debug)]
+pub(super) struct StepStart<'a> {
+    pub(super) scale: &'a ScaleTensor,
+    pub(super) preparation: Preparation,
+    /// Whether the call is a step, which may have been unscaled before.
+    pub(super) of_step: bool,
+    /// Whether the optimizer updates in f32: gradients that are unscaled, or whose unscaled norm is taken, need its
+    /// dtype.
+    pub(super) widens: bool,
+    /// Whether gradients may be fp16.
+    pub(super) allows_fp16: bool,
+    /// Whether there is a record even of an optimizer without gradients: its ranks agree on what they have found.
+    pub(super) even_empty: bool,
+}
+
+impl StepStart<'_> {
+    /// Checks gradients, which are unscaled in another dtype than theirs if they are widened.
+    pub(super) fn plan(&self, gradients: &Gradients<'_>) -> Result<Plan> {
+        let plan = Plan::new(gradients, self.widens || self.allows_fp16)?;
+        if matches!(self.preparation, Preparation::Norm(_)) {
+            gradients.refuse(Gradient::is_used, unclippable)?;
+        }
+        Ok(plan)
+    }
+
+    /// Gives checked gradients memory of their own and, if wanted, the dtype that they are unscaled in. If it fails,
+    /// they have the dtypes from before.
+    pub(super) fn prepare(
+        &self,
+        gradients: &mut Gradients<'_>,
+        plan: Plan,
+    ) -> Result<(Plan, Option<Widened>)> {
+        if !self.widens {
+            gradients.separate()?;
+            return Ok((plan, None));
+        }
+        let widened = ffi::gradients_widen(gradients.parameters())?;
+        let mut planned = || {
+            if widened.any() {
+                gradients.inspect_again()?;
+            }
+            let plan = Plan::new(gradients, self.allows_fp16)?;
+            gradients.separate()?;
+            Ok(plan)
+        };
+        match planned() {
+            Ok(plan) => Ok((plan, Some(widened))),
+            Err(error) => {
+                let _failed = widened.undo(gradients.parameters());
+                Err(error)
+            }
+        }
+    }
+}
+
+/// The check whether a step can be taken.
+#[derive(Debug)]
+pub(super) enum OverflowCheck {
+    /// The host knows whether it is taken.
+    Known(bool),
+    /// It is skipped if this flag, on a device, is not zero.
+    Unless(Tensor),
+}
+
 /// An optimizer, recognised by its parameters.
 #[derive(Debug)]
 pub(crate) struct Record {
     pub(super) stage: Stage,
     /// The gradients as unscaling left them, in the order of the parameters.
     pub(super) snapshot: Snapshot,
-    /// The parameters, kept alive so that their identities stay theirs until the iteration ends.
+    /// The parameters, kept alive so that no other tensor gets the identity of one until the iteration ends.
     pub(super) parameters: Vec<Tensor>,
     pub(super) found: Vec<FoundInf>,
     /// Values changed since unscaling, so they have to be checked again.
@@ -39,7 +129,7 @@ pub(crate) struct Record {
     /// For each gradient that was changed in place after the step, a flag on its device: zero if nothing was left of it
     /// when a loss was scaled.
     rests: HashMap<usize, Tensor>,
-    /// What was done to half-precision gradients before they were unscaled or their norm was taken.
+    /// The change of dtype of half-precision gradients before they were unscaled or their norm was taken.
     widened: Option<Widened>,
 }
 
@@ -60,6 +150,60 @@ impl Record {
         }
     }
 
+    /// Unscales or checks the gradients of a new record. A failure before the first change removes the record; one
+    /// midway leaves it broken.
+    pub(super) fn begin(&mut self, plan: &Plan, start: &StepStart<'_>) -> Result<()> {
+        match start.preparation {
+            Preparation::Unscale => self.unscale(plan, start.scale),
+            Preparation::Check => self.check(plan, start.scale, None),
+            Preparation::Norm(norm_type) => self.check(plan, start.scale, Some(norm_type)),
+        }
+    }
+
+    fn unscale(&mut self, plan: &Plan, scale: &ScaleTensor) -> Result<()> {
+        let unscaling = scale.unscaling();
+        match plan.unscale(&self.parameters, scale.tensor(), unscaling) {
+            Ok(found) => {
+                // Without the new versions, the gradients only count as changed.
+                if !unscaling.check_only
+                    && let Ok(now) = Snapshot::of(&self.parameters)
+                {
+                    self.snapshot = now;
+                }
+                (self.stage, self.found) = (Stage::Unscaled, found);
+                Ok(())
+            }
+            Err(Interrupted { error, begun }) => {
+                if begun {
+                    self.set_broken();
+                } else {
+                    self.withdraw();
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Checks the gradients without changing them, and takes a norm if its type is given. A failure removes the record.
+    fn check(&mut self, plan: &Plan, scale: &ScaleTensor, norm_type: Option<f64>) -> Result<()> {
+        let (parameters, number) = (&self.parameters, scale.tensor());
+        let checked = match norm_type {
+            Some(norm_type) => plan.norm(parameters, norm_type, Some(number)),
+            None => plan.check(parameters, number, scale.may_enlarge()),
+        };
+        match checked {
+            Ok(Findings { found, norm }) => {
+                (self.stage, self.found, self.norm) = (Stage::Checked, found, norm);
+                Ok(())
+            }
+            Err(error) => {
+                self.withdraw();
+                Err(error)
+            }
+        }
+    }
+
+    /// Records that unscaling may have stopped midway.
     pub(super) fn set_broken(&mut self) {
         self.stage = Stage::Broken;
         // `update` compares with this to see whether they were zeroed.
@@ -68,7 +212,13 @@ impl Record {
         }
     }
 
-    /// Forgets everything.
+    /// Forgets gradients that have not been changed, apart from their dtypes, which they get back.
+    pub(super) fn withdraw(&mut self) {
+        self.undo_widening();
+        self.remove();
+    }
+
+    /// Forgets everything. The gradients stay as they are.
     pub(super) fn remove(&mut self) {
         self.stage = Stage::Removed;
         self.snapshot.truncate(0);
@@ -80,7 +230,7 @@ impl Record {
 
     /// Gives the gradients the dtypes from before the record. They have these numbers in f32, which need memory only if
     /// the gradients are on a device; without it, they stay f32.
-    pub(super) fn undo_widening(&self) {
+    fn undo_widening(&self) {
         if let Some(widened) = &self.widened {
             let _failed = widened.undo(&self.parameters);
         }
@@ -124,31 +274,55 @@ impl Record {
         self.rests.get(&index)
     }
 
-    /// Whether something is left of a gradient. Synchronizes if that was changed on a GPU after the step.
+    /// Returns whether something is left of a gradient. Synchronizes if that was changed on a GPU after the step.
     pub(super) fn is_leftover(&self, index: usize) -> Result<bool> {
         self.rest(index).map_or(Ok(true), |rest| ffi::any_nonzero(&[rest]))
     }
 
-    /// Marks the record if values changed; fails at the first gradient that is not the one that was unscaled.
-    pub(super) fn compare(
-        &mut self,
-        now: &[Gradient],
-    ) -> std::result::Result<(), (usize, GradientChange)> {
-        for (index, gradient) in now.iter().enumerate() {
-            match change(self.snapshot.get(index), gradient) {
-                Change::None => {}
-                Change::Numbers if self.rescaled => {
-                    return Err((index, GradientChange::AfterAnotherLoss));
+    /// Compares the gradients with those that were unscaled, and marks the record for another check if values changed.
+    /// Fails at the first gradient that is not the one that was unscaled.
+    pub(super) fn compare(&mut self, gradients: &Gradients<'_>) -> Result<()> {
+        for (index, gradient) in gradients.snapshot().iter().enumerate() {
+            let how = match change(self.snapshot.get(index), gradient) {
+                Change::None => continue,
+                Change::Numbers if self.rescaled => GradientChange::AfterAnotherLoss,
+                Change::Numbers => {
+                    self.dirty = true;
+                    continue;
                 }
-                Change::Numbers => self.dirty = true,
-                Change::Replaced(how) => return Err((index, how)),
-            }
+                Change::Replaced(how) => how,
+            };
+            let parameter = gradients.describe(index);
+            return Err(Error::Gradient(GradientError::Changed { parameter, how }));
         }
         Ok(())
     }
 
+    /// Compares like [`compare`](Self::compare), drops the gradients of parameters that were frozen since, and checks
+    /// gradients whose values changed.
+    pub(super) fn verify(&mut self, gradients: Gradients<'_>, scale: &Tensor) -> Result<()> {
+        self.compare(&gradients)?;
+        gradients.drop_frozen()?;
+        if !self.dirty {
+            return Ok(());
+        }
+        let plan = Plan::new(&gradients, true)?;
+        let findings = plan.check(gradients.parameters(), scale, false)?;
+        self.found.extend(findings.found);
+        self.replace_snapshot(gradients.into_snapshot());
+        self.dirty = false;
+        Ok(())
+    }
+
+    /// Accepts the gradients after a change by this crate. They are checked again only if the change can have made one
+    /// non-finite.
+    pub(super) fn accept_own_change(&mut self, now: Snapshot, recheck: bool) {
+        self.replace_snapshot(now);
+        self.dirty |= recheck;
+    }
+
     /// Accepts the gradients. Those of parameters that the optimizer has gained since are not the record's.
-    pub(super) fn replace_snapshot(&mut self, mut now: Snapshot) {
+    fn replace_snapshot(&mut self, mut now: Snapshot) {
         now.truncate(self.parameters.len());
         self.snapshot = now;
     }
@@ -164,7 +338,7 @@ impl Record {
         }
     }
 
-    /// Whether a failed step left the gradients as they were. On the CPU it never changes them.
+    /// Returns whether a failed step left the gradients as they were. On the CPU it never changes them.
     pub(super) fn is_untouched(&self) -> bool {
         if overflow(&self.found).is_some() {
             return true;
@@ -176,7 +350,16 @@ impl Record {
         }
     }
 
-    /// Whether a gradient was non-finite. Synchronizes, once, if only devices have the answer.
+    /// Returns whether the record allows a step. Does not synchronize: the answer is a flag on a device if the host has
+    /// not read it.
+    pub(super) fn overflow_check(&self) -> Result<OverflowCheck> {
+        if let Some(found) = overflow(&self.found) {
+            return Ok(OverflowCheck::Known(!found));
+        }
+        Ok(OverflowCheck::Unless(ffi::flags_join(self.found.iter().map(|flag| &flag.tensor))?))
+    }
+
+    /// Returns whether a gradient was non-finite. Synchronizes, once, if only devices have the answer.
     pub(super) fn found_inf(&mut self) -> Result<bool> {
         if let Some(found) = overflow(&self.found) {
             return Ok(found);

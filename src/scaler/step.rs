@@ -6,28 +6,17 @@ use tch::{Device, Kind, Tensor};
 
 use crate::capture;
 use crate::error::{Error, GradientError, GradientProblem, Result, ScalerError, ensure_defined};
-use crate::ffi::{self, FoundInf, Gradient, OutsideRegions, Widened};
+use crate::ffi::{self, FoundInf, Gradient, OutsideRegions};
 use crate::gradients::{
     ClipNorm, Gradients, Plan, Preparation, check_limit, clamp, unclampable, unclippable,
 };
 use crate::optim::{AmpOptimizer, Optimizer, Step, drop_gradients, take_step};
 use crate::scale::{AdaptiveScale, End, ScaleTensor, end_all};
 use crate::scaler::grad_scaler::{Agreement, Averaged};
-use crate::scaler::iteration::{Iteration, OverflowCheck, Owner, RecordId};
+use crate::scaler::iteration::{Owner, RecordId};
 use crate::scaler::outcome::StepResult;
-use crate::scaler::record::Stage;
+use crate::scaler::record::{OverflowCheck, Stage, StepStart};
 use crate::scaler::{GradScaler, SpikeDetector, StepOutcome, Unscaled};
-
-/// Fails unless a step is the next call that is due.
-pub(crate) fn due(stage: Stage) -> Result<()> {
-    match stage {
-        Stage::Broken => Err(Error::Scaler(ScalerError::UnscaleFailed)),
-        Stage::Checked | Stage::Stepped | Stage::Removed => {
-            Err(Error::Scaler(ScalerError::AlreadyStepped))
-        }
-        Stage::Unscaled => Ok(()),
-    }
-}
 
 impl GradScaler {
     /// Divides the gradients of an optimizer's parameters by the scale, in place, and records whether any is infinite
@@ -132,7 +121,7 @@ impl GradScaler {
         }
         let remedy = "the host decides whether it steps; use one of `tch_amp::optim`";
         capture::refuse("an optimizer that does not take scaled gradients", remedy)?;
-        match self.claim_for_step(optimizer, Preparation::Unscale)? {
+        match self.begin_step(optimizer, Preparation::Unscale)? {
             Some(record) => self.step_unscaled(record, optimizer),
             None => Ok(StepOutcome::known(StepResult::NoGradients)),
         }
@@ -144,7 +133,7 @@ impl GradScaler {
         record: RecordId,
         optimizer: &mut dyn AmpOptimizer,
     ) -> Result<StepOutcome> {
-        let found_inf = self.iteration.borrow_mut().found_inf(record)?;
+        let found_inf = self.iteration.borrow_mut()[record].found_inf()?;
         let taken = if found_inf {
             StepResult::Skipped
         } else {
@@ -171,69 +160,30 @@ impl GradScaler {
         spikes: Option<&mut SpikeDetector>,
     ) -> Result<StepOutcome> {
         let preparation = clip.map_or(Preparation::Check, |clip| Preparation::Norm(clip.norm_type));
-        let Some(record) = self.claim_for_step(optimizer, preparation)? else {
+        let Some(record) = self.begin_step(optimizer, preparation)? else {
             return Ok(StepOutcome::known(StepResult::NoGradients));
         };
-        let scaled = self.iteration.borrow().stage(record) == Stage::Checked;
+        let (scaled, check, norm) = {
+            let record = &self.iteration.borrow()[record];
+            let norm = record.norm.as_ref().map(Tensor::shallow_clone);
+            (record.stage == Stage::Checked, record.overflow_check(), norm)
+        };
         let grad_scale = scaled.then(|| scale.tensor());
-        let outcome = self.update_scaled(record, optimizer, grad_scale, clip, spikes);
+        let outcome = check.and_then(|check| {
+            let outcome =
+                update_scaled(optimizer, grad_scale, check, clip.zip(norm.as_ref()), spikes)?;
+            Ok(outcome.with_norm(norm.filter(|_| clip.is_some())))
+        });
         let mut iteration = self.iteration.borrow_mut();
         match outcome {
             Ok(_) => iteration.set_stepped(record),
             // If nothing was changed, the step can be tried again. On a GPU the kernels may have unscaled some of the
             // gradients.
-            Err(_) if scaled && iteration.is_untouched(record) => iteration.withdraw(record),
-            Err(_) if scaled => iteration.set_broken(record),
+            Err(_) if scaled && iteration[record].is_untouched() => iteration[record].withdraw(),
+            Err(_) if scaled => iteration[record].set_broken(),
             Err(_) => {}
         }
         outcome.map(|outcome| self.noted(outcome))
-    }
-
-    /// Steps the optimizer, unless the host knows that the step is skipped.
-    fn update_scaled(
-        &self,
-        record: RecordId,
-        optimizer: &mut dyn AmpOptimizer,
-        grad_scale: Option<&Tensor>,
-        clip: Option<ClipNorm>,
-        spikes: Option<&mut SpikeDetector>,
-    ) -> Result<StepOutcome> {
-        let (verdict, norm) = {
-            let iteration = self.iteration.borrow();
-            (iteration.verdict(record)?, iteration.norm(record))
-        };
-        let factor = match clip.zip(norm.as_ref()) {
-            Some((clip, norm)) => Some(ffi::clip_factor(norm, clip.max_norm)?),
-            None => None,
-        };
-        let mut step = Step::default();
-        step = grad_scale.map_or(step, |scale| step.with_grad_scale(scale));
-        step = factor.as_ref().map_or(step, |factor| step.with_clip_factor(factor));
-        let outcome = match (verdict, spikes.zip(norm.as_ref())) {
-            (_, Some((spikes, norm))) => spikes.update_unless(optimizer, &step, norm)?,
-            (OverflowCheck::Known(false), None) => StepOutcome::known(StepResult::Skipped),
-            (OverflowCheck::Known(true), None) => {
-                take_step(optimizer, &step)?;
-                StepOutcome::known(StepResult::Stepped)
-            }
-            (OverflowCheck::Unless(flag), None) => {
-                take_step(optimizer, &step.with_found_inf(&flag))?;
-                StepOutcome::on_device(flag)
-            }
-        };
-        Ok(outcome.with_norm(norm.filter(|_| clip.is_some())))
-    }
-
-    /// Finds the record whose step is due, or opens one.
-    fn claim_for_step(
-        &self,
-        optimizer: &dyn AmpOptimizer,
-        preparation: Preparation,
-    ) -> Result<Option<RecordId>> {
-        self.claim(optimizer, preparation, |iteration, record, scale, gradients| {
-            due(iteration.stage(record))?;
-            iteration.verify(record, gradients, scale.tensor())
-        })
     }
 
     /// Clips the unscaled gradients to a common norm of at most `clip`, such as a number for the 2-norm, and steps the
@@ -423,7 +373,7 @@ impl GradScaler {
     /// Finds the record of an optimizer that has been unscaled and not stepped yet.
     pub(super) fn record_due(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<RecordId>> {
         let record = self.record(optimizer)?;
-        record.map_or(Ok(()), |record| due(self.iteration.borrow().stage(record)))?;
+        record.map_or(Ok(()), |record| self.iteration.borrow()[record].stage.check_due())?;
         Ok(record)
     }
 
@@ -649,10 +599,10 @@ impl GradScaler {
     pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         let now = ffi::gradients_inspect(optimizer.parameters().as_slice())?;
         let iteration = self.iteration.get_mut();
-        let is_open = |record: &RecordId| iteration.stage(*record) != Stage::Stepped;
+        let is_open = |record: &RecordId| iteration[*record].stage != Stage::Stepped;
         match iteration.find(&now).filter(is_open) {
             Some(record) => {
-                iteration.abandon(record);
+                iteration[record].remove();
                 Ok(())
             }
             None => match iteration.owner(&now)? {
@@ -678,37 +628,37 @@ impl GradScaler {
 
     /// Unscales the gradients and returns their record; `None` if there is nothing to record.
     pub(crate) fn open(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<RecordId>> {
-        self.claim(optimizer, Preparation::Unscale, |iteration, record, _, _| {
-            Err(match iteration.stage(record) {
-                Stage::Broken => Error::Scaler(ScalerError::UnscaleFailed),
-                Stage::Unscaled => Error::Scaler(ScalerError::AlreadyUnscaled),
-                Stage::Checked | Stage::Stepped | Stage::Removed => {
-                    Error::Scaler(ScalerError::UnscaleAfterStep)
-                }
-            })
-        })
+        self.begin(optimizer, Preparation::Unscale, false)
     }
 
-    /// Returns the record of the optimizer's parameters, on which the ranks have agreed: a new one, or the old one if
-    /// `known` accepts it.
-    pub(super) fn claim(
+    /// The first half of a step: finds the record whose step is due, or opens one.
+    fn begin_step(
         &self,
         optimizer: &dyn AmpOptimizer,
         preparation: Preparation,
-        known: impl FnOnce(&mut Iteration, RecordId, &ScaleTensor, Gradients<'_>) -> Result<()>,
     ) -> Result<Option<RecordId>> {
-        let claimed = self.claim_here(optimizer, preparation, known);
+        self.begin(optimizer, preparation, true)
+    }
+
+    /// Returns the record of an optimizer's gradients, on which the ranks have agreed.
+    fn begin(
+        &self,
+        optimizer: &dyn AmpOptimizer,
+        preparation: Preparation,
+        of_step: bool,
+    ) -> Result<Option<RecordId>> {
+        let begun = self.begin_here(optimizer, preparation, of_step);
         match &self.agreement {
-            Some(agreement) if self.is_enabled() => self.agree(agreement.as_ref(), claimed),
-            _ => claimed,
+            Some(agreement) if self.is_enabled() => self.agree(agreement.as_ref(), begun),
+            _ => begun,
         }
     }
 
-    fn claim_here(
+    fn begin_here(
         &self,
         optimizer: &dyn AmpOptimizer,
         preparation: Preparation,
-        known: impl FnOnce(&mut Iteration, RecordId, &ScaleTensor, Gradients<'_>) -> Result<()>,
+        of_step: bool,
     ) -> Result<Option<RecordId>> {
         self.check_synced(optimizer)?;
         let Some(scale) = self.scale.number() else {
@@ -716,74 +666,17 @@ impl GradScaler {
         };
         // The optimizer may use the scaler, so it is asked before the iteration is borrowed.
         let gradients = self.gradients(optimizer)?;
-        // Gradients that are unscaled, or whose unscaled norm is taken, need the dtype that the optimizer updates in.
-        let widens = preparation != Preparation::Check && optimizer.wants_f32_gradients();
-        let owner = self.iteration()?.owner(gradients.snapshot())?;
-        match owner {
-            Owner::Shared(index) => {
-                Err(Error::Gradient(GradientError::Shared { parameter: gradients.describe(index) }))
-            }
-            Owner::Record(record) => {
-                known(&mut *self.iteration()?, record, scale, gradients).map(|()| Some(record))
-            }
-            Owner::None => {
-                let plan = self.plan(&gradients, preparation, widens)?;
-                let mut gradients = self.iteration()?.convert(gradients, &plan, scale)?;
-                let (plan, widened) = self.prepare(&mut gradients, plan, preparation, widens)?;
-                let even_empty = self.agreement.is_some();
-                self.iteration()?.open(gradients, widened, &plan, scale, preparation, even_empty)
-            }
-        }
-    }
-
-    /// Checks gradients, which are unscaled in another dtype than theirs if they are `widened`.
-    fn plan(
-        &self,
-        gradients: &Gradients<'_>,
-        preparation: Preparation,
-        widened: bool,
-    ) -> Result<Plan> {
-        let plan = Plan::new(gradients, widened || self.allows_fp16(preparation))?;
-        if matches!(preparation, Preparation::Norm(_)) {
-            gradients.refuse(Gradient::is_used, unclippable)?;
-        }
-        Ok(plan)
-    }
-
-    /// Whether gradients may be fp16: only writing unscaled ones back can lose small values.
-    fn allows_fp16(&self, preparation: Preparation) -> bool {
-        preparation != Preparation::Unscale || self.scale.config().may_unscale_fp16()
-    }
-
-    /// Gives checked gradients memory of their own and, if `widens`, the dtype that they are unscaled in. If it fails,
-    /// they have the dtypes from before.
-    fn prepare(
-        &self,
-        gradients: &mut Gradients<'_>,
-        plan: Plan,
-        preparation: Preparation,
-        widens: bool,
-    ) -> Result<(Plan, Option<Widened>)> {
-        if !widens {
-            gradients.separate()?;
-            return Ok((plan, None));
-        }
-        let widened = ffi::gradients_widen(gradients.parameters())?;
-        let mut planned = || {
-            if widened.any() {
-                gradients.inspect_again()?;
-            }
-            let plan = Plan::new(gradients, self.allows_fp16(preparation))?;
-            gradients.separate()?;
-            Ok(plan)
+        let writes = preparation == Preparation::Unscale;
+        let start = StepStart {
+            scale,
+            preparation,
+            of_step,
+            widens: preparation != Preparation::Check && optimizer.wants_f32_gradients(),
+            // Only writing unscaled ones back can lose small values.
+            allows_fp16: !writes || self.scale.config().may_unscale_fp16(),
+            even_empty: self.agreement.is_some(),
         };
-        match planned() {
-            Ok(plan) => Ok((plan, Some(widened))),
-            Err(error) => {
-                let _failed = widened.undo(gradients.parameters());
-                Err(error)
-            }
-        }
+        self.iteration()?.begin(gradients, &start)
     }
 
     /// Inspects the gradients of an optimizer.
@@ -835,26 +728,56 @@ impl GradScaler {
         let mut iteration = self.iteration.borrow_mut();
         let record = claimed.as_ref().ok().copied().flatten();
         let found = claimed.and_then(|record| match record {
-            Some(record) => iteration.found_inf(record),
+            Some(record) => iteration[record].found_inf(),
             None => Ok(false),
         });
         let here = matches!(found, Ok(true));
         let agreed = agreement.any(found).and_then(|anywhere| {
             // `update` also needs the answer of a rank without gradients, which has looked at nothing.
-            let is_new = |record: &RecordId| anywhere != here || !iteration.has_found(*record);
+            let is_new =
+                |record: &RecordId| anywhere != here || iteration[*record].found.is_empty();
             if let Some(record) = record.filter(is_new) {
                 let flag = f64::from(u8::from(anywhere));
                 let tensor = ffi::number_new(flag, Kind::Float, Device::Cpu)?;
-                iteration.add_found(record, FoundInf { tensor, host: Some(anywhere) });
+                iteration[record].found.push(FoundInf { tensor, host: Some(anywhere) });
             }
             Ok(record)
         });
         match record {
-            Some(record) if agreed.is_err() && iteration.stage(record) == Stage::Checked => {
-                iteration.withdraw(record);
+            Some(record) if agreed.is_err() && iteration[record].stage == Stage::Checked => {
+                iteration[record].withdraw();
             }
             _ => {}
         }
         agreed
+    }
+}
+
+/// Steps an optimizer that unscales and skips by itself, unless the host knows that the step is skipped, and clips if
+/// there is a norm.
+fn update_scaled(
+    optimizer: &mut dyn AmpOptimizer,
+    grad_scale: Option<&Tensor>,
+    check: OverflowCheck,
+    clip: Option<(ClipNorm, &Tensor)>,
+    spikes: Option<&mut SpikeDetector>,
+) -> Result<StepOutcome> {
+    let factor = clip.map(|(clip, norm)| ffi::clip_factor(norm, clip.max_norm)).transpose()?;
+    let mut step = Step::default();
+    step = grad_scale.map_or(step, |scale| step.with_grad_scale(scale));
+    step = factor.as_ref().map_or(step, |factor| step.with_clip_factor(factor));
+    if let Some((spikes, (_, norm))) = spikes.zip(clip) {
+        return spikes.update_unless(optimizer, &step, norm);
+    }
+    match check {
+        OverflowCheck::Known(false) => Ok(StepOutcome::known(StepResult::Skipped)),
+        OverflowCheck::Known(true) => {
+            take_step(optimizer, &step)?;
+            Ok(StepOutcome::known(StepResult::Stepped))
+        }
+        OverflowCheck::Unless(flag) => {
+            take_step(optimizer, &step.with_found_inf(&flag))?;
+            Ok(StepOutcome::on_device(flag))
+        }
     }
 }

@@ -116,11 +116,11 @@ impl GradScaler {
                 None => change(gradients.parameters()),
             };
         };
-        let mut iteration = self.iteration()?;
-        iteration.compare(record, &gradients)?;
+        let record = &mut self.iteration()?[record];
+        record.compare(&gradients)?;
         gradients.drop_frozen()?;
         let changed = change(gradients.parameters())?;
-        iteration.accept(record, Snapshot::of(gradients.parameters())?, recheck);
+        record.accept_own_change(Snapshot::of(gradients.parameters())?, recheck);
         Ok(changed)
     }
 
@@ -135,13 +135,13 @@ impl GradScaler {
         reads: bool,
     ) -> Result<Option<Tensor>> {
         let recheck = !clip.max_norm.is_finite();
-        let Some(index) = record else {
+        let Some(record) = record else {
             let reduce = |parameters: &[Tensor]| reduce_norm(parameters, clip);
             return self.change_gradients(None, optimizer, recheck, reduce);
         };
         let gradients = self.gradients(optimizer)?;
-        let mut iteration = self.iteration()?;
-        iteration.compare(index, &gradients)?;
+        let record = &mut self.iteration()?[record];
+        record.compare(&gradients)?;
         gradients.drop_frozen()?;
         gradients.refuse(Gradient::is_used, unclippable)?;
         let plan = Plan::new(&gradients, true)?;
@@ -149,12 +149,12 @@ impl GradScaler {
         let Some(norm) = findings.norm.filter(|_| !findings.found.is_empty()) else {
             return Ok(None);
         };
-        findings.found.into_iter().for_each(|found| iteration.add_found(index, found));
+        record.found.extend(findings.found);
         if reads {
-            iteration.found_inf(index)?;
+            record.found_inf()?;
         }
         plan.clip(gradients.parameters(), &norm, clip.max_norm)?;
-        iteration.accept(index, Snapshot::of(gradients.parameters())?, recheck);
+        record.accept_own_change(Snapshot::of(gradients.parameters())?, recheck);
         Ok(Some(norm))
     }
 }
