@@ -403,8 +403,8 @@ impl MixedPrecision {
     }
 }
 
-/// What a checkpoint has of a precision. Its device is that of the program which restores it, and what the program has
-/// added to a region is the program's.
+/// The part of a precision in a checkpoint. Its device is that of the program which restores it, and what the program
+/// has added to a region is the program's.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct AmpState {

@@ -1,4 +1,4 @@
-//! What the parts of an iteration and the graph that captures it tell each other.
+//! The messages between the parts of an iteration and the graph that captures it.
 //!
 //! A replay repeats what the device was given to do, and none of the host's part of an iteration. So everything that
 //! would wait for the device or keep a number of the host is refused, what belongs to an iteration joins its graph, and
@@ -54,7 +54,7 @@ thread_local! {
     static ITERATION: RefCell<Option<Iteration>> = const { RefCell::new(None) };
 }
 
-/// What an iteration that has ended was made of.
+/// The parts of an iteration that has ended.
 #[derive(Debug, Default)]
 pub(crate) struct Ended {
     pub(crate) members: Vec<Arc<dyn Member>>,
@@ -129,12 +129,12 @@ pub(crate) fn changed_since(what: &'static str) -> Error {
     Error::ChangedSinceCapture { what }
 }
 
-/// Whether the thread is in an iteration of a graph.
+/// Returns whether the thread is in an iteration of a graph.
 pub(crate) fn is_inside() -> bool {
     now(|_| ()).is_some()
 }
 
-/// Whether what the thread gives a device to do is only recorded.
+/// Returns whether what the thread gives a device to do is only recorded.
 pub(crate) fn is_capturing() -> bool {
     phase() == Some(Phase::Capture)
 }
@@ -182,12 +182,13 @@ pub(crate) fn device() -> Option<Device> {
     now(|iteration| iteration.device).filter(|device| device.is_cuda())
 }
 
-/// Whether something on this device can be used: if the thread is in an iteration of a graph, that has to be of it.
+/// Returns whether something on this device can be used: if the thread is in an iteration of a graph, that has to be of
+/// it.
 pub(crate) fn is_at_home(at: Device) -> bool {
     device().is_none_or(|device| device == at)
 }
 
-/// Whether the thread is in an iteration of a graph of this device.
+/// Returns whether the thread is in an iteration of a graph of this device.
 pub(crate) fn is_on(at: Device) -> bool {
     device() == Some(at)
 }
@@ -204,13 +205,13 @@ pub(crate) fn register<M: Member + 'static>(member: &Arc<M>) {
     });
 }
 
-/// Whether it belongs to the iteration that the thread is in.
+/// Returns whether it belongs to the iteration that the thread is in.
 pub(crate) fn has_joined<M: Member + 'static>(member: &Arc<M>) -> bool {
     let same = |known: &Arc<dyn Member>| std::ptr::addr_eq(Arc::as_ptr(known), Arc::as_ptr(member));
     now(|iteration| iteration.members.iter().any(same)).unwrap_or(false)
 }
 
-/// Has the graph keep tensors that its replays use.
+/// Lets the graph keep tensors that its replays use.
 pub(crate) fn keep<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) {
     ITERATION.with_borrow_mut(|iteration| {
         if let Some(Iteration { phase: Phase::Capture, kept, .. }) = iteration {
@@ -219,7 +220,7 @@ pub(crate) fn keep<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) {
     });
 }
 
-/// Has `replay` return the error of a part of the iteration that returns none. Returns it outside of one.
+/// Lets `replay` return the error of a part of the iteration that returns none. Returns it outside of one.
 pub(crate) fn note_failure(error: Error) -> Option<Error> {
     ITERATION.with_borrow_mut(|iteration| match iteration {
         Some(iteration) => {
@@ -262,7 +263,7 @@ pub(crate) fn note_window(is_begun: bool, is_completed: bool) {
 pub(crate) trait Member: Debug + Send + Sync {
     fn link(&self) -> &GraphLink;
 
-    /// Whether a capture may follow.
+    /// Returns whether a capture may follow.
     fn is_ready(&self) -> bool {
         true
     }
@@ -291,7 +292,7 @@ pub(crate) trait Member: Debug + Send + Sync {
     fn after_failure(&self) {}
 }
 
-/// What a part of iterations and their graphs know of each other.
+/// The connection of a part of iterations with their graphs.
 #[derive(Debug, Default)]
 pub(crate) struct GraphLink {
     replays: AtomicU64,
@@ -345,7 +346,7 @@ impl GraphLink {
         Ok(())
     }
 
-    /// Whether an iteration is being captured in which it was not used so far.
+    /// Returns whether an iteration is being captured in which it was not used so far.
     pub(crate) fn begins_capture(self: &Arc<Self>) -> bool {
         is_capturing() && !has_joined(self)
     }
@@ -369,7 +370,7 @@ impl GraphLink {
         self.launches.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whether a graph may know what it belongs to.
+    /// Returns whether a graph may know what it belongs to.
     pub(crate) fn is_known(&self) -> bool {
         is_inside() || self.was_joined.load(Ordering::Relaxed)
     }
@@ -388,7 +389,7 @@ impl GraphLink {
         *lock(&self.last_change)
     }
 
-    /// Whether a capture has failed since the last call.
+    /// Returns whether a capture has failed since the last call.
     pub(crate) fn take_loss(&self) -> bool {
         self.is_lost.swap(false, Ordering::Relaxed)
     }

@@ -78,7 +78,7 @@ enum Stage {
     Captured { at: &'static Location<'static> },
 }
 
-/// What the latest iteration has returned, and its steps.
+/// The result of the latest iteration, and its steps.
 #[derive(Debug)]
 struct Latest<T> {
     output: T,

@@ -1,11 +1,11 @@
 //! Patterns for the names of variables.
 
-/// Whether a name matches one of the patterns.
+/// Returns whether a name matches one of the patterns.
 pub(crate) fn matches_any<P: AsRef<str>>(patterns: &[P], name: &str) -> bool {
     patterns.iter().any(|pattern| matches(pattern.as_ref(), name))
 }
 
-/// Whether a name matches a pattern, in which each `*` stands for any characters.
+/// Returns whether a name matches a pattern, in which each `*` stands for any characters.
 fn matches(pattern: &str, name: &str) -> bool {
     let Some((start, rest)) = pattern.split_once('*') else {
         return pattern == name;

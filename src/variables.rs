@@ -28,7 +28,7 @@ fn swapped() -> MutexGuard<'static, HashSet<usize>> {
 /// Variables in whose place other numbers are until this is dropped, such as their averages.
 #[derive(Debug)]
 pub(crate) struct Swapped {
-    /// Kept alive, so that their identities stay theirs.
+    /// Kept alive, so that no other tensor gets their identities.
     variables: Vec<Tensor>,
     identities: Vec<usize>,
 }
@@ -47,7 +47,7 @@ impl Swapped {
         Ok(Some(Self { variables, identities }))
     }
 
-    /// Whether one of these variables has other numbers than its own.
+    /// Returns whether one of these variables has other numbers than its own.
     pub(crate) fn has_any<'t>(variables: impl IntoIterator<Item = &'t Tensor>) -> Result<bool> {
         if swapped().is_empty() {
             return Ok(false);

@@ -170,7 +170,7 @@ class BeforeNode final : public torch::autograd::FunctionPreHook {
   }
 };
 
-// Has the nodes that a node has recorded for second derivatives run without autocast, too.
+// Lets the nodes that a node has recorded for second derivatives run without autocast, too.
 class AfterNode final : public torch::autograd::FunctionPostHook {
  public:
   variable_list operator()(const variable_list &outputs, const variable_list &) override {
@@ -186,7 +186,7 @@ bool is_marked(Node &node) {
   return std::any_of(hooks.begin(), hooks.end(), is_ours);
 }
 
-// Has the nodes that the calling thread has made for a tensor, since its sequence number was `since`, run without
+// Lets the nodes that the calling thread has made for a tensor, since its sequence number was `since`, run without
 // autocast. What an operator computed in f32 has products in its backward, which autocast casts in a backward pass inside
 // of a region, whichever operator they belong to.
 void run_without_autocast(const at::Tensor &t, uint64_t since) {
@@ -284,7 +284,7 @@ struct Registry {
   std::vector<std::unique_ptr<const Overrides>> all;
 };
 
-// Has libtorch skip the key at the first call.
+// Lets libtorch skip the key at the first call.
 Registry &registry() {
   static auto *const registry = new Registry();
   return *registry;

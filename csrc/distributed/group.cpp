@@ -56,7 +56,7 @@ void turn_off_flight_recorder() {
 // How long a group waits for the end of a backend: one that is dropped, and one that has failed.
 constexpr milliseconds kEnd(5000), kAbort(1000);
 
-// Has a thread end a backend, by `how` first, and waits for it for at most `wait`. It may take forever: Gloo's end waits
+// Lets a thread end a backend, by `how` first, and waits for it for at most `wait`. It may take forever: Gloo's end waits
 // for the operations of this rank that have begun, and NCCL's for other ranks and for a thread that may read from the
 // store of a host that is gone.
 template <typename F>
@@ -148,7 +148,7 @@ bool has_failure(const c10::weak_intrusive_ptr<c10d::Store> &store) {
     const auto alive = store.lock();
     return alive != nullptr && alive->check({"failure"});
   } catch (const std::exception &) {
-    // The process of the store has ended, perhaps rightly: nobody can say more.
+    // The process of the store has ended, perhaps rightly, and its reason went with it.
     return false;
   }
 }

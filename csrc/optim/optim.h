@@ -19,7 +19,7 @@ struct Entry {
   at::Tensor states[kStates];  // by StatePlace; undefined where an algorithm has none
   Master master;
   at::Tensor orthogonal{};  // bf16, like the parameter: the orthogonalized momentum of Muon
-  double rate = 0;          // Muon's learning rate for it, or with rates on the device the factor of theirs
+  double rate = 0;          // Muon's learning rate for it, or the factor of the rates on the device
   uint8_t kept_as = TAMP_STATES_PLAIN;
 
   // The dtype of the update's arithmetic, and of the state unless that has fewer bits.

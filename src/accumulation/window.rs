@@ -23,7 +23,7 @@ use crate::{GradScaler, capture};
 /// and saving a window in the middle, [`with_gradients`](Self::with_gradients).
 #[derive(Debug)]
 pub struct Accumulation {
-    /// What a mean loss of each micro-batch is multiplied by.
+    /// The factors of the mean losses of the micro-batches.
     pub(super) shares: Vec<f64>,
     pub(super) next: usize,
     pub(super) kept: Kept,
@@ -248,7 +248,7 @@ pub(super) fn check(weights: &[f64]) -> Result<()> {
     Ok(())
 }
 
-/// What was left out so far.
+/// The gradients that were left out so far.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     batches: Vec<Batch>,
@@ -326,7 +326,7 @@ impl Kept {
         self.batches.iter().chain([last])
     }
 
-    /// Whether the host knows that all micro-batches were left out, or that none was.
+    /// Returns whether the host knows that all micro-batches were left out, or that none was.
     fn all_are_known_to_be(&self, dropped: bool, last: &Batch) -> bool {
         self.all(last).all(|batch| overflow(&batch.flags) == Some(dropped))
     }
@@ -352,7 +352,7 @@ impl Kept {
         unscaled.map(drop).map_err(|interrupted| interrupted.error)
     }
 
-    /// Whether each micro-batch was left out. Synchronizes on a GPU.
+    /// Returns whether each micro-batch was left out. Synchronizes on a GPU.
     pub(super) fn answers(&self) -> Result<Vec<bool>> {
         let _own = OutsideRegions::enter();
         let answer = |Batch { flags, .. }: &Batch| match overflow(flags) {
@@ -385,7 +385,7 @@ fn gradients_of(optimizer: &dyn AmpOptimizer) -> Result<Gradients<'_>> {
     Gradients::of(optimizer.parameters(), names)
 }
 
-/// Whether any gradient is not finite, for each device.
+/// Returns whether any gradient is not finite, for each device.
 fn found(optimizer: &dyn AmpOptimizer) -> Result<Vec<FoundInf>> {
     let gradients = gradients_of(optimizer)?;
     let plan = Plan::new(&gradients, true)?;
@@ -393,7 +393,7 @@ fn found(optimizer: &dyn AmpOptimizer) -> Result<Vec<FoundInf>> {
     Ok(plan.check(gradients.parameters(), &one, false)?.found)
 }
 
-/// Whether any of the flags is set, as a boolean tensor on a device.
+/// Returns whether any of the flags is set, as a boolean tensor on a device.
 fn any(flags: &[FoundInf], device: Device) -> Result<Tensor> {
     let _own = OutsideRegions::enter();
     let mut any = ffi::number_new(0.0, Kind::Float, device)?;

@@ -108,7 +108,7 @@ impl Place {
     }
 }
 
-/// Whether a name is that of a temporary file.
+/// Returns whether a name is that of a temporary file.
 pub(crate) fn is_temporary(name: &OsStr) -> bool {
     replaced(name).is_some()
 }

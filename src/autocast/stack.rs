@@ -60,12 +60,12 @@ impl Stack {
         }
     }
 
-    /// Whether no region is open on the thread.
+    /// Returns whether no region is open on the thread.
     fn is_outside(&self) -> bool {
         !self.scopes.iter().any(|scope| matches!(scope.kind, ScopeKind::Region(_)))
     }
 
-    /// Whether the innermost scope is a region that was closed from within a callback inside it.
+    /// Returns whether the innermost scope is a region that was closed from within a callback inside it.
     fn is_late(&self) -> bool {
         self.scopes.last().is_some_and(|scope| scope.closed)
     }

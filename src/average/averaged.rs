@@ -41,7 +41,7 @@ pub struct AveragedWeights {
     /// The model's variables that have neither averages nor statistics.
     others: Vec<Variable>,
     count: Count,
-    /// What it shares with the graphs that update it in their replays.
+    /// Shared with the graphs that update it in their replays.
     link: OwnLink,
 }
 
@@ -70,7 +70,7 @@ struct Loaded {
     statistics: BTreeMap<String, Tensor>,
 }
 
-/// Whether a variable is a statistic of batch normalization, or how many batches it is of.
+/// Returns whether a variable is a statistic of batch normalization, or how many batches it is of.
 fn is_statistic(name: &str, kind: Kind) -> bool {
     match name.rsplit('.').next().unwrap_or(name) {
         RUNNING_MEAN | RUNNING_VAR => kind != Kind::Int64,

@@ -10,8 +10,8 @@ use crate::error::{Error, Result, ensure};
 use crate::ffi::{self, Calls, OutsideRegions, StatisticsPass};
 use crate::variables::Variable;
 
-/// What a statistic has before a batch unless its calls are counted. It is lost in rounding when a layer adds to it,
-/// and stays as it is if none does.
+/// The value of a statistic before a batch unless its calls are counted. It is lost in rounding when a layer adds to
+/// it, and stays as it is if none does.
 const UNTOUCHED: f64 = 1e-30;
 
 impl AveragedWeights {
@@ -89,7 +89,7 @@ impl AveragedWeights {
     }
 }
 
-/// What the layers write to during a pass over batches instead of the model's own variables.
+/// The variables to which the layers write during a pass over batches instead of the model's own.
 struct Running {
     tensors: BTreeMap<String, Tensor>,
     /// The statistics among them, in their order in the pass.
@@ -212,7 +212,7 @@ fn number(value: f64, like: &Tensor) -> Result<Tensor> {
     ffi::number_new(value, like.f_kind()?, like.device())
 }
 
-/// Whether two variables belong to the same layer.
+/// Returns whether two variables belong to the same layer.
 fn are_of_one_layer(one: &str, other: &str) -> bool {
     let layer = |name: &str| name.rsplit_once('.').map(|(layer, _)| layer.to_owned());
     layer(one) == layer(other)

@@ -27,7 +27,7 @@ impl Checkpoint {
     ///
     /// In a dict saved by PyTorch each part has its key in Python as its name, as in
     /// `checkpoint.restore().add("model_state_dict", &vs)`, and the kind of a state dict is recognized by its keys.
-    /// What is in a dict or a list within a part has the names on the way to it, with dots between them, as in
+    /// The values in a dict or a list within a part have the names on the way to them, with dots between them, as in
     /// `checkpoint.restore().add("optimizer_states.0", &mut opt)`. A file that is a single state is a part named
     /// `model`, `optimizer`, `scaler` or `scheduler`. An entry that this crate does not support, such as a quantized
     /// tensor, does not prevent the others from being read: it is an error only to ask for it.
@@ -90,7 +90,7 @@ impl Checkpoint {
     }
 }
 
-/// What a path is if `torch.distributed.checkpoint` has written it.
+/// The kind of file at a path if `torch.distributed.checkpoint` has written it.
 fn distributed(path: &Path) -> Option<&'static str> {
     if path.join(DISTRIBUTED).is_file() {
         return Some("a folder");
@@ -145,8 +145,8 @@ fn open(source: Arc<Source>) -> Result<Archive> {
     }
 }
 
-/// Whether a file that begins with these bytes can be an index: whether it is JSON. A safetensors file begins with a
-/// length, whose last byte is zero.
+/// Returns whether a file that begins with these bytes can be an index: whether it is JSON. A safetensors file begins
+/// with a length, whose last byte is zero.
 pub(super) fn is_index(start: &[u8]) -> bool {
     start.first() == Some(&b'{') && start.get(7) != Some(&0)
 }

@@ -20,7 +20,7 @@ pub(crate) enum Malformed {
     Record {
         /// Its name.
         name: String,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
 
@@ -38,7 +38,7 @@ pub(crate) enum Malformed {
     /// The pickle is damaged, or does something that no checkpoint needs.
     #[error("the pickle of the checkpoint {problem} at byte {at}")]
     Pickle {
-        /// What is wrong.
+        /// The problem.
         problem: String,
         /// The position of the opcode.
         at: usize,
@@ -49,7 +49,7 @@ pub(crate) enum Malformed {
     Tensor {
         /// The storage's key.
         storage: String,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
 
@@ -60,7 +60,7 @@ pub(crate) enum Malformed {
     /// The file exceeds one of the [`Limits`](crate::checkpoint::limits::Limits).
     #[error("the checkpoint has more than {limit} {what}")]
     TooMuch {
-        /// What there is too much of.
+        /// The thing of which there is too much.
         what: &'static str,
         /// How much is allowed.
         limit: u64,

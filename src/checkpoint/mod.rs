@@ -113,7 +113,7 @@ pub struct Checkpoint {
     parts: BTreeMap<String, Part>,
     /// The room that the parts take in a file; `None` for parts that were loaded until another one is added.
     room: Option<SizeBudget>,
-    /// What the parts were loaded from, unless others have been added since.
+    /// The file of the parts, unless others have been added since.
     #[cfg(feature = "distributed")]
     source: Option<Arc<Source>>,
 }
@@ -391,7 +391,7 @@ const PER_PARAMETER: u64 = 6;
 const CHECKSUM: u64 = 20;
 const TENSOR: u64 = 256;
 
-/// What has been added so far.
+/// The size of all that has been added so far.
 #[derive(Clone, Copy, Debug, Default)]
 struct SizeBudget {
     parts: u64,

@@ -53,8 +53,8 @@ pub(crate) struct OptimizerPart {
     pub(crate) adam_or_adamw: bool,
     /// The parameters that Muon steps. Those of its optimizer that AdamW steps are the others.
     pub(crate) by_muon: BTreeSet<String>,
-    /// What a Python program has put into the dict besides, such as the state of a scaler. An optimizer with any cannot
-    /// be saved.
+    /// The other entries that a Python program has put into the dict, such as the state of a scaler. An optimizer with
+    /// any cannot be saved.
     pub(crate) others: BTreeMap<String, Part>,
 }
 
@@ -64,13 +64,13 @@ pub(crate) struct StatePart {
     pub(crate) tensors: BTreeMap<String, Entry>,
     /// Always a map of plain values.
     pub(crate) values: Value,
-    /// What is neither a tensor nor a value: states within a state of a Python program, and what this crate does not
-    /// support. A state with any cannot be saved.
+    /// The entries that are neither tensors nor values: states within a state of a Python program, and what this crate
+    /// does not support. A state with any cannot be saved.
     pub(crate) others: BTreeMap<String, Part>,
     /// Tensors beside a model at the top of a file from Python, which may be variables of it. They are parts as well,
     /// and belong to the model if it has variables of these names.
     pub(crate) maybe: BTreeMap<String, Entry>,
-    /// What the state of PyTorch's `AveragedModel` has besides, if the tensors are averages of a model.
+    /// The other entries of the state of PyTorch's `AveragedModel`, if the tensors are averages of a model.
     pub(crate) beside_averages: Option<BTreeMap<String, Entry>>,
 }
 
@@ -81,7 +81,7 @@ impl StatePart {
     }
 }
 
-/// What a name refers to: a part, or something within one.
+/// The target of a name: a part, or something within one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Item<'a> {
     Part(&'a Part),
@@ -181,7 +181,7 @@ impl Part {
         }
     }
 
-    /// Whether a file can hold the part.
+    /// Returns whether a file can hold the part.
     pub(crate) fn is_supported(&self) -> bool {
         match self {
             Self::State(StatePart { others, .. })

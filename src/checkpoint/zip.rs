@@ -75,7 +75,7 @@ pub(crate) struct ZipRecord {
     pub crc32: u32,
 }
 
-/// Whether a file that begins with these bytes is a zip archive.
+/// Returns whether a file that begins with these bytes is a zip archive.
 pub(crate) fn is_zip(first_bytes: &[u8]) -> bool {
     first_bytes.starts_with(b"PK\x03\x04")
 }

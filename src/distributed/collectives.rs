@@ -333,7 +333,7 @@ impl ProcessGroup {
     }
 }
 
-/// What each rank has in the first line in which they differ.
+/// Returns the text of each rank in the first line in which they differ.
 fn first_difference(call: &str, texts: &[String]) -> Vec<String> {
     let mut ranks: Vec<_> = texts.iter().map(|text| text.lines()).collect();
     loop {

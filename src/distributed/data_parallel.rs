@@ -122,7 +122,7 @@ fn run(
     })
 }
 
-/// Whether autograd records what this thread computes, which tch does not tell.
+/// Returns whether autograd records what this thread computes, which tch does not tell.
 pub(super) fn records() -> Result<bool> {
     let _own = OutsideRegions::enter();
     let leaf = Tensor::f_zeros([1], (Kind::Float, Device::Cpu))?.f_set_requires_grad(true)?;

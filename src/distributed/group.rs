@@ -354,7 +354,7 @@ impl ProcessGroup {
         Ok((number, self.0.options.form(Membership { prefix, ..membership })?))
     }
 
-    /// Whether an operation has failed.
+    /// Returns whether an operation has failed.
     pub(super) fn is_closed(&self) -> bool {
         self.0.handle.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }

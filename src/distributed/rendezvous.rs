@@ -1,4 +1,4 @@
-//! What the ranks of a group tell each other through the store before they connect: that they belong together.
+//! The messages of the ranks of a group through the store before they connect: that they belong together.
 
 use std::time::{Duration, Instant};
 
@@ -7,10 +7,10 @@ use crate::distributed::store::Store;
 use crate::distributed::store::{GRACE, within};
 use crate::error::{DistributedError, Error, Result};
 
-/// What the last rank to come says to all: they can connect.
+/// The message of the last rank to come to all: they can connect.
 const COMPLETE: &str = "complete";
 
-/// What rank 0 says of itself if it does not join.
+/// The message of rank 0 if it does not join.
 const REFUSED: &str = "refused";
 
 /// The variables that name the job of a process. The first one that is set counts.
@@ -26,8 +26,8 @@ pub(super) fn job() -> Result<String> {
     Ok(String::new())
 }
 
-/// Whether two processes belong to different jobs. Slurm's name does not reach processes that a job starts by other
-/// means, so that it counts only if both have it.
+/// Returns whether two processes belong to different jobs. Slurm's name does not reach processes that a job starts by
+/// other means, so that it counts only if both have it.
 fn are_different(one: &str, other: &str) -> bool {
     let is_of_slurm = |job: &str| job.starts_with(JOBS[1]);
     match (one.is_empty(), other.is_empty()) {
@@ -193,12 +193,12 @@ pub(super) struct Membership {
     pub(super) size: usize,
 }
 
-/// What a rank finds out after a failure.
+/// The findings of a rank after a failure.
 #[derive(Default)]
 struct Reports {
     /// The ranks that have reported nothing.
     missing: Vec<usize>,
-    /// What another rank has reported before all others.
+    /// The failure that another rank has reported before all others.
     cause: Option<String>,
 }
 

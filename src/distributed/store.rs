@@ -32,7 +32,7 @@ struct Shared {
     is_local: bool,
     /// The rank that serves it, if that is known.
     served_by: Option<usize>,
-    /// What the names of all groups begin with.
+    /// The prefix of the names of all groups.
     scope: String,
     /// The number of unnamed groups that each rank has formed.
     groups: Mutex<HashMap<usize, usize>>,
@@ -138,7 +138,7 @@ impl Store {
         self.0.served_by
     }
 
-    /// Whether only this machine can reach the store, so that all ranks are on it.
+    /// Returns whether only this machine can reach the store, so that all ranks are on it.
     pub(super) fn is_local(&self) -> bool {
         self.0.is_local
     }
@@ -177,8 +177,8 @@ impl Store {
     }
 }
 
-/// Whether a host is this machine under the address that [`Store::serve_locally`] has. Other names are not resolved:
-/// that of the host itself often stands for a loopback address, which other hosts cannot reach.
+/// Returns whether a host is this machine under the address that [`Store::serve_locally`] has. Other names are not
+/// resolved: that of the host itself often stands for a loopback address, which other hosts cannot reach.
 pub(super) fn is_loopback(host: &str) -> bool {
     matches!(host, "localhost" | "127.0.0.1")
 }

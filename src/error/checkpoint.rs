@@ -52,7 +52,7 @@ pub enum CheckpointError {
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
 
@@ -92,7 +92,7 @@ pub enum CheckpointError {
     AllDamaged {
         /// The folder.
         folder: PathBuf,
-        /// What is wrong with each of them, in the order in which they were tried.
+        /// The problem of each of them, in the order in which they were tried.
         damaged: Vec<CheckpointError>,
     },
 

@@ -14,7 +14,7 @@ pub enum DistributedError {
     Environment {
         /// The environment variable.
         variable: &'static str,
-        /// What is wrong with it, and what is allowed.
+        /// The problem, and the values that are allowed.
         problem: String,
     },
 
@@ -31,7 +31,7 @@ pub enum DistributedError {
     /// group can no longer be used on any rank. Form a new one with a new name, and resume from the last checkpoint.
     #[error("{operation} failed on rank {rank} of {size}{}: {message}", Missing(missing))]
     Communication {
-        /// What was called.
+        /// The function that was called.
         operation: &'static str,
         /// This rank.
         rank: usize,
@@ -49,7 +49,7 @@ pub enum DistributedError {
     /// communicated, and the group can still be used.
     #[error("the ranks disagree: {}", Calls(calls))]
     Mismatch {
-        /// What each rank called, in the order of the ranks.
+        /// The calls of the ranks, in the order of the ranks.
         calls: Vec<String>,
     },
 
@@ -68,7 +68,7 @@ pub enum DistributedError {
     Parameter {
         /// The name of the variable in the `VarStore`; `a variable` for one that was added.
         name: String,
-        /// What happened to it.
+        /// The change.
         change: VariableChange,
     },
 
@@ -100,7 +100,7 @@ pub enum DistributedError {
     /// The group can no longer be used, because an operation has failed. Form a new one.
     #[error("{operation} was called on a group that has failed: form a new group")]
     Failed {
-        /// What was called.
+        /// The function that was called.
         operation: &'static str,
     },
 
@@ -166,7 +166,7 @@ impl fmt::Display for Calls<'_> {
     }
 }
 
-/// What happened to a parameter or a buffer of a distributed model, in a [`DistributedError::Parameter`].
+/// The change of a parameter or a buffer of a distributed model, in a [`DistributedError::Parameter`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum VariableChange {

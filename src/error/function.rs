@@ -39,7 +39,7 @@ pub enum FunctionError {
     Misuse {
         /// The function.
         name: String,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
 
@@ -55,9 +55,9 @@ pub enum FunctionError {
     /// A backward asked for something that its forward did not save.
     #[error("backward asked for {wanted}, but forward saved {saved}")]
     NotSaved {
-        /// What the backward asked for.
+        /// The value for which the backward asked.
         wanted: String,
-        /// What the forward saved instead.
+        /// The value that the forward saved instead.
         saved: String,
     },
 
@@ -113,7 +113,7 @@ pub enum FunctionError {
     GradOutput {
         /// The output.
         output: usize,
-        /// What is wrong, and what to do.
+        /// The problem, and its remedy.
         problem: String,
     },
 

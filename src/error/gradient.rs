@@ -26,7 +26,7 @@ pub enum GradientError {
     Unsupported {
         /// The parameter: its name if it is known, or else its index, and its shape.
         parameter: String,
-        /// What is wrong with its gradient.
+        /// The problem of its gradient.
         problem: GradientProblem,
     },
 
@@ -37,7 +37,7 @@ pub enum GradientError {
     Changed {
         /// The parameter: its name if it is known, or else its index, and its shape.
         parameter: String,
-        /// What happened to it.
+        /// The change.
         how: GradientChange,
     },
 
@@ -79,7 +79,7 @@ pub enum GradientError {
     },
 }
 
-/// What is wrong with a gradient, in a [`GradientError::Unsupported`]. Its text says what to do where something helps.
+/// The problem of a gradient, in a [`GradientError::Unsupported`]. Its text says what to do where something helps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GradientProblem {
@@ -130,7 +130,7 @@ pub enum GradientProblem {
     OtherDtype,
 }
 
-/// What happened to a gradient after it was unscaled, in a [`GradientError::Changed`].
+/// The change of a gradient after it was unscaled, in a [`GradientError::Changed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GradientChange {

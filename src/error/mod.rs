@@ -115,7 +115,7 @@ pub enum Error {
     InvalidArgument {
         /// The argument, by its name in PyTorch where it has one.
         name: &'static str,
-        /// What is wrong with it, and what is allowed.
+        /// The problem, and the values that are allowed.
         problem: String,
     },
 
@@ -125,7 +125,7 @@ pub enum Error {
     Capture {
         /// The call.
         call: &'static str,
-        /// What to do instead.
+        /// The remedy.
         remedy: String,
     },
 
@@ -135,7 +135,7 @@ pub enum Error {
          `recapture` on the graph, and replay again"
     )]
     ChangedSinceCapture {
-        /// What has changed.
+        /// The thing that has changed.
         what: &'static str,
     },
 
@@ -170,7 +170,7 @@ debug_is_the_message!(
 #[cfg(feature = "distributed")]
 debug_is_the_message!(DistributedError);
 
-/// What libtorch's allocators say, on the host and on GPUs, and what C++'s own says.
+/// The messages of libtorch's allocators, on the host and on GPUs, and of C++'s own.
 const OUT_OF_MEMORY: [&str; 4] =
     ["out of memory", "can't allocate memory", "not enough memory", "std::bad_alloc"];
 

@@ -38,7 +38,7 @@ pub enum OptimizerError {
     Parameter {
         /// The parameter's name.
         parameter: String,
-        /// What is wrong with it.
+        /// The problem.
         problem: ParameterProblem,
     },
 
@@ -87,7 +87,7 @@ pub enum OptimizerError {
     State {
         /// The parameter's name.
         parameter: String,
-        /// What is missing, unexpected or of a wrong shape.
+        /// The entry that is missing, unexpected or of a wrong shape.
         problem: String,
     },
 
@@ -97,7 +97,7 @@ pub enum OptimizerError {
     Step(BoxError),
 }
 
-/// What is wrong with a parameter, in an [`OptimizerError::Parameter`]. Its text says what to do where something helps.
+/// The problem of a parameter, in an [`OptimizerError::Parameter`]. Its text says what to do where something helps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParameterProblem {

@@ -32,7 +32,7 @@ pub enum PolicyError {
     Text {
         /// The text.
         text: String,
-        /// What is wrong with it, and what is allowed.
+        /// The problem, and the values that are allowed.
         problem: String,
     },
 
@@ -63,7 +63,7 @@ pub enum PolicyError {
     TreeMismatch {
         /// The path from the root, such as `.0["weight"][2]`; empty for the root itself.
         place: String,
-        /// What the first and the second tree have there.
+        /// The values of the first and the second tree there.
         problem: String,
     },
 }

@@ -155,7 +155,7 @@ pub enum ScalerError {
     LossScaleText {
         /// The text.
         text: String,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
 

@@ -70,7 +70,7 @@ impl RawAutocastState {
         self.0.cache_enabled = enabled.into();
     }
 
-    /// Whether autocast is enabled on devices of this type.
+    /// Returns whether autocast is enabled on devices of this type.
     pub(crate) fn is_enabled(&self, device: Device) -> bool {
         self.of(device).is_some_and(|state| state.enabled != 0)
     }

@@ -51,7 +51,7 @@ pub(crate) fn average_count(
     })?)
 }
 
-/// What moves averages towards parameters.
+/// The weight by which averages move towards parameters.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum AverageWeight<'a> {
     Host(f64),

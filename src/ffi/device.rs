@@ -8,7 +8,7 @@ use super::call;
 use crate::error::Result;
 use crate::sys;
 
-/// Whether libtorch_cuda is linked into this program.
+/// Returns whether libtorch_cuda is linked into this program.
 pub(crate) fn cuda_is_linked() -> bool {
     // SAFETY: takes nothing and reads a constant.
     unsafe { sys::tamp_cuda_is_linked() != 0 }
@@ -27,7 +27,7 @@ pub(crate) fn cuda_initialize() -> Result<()> {
     call(|err| unsafe { sys::tamp_cuda_initialize(err) })
 }
 
-/// Whether the CUDA device of this index, which can be used, has instructions for bf16.
+/// Returns whether the CUDA device of this index, which can be used, has instructions for bf16.
 pub(crate) fn cuda_has_bf16(index: usize) -> Result<bool> {
     let index = i8::try_from(index).unwrap_or(i8::MAX);
     // SAFETY: `err` is valid for a write, and libtorch checks the index.

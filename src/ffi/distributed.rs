@@ -92,7 +92,7 @@ impl Store {
         call(|err| unsafe { sys::tamp_store_count(self.0, key.as_ptr(), err) })
     }
 
-    /// Whether a key is set.
+    /// Returns whether a key is set.
     pub(crate) fn has(&self, key: &str) -> Result<bool> {
         let key = text("key", key)?;
         // SAFETY: the store is alive, `key` is a C string, and `err` is valid for a write.
@@ -358,7 +358,7 @@ impl Reducer {
         })
     }
 
-    /// Whether the next forward pass may communicate.
+    /// Returns whether the next forward pass may communicate.
     pub(crate) fn may_rebuild(&self) -> Result<bool> {
         // SAFETY: the reducer is alive, and `err` is valid for a write.
         call(|err| unsafe { sys::tamp_reducer_may_rebuild(self.0, err) }).map(|may| may != 0)
@@ -371,7 +371,7 @@ impl Reducer {
             .map(|recorded| recorded != 0)
     }
 
-    /// Whether the next backward pass can be undone by removing the gradients of all parameters.
+    /// Returns whether the next backward pass can be undone by removing the gradients of all parameters.
     pub(crate) fn can_undo(&self) -> Result<bool> {
         // SAFETY: the reducer is alive, and `err` is valid for a write.
         call(|err| unsafe { sys::tamp_reducer_can_undo(self.0, err) }).map(|can| can != 0)

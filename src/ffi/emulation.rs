@@ -11,7 +11,7 @@ use super::{device_type, dtype_code};
 use crate::error::{Error, Result};
 use crate::sys::insight as sys;
 
-/// What the enabled regions of a thread are, so that the same program runs in other precisions.
+/// The treatment of the enabled regions of a thread, so that the same program runs in other precisions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Regions {
     AsGiven,
@@ -44,7 +44,7 @@ impl Regions {
     }
 }
 
-/// What is emulated.
+/// The rounding that is emulated.
 #[derive(Clone, Debug)]
 pub(crate) struct Emulated {
     pub(crate) device: Device,

@@ -16,7 +16,7 @@ use super::{call, numel, pointer, pointers, sizes};
 pub(crate) struct FunctionInput(sys::FunctionInput);
 
 impl FunctionInput {
-    /// Whether the input requires a gradient and the call is recorded.
+    /// Returns whether the input requires a gradient and the call is recorded.
     pub(crate) fn requires_grad(&self) -> bool {
         self.0.requires_grad != 0
     }
@@ -96,7 +96,7 @@ pub(crate) fn function_record<R: Recorded>(
     call(|err| unsafe { sys::tamp_function_record(&function, &raw, out, count, err) })
 }
 
-/// Whether the running backward accumulates the gradients of all leaves. For a backward only.
+/// Returns whether the running backward accumulates the gradients of all leaves. For a backward only.
 pub(crate) fn backward_accumulates() -> Result<bool> {
     // SAFETY: the function has no arguments but the place for its error.
     Ok(call(|err| unsafe { sys::tamp_backward_accumulates(err) })? != 0)

@@ -32,17 +32,17 @@ impl Gradient {
         self.0.parameter
     }
 
-    /// Whether the parameter has a gradient.
+    /// Returns whether the parameter has a gradient.
     pub(crate) fn exists(&self) -> bool {
         self.0.gradient != 0
     }
 
-    /// Whether the parameter has a gradient and is not frozen.
+    /// Returns whether the parameter has a gradient and is not frozen.
     pub(crate) fn is_used(&self) -> bool {
         self.exists() && !self.is_frozen()
     }
 
-    /// Whether the parameter does not require a gradient.
+    /// Returns whether the parameter does not require a gradient.
     pub(crate) fn is_frozen(&self) -> bool {
         !self.has(sys::GRADIENT_REQUIRES_GRAD)
     }
@@ -57,7 +57,7 @@ impl Gradient {
         self.0.version
     }
 
-    /// Whether the gradient is in host memory.
+    /// Returns whether the gradient is in host memory.
     pub(crate) fn is_on_cpu(&self) -> bool {
         self.0.device_type == CPU
     }
@@ -71,22 +71,22 @@ impl Gradient {
         self.has(sys::GRADIENT_STRIDED)
     }
 
-    /// Whether the gradient is COO sparse.
+    /// Returns whether the gradient is COO sparse.
     pub(crate) fn is_sparse(&self) -> bool {
         self.has(sys::GRADIENT_SPARSE)
     }
 
-    /// Whether another tensor may use the memory of the gradient, or its own elements share some.
+    /// Returns whether another tensor may use the memory of the gradient, or its own elements share some.
     pub(crate) fn is_shared(&self) -> bool {
         self.has(sys::GRADIENT_SHARED)
     }
 
-    /// Whether the shape or the device of the gradient differs from the parameter's.
+    /// Returns whether the shape or the device of the gradient differs from the parameter's.
     pub(crate) fn has_other_shape(&self) -> bool {
         self.has(sys::GRADIENT_OTHER_SHAPE)
     }
 
-    /// Whether the dtype of the gradient differs from the parameter's.
+    /// Returns whether the dtype of the gradient differs from the parameter's.
     pub(crate) fn has_other_dtype(&self) -> bool {
         self.has(sys::GRADIENT_OTHER_DTYPE)
     }
@@ -95,7 +95,7 @@ impl Gradient {
         dtype_code(kind) == Some(self.0.dtype)
     }
 
-    /// Whether the elements of the gradient are fp16, or complex numbers of two fp16.
+    /// Returns whether the elements of the gradient are fp16, or complex numbers of two fp16.
     pub(crate) fn is_fp16(&self) -> bool {
         self.is(Kind::Half) || self.0.dtype == COMPLEX_HALF
     }
@@ -273,7 +273,7 @@ pub(crate) fn gradients_add(parameters: &[Tensor], taken: &[Option<Tensor>]) -> 
 pub(crate) struct Widened(Vec<u8>);
 
 impl Widened {
-    /// Whether there are any.
+    /// Returns whether there are any.
     pub(crate) fn any(&self) -> bool {
         self.0.contains(&1)
     }
@@ -419,7 +419,7 @@ impl Unscaling {
     }
 }
 
-/// Whether gradients on one device were non-finite.
+/// The flag for non-finite gradients on one device.
 #[derive(Debug)]
 pub(crate) struct FoundInf {
     /// 1 if some were non-finite and 0 otherwise, on their device.

@@ -10,11 +10,11 @@ use super::{call, dtype_code, kind_of, pointers};
 use crate::error::{Error, Result};
 use crate::sys::insight as sys;
 
-/// What an event is.
+/// The kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EventKind {
     Operator,
-    /// What the autograd engine does for a backward node: it runs it, and adds up or casts its results.
+    /// The work of the autograd engine for a backward node: it runs it, and adds up or casts its results.
     Engine,
     /// A backward node.
     Node,
@@ -129,7 +129,7 @@ pub(crate) struct Times {
     pub(crate) left: i64,
 }
 
-/// What a recording notes of operators.
+/// The details of operators that a recording notes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum RecordingMode<'a> {
     /// The numbers of every result.
@@ -201,7 +201,7 @@ impl RawRecording {
         Ok(Self { raw, thread: PhantomData })
     }
 
-    /// Whether a compared run called other operators than the reference.
+    /// Returns whether a compared run called other operators than the reference.
     pub(crate) fn differs(&self) -> bool {
         // SAFETY: the recording is alive.
         unsafe { sys::tamp_recording_differs(self.raw.as_ptr()) != 0 }

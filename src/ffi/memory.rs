@@ -20,8 +20,8 @@ pub(crate) fn sizes(tensor: &Tensor) -> Result<Vec<i64>> {
     }
 }
 
-/// Whether a tensor has a shape and memory with an element for each place of it. Sparse and nested ones and those of
-/// other libraries do not.
+/// Returns whether a tensor has a shape and memory with an element for each place of it. Sparse and nested ones and
+/// those of other libraries do not.
 pub(crate) fn is_dense(tensor: &Tensor) -> Result<bool> {
     // SAFETY: the tensor is alive, and `err` is valid for a write.
     Ok(call(|err| unsafe { sys::tamp_is_dense(tensor.as_ptr(), err) })? != 0)
@@ -108,7 +108,7 @@ impl Stamps {
         call(|err| unsafe { sys::tamp_stamps_take(tensor.as_ptr(), 1, stamp, err) })
     }
 
-    /// Whether the parameter has a stamp.
+    /// Returns whether the parameter has a stamp.
     pub(crate) fn has(&self, index: usize) -> bool {
         self.0.get(index).is_some_and(|stamp| stamp.memory != 0)
     }

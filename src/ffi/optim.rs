@@ -179,7 +179,7 @@ pub(crate) struct OptimScale<'a> {
     pub(crate) found_inf: Option<&'a Tensor>,
 }
 
-/// What a step did with a parameter, or why the whole step was not taken.
+/// The effect of a step on a parameter, or the reason why the whole step was not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StepAnswer {
     Taken,

@@ -186,7 +186,7 @@ impl Gradients<'_> {
 pub(crate) struct StashedGradients {
     parameters: Vec<Tensor>,
     gradients: Vec<Option<Tensor>>,
-    /// What was done to the half-precision gradients that are there now.
+    /// The change of dtype of the half-precision gradients that are there now.
     widened: Option<Widened>,
     is_settled: bool,
 }
@@ -228,7 +228,7 @@ impl StashedGradients {
 impl Drop for StashedGradients {
     fn drop(&mut self) {
         if !self.is_settled {
-            // What the failed backward left is incomplete or scaled. Errors cannot be returned from here.
+            // The gradients of the failed backward are incomplete or scaled. Errors cannot be returned from here.
             let _dropped = ffi::gradients_drop(&self.parameters);
             if let Some(widened) = &self.widened {
                 let _failed = widened.undo(&self.parameters);

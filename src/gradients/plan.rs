@@ -101,7 +101,7 @@ fn problem(gradient: &Gradient, allow_fp16: bool) -> Option<GradientProblem> {
     if refused { Some(GradientProblem::Fp16) } else { uncountable(gradient) }
 }
 
-/// What is wrong with a gradient whose values are to be read, if anything is.
+/// Returns the problem of a gradient whose values are to be read, if there is one.
 pub(crate) fn uncountable(gradient: &Gradient) -> Option<GradientProblem> {
     if !gradient.is_floating_or_complex() {
         return Some(GradientProblem::Dtype);
@@ -164,7 +164,7 @@ fn common_norm(norms: &[Tensor], norm_type: f64) -> Result<Tensor> {
     }
 }
 
-/// Whether any of the flags is set; `None` if the host does not have the answer.
+/// Returns whether any of the flags is set; `None` if the host does not have the answer.
 pub(crate) fn overflow<'a>(found: impl IntoIterator<Item = &'a FoundInf>) -> Option<bool> {
     let mut known = Some(false);
     for flag in found {

@@ -72,7 +72,7 @@ impl Dtype {
         ALL[self as usize].1
     }
 
-    /// Whether it is bf16 or fp16.
+    /// Returns whether it is bf16 or fp16.
     pub fn is_half(self) -> bool {
         matches!(self, Self::BF16 | Self::F16)
     }

@@ -1,4 +1,4 @@
-//! What a tracer found out, and its advice.
+//! The findings of a tracer, and its advice.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -33,7 +33,7 @@ pub struct Explanation {
     /// while the scale fell; 0 for another cause.
     #[serde(default)]
     pub repeated: u32,
-    /// What to do, in one sentence.
+    /// The advice, in one sentence.
     #[serde(default)]
     pub advice: String,
 }
@@ -56,7 +56,7 @@ pub enum Cause {
         path: Option<String>,
         /// Its place among the tensors that the operator read, from 0.
         place: usize,
-        /// What is wrong with it.
+        /// The problem.
         values: Values,
     },
     /// Only the loss scale was too large: with a scale of 1 the same iteration is finite.
@@ -72,7 +72,7 @@ pub enum Cause {
     Finite,
 }
 
-/// What is wrong with the numbers of a tensor.
+/// The problem of the numbers of a tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Values {
@@ -105,7 +105,7 @@ pub struct Culprit {
     pub forward_operator: Option<String>,
     /// The dtype of its result.
     pub dtype: Dtype,
-    /// What is wrong with its result.
+    /// The problem of its result.
     pub values: Values,
     /// For each floating-point tensor that it read, the largest of the finite absolute values.
     pub largest_inputs: Vec<f64>,
@@ -120,7 +120,7 @@ pub struct Culprit {
 const AGAIN: u32 = 3;
 
 impl Explanation {
-    /// What to do about it.
+    /// Returns the advice.
     pub(super) fn advise(&self) -> String {
         match &self.cause {
             Cause::Parameter { name } => format!(
@@ -193,7 +193,7 @@ impl Culprit {
         }
     }
 
-    /// What to do about values that overflow or are undefined whatever the scale.
+    /// Returns the advice for values that overflow or are undefined whatever the scale.
     fn advice(&self) -> String {
         let place = self.place();
         let operator = self.operator.trim_start_matches("aten::").trim_end_matches('_');
@@ -411,7 +411,7 @@ impl<'a> Search<'a> {
         for index in ended(events).into_iter().filter(is_operator) {
             for memory in writes(&events[index]).filter_map(|tensor| tensor.memory) {
                 let writers = writers.entry(memory).or_default();
-                // What an inner operator wrote is the outer one's result, too.
+                // A tensor that an inner operator wrote is the outer one's result, too.
                 let inner = writers.last().is_some_and(|&last| is_inside(events, last, index));
                 if !inner && writers.last() != Some(&index) {
                     writers.push(index);
@@ -472,7 +472,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Whether a tensor has no other non-finite number than -inf, and was filled so or, if masks can be `given`, given.
+    /// Returns whether a tensor has no other non-finite number than -inf, and was filled so or, if masks can be
+    /// `given`, given.
     fn is_mask(&self, tensor: &RecordedTensor, before: usize, steps: usize, given: bool) -> bool {
         let only = tensor.numbers.is_some_and(|n| n.nan == 0 && n.positive_infinite == 0);
         let writer = tensor.memory.and_then(|memory| self.writer(memory, Some(before)));
@@ -488,7 +489,7 @@ impl<'a> Search<'a> {
             })
     }
 
-    /// Whether an origin is the -inf of a mask, whose rows the program may have mixed with non-finite numbers.
+    /// Returns whether an origin is the -inf of a mask, whose rows the program may have mixed with non-finite numbers.
     fn is_chosen(&self, origin: Origin) -> bool {
         let only =
             |t: &RecordedTensor| t.numbers.is_none_or(|n| n.nan == 0 && n.positive_infinite == 0);
@@ -516,7 +517,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Whether the operator made another non-finite number than -inf.
+/// Returns whether the operator made another non-finite number than -inf.
 fn breaks_mask(event: &RecordedEvent) -> bool {
     writes(event).any(|t| t.numbers.is_some_and(|n| n.nan + n.positive_infinite > 0))
 }

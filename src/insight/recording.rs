@@ -161,7 +161,7 @@ impl Recording {
             let parameter = is_copy.then(|| self.parameter_of(event)).flatten();
             let written = event.outputs.iter().filter(|output| output.usage != Usage::View);
             for memory in written.filter_map(|output| output.memory) {
-                // What begins as a copy, as a product that adds a bias, does not stay one.
+                // A result that begins as a copy, as a product that adds a bias, does not stay one.
                 match parameter {
                     Some(parameter) => self.copies.insert(memory, parameter),
                     None => self.copies.remove(&memory),
@@ -195,7 +195,7 @@ impl Recording {
         &self.modules
     }
 
-    /// Whether a compared run called other operators than the reference.
+    /// Returns whether a compared run called other operators than the reference.
     pub(super) fn differs(&self) -> bool {
         self.raw.differs()
     }
@@ -315,7 +315,7 @@ fn times(events: &[RecordedEvent]) -> (Vec<i64>, Vec<i64>) {
     (own, total)
 }
 
-/// Whether the event is the call of a custom function: a name with a backward node. Nothing runs in it.
+/// Returns whether the event is the call of a custom function: a name with a backward node. Nothing runs in it.
 fn is_function(event: &RecordedEvent) -> bool {
     event.kind == EventKind::Name && event.sequence >= 0
 }
@@ -328,7 +328,7 @@ pub(super) fn ended(events: &[RecordedEvent]) -> Vec<usize> {
     order
 }
 
-/// Whether a tensor has non-finite numbers. What was not counted has none.
+/// Returns whether a tensor has non-finite numbers. What was not counted has none.
 pub(super) fn is_bad(tensor: &RecordedTensor) -> bool {
     tensor.numbers.is_some_and(|n| n.positive_infinite + n.negative_infinite + n.nan > 0)
 }

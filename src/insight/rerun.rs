@@ -27,7 +27,7 @@ pub(super) struct Repeatable {
     buffers: Vec<Tensor>,
 }
 
-/// What an iteration begins with, besides the parameters and the batch.
+/// The state with which an iteration begins, besides the parameters and the batch.
 #[derive(Debug)]
 pub(super) struct Beginning {
     random: RandomStates,
@@ -81,7 +81,7 @@ impl Repeatable {
         self.model.parameters()
     }
 
-    /// What an iteration that begins now begins with. Does not synchronize.
+    /// Returns the state with which an iteration begins now. Does not synchronize.
     pub(super) fn begin(&self) -> Result<Beginning> {
         let statistics = self.buffers.iter().filter(|buffer| buffer.dim() <= 1);
         let statistics = BufferSnapshot::of(statistics)?;
@@ -159,7 +159,7 @@ fn scaled(loss: &Tensor, scale: f64) -> Result<Tensor> {
     ffi::scaled(loss, &ffi::number_new(scale, kind, loss.device())?)
 }
 
-/// What an emulation of a region's half precision needs to know.
+/// Returns the rounding of a region's half precision, for an emulation.
 pub(super) fn emulated(region: &Autocast) -> Result<Emulated> {
     let device = region.device();
     let f32 = [AutocastList::F32, AutocastList::F32UnlessAsked];
@@ -232,7 +232,7 @@ impl Replay<'_> {
         let origins = search.origins();
         let made = origins.iter().find(|origin| matches!(origin, Origin::Made(_)));
         match (made, origins.first()) {
-            // What was given comes before what is made of it, and explains it.
+            // A tensor that was given comes before those that are made of it, and explains them.
             (_, Some(&Origin::Given(event, place))) => {
                 (self.given(&replayed.recording, event, place), None)
             }
@@ -273,7 +273,7 @@ impl Replay<'_> {
         Ok(Replayed { recording, scaled, targets, gradients: names, finite })
     }
 
-    /// Whether the gradients are finite at a scale. Runs forward and backward, and records nothing.
+    /// Returns whether the gradients are finite at a scale. Runs forward and backward, and records nothing.
     fn is_finite_at(
         &mut self,
         scale: f64,
@@ -334,7 +334,7 @@ impl Replay<'_> {
     }
 }
 
-/// Whether a culprit's numbers grow with the scale.
+/// Returns whether a culprit's numbers grow with the scale.
 fn depends_on_scale(culprit: &Culprit) -> bool {
     culprit.pass == Pass::Backward || culprit.path.as_deref() == Some(SCALED_LOSS)
 }

@@ -80,7 +80,7 @@ impl Overflow {
     }
 }
 
-/// What an iteration began with.
+/// The state with which an iteration began.
 #[derive(Debug)]
 struct Began {
     beginning: Beginning,

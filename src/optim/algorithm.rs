@@ -131,7 +131,7 @@ impl Algorithm {
         }
     }
 
-    /// Whether AdamW steps a parameter in place of Muon.
+    /// Returns whether AdamW steps a parameter in place of Muon.
     pub(crate) fn leaves_to_adamw(&self, is_matrix: bool) -> bool {
         matches!(self, Self::Muon(muon) if !(muon.use_muon && is_matrix))
     }

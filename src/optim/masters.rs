@@ -142,7 +142,7 @@ impl Optimizer {
         }
     }
 
-    /// Whether the master of a parameter is of the kind that it would have now.
+    /// Returns whether the master of a parameter is of the kind that it would have now.
     fn fits_mode(&self, index: usize) -> bool {
         let kept = self.slots[index].state.master.as_ref().map(Tensor::kind);
         self.masters.of(&self.parameters[index], index).kind() == kept

@@ -65,7 +65,7 @@ pub struct Optimizer {
     pub(super) f32_gradients: bool,
     /// The ranks over which the state is divided.
     pub(super) shards: Option<Box<Shards>>,
-    /// What it shares with the graphs that have captured its steps.
+    /// Shared with the graphs that have captured its steps.
     pub(super) rates: Option<Arc<DeviceRates>>,
 }
 
@@ -101,7 +101,7 @@ pub(super) struct GroupRule {
 }
 
 impl GroupRule {
-    /// Whether one of the names of a parameter matches.
+    /// Returns whether one of the names of a parameter matches.
     pub(super) fn matches(&self, slot: &Slot) -> bool {
         slot.names().any(|name| matches_any(&self.patterns, name))
     }

@@ -153,7 +153,7 @@ impl TrackedVariables {
         self.variables.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether variables were added since the last [`taken`](Self::taken).
+    /// Returns whether variables were added since the last [`taken`](Self::taken).
     pub(crate) fn has_more(&self) -> bool {
         self.lock().trainable_variables.len() > self.taken
     }

@@ -1,4 +1,5 @@
-//! What an optimizer shares with the graphs of its iterations: learning rates on the device, and what replays rely on.
+//! The numbers that an optimizer shares with the graphs of its iterations: learning rates on the device, and the counts
+//! on which replays rely.
 //!
 //! The kernels of a captured step read the learning rate from an f32 on the device, so that a replay has the rate of
 //! its own iteration. An optimizer that was once in such an iteration reads it there in every step, since the f32 of a
@@ -16,7 +17,7 @@ use crate::ffi::{self, OptimOptions, OutsideRegions, Snapshot, Stamps};
 use crate::optim::ParamGroup;
 use crate::optim::state::{MANY_STEPS, ParameterState};
 
-/// What an optimizer and the graphs of its iterations share.
+/// The numbers that an optimizer and the graphs of its iterations share.
 #[derive(Debug)]
 pub(crate) struct DeviceRates {
     link: GraphLink,
@@ -35,7 +36,7 @@ struct Numbers {
     /// On the device: for each of the options, the learning rate and 1 - lr * weight_decay.
     block: Tensor,
     wanted: Vec<f32>,
-    /// What the device has.
+    /// The numbers on the device.
     written: Vec<f32>,
     /// The schedule that writes them on the device.
     driver: Option<Arc<dyn DrivesRates>>,
@@ -90,7 +91,7 @@ impl DeviceRates {
         }))
     }
 
-    /// Whether these are as many options as those that the rates are of.
+    /// Returns whether these are as many options as those that the rates are of.
     pub(crate) fn fits(&self, options: &[OptimOptions]) -> bool {
         lock(&self.numbers).block.size2().is_ok_and(|(rows, _)| rows == options.len() as i64)
     }

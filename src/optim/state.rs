@@ -108,19 +108,19 @@ pub(crate) fn used(algorithm: &Algorithm, kept_as: MomentFormat) -> [bool; KEPT]
     }
 }
 
-/// Whether the arithmetic of the algorithm depends on the number of steps.
+/// Returns whether the arithmetic of the algorithm depends on the number of steps.
 pub(crate) fn uses_steps(algorithm: &Algorithm) -> bool {
     !matches!(algorithm, Algorithm::Sgd(_) | Algorithm::Lion(_) | Algorithm::Muon(_))
 }
 
-/// Whether the steps of a parameter are counted: for the arithmetic, the dither or the random rounding.
+/// Returns whether the steps of a parameter are counted: for the arithmetic, the dither or the random rounding.
 pub(crate) fn counts_steps(algorithm: &Algorithm, kept_as: MomentFormat, master: Master) -> bool {
     uses_steps(algorithm)
         || kept_as != MomentFormat::Plain
         || matches!(master, Master::Stochastic { .. })
 }
 
-/// Whether the state has everything that a step of the parameter needs.
+/// Returns whether the state has everything that a step of the parameter needs.
 pub(crate) fn is_complete(
     state: &ParameterState,
     algorithm: &Algorithm,
@@ -151,7 +151,7 @@ pub(crate) struct Wanted<'a> {
 }
 
 impl<'a> Wanted<'a> {
-    /// What a step needs.
+    /// Returns the arguments of a step.
     pub(crate) fn by_step(
         state: &'a mut ParameterState,
         algorithm: &Algorithm,
@@ -268,7 +268,7 @@ fn initial(algorithm: &Algorithm) -> f64 {
     }
 }
 
-/// Whether a momentum buffer starts with the next gradient.
+/// The state of a momentum buffer before its first gradient.
 #[derive(Debug, Default)]
 pub(crate) enum FirstStep {
     #[default]
@@ -281,7 +281,7 @@ pub(crate) enum FirstStep {
 /// Shared by many parameters.
 type SharedAnswer = Arc<Mutex<Skipped>>;
 
-/// Whether all of some steps were skipped. Only a device has the answer until it has arrived on the host.
+/// The answer whether all of some steps were skipped. Only a device has the answer until it has arrived on the host.
 #[derive(Debug)]
 pub(crate) enum Skipped {
     Unknown { flag: Tensor, arrival: Option<Arrival> },
@@ -324,7 +324,7 @@ fn lock(skipped: &SharedAnswer) -> MutexGuard<'_, Skipped> {
 }
 
 impl FirstStep {
-    /// Whether the first step is still ahead. Synchronizes if only the device has the answer.
+    /// Returns whether the first step is still ahead. Synchronizes if only the device has the answer.
     pub(crate) fn is_ahead(&mut self) -> Result<bool> {
         if let Self::Unless(skipped) = self {
             let skipped = lock(skipped).ask()?;

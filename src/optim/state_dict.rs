@@ -264,7 +264,7 @@ impl Optimizer {
     }
 }
 
-/// What to do about a name that is not among those of the parameters.
+/// Returns the advice for a name that is not among those of the parameters.
 fn advice(name: &str, known: &HashSet<&String>) -> String {
     let known = || known.iter().map(|known| known.as_str());
     // Wrappers of a module, such as those of DDP and `torch.compile`, put their names before the others.
@@ -341,7 +341,8 @@ impl<T> CheckedTensors<'_, T> {
         [first, second, if kept_as == MomentFormat::EightBit { first && second } else { third }]
     }
 
-    /// What a rank loads whose parameter another one steps: the master that becomes the parameter on all ranks.
+    /// Returns the part that a rank loads of a parameter that another one steps: the master that becomes the parameter
+    /// on all ranks.
     fn elsewhere(self, is_half: bool) -> Option<Self> {
         let Self { master, .. } = self;
         let (step, tensors, exponents) = (None, [None; KEPT], None);

@@ -145,7 +145,7 @@ impl Optimizer {
         ffi::optim_step(parameters, &options, &rates, step.scale(), &mut self.stamps)
     }
 
-    /// Whether the momentum buffer of each parameter starts with its gradient.
+    /// Returns whether the momentum buffer of each parameter starts with its gradient.
     fn first_steps(&mut self) -> Result<Vec<bool>> {
         let groups = &self.groups;
         let first = |slot: &mut Slot| match groups[slot.group].algorithm {
@@ -204,14 +204,14 @@ pub(super) fn has_momentum(algorithm: &Algorithm) -> bool {
     matches!(algorithm, Algorithm::Sgd(sgd) if sgd.momentum != 0.0)
 }
 
-/// Whether the parameter was stepped or left out.
+/// Returns whether the parameter was stepped or left out.
 fn is_settled(answer: StepAnswer) -> bool {
     matches!(answer, StepAnswer::Taken | StepAnswer::LeftOut)
 }
 
 impl Optimizer {
-    /// Has the device's rates follow the groups and, in an iteration of a graph, joins it. In that, steps on other
-    /// devices or over ranks are refused.
+    /// Copies the rates of the groups to the device and, in an iteration of a graph, registers with it. There, steps on
+    /// other devices or over ranks are refused.
     pub(super) fn enter_graph(&mut self) -> Result<()> {
         let device = capture::device();
         if let Some(device) = device {
@@ -333,13 +333,13 @@ impl Optimizer {
         }
     }
 
-    /// Whether this schedule sets the learning rates on the device.
+    /// Returns whether this schedule sets the learning rates on the device.
     pub(crate) fn is_driven_by(&self, driver: &Arc<dyn DrivesRates>) -> bool {
         let known = self.rates.as_deref().and_then(DeviceRates::driver);
         known.is_some_and(|known| Arc::ptr_eq(&known, driver))
     }
 
-    /// Has steps read the learning rates of the groups again, as they are.
+    /// Lets steps read the learning rates of the groups again, as they are.
     pub(super) fn leave_rates_to_host(&self) {
         if let Some(rates) = &self.rates {
             rates.set_driver(None);
@@ -425,7 +425,7 @@ impl Optimizer {
         hasher.digest()
     }
 
-    /// What [`hash`](Self::hash) stands for, with a line for each group and parameter.
+    /// Returns the text behind [`hash`](Self::hash), with a line for each group and parameter.
     fn lines(&self) -> String {
         let groups = self.groups.iter().enumerate();
         let groups = groups.map(|(index, group)| format!("group {index}: {group:?}\n"));

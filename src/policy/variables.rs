@@ -149,8 +149,8 @@ fn batch_norms<'a>(names: impl Iterator<Item = &'a String>) -> HashSet<String> {
     layers.map(|(layer, _)| layer.to_owned()).collect()
 }
 
-/// Whether a variable belongs to a layer with running statistics. Only four names count, because other variables may
-/// have the same prefix: all of the model, if the layer is at the root.
+/// Returns whether a variable belongs to a layer with running statistics. Only four names count, because other
+/// variables may have the same prefix: all of the model, if the layer is at the root.
 fn is_batch_norm(name: &str, layers: &HashSet<String>) -> bool {
     let (layer, name) = split(name);
     ["weight", "bias", "running_mean", "running_var"].contains(&name) && layers.contains(layer)
@@ -168,7 +168,7 @@ fn is_norm(name: &str) -> bool {
         || layer.split('.').any(|part| SHORT.iter().any(|short| is_short(part, short)))
 }
 
-/// Whether a word of the part ends in `norm` or, as for a list of norms, in `norms`.
+/// Returns whether a word of the part ends in `norm` or, as for a list of norms, in `norms`.
 fn says_norm(part: &str) -> bool {
     let mut words = part.split(|c: char| c == '_' || c.is_ascii_digit());
     words.any(|word| word.ends_with("norm") || word.ends_with("norms"))
@@ -177,7 +177,7 @@ fn says_norm(part: &str) -> bool {
 /// Common abbreviations for norms.
 const SHORT: [&str; 4] = ["bn", "ln", "gn", "rms"];
 
-/// Whether `part` is the abbreviation, optionally followed by a number or by an underscore and anything else.
+/// Returns whether `part` is the abbreviation, optionally followed by a number or by an underscore and anything else.
 fn is_short(part: &str, short: &str) -> bool {
     let number = |rest: &str| rest.bytes().all(|byte| byte.is_ascii_digit());
     part.strip_prefix(short).is_some_and(|rest| rest.starts_with('_') || number(rest))

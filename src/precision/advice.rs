@@ -1,5 +1,5 @@
-//! What measured speeds mean, in words. Only numbers go in, so that `cargo xtask doctor`, which does not link libtorch,
-//! says the same.
+//! The meaning of measured speeds, in words. Only numbers go in, so that `cargo xtask doctor`, which does not link
+//! libtorch, says the same.
 
 /// The speed of square matrix products of one size, in GFLOP/s.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -30,7 +30,8 @@ impl MatmulSpeed {
     }
 }
 
-/// What makes a dtype worth using: matrix products are a part of an iteration, and casts cost time.
+/// The speedup of products from which a dtype is worth using: matrix products are a part of an iteration, and casts
+/// cost time.
 pub(crate) const WORTH: f64 = 1.5;
 
 /// One sentence for each dtype, for example "bf16: 4.3x as fast as f32 at 1024, 1.1x at 64: use it for layers wider

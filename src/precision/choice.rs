@@ -1,4 +1,4 @@
-//! Whether half precision is worth its casts on a device: a decision that is the same in each start, or none.
+//! The decision whether half precision is worth its casts on a device: the same in each start, or none.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -13,7 +13,7 @@ use crate::precision::advice::WORTH;
 use crate::precision::{Candidate, measurable};
 
 lazy_static! {
-    /// What was measured for a choice in this process, by device.
+    /// The measurements for a choice in this process, by device.
     static ref CHOSEN: Mutex<HashMap<String, Gains>> = Mutex::default();
 }
 
@@ -52,7 +52,7 @@ impl Gains {
     }
 }
 
-/// What is known of a device, or else what `measure` returns.
+/// Returns the known gains of a device, or else those that `measure` returns.
 fn once(
     known: &Mutex<HashMap<String, Gains>>,
     device: Device,

@@ -57,9 +57,9 @@ impl MatmulPrecision {
     }
 }
 
-/// Whether NVIDIA's GPUs may round the partial sums of fp16 and bf16 matrix products to half precision, in the whole
-/// process. The default is [`Allowed`](Self::Allowed), which is faster for some shapes; long sums may lose precision,
-/// and in fp16 overflow. It has no effect on the CPU, which sums in f32. The counterpart of
+/// The permission for NVIDIA's GPUs to round the partial sums of fp16 and bf16 matrix products to half precision, in
+/// the whole process. The default is [`Allowed`](Self::Allowed), which is faster for some shapes; long sums may lose
+/// precision, and in fp16 overflow. It has no effect on the CPU, which sums in f32. The counterpart of
 /// `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` and of that for bf16, both at once.
 ///
 /// # Examples
@@ -83,8 +83,8 @@ pub enum ReducedPrecisionReduction {
 }
 
 impl ReducedPrecisionReduction {
-    /// Sets this for the whole process, all its threads included, and returns what was set before: allowed if it was for
-    /// either dtype.
+    /// Sets this for the whole process, all its threads included, and returns what was set before: allowed if it was
+    /// for either dtype.
     ///
     /// # Errors
     ///
@@ -115,11 +115,11 @@ impl ReducedPrecisionReduction {
 #[must_use = "the precision ends as soon as its guard is dropped; bind it to a variable such as `_guard`"]
 pub struct MatmulPrecisionGuard(Before);
 
-/// What was set before.
+/// The setting from before.
 #[derive(Debug)]
 enum Before {
     Float(MatmulPrecision),
-    /// Whether partial sums might be rounded, in fp16 and in bf16.
+    /// The permission to round partial sums, in fp16 and in bf16.
     Half([bool; 2]),
 }
 

@@ -26,7 +26,7 @@ pub(crate) use choice::{Gain, Gains};
 pub use matmul::{MatmulPrecision, MatmulPrecisionGuard, ReducedPrecisionReduction};
 
 lazy_static! {
-    /// What has been measured in this process, by device.
+    /// The measurements of this process, by device.
     static ref MEASURED: Mutex<HashMap<String, MatmulSpeeds>> = Mutex::default();
 }
 
@@ -199,7 +199,7 @@ impl Candidate {
         }
     }
 
-    /// Whether larger sizes are tried even if it is slow.
+    /// Returns whether larger sizes are tried even if it is slow.
     fn is_f32(self) -> bool {
         matches!(self, Self::F32 | Self::Tf32)
     }

@@ -121,7 +121,7 @@ struct Checkpointed<F> {
     f: F,
 }
 
-/// What the first run leaves for the second.
+/// The state that the first run leaves for the second.
 struct FirstRun {
     /// Before the run.
     random: RandomStates,
@@ -130,7 +130,7 @@ struct FirstRun {
     outputs: Vec<Description>,
 }
 
-/// What must be the same in both runs.
+/// The properties that must be the same in both runs.
 #[derive(Debug, PartialEq)]
 struct Description {
     size: Vec<i64>,

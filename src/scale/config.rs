@@ -143,17 +143,18 @@ impl GradScalerConfig {
         }
     }
 
-    /// Whether the scale may stay unchanged after an overflow.
+    /// Returns whether the scale may stay unchanged after an overflow.
     pub(crate) fn tolerates_overflows(&self) -> bool {
         self.hysteresis > 1 || self.tolerance > 0.0
     }
 
-    /// Whether fp16 gradients may be unscaled. With a scale of 1 nothing is written back, so no small value is lost.
+    /// Returns whether fp16 gradients may be unscaled. With a scale of 1 nothing is written back, so no small value is
+    /// lost.
     pub(crate) fn may_unscale_fp16(&self) -> bool {
         self.allow_fp16_gradients || self.is_one()
     }
 
-    /// Whether the scale is fixed at 1.
+    /// Returns whether the scale is fixed at 1.
     pub(crate) fn is_one(&self) -> bool {
         self.min_scale == 1.0 && self.max_scale == 1.0
     }
@@ -187,7 +188,7 @@ impl HostScale {
         Self { scale: config.init_scale as f32, tracker: 0, counts }
     }
 
-    /// Whether an overflow should back the scale off while it is at its lower bound.
+    /// Returns whether an overflow should back the scale off while it is at its lower bound.
     pub(crate) fn is_stuck(self, rule: &ScaleRule) -> bool {
         self.scale <= rule.min_scale as f32 && !self.counts.count(true).tolerate(rule)
     }
@@ -234,7 +235,7 @@ impl OverflowCounts {
         Self { hysteresis: config.hysteresis.into(), ..Self::default() }
     }
 
-    /// Whether an overflow that has been counted leaves the scale unchanged.
+    /// Returns whether an overflow that has been counted leaves the scale unchanged.
     pub(crate) fn tolerate(&self, rule: &ScaleRule) -> bool {
         let share = self.overflows as f64 / self.iterations as f64;
         self.hysteresis > 0 || share < rule.tolerance

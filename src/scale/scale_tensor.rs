@@ -25,7 +25,7 @@ pub(crate) struct ScaleTensor {
     mirror: Cell<Option<HostScale>>,
     bound: RefCell<Bound>,
     given: RefCell<Option<Given>>,
-    /// What it shares with the graphs that change it in their replays.
+    /// Shared with the graphs that change it in their replays.
     link: Arc<GraphLink>,
     /// The replays up to which `mirror` and `bound` hold.
     followed: Cell<u64>,
@@ -151,7 +151,7 @@ impl ScaleTensor {
         }
     }
 
-    /// Whether the host knows that the scale is still the same after an iteration with this answer.
+    /// Returns whether the host knows that the scale is still the same after an iteration with this answer.
     pub(crate) fn stays(&self, overflow: Option<bool>, rule: &ScaleRule) -> bool {
         if rule.min_scale == rule.max_scale {
             return true;
@@ -160,7 +160,7 @@ impl ScaleTensor {
         known.is_some_and(|(now, overflow)| next(now, overflow, rule).scale == now.scale)
     }
 
-    /// Whether the reciprocal may be more than 1, so that unscaling can overflow. Never synchronizes.
+    /// Returns whether the reciprocal may be more than 1, so that unscaling can overflow. Never synchronizes.
     pub(crate) fn may_enlarge(&self) -> bool {
         let at_least = self.known().unwrap_or_else(|| self.bound.borrow_mut().at_least().into());
         !self.is_one && at_least < 1.0
@@ -300,7 +300,7 @@ impl ScaleTensor {
         Ok(())
     }
 
-    /// Whether an iteration is being captured in which it was not used so far.
+    /// Returns whether an iteration is being captured in which it was not used so far.
     pub(crate) fn begins_capture(&self) -> bool {
         self.link.begins_capture()
     }
@@ -310,7 +310,7 @@ impl ScaleTensor {
         self.link.note_change(what);
     }
 
-    /// Whether the capture of an iteration has failed since the last call.
+    /// Returns whether the capture of an iteration has failed since the last call.
     pub(crate) fn take_loss(&self) -> bool {
         self.link.take_loss()
     }
@@ -349,7 +349,7 @@ impl ScaleTensor {
         rule: &ScaleRule,
     ) {
         let next = |(before, overflow)| next(before, overflow, rule);
-        // What a capture records happens in its replays.
+        // The work that a capture records happens in its replays.
         let overflow = overflow.filter(|_| !capture::is_capturing());
         let known = before.zip(overflow).map(next);
         if known.is_none() {

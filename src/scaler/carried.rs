@@ -51,7 +51,7 @@ struct Known {
     losses: u32,
     /// Its earlier scale. `None` is the present one.
     scale: Option<u64>,
-    /// What tells whether it becomes a sum with a gradient of another scale, since a loss of one was scaled.
+    /// The count that tells whether it becomes a sum with a gradient of another scale, since a loss of one was scaled.
     addition: Option<Addition>,
     /// Whether it was such a sum already when it was seen.
     is_sum: bool,
@@ -76,7 +76,7 @@ struct EarlierScale {
     known: Option<f64>,
 }
 
-/// What the end of an iteration will change.
+/// The changes at the end of an iteration.
 #[derive(Debug, Default)]
 pub(super) struct Ending {
     /// The gradients that stay known, as they are now.
@@ -133,7 +133,8 @@ impl Known {
         (is_portable(now) && is_same && writes <= self.losses).then_some(writes)
     }
 
-    /// Whether this many changes, all of them by backwards, have made it a sum with a gradient of another scale.
+    /// Returns whether this many changes, all of them by backwards, have made it a sum with a gradient of another
+    /// scale.
     fn is_sum(&self, writes: u32) -> bool {
         match &self.addition {
             _ if writes == 0 => self.is_sum,
@@ -171,14 +172,14 @@ impl Addition {
     }
 }
 
-/// Whether another scale can be given to a gradient: fp16 numbers could become infinite, shared memory is in use
-/// elsewhere, and nothing is read of other layouts.
+/// Returns whether another scale can be given to a gradient: fp16 numbers could become infinite, shared memory is in
+/// use elsewhere, and nothing is read of other layouts.
 fn is_portable(gradient: &Gradient) -> bool {
     let is_readable = gradient.is_strided() || gradient.is_sparse();
     gradient.exists() && is_readable && !gradient.is_shared() && !gradient.is_fp16()
 }
 
-/// Whether nothing is in a gradient. On other devices than the CPU that is known only of a missing one.
+/// Returns whether nothing is in a gradient. On other devices than the CPU that is known only of a missing one.
 fn is_empty(parameter: &Tensor, gradient: &Gradient) -> bool {
     let is_zero = || ffi::any_nonzero(&[&ffi::gradient_rest(parameter, None)?]).map(|any| !any);
     !gradient.exists() || (gradient.is_on_cpu() && is_zero().unwrap_or(false))
@@ -190,7 +191,7 @@ impl EarlierScale {
         Ok(Self { tensor: scale.tensor().f_detach_copy()?, known: scale.known() })
     }
 
-    /// Whether the host knows that the present scale is another one.
+    /// Returns whether the host knows that the present scale is another one.
     fn differs(&self, present: &ScaleTensor) -> bool {
         self.known.zip(present.known()).is_some_and(|(kept, present)| kept != present)
     }
@@ -353,8 +354,8 @@ impl Carried {
         }
     }
 
-    /// What the end of an iteration with these records changes, after which the scale may be another one if it
-    /// `changes`. Nothing has changed yet.
+    /// Returns the changes at the end of an iteration with these records, after which the scale may be another one if
+    /// it `changes`. Nothing has changed yet.
     pub(super) fn ending(
         &self,
         records: &[Record],
@@ -393,7 +394,7 @@ impl Carried {
         Ok(ending)
     }
 
-    /// Whether graphs are searched in the iteration after one with this set of optimizers.
+    /// Returns whether graphs are searched in the iteration after one with this set of optimizers.
     fn is_searched_after(&self, optimizers: u64) -> bool {
         let is_new = self.optimizers.len() < SETS && !self.optimizers.contains(&optimizers);
         is_new || self.updates + 1 < self.searched_until

@@ -9,7 +9,7 @@ use crate::scaler::outcome::{Answer, StepOutcome, StepResult};
 /// After how many iterations, all of them skipped, a scaler warns. 20 halvings take the default scale to 0.0625.
 const ITERATIONS: u32 = 20;
 
-/// What a scaler's first iterations did, until it is known that a step was taken, or that none was.
+/// The history of a scaler's first iterations, until it is known that a step was taken, or that none was.
 ///
 /// Never synchronizes. Outcomes that only a device has are kept until [`ITERATIONS`] have ended. Then the latest is
 /// asked for, which in a training that goes well was a step: one copy of a number in the life of a scaler.
@@ -98,8 +98,8 @@ impl FirstSteps {
     }
 }
 
-/// Whether all of these steps were skipped; `None` if it is not known yet. The latest is asked for alone, and the
-/// others if that was skipped.
+/// Returns whether all of these steps were skipped; `None` if it is not known yet. The latest is asked for alone, and
+/// the others if that was skipped.
 fn were_skipped(unknown: &mut Vec<Answer>) -> Option<bool> {
     let skipped = |answer: &Answer| match answer.poll() {
         Ok(taken) => taken.map(|taken| !taken),

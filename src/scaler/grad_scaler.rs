@@ -33,10 +33,10 @@ pub(crate) trait Agreement: Debug + Send + Sync {
 
 /// A model whose gradients are averaged over ranks.
 pub(crate) trait Averaged: Debug + Send + Sync {
-    /// Whether its gradients are now those of this rank alone.
+    /// Returns whether its gradients are now those of this rank alone.
     fn is_alone(&self) -> bool;
 
-    /// Whether it has one of the parameters with these identities.
+    /// Returns whether it has one of the parameters with these identities.
     fn has_any(&self, identities: &[usize]) -> bool;
 }
 
@@ -294,7 +294,7 @@ impl GradScaler {
         self.iteration()?.unscaled(parameters)
     }
 
-    /// Whether an optimizer was unscaled or stepped since the last `update`.
+    /// Returns whether an optimizer was unscaled or stepped since the last `update`.
     #[cfg(feature = "insight")]
     pub(crate) fn is_between_step_and_update(&self) -> bool {
         self.iteration.borrow().is_open()

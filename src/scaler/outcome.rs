@@ -1,4 +1,4 @@
-//! What a step did.
+//! The outcome of a step.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -36,7 +36,7 @@ pub struct StepOutcome {
     learning_rate: Option<capture::IterationTensor>,
 }
 
-/// What a detector of spikes has judged.
+/// The judgement of a detector of spikes.
 #[cfg(feature = "insight")]
 #[derive(Debug)]
 pub(crate) struct Judged {
@@ -46,7 +46,7 @@ pub(crate) struct Judged {
 
 #[cfg(feature = "insight")]
 impl Judged {
-    /// Whether a skipped step was a spike, because nothing overflowed. Synchronizes.
+    /// Returns whether a skipped step was a spike, because nothing overflowed. Synchronizes.
     pub(crate) fn is_finite(&self) -> Result<bool> {
         let _own = OutsideRegions::enter();
         let mut numbers = [Some(&self.norm), self.loss.as_ref()].into_iter().flatten();
@@ -64,7 +64,7 @@ impl Clone for Judged {
     }
 }
 
-/// Whether a step was taken: the part of an outcome that is worth keeping for later.
+/// The answer whether a step was taken: the part of an outcome that is worth keeping for later.
 #[derive(Clone, Debug)]
 pub(crate) enum Answer {
     Known(StepResult),
@@ -170,12 +170,12 @@ impl Answer {
         }
     }
 
-    /// Whether the step was taken. Synchronizes if only the device has the answer.
+    /// Returns whether the step was taken. Synchronizes if only the device has the answer.
     pub(crate) fn is_stepped(&self) -> Result<bool> {
         Ok(self.taken()? == StepResult::Stepped)
     }
 
-    /// Whether the step was taken, or `None` while only the device has the answer. Never synchronizes.
+    /// Returns whether the step was taken, or `None` while only the device has the answer. Never synchronizes.
     pub(crate) fn poll(&self) -> Result<Option<bool>> {
         match self {
             Self::Known(taken) => Ok(Some(*taken == StepResult::Stepped)),
@@ -281,7 +281,7 @@ impl StepOutcome {
         Self { judged: Some(judged), ..self }
     }
 
-    /// What a detector of spikes has judged, if one decided about the step.
+    /// Returns the judgement of a detector of spikes, if one decided about the step.
     #[cfg(feature = "insight")]
     pub(crate) fn judged(&self) -> Option<&Judged> {
         self.judged.as_ref()
@@ -294,7 +294,7 @@ impl StepOutcome {
         lr.map(|lr| lr.get("the outcome of another iteration")).transpose()
     }
 
-    /// Whether the step was taken, if the host has the answer.
+    /// Returns whether the step was taken, if the host has the answer.
     #[cfg(feature = "insight")]
     pub(crate) fn known_taken(&self) -> Option<StepResult> {
         match &self.answer {
@@ -308,7 +308,7 @@ impl StepOutcome {
         self.answer.flag()
     }
 
-    /// Whether the step was taken, to be kept for later without the rest of the outcome.
+    /// Returns whether the step was taken, to be kept for later without the rest of the outcome.
     pub(crate) fn answer(&self) -> &Answer {
         &self.answer
     }

@@ -465,14 +465,14 @@ impl Identity {
         Ok(Self { parameters, identities, known })
     }
 
-    /// Whether the other optimizer has these parameters first.
+    /// Returns whether the other optimizer has these parameters first.
     fn begins(&self, other: &Self) -> bool {
         other.identities.starts_with(&self.identities)
     }
 }
 
 impl Pass {
-    /// Whether a step of the optimizer uses its gradients.
+    /// Returns whether a step of the optimizer uses its gradients.
     fn concerns(&self, optimizer: &Identity) -> bool {
         let given = self.owner.identities.iter().zip(&self.has_gradient);
         let mut given = given.filter_map(|(identity, has)| has.then_some(identity));
@@ -485,7 +485,7 @@ impl Loss {
         Self { scale, passes: Vec::new() }
     }
 
-    /// Whether there was no backward since the last update.
+    /// Returns whether there was no backward since the last update.
     pub(super) fn is_closed(&self) -> bool {
         self.passes.is_empty()
     }
@@ -552,7 +552,7 @@ impl Loss {
         found.map_err(|interrupted| interrupted.error)
     }
 
-    /// Whether any of its gradients was non-finite. Synchronizes if only the device has the answer.
+    /// Returns whether any of its gradients was non-finite. Synchronizes if only the device has the answer.
     pub(super) fn overflowed(&self) -> Result<bool> {
         match overflow(self.flags()) {
             Some(known) => Ok(known),

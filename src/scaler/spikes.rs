@@ -93,7 +93,7 @@ pub struct SpikeDetector {
     loss: Option<Tensor>,
     /// The loss of the next step, detached.
     watched: Option<IterationTensor>,
-    /// What it shares with the graphs that add to its histories in their replays.
+    /// Shared with the graphs that add to its histories in their replays.
     link: OwnLink,
 }
 

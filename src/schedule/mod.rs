@@ -187,7 +187,7 @@ build!(
     OneCycleLr InverseSqrtLr LinearWithWarmup SequentialLr ChainedScheduler
 );
 
-/// What a schedule sets, one of each for every group.
+/// The numbers that a schedule sets, one of each for every group.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Rates {
     pub(super) lrs: Vec<f64>,
@@ -221,7 +221,7 @@ impl Rates {
         optimizer.set_rates(&self.lrs, &self.momenta)
     }
 
-    /// What differs in an optimizer that was given these rates and has the other ones by now.
+    /// Returns the differences of an optimizer that was given these rates and has the other ones by now.
     pub(super) fn changes(&self, there: &Self) -> Changes {
         Changes {
             lrs: changed(&self.lrs, &there.lrs),
@@ -241,8 +241,8 @@ impl Rates {
     }
 }
 
-/// What a program has set in the groups of an optimizer since a schedule has. The other numbers follow the schedule,
-/// also when it takes a step back.
+/// The numbers that a program has set in the groups of an optimizer since a schedule has. The other numbers follow the
+/// schedule, also when it takes a step back.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Changes {
     lrs: Vec<Option<f64>>,

@@ -32,7 +32,7 @@ struct Inner {
     state: State,
     /// The optimizer's groups, which give the options beside the learning rates.
     groups: Vec<ParamGroup>,
-    /// What the optimizer's steps read, as its shape has it.
+    /// The rates that the optimizer's steps read, as its shape has them.
     block: Tensor,
     /// The rates of each step to come.
     table: Tensor,
@@ -186,7 +186,7 @@ impl Inner {
         Error::Capture { call: "a step of this schedule", remedy }
     }
 
-    /// Has the table begin after as many more steps, which were taken in so many iterations.
+    /// Lets the table begin after as many more steps, which were taken in so many iterations.
     fn begin_after(&mut self, taken: u64, iterations: u64) -> Result<()> {
         let (_own, _no_grad) = (OutsideRegions::enter(), tch::no_grad_guard());
         let mut state = self.state.clone();

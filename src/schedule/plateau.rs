@@ -49,7 +49,7 @@ pub struct ReduceLrOnPlateau {
     pub eps: f64,
 }
 
-/// What a threshold is compared with.
+/// The kind of difference that is compared with a threshold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Threshold {

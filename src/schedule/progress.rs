@@ -116,7 +116,7 @@ impl Schedule {
         }
     }
 
-    /// Whether a loaded state can be that of this schedule for this number of groups.
+    /// Returns whether a loaded state can be that of this schedule for this number of groups.
     pub(super) fn fits(&self, progress: &Progress, groups: usize) -> bool {
         let parts = self.parts();
         let has_cycle = matches!(self, Self::CosineAnnealingWarmRestarts(_));
@@ -132,8 +132,8 @@ impl Schedule {
     }
 }
 
-/// What Python saves for itself: how often it was stepped, which calls it warns of, and the rates that a part of
-/// another schedule gave last.
+/// The entries that Python saves for itself: how often it was stepped, which calls it warns of, and the rates that a
+/// part of another schedule gave last.
 const OF_PYTHON: &[&str] =
     &["_get_lr_called_within_step", "_is_initial", "_last_lr", "_step_count", "verbose"];
 
@@ -194,7 +194,7 @@ pub(super) fn at_least_one(name: &'static str, count: u64) -> Result<()> {
     if count > 0 { Ok(()) } else { Err(Error::out_of_range(name, 0.0, "at least 1")) }
 }
 
-/// What changes as the schedule advances.
+/// The numbers that change as the schedule advances.
 #[derive(Clone, Debug)]
 pub(super) struct State {
     pub(super) progress: Progress,

@@ -1,4 +1,4 @@
-//! What drives a schedule.
+//! The driver of a schedule.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ use crate::schedule::{Changes, Rates};
 pub struct Scheduler {
     schedule: Schedule,
     state: State,
-    /// What the optimizer was given last; `None` after a restore.
+    /// The rates that the optimizer was given last; `None` after a restore.
     applied: Option<Rates>,
     /// The steps from the first one on whose outcome is not known.
     open: VecDeque<Open>,
@@ -48,7 +48,7 @@ pub struct Scheduler {
 #[derive(Debug)]
 struct Open {
     answer: Answer,
-    /// What the program had set before the step.
+    /// The numbers that the program had set before the step.
     given: Changes,
     /// The state before the step, with these rates.
     before: State,

@@ -25,7 +25,7 @@ const EMPTY_LISTINGS: usize = 3;
 /// A running save writes more often than this, so an older temporary file was left behind by a killed process.
 const LEFTOVER_AGE: Duration = Duration::from_secs(3600);
 
-/// Whether a lower or a higher metric is better. The counterpart of the `mode` of PyTorch's `ReduceLROnPlateau` and of
+/// The direction in which a metric is better. The counterpart of the `mode` of PyTorch's `ReduceLROnPlateau` and of
 /// Lightning's `ModelCheckpoint`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -366,8 +366,8 @@ impl Machine<'_> {
         made.map(Node::OrderedDict).ok_or_else(|| self.refuse(problem))
     }
 
-    /// Whether hooks and metadata are empty. Metadata marks conjugated and negated views, whose elements differ from
-    /// those of the storage.
+    /// Returns whether hooks and metadata are empty. Metadata marks conjugated and negated views, whose elements differ
+    /// from those of the storage.
     fn is_plain(&self, extras: &[Id]) -> bool {
         extras.iter().all(|&id| match &self.nodes[id] {
             Node::None => true,
@@ -376,7 +376,7 @@ impl Machine<'_> {
         })
     }
 
-    /// Whether a node is this text.
+    /// Returns whether a node is this text.
     pub(super) fn is_text(&self, id: Id, text: &str) -> bool {
         self.text(id).is_some_and(|found| **found == *text)
     }
@@ -480,7 +480,8 @@ impl Machine<'_> {
                 self.nodes[object] = array;
             }
             (Node::Module(None), Node::Dict(_)) => self.nodes[object] = Node::Module(Some(state)),
-            // What its class makes of another state is unknown, such as the packed weights of a quantized layer.
+            // The meaning of another state is known to its class alone, such as the packed weights of a quantized
+            // layer.
             (Node::Module(None), _) => self.nodes[object] = self.opaque(OBJECT),
             _ => return Err(self.refuse("gives attributes to what has none")),
         }
@@ -608,7 +609,7 @@ impl Machine<'_> {
 /// making one.
 const TENSOR: usize = 12;
 
-/// What remains of the limits. The arena holds each node once, but a node can be in many places of the tree.
+/// The rest of the limits. The arena holds each node once, but a node can be in many places of the tree.
 struct Tree<'a> {
     machine: &'a Machine<'a>,
     values: u64,

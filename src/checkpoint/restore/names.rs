@@ -37,7 +37,7 @@ impl Renames {
         self.skipped.extend(patterns.iter().map(|pattern| pattern.as_ref().to_owned()));
     }
 
-    /// Whether there are neither renames nor skips.
+    /// Returns whether there are neither renames nor skips.
     pub(crate) fn is_empty(&self) -> bool {
         self.prefixes.is_empty() && self.skipped.is_empty()
     }
@@ -50,7 +50,7 @@ impl Renames {
         })
     }
 
-    /// Whether a name in the target is skipped.
+    /// Returns whether a name in the target is skipped.
     pub(crate) fn skips(&self, name: &str) -> bool {
         patterns::matches_any(&self.skipped, name)
     }
@@ -78,7 +78,7 @@ impl Renames {
     }
 }
 
-/// Whether a name is that of the batch count of a PyTorch norm. tch's norms do not count batches.
+/// Returns whether a name is that of the batch count of a PyTorch norm. tch's norms do not count batches.
 pub(crate) fn is_batch_count(name: &str, known: &HashSet<&str>) -> bool {
     let Some(module) = name.strip_suffix(BATCH_COUNT) else {
         return false;

@@ -18,7 +18,7 @@ pub(crate) const KEY: &str = "tch_amp";
 /// The version of the format that is written. Later versions are refused, and all earlier ones are read.
 pub(crate) const VERSION: u32 = 1;
 
-/// What this crate writes in addition to the tensors.
+/// The description that this crate writes in addition to the tensors.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Manifest {
     pub(crate) format: u32,

@@ -28,7 +28,7 @@ use crate::checkpoint::source::Source;
 use crate::checkpoint::value::MAX_DIMS;
 use crate::error::{Result, shown, unsaveable};
 
-/// Whether a file that begins with these bytes can be a safetensors file: a length, followed by JSON.
+/// Returns whether a file that begins with these bytes can be a safetensors file: a length, followed by JSON.
 pub(crate) fn is_safetensors(start: &[u8]) -> bool {
     start.get(8) == Some(&b'{')
 }
@@ -98,7 +98,7 @@ fn read_header(source: &Source) -> Result<Vec<u8>> {
     Ok(header)
 }
 
-/// Whether a header contains a manifest, under any name.
+/// Returns whether a header contains a manifest, under any name.
 fn is_ours(header: &[u8]) -> bool {
     let marks: [&[u8]; 2] = [br#"{\"format\":"#, br#"\"writer\":\"tch-amp "#];
     marks.iter().any(|mark| header.windows(mark.len()).any(|window| window == *mark))

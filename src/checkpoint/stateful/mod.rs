@@ -258,7 +258,7 @@ pub struct SaveState<'a> {
     name: &'a str,
     tensors: BTreeMap<String, Entry>,
     values: BTreeMap<String, Value>,
-    /// What Python expects besides, if the tensors are averages of a model.
+    /// The other entries that Python expects, if the tensors are averages of a model.
     beside_averages: Option<BTreeMap<String, Entry>>,
     /// Parts of a kind with a layout of its own, which replace the tensors and values.
     parts: Vec<(String, Part)>,

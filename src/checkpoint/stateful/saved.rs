@@ -44,7 +44,7 @@ struct Notes {
     of_no_use: Vec<&'static str>,
     missing: Vec<String>,
     skipped: Vec<String>,
-    /// What was left out of a part that was taken as a whole, or of states within this one.
+    /// The entries that were left out of a part that was taken as a whole, or of states within this one.
     report: Restored,
 }
 
@@ -208,7 +208,7 @@ impl<'a> SavedState<'a> {
         Ok(())
     }
 
-    /// Whether names and options have to agree.
+    /// Returns whether names and options have to agree.
     pub(crate) fn is_strict(&self) -> bool {
         self.options.strict
     }
@@ -257,7 +257,7 @@ impl<'a> SavedState<'a> {
         Ok(())
     }
 
-    /// Whether there is something at the end of names, as in [`within`](Self::within).
+    /// Returns whether there is something at the end of names, as in [`within`](Self::within).
     pub(crate) fn contains_within(&self, name: &str) -> bool {
         self.checkpoint.find(&format!("{}.{name}", self.name)).is_ok()
     }
@@ -345,7 +345,7 @@ impl<'a> SavedState<'a> {
         }
     }
 
-    /// Whether a name is skipped.
+    /// Returns whether a name is skipped.
     pub(crate) fn skips(&self, name: &str) -> bool {
         self.options.names.skips(name)
     }
@@ -449,7 +449,7 @@ pub(super) struct Dict<'a> {
     maybe: BTreeMap<String, (&'a str, &'a Entry)>,
     /// Sorted by name.
     values: &'a [(Text, Value)],
-    /// What is neither, by names like those of the tensors.
+    /// The others, by names like those of the tensors.
     others: BTreeMap<String, (&'a str, &'a Part)>,
 }
 
@@ -507,7 +507,7 @@ impl<'a> Dict<'a> {
         other.or_else(|| self.value(name).map(Item::Value))
     }
 
-    /// Whether there is a single number under a name.
+    /// Returns whether there is a single number under a name.
     pub(super) fn is_number(&self, name: &str) -> bool {
         let number =
             |value: &Value| matches!(value, Value::Int(_) | Value::Uint(_) | Value::Float(_));

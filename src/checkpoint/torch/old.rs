@@ -22,12 +22,12 @@ const VERSION: i64 = 1001;
 /// The most values of the pickles around that of the saved object, except for the keys.
 const FEW: u64 = 100;
 
-/// Whether a file that begins with these bytes can be in the old format: whether it begins with a pickle.
+/// Returns whether a file that begins with these bytes can be in the old format: whether it begins with a pickle.
 pub(crate) fn is_old(start: &[u8]) -> bool {
     matches!(start, [0x80, 2..=5, ..])
 }
 
-/// Whether a pickle begins with the number that marks the format, after its protocol and the length of a frame.
+/// Returns whether a pickle begins with the number that marks the format, after its protocol and the length of a frame.
 pub(super) fn is_marked(bytes: &[u8]) -> bool {
     let start = &bytes[..bytes.len().min(32)];
     start.windows(MARK.len()).any(|part| part == MARK)

@@ -374,13 +374,13 @@ fn two_states(items: &Items) -> Option<[&Items; 2]> {
     Some([state_of(MUON)?, state_of(ADAMW)?])
 }
 
-/// Whether a dict has the states of both optimizers, and nothing else.
+/// Returns whether a dict has the states of both optimizers, and nothing else.
 pub(super) fn is_pair(items: &Items) -> bool {
     items.len() == 2 && two_states(items).is_some()
 }
 
-/// Whether a dict has the groups of an optimizer and nothing else, as of one without a state. Beside other entries,
-/// groups are a value like any other.
+/// Returns whether a dict has the groups of an optimizer and nothing else, as of one without a state. Beside other
+/// entries, groups are a value like any other.
 pub(super) fn has_groups(items: &Items) -> bool {
     let has_params =
         |group: &Value| matches!(group, Value::Dict(items) if get(items, "params").is_some());
@@ -389,7 +389,7 @@ pub(super) fn has_groups(items: &Items) -> bool {
         if !groups.is_empty() && groups.iter().all(has_params))
 }
 
-/// Whether a dict is an optimizer in the flat layout of `torch.distributed.checkpoint`.
+/// Returns whether a dict is an optimizer in the flat layout of `torch.distributed.checkpoint`.
 pub(super) fn is_flat(items: &Items) -> bool {
     let mut has_options = false;
     let is_flat = |(key, _): &(Value, Value)| {
@@ -408,7 +408,7 @@ fn flat_key(key: &str) -> Option<(bool, &str, &str)> {
     state.or_else(|| of("param_groups.").map(|(name, key)| (false, name, key)))
 }
 
-/// Whether this crate has saved the groups, and has added the options that PyTorch does not have.
+/// Returns whether this crate has saved the groups, and has added the options that PyTorch does not have.
 fn is_ours(state: &Items) -> bool {
     let has_option =
         |group: &Value| matches!(group, Value::Dict(items) if get(items, "use_muon").is_some());
@@ -495,12 +495,12 @@ fn shown_key(key: &Value) -> String {
     }
 }
 
-/// Whether a key of a group is that of its parameters or of their names.
+/// Returns whether a key of a group is that of its parameters or of their names.
 fn is_list_of_parameters(key: &Value) -> bool {
     matches!(key.text(), Some("params" | "param_names"))
 }
 
-/// Whether a group of Adam may in fact be one of AdamW. Before PyTorch 2.7 both had the same options.
+/// Returns whether a group of Adam may in fact be one of AdamW. Before PyTorch 2.7 both had the same options.
 fn may_be_adamw(items: &Items) -> bool {
     let has = |name: &str| get(items, name).is_some();
     has("amsgrad") && !has("decoupled_weight_decay")
@@ -619,7 +619,7 @@ fn flag(name: &str, value: bool) -> (Value, Value) {
     (name.into(), Value::Bool(value))
 }
 
-/// Whether the elements are in row-major order without gaps.
+/// Returns whether the elements are in row-major order without gaps.
 fn is_in_order(size: &[i64], stride: &[i64]) -> bool {
     let mut expected = 1;
     size.contains(&0)

@@ -314,13 +314,13 @@ fn kind_of(items: &Items) -> &'static str {
     }
 }
 
-/// Whether an item of a list is a state of a kind with a layout of its own, which may have no tensor, such as that of
-/// SGD without momentum.
+/// Returns whether an item of a list is a state of a kind with a layout of its own, which may have no tensor, such as
+/// that of SGD without momentum.
 fn is_state(item: &Value) -> bool {
     matches!(item, Value::Dict(items) if ["optimizer", "scaler"].contains(&kind_of(items)))
 }
 
-/// Whether an entry at the top of a file belongs to a model: a tensor with the name of a variable.
+/// Returns whether an entry at the top of a file belongs to a model: a tensor with the name of a variable.
 fn is_variable(key: &Value, value: &Value) -> bool {
     let is_name = |name: &str| name.contains('.') || ["weight", "bias"].contains(&name);
     matches!((key, value), (Value::Text(name), Value::Tensor(_)) if is_name(name))
@@ -330,7 +330,7 @@ fn is_model_with_others(items: &Items) -> bool {
     get(items, MODEL).is_none() && items.iter().any(|(key, value)| is_variable(key, value))
 }
 
-/// Whether a dict is the state of a module: it holds tensors, and possibly extra states that are `None`.
+/// Returns whether a dict is the state of a module: it holds tensors, and possibly extra states that are `None`.
 fn is_model(items: &Items) -> bool {
     let is_tensor = |value: &Value| matches!(value, Value::Tensor(_));
     items.iter().any(|(_, value)| is_tensor(value))

@@ -279,8 +279,8 @@ fn names_of(groups: &[ParamGroupState]) -> Value {
     Value::List(groups.iter().map(names).collect())
 }
 
-/// Whether PyTorch's fused kernels can step the parameters of a group, judging by the dtypes and devices of their
-/// states.
+/// Returns whether PyTorch's fused kernels can step the parameters of a group, judging by the dtypes and devices of
+/// their states.
 fn has_fused_kernels(part: &OptimizerPart, group: &ParamGroupState) -> bool {
     // PyTorch up to 2.11 has no fused Adagrad for GPUs.
     let anywhere = !matches!(group.options.algorithm, Algorithm::Adagrad(_));

@@ -136,7 +136,7 @@ impl Value {
         step(path).or_else(|| path.match_indices('.').find_map(inside))
     }
 
-    /// Whether two plain values are equal in Python, where 1 is 1.0.
+    /// Returns whether two plain values are equal in Python, where 1 is 1.0.
     pub(crate) fn equals(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::List(here), Self::List(there)) => {

@@ -524,7 +524,7 @@ impl Averaged {
         self.is_alone.swap(is_alone, Ordering::Relaxed)
     }
 
-    /// Whether there are gradients. If they cannot be inspected, there may be some.
+    /// Returns whether there are gradients. If they cannot be inspected, there may be some.
     fn has_gradients(&self) -> bool {
         let parameters = self.parameters.lock().unwrap_or_else(PoisonError::into_inner);
         let gradients = ffi::gradients_inspect(&parameters);
@@ -534,7 +534,7 @@ impl Averaged {
 
 impl scaler::Averaged for Averaged {
     fn is_alone(&self) -> bool {
-        // What was accumulated and then dropped is no part of a sum.
+        // Gradients that were accumulated and then dropped are no part of a sum.
         self.is_alone.load(Ordering::Relaxed) && self.has_gradients()
     }
 
@@ -543,7 +543,7 @@ impl scaler::Averaged for Averaged {
     }
 }
 
-/// Whether a distributed model averages the gradients of any of these parameters.
+/// Returns whether a distributed model averages the gradients of any of these parameters.
 pub(crate) fn any_is_averaged(parameters: &[Tensor]) -> Result<bool> {
     let models: Vec<_> = {
         let models = MODELS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -556,7 +556,7 @@ pub(crate) fn any_is_averaged(parameters: &[Tensor]) -> Result<bool> {
     Ok(identities.iter().any(|identity| models.iter().any(|model| model.contains(identity))))
 }
 
-/// What the ranks have to agree on.
+/// The model on which the ranks have to agree.
 #[derive(Debug)]
 pub(super) struct DistributedModel {
     // Before the parameters, because it counts on their being alive.
@@ -570,11 +570,11 @@ pub(super) struct DistributedModel {
     pub(super) others: Vec<(String, Tensor)>,
     /// The buffers among these, which are broadcast before each forward pass.
     pub(super) buffers: Vec<Tensor>,
-    /// What the buffers were when the ranks compared them.
+    /// The dtypes, devices and shapes of the buffers when the ranks compared them.
     compared: Vec<(Kind, Device, Vec<i64>)>,
 }
 
-/// What has to be the same on all ranks for a broadcast.
+/// Returns the properties that have to be the same on all ranks for a broadcast.
 fn form(tensor: &Tensor) -> Result<(Kind, Device, Vec<i64>)> {
     Ok((tensor.f_kind()?, tensor.device(), sizes(tensor)?))
 }
@@ -632,7 +632,7 @@ impl DistributedModel {
         Ok(unwritable.map(|name| (*name, VariableChange::Expanded)))
     }
 
-    /// Whether variables were added since.
+    /// Returns whether variables were added since.
     pub(super) fn has_more(&self) -> bool {
         self.store.has_more() || self.store.named() > self.names
     }

@@ -1,4 +1,4 @@
-//! What half precision does to the numbers of a model.
+//! The effect of half precision on the numbers of a model.
 
 mod parts;
 
@@ -29,7 +29,7 @@ const MOST_CLEAN: usize = 20;
 /// Begins the path of operators without a name that follow a module.
 const AFTER: &str = "after ";
 
-/// What half precision does to the numbers of a model, part by part. Made by [`audit`].
+/// The effect of half precision on the numbers of a model, part by part. Made by [`audit`].
 ///
 /// Its text, by `Display`, is a table with the most suspicious parts first, a verdict and advice.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -64,7 +64,7 @@ pub struct AuditedPart {
     /// The time in seconds of its operators, forward and backward, in f32 and in the region, the shortest of three runs
     /// each. It includes the dispatcher and, on a GPU, the launch of each kernel.
     pub seconds: [f64; 2],
-    /// What is suspicious about it.
+    /// The reasons to suspect it.
     pub suspicions: Vec<Suspicion>,
 }
 
@@ -126,7 +126,7 @@ pub struct AuditedGradient {
     pub underflow_unscaled: f64,
 }
 
-/// What is suspicious about a part.
+/// A reason to suspect a part.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Suspicion {
@@ -193,7 +193,7 @@ impl AuditedOutput {
 }
 
 impl AuditedPart {
-    /// Whether a suspicion is about its forward results.
+    /// Returns whether a suspicion is about its forward results.
     fn has_suspicious_output(&self) -> bool {
         use Suspicion::{LosesPrecision, MagnifiesRounding, NotFinite};
         let forward = [NotFinite, MagnifiesRounding, LosesPrecision];

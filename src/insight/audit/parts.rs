@@ -37,7 +37,7 @@ fn unit_roundoff(dtype: Option<Kind>) -> f64 {
     }
 }
 
-/// What is known of the numbers in a memory.
+/// The known history of the numbers in a memory.
 #[derive(Clone, Copy, Debug, Default)]
 struct Known {
     expected: f64,
@@ -177,7 +177,7 @@ impl Parts<'_> {
         self.inputs(event).into_iter().max_by(|a, b| a.multiple.total_cmp(&b.multiple))
     }
 
-    /// What an operator returned, and the largest multiple of what its part was given.
+    /// Returns the error of an operator's result, and the largest multiple among the inputs of its part.
     fn output(
         &self,
         index: usize,
@@ -189,7 +189,7 @@ impl Parts<'_> {
         let inputs = self.inputs(event);
         let unit = if dtype.is_half() { self.unit } else { 0.0 };
         let before = inputs.iter().map(|input| input.expected).fold(0.0, f64::max);
-        // What was not rounded at all would be expected to be exact.
+        // Numbers that were not rounded at all would be expected to be exact.
         let expected = before.hypot(unit);
         let finite = !event.outputs.iter().any(is_bad) || compared.difference.is_finite();
         let error = if finite { relative(compared) } else { f64::INFINITY };
@@ -246,7 +246,7 @@ impl Parts<'_> {
 }
 
 impl AuditedOutput {
-    /// What makes one operator of a part worse than another.
+    /// Returns the number by which one operator of a part is worse than another.
     fn rank(&self) -> f64 {
         self.growth.min(self.multiple)
     }
@@ -289,7 +289,7 @@ fn of_output(part: &AuditedPart) -> Option<Suspicion> {
     })
 }
 
-/// What is suspicious about gradients. After a forward pass that is not finite, no gradient is.
+/// Returns the reasons to suspect gradients. After a forward pass that is not finite, no gradient is.
 fn of_gradient(gradient: &AuditedGradient, underflows: bool, finite: bool) -> Vec<Suspicion> {
     let mut found = Vec::new();
     if underflows && gradient.underflow >= UNDERFLOW {

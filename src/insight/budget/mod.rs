@@ -1,4 +1,4 @@
-//! Whether half precision does no more to an iteration than rounding.
+//! The budget of rounding that an iteration in half precision may use.
 
 mod blame;
 mod deviation;
@@ -49,10 +49,10 @@ const UNBOUNDED_RUNS: usize = 2;
 /// program is run in both and compared, in units of what rounding explains.
 ///
 /// The unit is *noise*: how far f32 moves when everything that autocast would put into half precision is rounded at
-/// random to one of its two neighbours. Rounding to nearest, as half precision does it, has about 0.7 of this noise.
-/// What moves by more than the [limit](BudgetRow::limit) is over budget, and what rounding cannot change, such as which
-/// parameters have a gradient, has to be equal. No tolerance is set by hand. The guide's page on
-/// [budgets](crate::guide::budgets) says what this sees and what it cannot see.
+/// random to one of its two neighbours. Rounding to nearest, as half precision does it, has about 0.7 of this noise. A
+/// quantity that moves by more than its [limit](BudgetRow::limit) is over budget, and so is a difference that rounding
+/// cannot make, such as which parameters have a gradient, has to be equal. No tolerance is set by hand. The guide's
+/// page on [budgets](crate::guide::budgets) says what this sees and what it cannot see.
 ///
 /// PyTorch has no counterpart; its tests compare with tolerances.
 ///
@@ -268,8 +268,8 @@ impl BudgetRun {
         if self.mode == Mode::F32 { Kind::Float } else { self.dtype }
     }
 
-    /// Whether this run is in half precision, as opposed to those that it is compared with. Use it to plant a fault, to
-    /// see that the test finds it.
+    /// Returns whether this run is in half precision, as opposed to those that it is compared with. Use it to plant a
+    /// fault, to see that the test finds it.
     pub fn is_half(&self) -> bool {
         self.mode == Mode::Half
     }
@@ -353,7 +353,7 @@ impl<'a> Runner<'a> {
         Ok(self.report([&f32, &half], problems, rows, measured))
     }
 
-    /// What differs and is no rounding.
+    /// The differences that rounding does not explain.
     fn problems(
         &self,
         f32: &Observed,
@@ -566,7 +566,7 @@ fn device_name(device: Device) -> String {
     }
 }
 
-/// What differs between an iteration in half precision and the same in f32.
+/// Returns the differences between an iteration in half precision and the same in f32.
 fn found_problems(
     f32: &Observed,
     half: &Observed,

@@ -22,7 +22,7 @@ use crate::recompute::RandomStates;
 use crate::scaler::GradScalerConfig;
 use crate::{Autocast, GradScaler};
 
-/// What an iteration has computed, and the optimizer as it left it.
+/// The results of an iteration, and the optimizer as it left it.
 pub(super) struct Iterated {
     pub(super) loss: Tensor,
     /// The optimizer's parameters, and the tensors that it keeps for each.
@@ -61,7 +61,7 @@ impl Kept {
     }
 }
 
-/// What an iteration of a program begins with. It is put back when this is dropped.
+/// The state with which an iteration of a program begins. It is put back when this is dropped.
 #[derive(Debug)]
 pub(super) struct Program {
     pub(super) region: Autocast,
@@ -77,7 +77,7 @@ pub(super) struct Program {
     _gradients: StashedGradients,
 }
 
-/// What an iteration left.
+/// The state that an iteration left.
 #[derive(Debug, Default)]
 pub(super) struct Observed {
     /// The quantities in f32, in the order of the program.
@@ -402,7 +402,7 @@ fn has_any(numbers: &Tensor) -> Result<bool> {
 }
 
 impl Observed {
-    /// Whether gradients are not finite: they overflowed, or those that
+    /// Returns whether gradients are not finite: they overflowed, or those that
     /// [`spoil_gradients`](Program::spoil_gradients) wrote to were not cleared.
     pub(super) fn is_spoilt(&self) -> bool {
         self.is_skipped || self.not_finite.iter().any(|name| name.ends_with(".grad"))
@@ -460,7 +460,7 @@ impl Observed {
         values.map(|(quantity, name, value)| ((*quantity, name.as_str()), value)).collect()
     }
 
-    /// Whether a parameter was stepped, as far as that is known.
+    /// Returns whether a parameter was stepped, as far as that is known.
     fn is_stepped(&self, name: &str) -> bool {
         let none = self.steps.values().all(|&steps| steps == 0);
         none || self.steps.get(name).is_some_and(|&steps| steps > 0)

@@ -1,4 +1,4 @@
-//! What a budget found.
+//! The findings of a budget.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use crate::insight::numbers;
 /// How many lines of a kind are printed.
 const MOST_LINES: usize = 8;
 
-/// What a quantity of an iteration is.
+/// The kind of a quantity of an iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum BudgetQuantity {
@@ -49,7 +49,7 @@ const LIMIT_OF_ERROR: f64 = 12.0;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct BudgetRow {
-    /// What it is.
+    /// The kind.
     pub quantity: BudgetQuantity,
     /// The name of the output, the buffer or the parameter.
     pub name: String,
@@ -72,13 +72,13 @@ pub struct BudgetRow {
 }
 
 impl BudgetRow {
-    /// Whether it is further from f32 than rounding explains.
+    /// Returns whether it is further from f32 than rounding explains.
     pub(in crate::insight) fn is_over(&self) -> bool {
         self.multiple > self.limit || self.lost.is_some()
     }
 }
 
-/// What rounding cannot change, and differs.
+/// A difference that rounding does not explain.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum BudgetProblem {
@@ -134,12 +134,12 @@ pub enum BudgetProblem {
     },
     /// No step was seen, and no parameter changed, in any run.
     NotStepped,
-    /// What the program does with the loss scale changes its numbers in f32, where scaling by a power of two is exact.
+    /// The program's use of the loss scale changes its numbers in f32, where scaling by a power of two is exact.
     Scaling {
         /// The scale at which that was seen.
         #[serde(with = "numbers")]
         scale: f64,
-        /// What is done wrong, by the factor of the gradients.
+        /// The fault, by the factor of the gradients.
         fault: ScaleFault,
         /// The parameters whose gradients are concerned, if not all are; or what else changes.
         names: Vec<String>,
@@ -160,7 +160,7 @@ pub enum BudgetProblem {
     Skipped,
 }
 
-/// What a program does wrong with the loss scale, by what it does to the gradients at two scales in f32.
+/// A wrong use of the loss scale, recognized by its effect on the gradients at two scales in f32.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ScaleFault {
@@ -186,7 +186,7 @@ pub enum ScaleFault {
 }
 
 impl BudgetProblem {
-    /// Whether it is about parameters, but none.
+    /// Returns whether it is about parameters, but none.
     pub(super) fn is_empty(&self) -> bool {
         match self {
             Self::Gradients { missing: one, added: other }
@@ -210,7 +210,8 @@ pub struct BudgetOperator {
     pub multiple: Option<f64>,
 }
 
-/// Whether an iteration in half precision differs from f32 by rounding alone. Made by [`Budget`](super::Budget).
+/// The comparison of an iteration in half precision with f32, which shows whether they differ by rounding alone. Made
+/// by [`Budget`](super::Budget).
 ///
 /// Its text, by `Display`, is the verdict and, if it is over budget, what is.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -226,11 +227,11 @@ pub struct BudgetReport {
     /// The loss in f32, and in half precision.
     #[serde(with = "numbers::pair")]
     pub losses: [f64; 2],
-    /// What differs and is no rounding.
+    /// The differences that rounding does not explain.
     pub problems: Vec<BudgetProblem>,
     /// The first operator over budget, if something is over and the runs could be compared.
     pub first_operator: Option<BudgetOperator>,
-    /// What was compared: first the loss and the outputs, then the parameters by their multiples.
+    /// The quantities that were compared: first the loss and the outputs, then the parameters by their multiples.
     pub rows: Vec<BudgetRow>,
     /// The type of the region's device, and what else a [`BudgetFile`] keeps.
     pub(super) device: String,
@@ -263,13 +264,14 @@ pub(super) struct MeasuredQuantity {
 const AS_LARGE: f64 = 0.5;
 
 impl MeasuredQuantity {
-    /// Whether the noise is as large as the quantity.
+    /// Returns whether the noise is as large as the quantity.
     pub(super) fn is_only_noise(&self) -> bool {
         let noise = Noise::of(&self.noise).error;
         if self.norm > 0.0 { noise >= AS_LARGE } else { noise > 0.0 }
     }
 
-    /// Whether it is so because the numbers are too small for fp16, and not because they cancel out, for instance.
+    /// Returns whether it is so because the numbers are too small for fp16, and not because they cancel out, for
+    /// instance.
     pub(super) fn underflows(&self) -> bool {
         self.norm > 0.0
             && self.is_only_noise()
@@ -333,12 +335,12 @@ pub struct BudgetFile {
 pub(super) const KEPT: f64 = 1.25;
 
 impl BudgetReport {
-    /// Whether half precision does no more than rounding.
+    /// Returns whether half precision does no more than rounding.
     pub fn is_within(&self) -> bool {
         self.problems.is_empty() && !self.rows.iter().any(BudgetRow::is_over)
     }
 
-    /// What is over budget: first the loss and the outputs, then the parameters by their multiples.
+    /// Returns the quantities over budget: first the loss and the outputs, then the parameters by their multiples.
     pub fn over(&self) -> Vec<&BudgetRow> {
         self.rows.iter().filter(|row| row.is_over()).collect()
     }
@@ -358,7 +360,7 @@ impl BudgetReport {
         BudgetFile { dtype: self.dtype, device, measured }
     }
 
-    /// What a factor tells about the gradients, if anything.
+    /// Returns the fault that a factor of the gradients shows, if it shows one.
     fn sentence(&self) -> Option<String> {
         let row = self.rows.iter().find(|row| {
             row.quantity == BudgetQuantity::Factor && row.name == GRADIENTS && row.is_over()
@@ -391,7 +393,7 @@ impl Measured {
         self.quantities.iter().find(is)
     }
 
-    /// What tells that these are of another program: their norms in f32 are not the present ones.
+    /// Returns the sign that these are of another program: their norms in f32 are not the present ones.
     pub(super) fn differs_from(&self, present: &Self) -> Option<String> {
         let (kept, now) = (self.quantities.len(), present.quantities.len());
         if kept != now {

@@ -1,4 +1,4 @@
-//! What the noise runs have in common with the run in half precision besides rounding: an enabled scaler, and branches
+//! The common parts of the noise runs and the run in half precision besides rounding: an enabled scaler, and branches
 //! of the program on it, on whether a region is open or on the dtype of the run.
 
 use tch::{Device, Kind, Tensor};
@@ -30,7 +30,7 @@ const UNSTEADY: f64 = 100.0;
 const PATTERN: f64 = 1e-2;
 const SAME: f64 = 1e-4;
 
-/// What differs between f32 and a run that has all that noise has but the rounding.
+/// The differences between f32 and a run that has all that noise has but the rounding.
 #[derive(Default)]
 pub(super) struct Unrounded {
     /// Faults in the use of the scale.
@@ -71,8 +71,8 @@ pub(super) fn look(runner: &mut Runner<'_>, f32: &Observed, half: &Observed) -> 
 }
 
 impl Unrounded {
-    /// What moves by a part of the noise or more although nothing is rounded, so that the noise is no measure of
-    /// rounding.
+    /// Returns the quantities that move by a part of the noise or more although nothing is rounded, so that the noise
+    /// is no measure of rounding.
     pub(super) fn branches(&self, measured: &Measured) -> Option<BudgetProblem> {
         let beside = measured.quantities.iter().zip(self.deviations.as_deref()?);
         let is_far = |noise: &Noise, deviation: &Deviation| {
@@ -131,7 +131,7 @@ fn differing(f32: &Observed, other: &Observed) -> Result<Vec<usize>> {
     Ok(found)
 }
 
-/// Whether numbers are the same, and whether they are the same but for numbers that f32 cannot hold exactly.
+/// Returns whether numbers are the same, and whether they are the same but for numbers that f32 cannot hold exactly.
 fn same(h: &Tensor, f: &Tensor) -> Result<(bool, bool)> {
     let _own = OutsideRegions::enter();
     if h.size() != f.size() {
@@ -152,7 +152,7 @@ struct Steady<'a> {
 }
 
 impl Steady<'_> {
-    /// What differs in another run by more than the two do.
+    /// Returns the quantities that differ in another run by more than the two do.
     fn differing(&self, other: &Observed) -> Result<Vec<usize>> {
         let unsteady = differing(self.unscaled, &self.again)?;
         let mut found = differing(self.unscaled, other)?;
@@ -202,7 +202,7 @@ fn of_scale(
         fault_of = fault(steady.unscaled, [first, second], &mut indices)?;
     }
     let names = match indices.len() {
-        // What else there is follows from them.
+        // All others follow from them.
         count if count == all && all > 0 => Vec::new(),
         0 => found.iter().map(|&index| text(&values[index])).collect(),
         _ => indices.iter().map(|&index| values[index].1.clone()).collect(),
@@ -306,7 +306,7 @@ fn is_near(a: f64, b: f64) -> bool {
     (a / b - 1.0).abs() < PATTERN
 }
 
-/// What numbers at two scales show beside those in f32; nothing if it is not the scale that moves them.
+/// Returns the pattern of numbers at two scales beside those in f32; nothing if it is not the scale that moves them.
 fn pattern(f: &Tensor, [h1, h2]: [&Tensor; 2], [s1, s2]: [f64; 2]) -> Result<Option<ScaleFault>> {
     let _own = OutsideRegions::enter();
     let (d1, d2) = (Deviation::of(h1, f)?, Deviation::of(h2, f)?);

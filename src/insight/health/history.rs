@@ -65,7 +65,7 @@ pub struct ScaleHistory {
     ring: Option<Tensor>,
     /// The loss of the step that is recorded next.
     loss: Option<IterationTensor>,
-    /// What it shares with the graphs that add to it in their replays.
+    /// Shared with the graphs that add to it in their replays.
     link: OwnLink,
 }
 

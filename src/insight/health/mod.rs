@@ -1,4 +1,4 @@
-//! Whether the loss scale is healthy: the exponents of the gradients, and the history of the scale.
+//! The health of the loss scale: the exponents of the gradients, and the history of the scale.
 
 mod history;
 mod report;
@@ -64,7 +64,7 @@ pub struct ScaleHealth {
     counts: Option<Tensor>,
     /// A copy of the scale of the last observation; `None` if the scaler was disabled.
     scale: Option<Tensor>,
-    /// What it shares with the graphs that observe in their replays.
+    /// Shared with the graphs that observe in their replays.
     link: OwnLink,
 }
 

@@ -1,4 +1,4 @@
-//! What the exponents of gradients say about the loss scale.
+//! The verdict of the exponents of gradients on the loss scale.
 
 use std::fmt;
 
@@ -28,7 +28,7 @@ const MOST_LAYERS: usize = 3;
 /// Layers in which a larger share than this underflows are named.
 const NAMED_SHARE: f64 = 0.01;
 
-/// Whether the loss scale is healthy. Its text, by `Display`, begins with one line of advice.
+/// The health of the loss scale. Its text, by `Display`, begins with one line of advice.
 ///
 /// Shares are those of the gradients that are neither zero, infinite nor NaN, unless said otherwise.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -40,7 +40,7 @@ pub struct HealthReport {
     pub observed: u64,
     /// In how many of these a gradient was infinite or NaN, so that the step is skipped.
     pub skipped: u64,
-    /// What to do about the scale.
+    /// The advice for the scale.
     pub verdict: Verdict,
     /// All layers together.
     pub model: LayerHealth,
@@ -62,7 +62,7 @@ pub struct LayerHealth {
     pub exponents: Exponents,
 }
 
-/// What becomes of gradients in fp16 if they are multiplied by a scale.
+/// The fate of gradients in fp16 if they are multiplied by a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct AtScale {
@@ -100,7 +100,7 @@ pub struct Exponents {
     pub counts: Vec<u64>,
 }
 
-/// What to do about a loss scale.
+/// The advice for a loss scale.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Verdict {
@@ -135,7 +135,7 @@ impl HealthReport {
         report
     }
 
-    /// Whether overflows, and not the program, keep the scale as low as it is.
+    /// Returns whether overflows, and not the program, keep the scale as low as it is.
     fn is_driven_down(&self) -> bool {
         self.skipped > 0 || self.model.now.headroom.is_some_and(|headroom| headroom <= CLOSE)
     }
@@ -151,8 +151,8 @@ impl HealthReport {
             return Verdict::Unknown;
         }
         let now = self.model.now;
-        // What is beyond the edge is seen only in gradients that were never fp16. Up to as many are expected there as
-        // at the edge, and half as many after each doubling of the scale.
+        // Exponents beyond the edge are seen only in gradients that were never fp16. Up to as many are expected there
+        // as at the edge, and half as many after each doubling of the scale.
         let expected = |binades: i32| now.edge * 0.5f64.powi(binades);
         let underflows = |binades: i32| {
             let at = self.model.at(binades);

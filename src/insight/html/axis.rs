@@ -14,7 +14,7 @@ pub enum Spacing {
 /// One axis: a range of values and their spacing.
 #[derive(Clone, Debug)]
 pub(super) struct Axis {
-    /// What the axis measures, with its unit.
+    /// The quantity on the axis, with its unit.
     pub(super) label: String,
     spacing: Spacing,
     min: f64,

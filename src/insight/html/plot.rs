@@ -62,7 +62,7 @@ pub struct Plot {
     y: Axis,
     /// Later ones are drawn over earlier ones.
     series: Vec<Series>,
-    /// What a cross means, for the legend; empty without crosses.
+    /// The meaning of a cross, for the legend; empty without crosses.
     mark_name: String,
 }
 

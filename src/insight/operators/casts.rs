@@ -44,7 +44,7 @@ pub(super) struct CastSums {
     repeat_nanoseconds: i64,
 }
 
-/// What tells a cast of a memory from another: where the numbers begin, the version, the sizes and the dtype.
+/// The identity of a cast of a memory: where the numbers begin, the version, the sizes and the dtype.
 type CastPart = (i64, i64, Vec<i64>, i8);
 
 pub(super) type CastRows = BTreeMap<CastKey, CastSums>;
@@ -134,7 +134,7 @@ fn asking(work: &Work<'_>, index: usize) -> Option<usize> {
     operators.find(|(_, event)| !CASTS.contains(&event.name.as_str())).map(|(index, _)| index)
 }
 
-/// Whether autocast's cache keeps this cast: that of a trainable f32 parameter, as a whole.
+/// Returns whether autocast's cache keeps this cast: that of a trainable f32 parameter, as a whole.
 fn is_cached(from: &RecordedTensor, to: &RecordedTensor, parameters: &[(String, Tensor)]) -> bool {
     let parameter = from.parameter.and_then(|index| parameters.get(index));
     from.kind == Some(Kind::Float)

@@ -1,4 +1,4 @@
-//! What a program computes, operator by operator: times, dtypes, casts, and the sizes of matrix products.
+//! The operators of a program: times, dtypes, casts, and the sizes of matrix products.
 
 mod autocast_lists;
 mod casts;
@@ -157,7 +157,7 @@ type ProductKey = (String, Option<String>, Pass, Dtype, Product);
 /// An operator, the part of the model, the module before, and the list.
 type MovedKey = (String, Option<String>, Option<String>, AutocastList);
 
-/// What the rows of all kinds have in common.
+/// The sums that rows of all kinds have.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sums {
     calls: u64,
@@ -338,7 +338,7 @@ fn moved_operator(
     MovedOperator { operator, path, after, list, calls, seconds: seconds(nanoseconds) }
 }
 
-/// Whether all floating results are f32.
+/// Returns whether all floating results are f32.
 fn is_f32(event: &RecordedEvent) -> bool {
     let mut floats = event.outputs.iter().filter_map(|tensor| tensor.kind).peekable();
     floats.peek().is_some() && floats.all(|kind| kind == Kind::Float)
@@ -367,7 +367,7 @@ fn bytes(event: &RecordedEvent) -> (u64, u64) {
             read += size(tensor);
         }
     }
-    // What is written in place can be missing among the results.
+    // A tensor that is written in place can be missing among the results.
     for tensor in event.outputs.iter().chain(&event.inputs) {
         if is_written(tensor) && (tensor.memory.is_none() || made.insert(place(tensor))) {
             written += size(tensor);

@@ -1,4 +1,4 @@
-//! What a profiler found out.
+//! The findings of a profiler.
 
 use std::fmt::{self, Display, Formatter};
 
@@ -9,8 +9,8 @@ use crate::insight::dtype::Dtype;
 use crate::insight::numbers::total;
 use crate::insight::recording::Pass;
 
-/// What a stretch of a program computed, operator by operator: made by a [`Profiler`](super::Profiler). Its text, by
-/// `Display`, is meant for a terminal; its fields for programs. All numbers are sums over the recorded runs.
+/// The operators that a stretch of a program ran, with their costs: made by a [`Profiler`](super::Profiler). Its text,
+/// by `Display`, is meant for a terminal; its fields for programs. All numbers are sums over the recorded runs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct OperatorReport {
@@ -36,7 +36,7 @@ pub struct OperatorReport {
     pub padding: Vec<Padding>,
     /// The operators that were called inside of a region, and their lists.
     pub lists: Vec<ListedOperator>,
-    /// What half precision would gain, if the [`Profiler`](super::Profiler) was given measured speeds. Estimates.
+    /// The gains of half precision, if the [`Profiler`](super::Profiler) was given measured speeds. Estimates.
     pub gains: Vec<Gain>,
 }
 
@@ -64,7 +64,7 @@ pub struct OperatorRow {
     pub flops: u64,
 }
 
-/// What kind of operator computes a product.
+/// The kind of an operator that computes a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ProductKind {
@@ -82,7 +82,7 @@ pub enum ProductKind {
 pub struct ProductRow {
     /// libtorch's name of the operator.
     pub operator: String,
-    /// What it is.
+    /// The kind.
     pub kind: ProductKind,
     /// The part of the model: the module of a parameter, or a name given by [`named`](crate::insight::named).
     pub path: Option<String>,
@@ -96,7 +96,7 @@ pub struct ProductRow {
     pub m: u64,
     /// Columns: those of the second matrix, the output channels of a group, or the length of the keys.
     pub n: u64,
-    /// What is summed over: columns of the first matrix, input channels times kernel, or the size of a head.
+    /// The length of the sums: columns of the first matrix, input channels times kernel, or the size of a head.
     pub k: u64,
     /// How often it was called, in all recorded runs.
     pub calls: u64,

@@ -1,4 +1,4 @@
-//! What each event of a recording did itself: its own time, whether it computes, and its matrix product.
+//! The own work of each event of a recording: its time, whether it computes, and its matrix product.
 
 use std::collections::HashSet;
 
@@ -65,7 +65,7 @@ fn products(recording: &Recording, called_again: &[bool]) -> Vec<Option<Product>
         .map(|(event, again)| if is_operator(event) && !again { product(event) } else { None })
         .collect();
     let mut counted = vec![None; events.len()];
-    // Whether an event ran one that is counted.
+    // Marks events that ran one that is counted.
     let mut covered = vec![false; events.len()];
     for (is_matrix, level) in [
         (false, Level::Kernel),
@@ -144,7 +144,7 @@ fn computing(
     in_copy: &[bool],
 ) -> Vec<bool> {
     let mut computes = vec![false; events.len()];
-    // What the operators in it did.
+    // The work of the operators in it.
     let mut below = vec![Below::default(); events.len()];
     for index in (0..events.len()).rev() {
         let event = &events[index];
@@ -175,7 +175,7 @@ fn computing(
     computes
 }
 
-/// What the operators in an event did.
+/// The work of the operators in an event.
 #[derive(Clone, Debug, Default)]
 struct Below<'e> {
     computes: bool,
@@ -191,7 +191,7 @@ pub(super) fn written(event: &RecordedEvent) -> impl Iterator<Item = u64> {
     all.filter(|tensor| is_written(tensor)).filter_map(|tensor| tensor.memory)
 }
 
-/// Whether an operator only allocates memory or makes views.
+/// Returns whether an operator only allocates memory or makes views.
 fn is_passive(event: &RecordedEvent) -> bool {
     let name = event.name.as_str();
     let allocates = name.starts_with("aten::empty") || name.starts_with("aten::new_empty");
@@ -215,7 +215,7 @@ pub(super) struct Product {
     pub(super) flops: u64,
 }
 
-/// Whether an operator computes a product itself.
+/// The level at which an operator computes a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Level {
     /// It does. What it runs is a part of it.

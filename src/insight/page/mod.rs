@@ -70,7 +70,7 @@ use crate::error::Result;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Page {
-    /// What the page is called at its top and in the window.
+    /// The title at the top of the page and in the window.
     pub title: String,
     /// The steps: from [`ScaleHistory::report`](super::ScaleHistory::report).
     pub history: Option<HistoryReport>,
@@ -85,7 +85,7 @@ pub struct Page {
     /// Precision budgets: from a [`Budget`](super::Budget).
     #[serde(default)]
     pub budgets: Vec<BudgetReport>,
-    /// What operators cost: from a [`Profiler`](super::Profiler).
+    /// The costs of operators: from a [`Profiler`](super::Profiler).
     pub operators: Vec<OperatorReport>,
 }
 

@@ -63,7 +63,7 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
         Ok(((self.clock)() - start, passes.gradients))
     }
 
-    /// What the operators cost, after one iteration to warm up.
+    /// Returns the costs of the operators, after one iteration to warm up.
     fn costs(&mut self, region: Autocast) -> Result<ListedCosts> {
         self.timed(region)?;
         self.iterations += 1;
@@ -101,7 +101,8 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
         Ok((found, is_always_f32, 1e-9 * weight_casts as f64))
     }
 
-    /// What the operators that autocast keeps in f32 cost in half precision, those for which that is possible.
+    /// Returns the costs in half precision of the operators that autocast keeps in f32, those for which that is
+    /// possible.
     fn in_half(
         &mut self,
         kept: &Costs,
@@ -223,9 +224,9 @@ impl Comparison {
         Self { seconds, gradients }
     }
 
-    /// Whether three quarters of the iterations with it are faster than all without it but the fastest: of four, all
-    /// but the slowest than all, which equally fast ones are by chance in 5 of 70 orders; of eight, six than all but
-    /// the fastest. Or whether half of them are clearly faster than every one without it: other programs make
+    /// Returns whether three quarters of the iterations with it are faster than all without it but the fastest: of
+    /// four, all but the slowest than all, which equally fast ones are by chance in 5 of 70 orders; of eight, six than
+    /// all but the fastest. Or whether half of them are clearly faster than every one without it: other programs make
     /// iterations of a millisecond slow many at a time, and none fast.
     fn is_faster(&self) -> bool {
         let [without, with] = &self.seconds;
@@ -346,7 +347,7 @@ fn suspicious(audit: &Audit) -> Vec<String> {
     all.map(|(part, suspicion)| format!("{} {suspicion}", part.path)).collect()
 }
 
-/// What became of a candidate.
+/// Returns the outcome of a candidate.
 fn tried(candidate: Candidate, compared: &Comparison, exact: &Gradients) -> Result<TunedOperator> {
     let [without, with] = &compared.gradients;
     let gradient_errors = [error(without, exact)?, error(with, exact)?];
@@ -430,7 +431,7 @@ pub(super) fn costs(recording: &Recording, device: Device) -> ListedCosts {
     costs
 }
 
-/// Whether an operator of the forward pass casts a parameter in f32 to half precision, or is a part of that.
+/// Returns whether an operator of the forward pass casts a parameter in f32 to half precision, or is a part of that.
 fn is_weight_cast(recording: &Recording, index: usize) -> bool {
     let casts = |event: &RecordedEvent| {
         let (from, to) = (event.inputs.first(), event.outputs.first().and_then(|to| to.kind));

@@ -28,8 +28,8 @@ pub struct Tuning {
     pub seconds: [f64; 3],
     /// The operators for which rules were tried.
     pub operators: Vec<TunedOperator>,
-    /// What [`audit`](super::audit()) finds suspicious without and with the rules for half precision, beside the other
-    /// rules that won: a line for each suspicion. `None` unless rules for half precision won; see
+    /// The parts that [`audit`](super::audit()) suspects without and with the rules for half precision, beside the
+    /// other rules that won: a line for each suspicion. `None` unless rules for half precision won; see
     /// [`Tuner::allow_half`].
     #[serde(default)]
     pub suspicious: Option<[Vec<String>; 2]>,
