@@ -16,6 +16,7 @@
 //! on 127.0.0.1 only, and so does [`ProcessGroup::from_env`] if `MASTER_ADDR` is a loopback address. Keep the others
 //! inside a private network.
 
+mod amp;
 mod checkpoint;
 mod collectives;
 mod data_parallel;
@@ -23,7 +24,6 @@ mod ddp;
 mod environment;
 mod group;
 mod mean;
-mod optimizer;
 mod processes;
 mod rendezvous;
 mod sampler;

@@ -348,7 +348,7 @@ mod tests {
             ("crate::Amp", "amp.rs"),
             ("crate::GradScaler::step", "scaler/step.rs"),
             ("crate::scaler::ScalerError::EmptyState", "error/scaler.rs"),
-            ("crate::GradScaler::agree_over", "distributed/scaler.rs"),
+            ("crate::GradScaler::agree_over", "distributed/amp.rs"),
             ("crate::checkpoint::Restore::rngs", "distributed/checkpoint.rs"),
             ("mod@crate::optim", "optim/mod.rs"),
         ] {

@@ -1,4 +1,4 @@
-//! Optimizers whose state is divided among ranks.
+//! Mixed precision on several ranks: optimizers whose state is divided among them, and scalers that agree.
 
 use std::sync::Arc;
 
