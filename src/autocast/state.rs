@@ -1,6 +1,5 @@
 //! The autocast state of a thread: reading it, and capturing it to enter it on another thread.
 
-#[cfg(feature = "distributed")]
 use tch::{Device, Kind};
 
 use crate::autocast::{AutocastGuard, stack};

@@ -31,10 +31,6 @@ mod optimizer;
 pub(crate) mod parameters;
 mod rates;
 mod saved;
-#[cfg_attr(
-    not(feature = "distributed"),
-    expect(dead_code, reason = "there are no ranks without the feature")
-)]
 mod shards;
 mod state;
 mod state_dict;

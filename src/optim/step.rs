@@ -391,6 +391,10 @@ impl Drop for Optimizer {
 
 impl Optimizer {
     /// Divides the state among ranks. The tensors that others keep are dropped.
+    #[cfg_attr(
+        not(feature = "distributed"),
+        expect(dead_code, reason = "there are no ranks without the feature")
+    )]
     pub(crate) fn shard(&mut self, ranks: Arc<dyn Ranks>) -> Result<()> {
         let checked = self.take_added().and_then(|()| {
             if self.shards.is_some() {

@@ -102,8 +102,12 @@ pub(crate) fn check_documentation() -> Result<()> {
     process::run(doc.args(["--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
 }
 
-/// Lints every target of the workspace, without libtorch.
+/// Lints every target of the workspace, and the crate with fewer features, without libtorch.
 pub(crate) fn lint() -> Result<()> {
+    for features in FEATURES.into_iter().filter(|features| *features != FULL) {
+        let mut clippy = doc_only(&paths::root(), "clippy", features);
+        process::run(clippy.args(["--package", NAME, "--lib", "--", "-D", "warnings"]))?;
+    }
     let mut clippy = doc_only(&paths::root(), "clippy", FULL);
     process::run(clippy.args(["--workspace", "--all-targets", "--", "-D", "warnings"]))
 }

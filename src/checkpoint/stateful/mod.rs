@@ -26,7 +26,6 @@ use crate::optim::Saved as _;
 use crate::scale::GradScalerState;
 use crate::variables::Swapped;
 
-#[cfg(feature = "distributed")]
 pub use saved::SavedState;
 
 /// A type whose state can be saved in a checkpoint and restored from it. The counterpart of `state_dict` and
