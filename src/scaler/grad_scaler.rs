@@ -297,7 +297,7 @@ impl GradScaler {
     /// Returns whether an optimizer was unscaled or stepped since the last `update`.
     #[cfg(feature = "insight")]
     pub(crate) fn is_between_step_and_update(&self) -> bool {
-        self.iteration.borrow().is_open()
+        self.iteration.try_borrow().is_ok_and(|iteration| iteration.is_open())
     }
 
     /// Returns the scale; 1 for a disabled scaler.
@@ -425,7 +425,7 @@ impl GradScaler {
     }
 
     fn check_closed(&self, call: &'static str) -> Result<()> {
-        if self.iteration.borrow().is_open() {
+        if self.iteration()?.is_open() {
             return Err(ScalerError::IterationOpen { call }.into());
         }
         Ok(())

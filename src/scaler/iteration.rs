@@ -154,8 +154,9 @@ impl Iteration {
         held
     }
 
-    /// Finds the record of these gradients or opens one, which unscales or checks them; `None` if there are none.
-    /// Gradients that were widened for this have their dtypes back if it fails before the first change.
+    /// Finds the record of these gradients, whose step is due, or opens one, which unscales or checks them; unscaling
+    /// again fails. `None` if there are no gradients, unless `even_empty`. Gradients that were widened for this have
+    /// their dtypes back if it fails before the first change.
     pub(crate) fn begin(
         &mut self,
         gradients: Gradients<'_>,

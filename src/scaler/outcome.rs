@@ -64,7 +64,7 @@ impl Clone for Judged {
     }
 }
 
-/// The answer whether a step was taken: the part of an outcome that is worth keeping for later.
+/// The answer to whether a step was taken: the part of an outcome that is worth keeping for later.
 #[derive(Clone, Debug)]
 pub(crate) enum Answer {
     Known(StepResult),

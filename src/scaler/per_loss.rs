@@ -431,7 +431,9 @@ impl PerLossScalers {
     }
 }
 
-/// A loss, its scale, and its backwards since the last update.
+/// A loss, its scale, and its backwards since the last update. A backward takes the optimizer's gradients away, runs,
+/// unscales the new ones by the scale of this loss, and adds those from before. If it fails, the gradients from before
+/// are put back.
 #[derive(Debug)]
 pub(super) struct Loss {
     pub(super) scale: AdaptiveScale,

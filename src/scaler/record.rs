@@ -53,8 +53,8 @@ pub(super) struct StepStart<'a> {
     pub(super) preparation: Preparation,
     /// Whether the call is a step, which may have been unscaled before.
     pub(super) of_step: bool,
-    /// Whether the optimizer updates in f32: gradients that are unscaled, or whose unscaled norm is taken, need its
-    /// dtype.
+    /// Whether gradients become f32 first: the optimizer updates in f32, and they are unscaled in place or their
+    /// unscaled norm is taken.
     pub(super) widens: bool,
     /// Whether gradients may be fp16.
     pub(super) allows_fp16: bool,

@@ -188,6 +188,17 @@ impl Asking {
     fn ask(&self) {
         let answer = self.scaler.scale(&Tensor::from(1f32));
         self.answers.borrow_mut().push(answer);
+        // A state, or an error that says why there is none.
+        drop(self.scaler.state_dict());
+    }
+
+    /// Fails unless one answer is that the scaler was asked from within itself.
+    fn assert_one_is_refused(&mut self) {
+        let answers = self.answers.take();
+        let refused: Vec<_> = answers.into_iter().filter_map(Result::err).collect();
+        let says_why =
+            |error: &Error| error.to_string().contains("uses its scaler in `parameter_name`");
+        assert!(refused.len() == 1 && refused.iter().all(says_why), "{refused:?}");
     }
 }
 
@@ -242,9 +253,20 @@ fn an_optimizer_that_uses_the_scaler_for_a_name_gets_an_answer() {
     shared.backward(&loss(&other, &[1.0; 3])).unwrap();
     let error = unscaled.step().unwrap_err().to_string();
     assert!(error.contains("weight 1") && error.contains("appeared"), "{error}");
-    let answers = opt.answers.take();
-    let refused: Vec<_> = answers.into_iter().filter_map(Result::err).collect();
-    let says_why =
-        |error: &Error| error.to_string().contains("uses its scaler in `parameter_name`");
-    assert!(refused.len() == 1 && refused.iter().all(says_why), "{refused:?}");
+    opt.assert_one_is_refused();
+}
+
+/// The same where the name is that of a gradient that belongs to another optimizer.
+#[test]
+fn an_optimizer_that_uses_the_scaler_for_the_name_of_a_shared_gradient_gets_an_answer() {
+    let [w, other] = [(); 2].map(|()| ones(Kind::Float, Device::Cpu));
+    let shared = Rc::new(scaler(Device::Cpu));
+    shared.backward(&(loss(&w, &[1.0; 3]) + loss(&other, &[1.0; 3]))).unwrap();
+    let mut first = Descent(vec![w.shallow_clone()]);
+    let _unscaled = shared.unscale(&mut first).unwrap();
+    let inner = Descent(vec![other, w]);
+    let mut opt = Asking { inner, scaler: shared.clone(), answers: RefCell::default() };
+    let error = shared.unscale(&mut opt).unwrap_err().to_string();
+    assert!(error.contains("weight 1"), "{error}");
+    opt.assert_one_is_refused();
 }
