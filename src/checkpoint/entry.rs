@@ -14,7 +14,7 @@ use crate::ffi::{self, OutsideRegions};
 use crate::optim::Saved;
 
 #[derive(Debug)]
-pub(crate) struct Entry {
+pub(crate) struct TensorEntry {
     pub(crate) kind: Kind,
     pub(crate) size: Vec<i64>,
     data: Data,
@@ -38,7 +38,7 @@ pub(crate) struct Location {
     pub(crate) stride: Option<Vec<i64>>,
 }
 
-impl Entry {
+impl TensorEntry {
     pub(crate) fn in_memory(tensor: &Tensor) -> Result<Self> {
         let data = Data::Memory(tensor.f_detach()?);
         Ok(Self { kind: tensor.f_kind()?, size: ffi::sizes(tensor)?, data })
@@ -129,7 +129,7 @@ impl Entry {
     }
 }
 
-impl Saved for Entry {
+impl Saved for TensorEntry {
     fn shape(&self) -> Vec<i64> {
         self.size.clone()
     }

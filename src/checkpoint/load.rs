@@ -90,7 +90,7 @@ impl Checkpoint {
     }
 }
 
-/// The kind of file at a path if `torch.distributed.checkpoint` has written it.
+/// Returns the kind of file or folder at a path if `torch.distributed.checkpoint` has written it.
 fn distributed(path: &Path) -> Option<&'static str> {
     if path.join(DISTRIBUTED).is_file() {
         return Some("a folder");
@@ -217,6 +217,8 @@ fn read(source: &Source) -> Result<BTreeMap<String, String>> {
     Ok(files)
 }
 
+/// The index of a model in several files, which says which file has which tensor, as Hugging Face's libraries write it:
+/// `model.safetensors.index.json` or `pytorch_model.bin.index.json`.
 #[derive(Deserialize)]
 struct Index {
     weight_map: Files,

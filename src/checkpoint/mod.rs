@@ -70,7 +70,7 @@ use tch::Tensor;
 use crate::checkpoint::limits::{
     MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_PARTS, MAX_TENSORS, MAX_VALUES,
 };
-use crate::checkpoint::part::{Item, OptimizerPart, Part, StatePart, find, problem_of_name};
+use crate::checkpoint::part::{NamedPart, OptimizerPart, Part, StatePart, find, problem_of_name};
 use crate::checkpoint::safetensors::PartManifest;
 use crate::checkpoint::stateful::plain;
 use crate::checkpoint::value::Value;
@@ -113,7 +113,7 @@ pub struct Checkpoint {
     parts: BTreeMap<String, Part>,
     /// The room that the parts take in a file; `None` for parts that were loaded until another one is added.
     room: Option<SizeBudget>,
-    /// The file of the parts, unless others have been added since.
+    /// The file from which the parts were loaded, unless others have been added since.
     #[cfg(feature = "distributed")]
     source: Option<Arc<Source>>,
 }
@@ -132,8 +132,10 @@ impl Checkpoint {
     /// `T`.
     pub fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
         match self.find(name)? {
-            Item::Value(value) | Item::Part(Part::Value(value)) => read_value(name, value),
-            Item::Part(Part::Empty) => read_value(name, &Value::Map(Vec::new())),
+            NamedPart::Value(value) | NamedPart::Part(Part::Value(value)) => {
+                read_value(name, value)
+            }
+            NamedPart::Part(Part::Empty) => read_value(name, &Value::Map(Vec::new())),
             other => Err(other_part(name, "a value", other)),
         }
     }
@@ -147,7 +149,7 @@ impl Checkpoint {
     /// [`CheckpointError::Damaged`] and [`Error::Torch`] if the tensor can no longer be read.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
         match self.find(name)? {
-            Item::Tensor(entry) | Item::Part(Part::Tensor(entry)) => entry.to_tensor(),
+            NamedPart::Tensor(entry) | NamedPart::Part(Part::Tensor(entry)) => entry.to_tensor(),
             other => Err(other_part(name, "a tensor", other)),
         }
     }
@@ -171,7 +173,7 @@ impl Checkpoint {
         self.parts.contains_key(name)
     }
 
-    fn find(&self, name: &str) -> Result<Item<'_>> {
+    fn find(&self, name: &str) -> Result<NamedPart<'_>> {
         find(&self.parts, name).ok_or_else(|| {
             let there = self.parts.keys().cloned().collect();
             CheckpointError::NoPart { name: name.to_owned(), there }.into()
@@ -192,7 +194,7 @@ fn read_value<T: DeserializeOwned>(name: &str, value: &Value) -> Result<T> {
     Ok(value.read().map_err(wrong)?)
 }
 
-fn other_part(name: &str, wanted: &'static str, found: Item<'_>) -> Error {
+fn other_part(name: &str, wanted: &'static str, found: NamedPart<'_>) -> Error {
     CheckpointError::OtherPart { name: name.to_owned(), wanted, found: found.describe() }.into()
 }
 
@@ -391,7 +393,9 @@ const PER_PARAMETER: u64 = 6;
 const CHECKSUM: u64 = 20;
 const TENSOR: u64 = 256;
 
-/// The size of all that has been added so far.
+/// The size of all that has been added so far. Files have limits, so that loading a hostile one takes little memory. A
+/// part that would exceed those of either format is refused when it is added, and not when the checkpoint is saved,
+/// which may be after hours of training.
 #[derive(Clone, Copy, Debug, Default)]
 struct SizeBudget {
     parts: u64,
@@ -431,7 +435,7 @@ impl SizeBudget {
     }
 
     /// Adds what a part takes. Returns how deep its values are nested.
-    pub(super) fn add(&mut self, name: &str, part: &Part) -> serde_json::Result<u64> {
+    fn add(&mut self, name: &str, part: &Part) -> serde_json::Result<u64> {
         for (tensor, _) in part.tensors() {
             self.tensors += 1;
             self.values += 1;

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::checkpoint::entry::Entry;
+use crate::checkpoint::entry::TensorEntry;
 use crate::checkpoint::value::Value;
 use crate::error::shown;
 use crate::optim::ParamGroupState;
@@ -27,11 +27,11 @@ pub(crate) const STEPS: &str = "steps";
 /// One named part of a checkpoint.
 #[derive(Debug)]
 pub(crate) enum Part {
-    Model(BTreeMap<String, Entry>),
+    Model(BTreeMap<String, TensorEntry>),
     Optimizer(OptimizerPart),
     Scaler(GradScalerState),
     State(StatePart),
-    Tensor(Entry),
+    Tensor(TensorEntry),
     /// Always plain.
     Value(Value),
     /// An empty dict from a Python program, which may be a model without parameters, a value, or the state of a
@@ -45,7 +45,7 @@ pub(crate) enum Part {
 #[derive(Debug)]
 pub(crate) struct OptimizerPart {
     /// Boxed, because the map of each parameter has room for eleven entries.
-    pub(crate) state: BTreeMap<String, BTreeMap<String, Box<Entry>>>,
+    pub(crate) state: BTreeMap<String, BTreeMap<String, Box<TensorEntry>>>,
     pub(crate) param_groups: Vec<ParamGroupState>,
     /// Whether the names are PyTorch's numbers, which are to be matched by position.
     pub(crate) params_are_numbers: bool,
@@ -61,7 +61,7 @@ pub(crate) struct OptimizerPart {
 /// The state of any other type that has tensors.
 #[derive(Debug)]
 pub(crate) struct StatePart {
-    pub(crate) tensors: BTreeMap<String, Entry>,
+    pub(crate) tensors: BTreeMap<String, TensorEntry>,
     /// Always a map of plain values.
     pub(crate) values: Value,
     /// The entries that are neither tensors nor values: states within a state of a Python program, and what this crate
@@ -69,13 +69,13 @@ pub(crate) struct StatePart {
     pub(crate) others: BTreeMap<String, Part>,
     /// Tensors beside a model at the top of a file from Python, which may be variables of it. They are parts as well,
     /// and belong to the model if it has variables of these names.
-    pub(crate) maybe: BTreeMap<String, Entry>,
+    pub(crate) maybe: BTreeMap<String, TensorEntry>,
     /// The other entries of the state of PyTorch's `AveragedModel`, if the tensors are averages of a model.
-    pub(crate) beside_averages: Option<BTreeMap<String, Entry>>,
+    pub(crate) beside_averages: Option<BTreeMap<String, TensorEntry>>,
 }
 
 impl StatePart {
-    pub(crate) fn new(tensors: BTreeMap<String, Entry>, values: Value) -> Self {
+    pub(crate) fn new(tensors: BTreeMap<String, TensorEntry>, values: Value) -> Self {
         let (others, maybe) = (BTreeMap::new(), BTreeMap::new());
         Self { tensors, values, others, maybe, beside_averages: None }
     }
@@ -83,13 +83,13 @@ impl StatePart {
 
 /// The target of a name: a part, or something within one.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Item<'a> {
+pub(crate) enum NamedPart<'a> {
     Part(&'a Part),
-    Tensor(&'a Entry),
+    Tensor(&'a TensorEntry),
     Value(&'a Value),
 }
 
-impl Item<'_> {
+impl NamedPart<'_> {
     /// Names the kind, as [`Part::describe`] does.
     pub(crate) fn describe(&self) -> String {
         match self {
@@ -101,9 +101,9 @@ impl Item<'_> {
 }
 
 /// Finds a part by its name, or what is within a part by the names on the way to it, separated by dots.
-pub(crate) fn find<'a>(parts: &'a BTreeMap<String, Part>, name: &str) -> Option<Item<'a>> {
+pub(crate) fn find<'a>(parts: &'a BTreeMap<String, Part>, name: &str) -> Option<NamedPart<'a>> {
     if let Some(part) = parts.get(name) {
-        return Some(Item::Part(part.only()));
+        return Some(NamedPart::Part(part.only()));
     }
     let places = name.match_indices('.').map(|(at, _)| at);
     let inside = |at: usize| parts.get(&name[..at])?.inside(&name[at + 1..]);
@@ -137,15 +137,18 @@ impl Part {
     }
 
     /// Makes a model of its tensors, and of what is not supported.
-    pub(crate) fn model(tensors: BTreeMap<String, Entry>, others: BTreeMap<String, Self>) -> Self {
+    pub(crate) fn model(
+        tensors: BTreeMap<String, TensorEntry>,
+        others: BTreeMap<String, Self>,
+    ) -> Self {
         Self::model_with(tensors, others, BTreeMap::new())
     }
 
     /// Makes a model that may have further tensors.
     pub(crate) fn model_with(
-        tensors: BTreeMap<String, Entry>,
+        tensors: BTreeMap<String, TensorEntry>,
         others: BTreeMap<String, Self>,
-        maybe: BTreeMap<String, Entry>,
+        maybe: BTreeMap<String, TensorEntry>,
     ) -> Self {
         if others.is_empty() && maybe.is_empty() {
             return Self::Model(tensors);
@@ -167,16 +170,16 @@ impl Part {
     }
 
     /// Finds what is within the part.
-    fn inside(&self, name: &str) -> Option<Item<'_>> {
+    fn inside(&self, name: &str) -> Option<NamedPart<'_>> {
         match self {
-            Self::Model(tensors) => tensors.get(name).map(Item::Tensor),
+            Self::Model(tensors) => tensors.get(name).map(NamedPart::Tensor),
             Self::State(StatePart { tensors, values, others, .. }) => {
-                let tensor = || tensors.get(name).map(Item::Tensor);
-                let value = || values.within(name).map(Item::Value);
+                let tensor = || tensors.get(name).map(NamedPart::Tensor);
+                let value = || values.within(name).map(NamedPart::Value);
                 tensor().or_else(value).or_else(|| find(others, name))
             }
             Self::Optimizer(OptimizerPart { others, .. }) => find(others, name),
-            Self::Value(value) => value.within(name).map(Item::Value),
+            Self::Value(value) => value.within(name).map(NamedPart::Value),
             _ => None,
         }
     }
@@ -192,7 +195,7 @@ impl Part {
     }
 
     /// Returns every tensor with its name within the part. The name is empty for a [`Part::Tensor`].
-    pub(crate) fn tensors(&self) -> Box<dyn Iterator<Item = (String, &Entry)> + '_> {
+    pub(crate) fn tensors(&self) -> Box<dyn Iterator<Item = (String, &TensorEntry)> + '_> {
         match self {
             Self::Model(tensors) | Self::State(StatePart { tensors, .. }) => {
                 Box::new(tensors.iter().map(|(n, entry)| (n.clone(), entry)))

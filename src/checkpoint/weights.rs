@@ -12,7 +12,7 @@ use tch::{Device, Tensor};
 use crate::atomic::Target;
 #[cfg(doc)]
 use crate::checkpoint::CheckpointError;
-use crate::checkpoint::entry::{Entry, Failure};
+use crate::checkpoint::entry::{Failure, TensorEntry};
 use crate::checkpoint::restore::names::batch_counts;
 use crate::checkpoint::save::replaced;
 use crate::checkpoint::stateful::entry;
@@ -115,12 +115,12 @@ fn named<'t, N: AsRef<str>>(
 }
 
 /// Returns the tensors as entries of a file, with the batch counts that PyTorch's norms have.
-fn entries(tensors: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Entry>> {
+fn entries(tensors: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, TensorEntry>> {
     let entries = tensors.iter().map(|(name, tensor)| Ok((name.clone(), entry(name, tensor)?)));
     let mut entries = entries.collect::<Result<BTreeMap<_, _>>>()?;
     let known: HashSet<_> = tensors.keys().map(String::as_str).collect();
     for name in batch_counts(&known) {
-        entries.insert(name, Entry::in_memory(&Tensor::from(0i64))?);
+        entries.insert(name, TensorEntry::in_memory(&Tensor::from(0i64))?);
     }
     Ok(entries)
 }
@@ -151,7 +151,7 @@ fn check_for_torch_script(tensors: &BTreeMap<String, Tensor>) -> Result<()> {
 /// Copies tensors to the CPU: libtorch would write the whole memory that a view is a part of.
 fn copies(tensors: &BTreeMap<String, Tensor>) -> Result<Vec<(String, Tensor)>> {
     let copy = |(name, tensor): (&String, &Tensor)| {
-        let copy = Entry::in_memory(tensor)?.to_tensor()?;
+        let copy = TensorEntry::in_memory(tensor)?.to_tensor()?;
         Ok((name.clone(), if ffi::numel(&copy) == 0 { with_memory(&copy)? } else { copy }))
     };
     tensors.iter().map(copy).collect()

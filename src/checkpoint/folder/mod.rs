@@ -25,7 +25,7 @@ const EMPTY_LISTINGS: usize = 3;
 /// A running save writes more often than this, so an older temporary file was left behind by a killed process.
 const LEFTOVER_AGE: Duration = Duration::from_secs(3600);
 
-/// The direction in which a metric is better. The counterpart of the `mode` of PyTorch's `ReduceLROnPlateau` and of
+/// The better one of two values of a metric. The counterpart of the `mode` of PyTorch's `ReduceLROnPlateau` and of
 /// Lightning's `ModelCheckpoint`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -358,6 +358,9 @@ fn best_first(files: &mut Vec<CheckpointFile>, goal: MetricGoal) {
 
 const STEP: &str = "step-";
 const SCORE: &str = "-score-";
+
+// A file name holds the step and the score; there is no other index of a folder. It is `step-` and the step in at least
+// eight digits, `-score-` and the score if there is one, and the ending of the format.
 
 /// The longest score, in characters, that is written without an exponent. With an exponent every number takes at most
 /// 24 characters.

@@ -80,7 +80,8 @@ mod op {
     pub(super) const BYTEARRAY8: u8 = 0x96;
 }
 
-/// A class or a function that a pickle refers to.
+/// A class or a function that a pickle refers to. Any other name, such as that of a program's own class, is an opaque
+/// value, and so is what it makes: it stands for itself, and the other parts of the file can still be read.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Global {
     OrderedDict,

@@ -609,7 +609,9 @@ impl Machine<'_> {
 /// making one.
 const TENSOR: usize = 12;
 
-/// The rest of the limits. The arena holds each node once, but a node can be in many places of the tree.
+/// The rest of the limits, while the arena of a pickle becomes values. The arena holds each node once, but a node can
+/// be in many places of the tree, so that a small pickle could become a huge value. Values, text and expanded tensors
+/// are therefore counted once more here, for each place, before they are allocated.
 struct Tree<'a> {
     machine: &'a Machine<'a>,
     values: u64,

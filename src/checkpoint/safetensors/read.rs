@@ -20,7 +20,7 @@ use super::manifest::{KEY, Manifest, PartManifest, VERSION, Version, of_header};
 use crate::atomic::Target;
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::archive::{Archive, Check, Checksum, Region};
-use crate::checkpoint::entry::{Entry, Failure, Location};
+use crate::checkpoint::entry::{Failure, Location, TensorEntry};
 use crate::checkpoint::limits::{MAX_HEADER_BYTES, MAX_PARTS, MAX_TENSORS};
 use crate::checkpoint::part::{Part, StatePart, WRITER, problem_of_name};
 use crate::checkpoint::safetensors::{dtype, kind, too_much};
@@ -57,7 +57,7 @@ pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
         let offset = start + place;
         let location = Location { source: Arc::clone(&source), offset, stride: None };
         match kind {
-            Ok(kind) => entries.push((name, offset, Entry::in_file(kind, size, location))),
+            Ok(kind) => entries.push((name, offset, TensorEntry::in_file(kind, size, location))),
             Err(dtype) => drop(others.insert(name, unsupported(&dtype))),
         }
     }
@@ -127,7 +127,7 @@ fn manifest_of(source: &Source, header: &[u8], text: &str) -> Result<Manifest> {
 fn with_manifest(
     source: &Arc<Source>,
     manifest: Manifest,
-    entries: Vec<(String, u64, Entry)>,
+    entries: Vec<(String, u64, TensorEntry)>,
 ) -> Result<Archive> {
     let Manifest { checksums, parts, .. } = manifest;
     if parts.len() > MAX_PARTS {
@@ -150,7 +150,7 @@ fn with_manifest(
 }
 
 /// Adds a tensor to its part. Returns `false` if no part can take it.
-fn give(parts: &mut BTreeMap<String, Part>, name: &str, entry: Entry) -> bool {
+fn give(parts: &mut BTreeMap<String, Part>, name: &str, entry: TensorEntry) -> bool {
     let Some((part, rest)) = name.split_once('/') else {
         return parts.insert(name.to_owned(), Part::Tensor(entry)).is_none();
     };
@@ -359,7 +359,7 @@ impl<'de> Deserialize<'de> for Metadata {
 type Parts = BTreeMap<String, Part>;
 
 /// A tensor with its name and its place in the file.
-type Placed<'a> = (TensorInfo, String, &'a Entry);
+type Placed<'a> = (TensorInfo, String, &'a TensorEntry);
 
 /// The name in a header that is not that of a tensor.
 const METADATA: &str = "__metadata__";
@@ -428,7 +428,7 @@ pub(crate) struct Weights<'a> {
 
 impl<'a> Weights<'a> {
     /// Lays out the tensors. Returns an error for anything that the format cannot hold.
-    pub(crate) fn new(entries: &'a BTreeMap<String, Entry>) -> Result<Self> {
+    pub(crate) fn new(entries: &'a BTreeMap<String, TensorEntry>) -> Result<Self> {
         if entries.contains_key(METADATA) {
             return Err(unsaveable(METADATA, "the format has that name for something else").into());
         }
@@ -512,8 +512,8 @@ pub(crate) fn write(
 
 /// Assigns every tensor its place in the file. Tensors with the widest elements come first, so that all are aligned;
 /// otherwise they are sorted by name.
-fn place<'a>(tensors: impl Iterator<Item = (String, &'a Entry)>) -> Result<Vec<Placed<'a>>> {
-    let with_dtype = |(name, entry): (String, &'a Entry)| match dtype(entry.kind) {
+fn place<'a>(tensors: impl Iterator<Item = (String, &'a TensorEntry)>) -> Result<Vec<Placed<'a>>> {
+    let with_dtype = |(name, entry): (String, &'a TensorEntry)| match dtype(entry.kind) {
         Some(dtype) => Ok((dtype, name, entry)),
         None => {
             let problem = format!("safetensors has no {:?}; save it as `.pt`", entry.kind);
@@ -521,7 +521,7 @@ fn place<'a>(tensors: impl Iterator<Item = (String, &'a Entry)>) -> Result<Vec<P
         }
     };
     let mut named = tensors.map(with_dtype).collect::<std::result::Result<Vec<_>, _>>()?;
-    let width = |entry: &Entry| entry.kind.elt_size_in_bytes();
+    let width = |entry: &TensorEntry| entry.kind.elt_size_in_bytes();
     named.sort_by(|(_, a, one), (_, b, other)| width(other).cmp(&width(one)).then(a.cmp(b)));
     let mut start = 0;
     let placed = named.into_iter().map(|(dtype, name, entry)| {
@@ -534,7 +534,7 @@ fn place<'a>(tensors: impl Iterator<Item = (String, &'a Entry)>) -> Result<Vec<P
 }
 
 /// Returns all tensors by their names in the file.
-fn named(parts: &Parts) -> impl Iterator<Item = (String, &Entry)> {
+fn named(parts: &Parts) -> impl Iterator<Item = (String, &TensorEntry)> {
     parts.iter().flat_map(|(part_name, part)| {
         part.tensors().map(move |(name, entry)| (full_name(part_name, part, &name), entry))
     })

@@ -14,8 +14,8 @@ use serde::Serialize;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use crate::checkpoint::entry::Entry;
-use crate::checkpoint::part::{Item, MODULE, Part, StatePart, UPDATES};
+use crate::checkpoint::entry::TensorEntry;
+use crate::checkpoint::part::{MODULE, NamedPart, Part, StatePart, UPDATES};
 use crate::checkpoint::restore::names::batch_counts;
 use crate::checkpoint::value::{MAX_DIMS, Value};
 use crate::checkpoint::{CheckpointError, other_part};
@@ -207,7 +207,7 @@ pub(super) struct Copy<'a> {
     /// Its name in the checkpoint.
     pub(super) saved: String,
     pub(super) tensor: Tensor,
-    pub(super) entry: &'a Entry,
+    pub(super) entry: &'a TensorEntry,
     /// Where the target is, for messages.
     pub(super) place: &'static str,
 }
@@ -255,10 +255,10 @@ impl Copy<'_> {
 #[derive(Debug)]
 pub struct SaveState<'a> {
     name: &'a str,
-    tensors: BTreeMap<String, Entry>,
+    tensors: BTreeMap<String, TensorEntry>,
     values: BTreeMap<String, Value>,
     /// The other entries that Python expects, if the tensors are averages of a model.
-    beside_averages: Option<BTreeMap<String, Entry>>,
+    beside_averages: Option<BTreeMap<String, TensorEntry>>,
     /// Parts of a kind with a layout of its own, which replace the tensors and values.
     parts: Vec<(String, Part)>,
 }
@@ -329,14 +329,14 @@ impl<'a> SaveState<'a> {
         not_averaged: impl Iterator<Item = (&'t String, &'t Tensor)>,
     ) -> Result<()> {
         let updates = Tensor::from(i64::try_from(updates).unwrap_or(i64::MAX));
-        let mut beside = BTreeMap::from([(UPDATES.to_owned(), Entry::in_memory(&updates)?)]);
+        let mut beside = BTreeMap::from([(UPDATES.to_owned(), TensorEntry::in_memory(&updates)?)]);
         let mut known: HashSet<_> = self.tensors.keys().map(String::as_str).collect();
         for (name, tensor) in not_averaged.filter(|(name, _)| !self.tensors.contains_key(*name)) {
             beside.insert(format!("{MODULE}{name}"), own(name, tensor)?);
             known.insert(name);
         }
         for name in batch_counts(&known) {
-            beside.insert(format!("{MODULE}{name}"), Entry::in_memory(&Tensor::from(0i64))?);
+            beside.insert(format!("{MODULE}{name}"), TensorEntry::in_memory(&Tensor::from(0i64))?);
         }
         self.beside_averages = Some(beside);
         Ok(())
@@ -367,7 +367,7 @@ impl<'a> SaveState<'a> {
     }
 
     /// Takes the tensors that were recorded.
-    pub(super) fn take_tensors(&mut self) -> BTreeMap<String, Entry> {
+    pub(super) fn take_tensors(&mut self) -> BTreeMap<String, TensorEntry> {
         std::mem::take(&mut self.tensors)
     }
 
@@ -402,7 +402,7 @@ pub(crate) fn plain(name: &str, value: &(impl Serialize + ?Sized)) -> Result<Val
 }
 
 /// Makes an entry of a tensor that has its own numbers, and not its average, for which it could be taken later.
-fn own(name: &str, tensor: &Tensor) -> Result<Entry> {
+fn own(name: &str, tensor: &Tensor) -> Result<TensorEntry> {
     let entry = entry(name, tensor)?;
     if Swapped::has_any([tensor])? {
         return Err(unsaveable(name, SWAPPED).into());
@@ -414,7 +414,7 @@ const SWAPPED: &str = "its average is in its place; drop the guard of `swap_in` 
      with `save_weights`";
 
 /// Checks a tensor and makes an entry of it. `name` is for errors.
-pub(crate) fn entry(name: &str, tensor: &Tensor) -> Result<Entry> {
+pub(crate) fn entry(name: &str, tensor: &Tensor) -> Result<TensorEntry> {
     let quantized = |kind| matches!(kind, Kind::QInt8 | Kind::QInt32 | Kind::QUInt8);
     if !tensor.defined() {
         return Err(unsaveable(name, "it is an undefined tensor").into());
@@ -424,7 +424,7 @@ pub(crate) fn entry(name: &str, tensor: &Tensor) -> Result<Entry> {
             "only dense, unquantized tensors can be saved; use `to_dense` or `dequantize`";
         return Err(unsaveable(name, problem).into());
     }
-    let entry = Entry::in_memory(tensor)?;
+    let entry = TensorEntry::in_memory(tensor)?;
     // Neither format is read back with more.
     if entry.size.len() > MAX_DIMS {
         let problem = format!("it has {} dimensions, more than {MAX_DIMS}", entry.size.len());
@@ -440,7 +440,7 @@ fn save(model: &VarStore, state: &mut SaveState<'_>) -> Result<()> {
     let known: HashSet<_> = variables.keys().map(String::as_str).collect();
     let mut tensors = state.take_tensors();
     for name in batch_counts(&known) {
-        tensors.insert(name, Entry::in_memory(&Tensor::from(0i64))?);
+        tensors.insert(name, TensorEntry::in_memory(&Tensor::from(0i64))?);
     }
     state.whole(Part::Model(tensors));
     Ok(())
@@ -448,8 +448,8 @@ fn save(model: &VarStore, state: &mut SaveState<'_>) -> Result<()> {
 
 fn prepare<'a>(model: &VarStore, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
     match saved.checkpoint.find(saved.name)? {
-        Item::Part(Part::Model(_) | Part::Empty) => {}
-        Item::Part(Part::State(state)) if !state.tensors.is_empty() => {}
+        NamedPart::Part(Part::Model(_) | Part::Empty) => {}
+        NamedPart::Part(Part::State(state)) if !state.tensors.is_empty() => {}
         other => return Err(other_part(saved.name, "a model", other)),
     }
     saved.leave_out_values();

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use crate::checkpoint::part::{Item, OptimizerPart, Part};
+use crate::checkpoint::part::{NamedPart, OptimizerPart, Part};
 use crate::checkpoint::restore::names::Renames;
 use crate::checkpoint::restore::{Options, Restored};
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful, entry};
@@ -49,7 +49,7 @@ impl Stateful for Optimizer {
             return Err(saved.wrong("param_groups", RESTORED.to_owned()));
         }
         let part = match saved.whole()? {
-            Item::Part(Part::Optimizer(part)) => part,
+            NamedPart::Part(Part::Optimizer(part)) => part,
             other => return Err(other_part(saved.name, "an optimizer", other)),
         };
         let mut restored = Restored::default();

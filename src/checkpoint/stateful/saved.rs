@@ -8,8 +8,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::{Kind, Tensor};
 
-use crate::checkpoint::entry::Entry;
-use crate::checkpoint::part::{Item, MODULE, Part, REST, STEPS, StatePart, UPDATES};
+use crate::checkpoint::entry::TensorEntry;
+use crate::checkpoint::part::{MODULE, NamedPart, Part, REST, STEPS, StatePart, UPDATES};
 use crate::checkpoint::restore::names::is_batch_count;
 use crate::checkpoint::restore::{Options, Restored};
 use crate::checkpoint::stateful::{Copy, Prepared, part_name, plain};
@@ -317,7 +317,7 @@ impl<'a> SavedState<'a> {
     }
 
     /// Returns the part as a whole instead of as a dict.
-    pub(super) fn whole(&self) -> Result<Item<'a>> {
+    pub(super) fn whole(&self) -> Result<NamedPart<'a>> {
         self.take_whole();
         self.checkpoint.find(self.name)
     }
@@ -339,8 +339,8 @@ impl<'a> SavedState<'a> {
         self.take_whole();
         let name = part_name(self.name, id);
         match self.checkpoint.find(&name)? {
-            Item::Part(Part::Scaler(state)) => Ok(state.clone()),
-            Item::Part(Part::Empty) => Ok(GradScalerState::default()),
+            NamedPart::Part(Part::Scaler(state)) => Ok(state.clone()),
+            NamedPart::Part(Part::Empty) => Ok(GradScalerState::default()),
             other => Err(other_part(&name, "a scaler", other)),
         }
     }
@@ -414,7 +414,7 @@ impl<'a> SavedState<'a> {
     /// The error for a name under which there is not what was wanted.
     fn none(&self, wanted: &'static str, name: &str) -> Error {
         let found = self.dict().ok().and_then(|dict| {
-            let tensor = dict.tensors.get(name).map(|(_, entry)| Item::Tensor(entry));
+            let tensor = dict.tensors.get(name).map(|(_, entry)| NamedPart::Tensor(entry));
             tensor.or_else(|| dict.other(name))
         });
         match found {
@@ -423,7 +423,7 @@ impl<'a> SavedState<'a> {
         }
     }
 
-    fn other(&self, wanted: &'static str, name: &str, found: Item<'_>) -> Error {
+    fn other(&self, wanted: &'static str, name: &str, found: NamedPart<'_>) -> Error {
         other_part(&format!("{}/{name}", self.name), wanted, found)
     }
 
@@ -444,9 +444,9 @@ impl<'a> SavedState<'a> {
 /// The tensors and values of a part.
 pub(super) struct Dict<'a> {
     /// By their names in the target, each with its name in the checkpoint.
-    pub(super) tensors: BTreeMap<String, (&'a str, &'a Entry)>,
+    pub(super) tensors: BTreeMap<String, (&'a str, &'a TensorEntry)>,
     /// Tensors that count only if they are asked for.
-    maybe: BTreeMap<String, (&'a str, &'a Entry)>,
+    maybe: BTreeMap<String, (&'a str, &'a TensorEntry)>,
     /// Sorted by name.
     values: &'a [(Text, Value)],
     /// The others, by names like those of the tensors.
@@ -456,21 +456,20 @@ pub(super) struct Dict<'a> {
 impl<'a> Dict<'a> {
     /// Reads a part as a dict, and returns an error if it is not one.
     pub(super) fn of(checkpoint: &'a Checkpoint, name: &str, options: &Options) -> Result<Self> {
-        const NONE: &BTreeMap<String, Entry> = &BTreeMap::new();
+        const NONE: &BTreeMap<String, TensorEntry> = &BTreeMap::new();
         const NO_OTHERS: &BTreeMap<String, Part> = &BTreeMap::new();
         let (entries, values, others, more): (_, &[_], _, _) = match checkpoint.find(name)? {
-            Item::Part(Part::Model(tensors)) => (tensors, &[], NO_OTHERS, NONE),
-            Item::Part(Part::State(StatePart {
+            NamedPart::Part(Part::Model(tensors)) => (tensors, &[], NO_OTHERS, NONE),
+            NamedPart::Part(Part::State(StatePart {
                 tensors,
                 values: Value::Map(values),
                 others,
                 maybe,
                 ..
             })) => (tensors, values, others, maybe),
-            Item::Part(Part::Value(Value::Map(values))) | Item::Value(Value::Map(values)) => {
-                (NONE, values, NO_OTHERS, NONE)
-            }
-            Item::Part(Part::Empty) => (NONE, &[], NO_OTHERS, NONE),
+            NamedPart::Part(Part::Value(Value::Map(values)))
+            | NamedPart::Value(Value::Map(values)) => (NONE, values, NO_OTHERS, NONE),
+            NamedPart::Part(Part::Empty) => (NONE, &[], NO_OTHERS, NONE),
             other => return Err(other_part(name, "a state", other)),
         };
         let names = entries.keys().chain(others.keys()).chain(more.keys());
@@ -497,14 +496,14 @@ impl<'a> Dict<'a> {
     }
 
     /// Returns a tensor by its name in the target, with that and its name in the checkpoint.
-    pub(super) fn tensor(&self, name: &str) -> Option<(&String, &(&'a str, &'a Entry))> {
+    pub(super) fn tensor(&self, name: &str) -> Option<(&String, &(&'a str, &'a TensorEntry))> {
         self.tensors.get_key_value(name).or_else(|| self.maybe.get_key_value(name))
     }
 
     /// Returns what is under a name that no tensor has.
-    pub(super) fn other(&self, name: &str) -> Option<Item<'a>> {
-        let other = self.others.get(name).map(|(_, part)| Item::Part(part));
-        other.or_else(|| self.value(name).map(Item::Value))
+    pub(super) fn other(&self, name: &str) -> Option<NamedPart<'a>> {
+        let other = self.others.get(name).map(|(_, part)| NamedPart::Part(part));
+        other.or_else(|| self.value(name).map(NamedPart::Value))
     }
 
     /// Returns whether there is a single number under a name.

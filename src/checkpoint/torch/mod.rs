@@ -15,7 +15,7 @@ use std::sync::Arc;
 use crate::atomic::Target;
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::archive::{Archive, Check, Region};
-use crate::checkpoint::entry::{Entry, Failure};
+use crate::checkpoint::entry::{Failure, TensorEntry};
 use crate::checkpoint::limits::Limits;
 use crate::checkpoint::malformed::Malformed;
 use crate::checkpoint::part::Part;
@@ -53,7 +53,7 @@ pub(crate) fn plan(parts: &BTreeMap<String, Part>, by_name: bool) -> Result<Pick
 }
 
 /// Lays out the tensors of a model without anything else, as [`plan`] does.
-pub(crate) fn plan_of_weights(tensors: &BTreeMap<String, Entry>) -> Result<Pickled<'_>> {
+pub(crate) fn plan_of_weights(tensors: &BTreeMap<String, TensorEntry>) -> Result<Pickled<'_>> {
     planned(Layout::of_weights(tensors))
 }
 

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use tch::Kind;
 
-use crate::checkpoint::entry::{Entry, Location};
+use crate::checkpoint::entry::{Location, TensorEntry};
 use crate::checkpoint::limits::MAX_TENSORS;
 use crate::checkpoint::part::OptimizerPart;
 use crate::checkpoint::source::Source;
@@ -38,14 +38,14 @@ pub(super) struct Locations(pub(super) BTreeMap<Text, (Arc<Source>, u64)>);
 
 impl Locations {
     /// Returns the entry of a tensor, if its storage is in the file.
-    pub(super) fn entry(&self, tensor: &TensorRef) -> Option<Entry> {
+    pub(super) fn entry(&self, tensor: &TensorRef) -> Option<TensorEntry> {
         let Self(storages) = self;
         let (source, start) = storages.get(&tensor.storage)?;
         let width = tensor.kind.elt_size_in_bytes() as u64;
         let offset = start.checked_add(tensor.offset.checked_mul(width)?)?;
         let stride = (!is_in_order(&tensor.size, &tensor.stride)).then(|| tensor.stride.clone());
         let location = Location { source: Arc::clone(source), offset, stride };
-        Some(Entry::in_file(tensor.kind, tensor.size.clone(), location))
+        Some(TensorEntry::in_file(tensor.kind, tensor.size.clone(), location))
     }
 }
 
@@ -188,7 +188,7 @@ impl Locations {
         items: &Items,
         groups: &[PythonGroup],
         names: &[Vec<String>],
-    ) -> Result<BTreeMap<String, BTreeMap<String, Box<Entry>>>, Problem> {
+    ) -> Result<BTreeMap<String, BTreeMap<String, Box<TensorEntry>>>, Problem> {
         let state = match get(items, "state") {
             Some(Value::Dict(state)) => state.as_slice(),
             // `torch.distributed.checkpoint` leaves out what is empty.
@@ -270,15 +270,15 @@ impl Locations {
     }
 
     /// Converts the state of one parameter. Tensors that do not exist yet are `None` in PyTorch.
-    fn state(&self, tensors: &Items) -> Result<BTreeMap<String, Box<Entry>>, Problem> {
+    fn state(&self, tensors: &Items) -> Result<BTreeMap<String, Box<TensorEntry>>, Problem> {
         let mut entries = BTreeMap::new();
         for (key, value) in tensors {
             let entry = match value {
                 Value::None => continue,
                 Value::Tensor(tensor) => self.entry(tensor),
                 // Older versions of PyTorch keep the step as a number.
-                Value::Int(value) => Some(Entry::number(*value as f32)),
-                Value::Float(value) => Some(Entry::number(*value as f32)),
+                Value::Int(value) => Some(TensorEntry::number(*value as f32)),
+                Value::Float(value) => Some(TensorEntry::number(*value as f32)),
                 Value::Opaque(what) => return Err(format!("has {what} in a parameter's state")),
                 _ => None,
             };

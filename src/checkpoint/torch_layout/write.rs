@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::KEY;
 use super::optimizer::{ADAMW, MUON, group_options, split};
-use crate::checkpoint::entry::{Entry, Failure};
+use crate::checkpoint::entry::{Failure, TensorEntry};
 use crate::checkpoint::part::{MODULE, OptimizerPart, Part, StatePart, WRITER};
 use crate::checkpoint::value::{TensorRef, Value};
 use crate::error::{Result, unsaveable};
@@ -16,7 +16,7 @@ use crate::optim::{Algorithm, EXPONENTS, ParamGroupState, STEP, Saved as _};
 
 /// A tensor of the file.
 pub(crate) enum StorageSource<'a> {
-    Kept(&'a Entry),
+    Kept(&'a TensorEntry),
     /// f32 numbers that are made when they are written, so that only one tensor of them is in memory at a time.
     Made(Vec<i64>, Box<dyn Fn() -> Result<Tensor> + 'a>),
 }
@@ -39,7 +39,7 @@ impl StorageSource<'_> {
     ) -> std::result::Result<(), Failure> {
         match self {
             Self::Kept(entry) => entry.read(take),
-            Self::Made(_, make) => Entry::in_memory(&make()?)?.read(take),
+            Self::Made(_, make) => TensorEntry::in_memory(&make()?)?.read(take),
         }
     }
 }
@@ -109,7 +109,7 @@ impl<'a> Layout<'a> {
     }
 
     /// Converts the tensors of a model to a dict of them and nothing else.
-    pub(crate) fn of_weights(tensors: &'a BTreeMap<String, Entry>) -> Self {
+    pub(crate) fn of_weights(tensors: &'a BTreeMap<String, TensorEntry>) -> Self {
         let mut layout = Self { root: Value::None, storages: Vec::new(), by_name: false };
         layout.root = layout.model(tensors);
         layout
@@ -140,7 +140,7 @@ impl<'a> Layout<'a> {
         })
     }
 
-    fn model(&mut self, tensors: &'a BTreeMap<String, Entry>) -> Value {
+    fn model(&mut self, tensors: &'a BTreeMap<String, TensorEntry>) -> Value {
         let items = tensors.iter().map(|(name, entry)| (name.as_str().into(), self.tensor(entry)));
         Value::Dict(items.collect())
     }
@@ -148,8 +148,8 @@ impl<'a> Layout<'a> {
     /// Converts averages of a model to the state of an `AveragedModel`.
     fn averages(
         &mut self,
-        tensors: &'a BTreeMap<String, Entry>,
-        beside: &'a BTreeMap<String, Entry>,
+        tensors: &'a BTreeMap<String, TensorEntry>,
+        beside: &'a BTreeMap<String, TensorEntry>,
     ) -> Value {
         let averages = tensors
             .iter()
@@ -212,7 +212,7 @@ impl<'a> Layout<'a> {
     }
 
     /// Converts the state of a parameter. Low-bit moments become f32, which PyTorch knows.
-    fn states(&mut self, entries: &'a BTreeMap<String, Box<Entry>>) -> Vec<(Value, Value)> {
+    fn states(&mut self, entries: &'a BTreeMap<String, Box<TensorEntry>>) -> Vec<(Value, Value)> {
         let counted_exactly = entries.get(STEP).is_some_and(|step| Kind::Int64 == step.kind);
         let codes =
             ["exp_avg", "exp_avg_sq", EXPONENTS].map(|key| entries.get(key).map(|it| &**it));
@@ -242,7 +242,7 @@ impl<'a> Layout<'a> {
     }
 
     /// Converts a tensor. Each gets a storage of its own.
-    fn tensor(&mut self, entry: &'a Entry) -> Value {
+    fn tensor(&mut self, entry: &'a TensorEntry) -> Value {
         self.stored(entry.kind, entry.size.clone(), StorageSource::Kept(entry))
     }
 
