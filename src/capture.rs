@@ -182,7 +182,7 @@ pub(crate) fn device() -> Option<Device> {
     now(|iteration| iteration.device).filter(|device| device.is_cuda())
 }
 
-/// Returns whether something on this device can be used: if the thread is in an iteration of a graph, that has to be of
+/// Returns whether something on this device can be used: not in an iteration of a graph, unless the graph is also on
 /// it.
 pub(crate) fn is_at_home(at: Device) -> bool {
     device().is_none_or(|device| device == at)
@@ -211,7 +211,7 @@ pub(crate) fn has_joined<M: Member + 'static>(member: &Arc<M>) -> bool {
     now(|iteration| iteration.members.iter().any(same)).unwrap_or(false)
 }
 
-/// Lets the graph keep tensors that its replays use.
+/// Keeps tensors that the replays of the graph use, if an iteration is being captured.
 pub(crate) fn keep<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) {
     ITERATION.with_borrow_mut(|iteration| {
         if let Some(Iteration { phase: Phase::Capture, kept, .. }) = iteration {
@@ -220,7 +220,7 @@ pub(crate) fn keep<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) {
     });
 }
 
-/// Lets `replay` return the error of a part of the iteration that returns none. Returns it outside of one.
+/// Keeps the error of a part of the iteration that returns none, for `replay` to return. Returns it outside of one.
 pub(crate) fn note_failure(error: Error) -> Option<Error> {
     ITERATION.with_borrow_mut(|iteration| match iteration {
         Some(iteration) => {

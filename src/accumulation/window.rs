@@ -23,7 +23,7 @@ use crate::{GradScaler, capture};
 /// and saving a window in the middle, [`with_gradients`](Self::with_gradients).
 #[derive(Debug)]
 pub struct Accumulation {
-    /// The factors of the mean losses of the micro-batches.
+    /// The factors by which the mean losses of the micro-batches are multiplied.
     pub(super) shares: Vec<f64>,
     pub(super) next: usize,
     pub(super) kept: Kept,
@@ -147,14 +147,16 @@ impl Accumulation {
         ffi::scaled(loss, &factor)
     }
 
-    /// Returns an error unless [`backward_or_drop`](Self::backward_or_drop) took all micro-batches or none. If it left
-    /// one out, those that other calls took would have the wrong weights.
+    /// Goes on to the next micro-batch, and tells the graph of the iteration, if there is one, whether the window began
+    /// with this one, and whether it is complete.
     fn advance(&mut self) {
         let is_begun = self.next == 0;
         self.next += 1;
         capture::note_window(is_begun, self.is_complete());
     }
 
+    /// Returns an error unless [`backward_or_drop`](Self::backward_or_drop) took all micro-batches or none. If it left
+    /// one out, those that other calls took would have the wrong weights.
     fn refuse_mixing(&self, same: bool) -> Result<()> {
         if same {
             return Ok(());
@@ -248,7 +250,7 @@ pub(super) fn check(weights: &[f64]) -> Result<()> {
     Ok(())
 }
 
-/// The gradients that were left out so far.
+/// The micro-batches of `backward_or_drop` so far, and which of them were left out.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     batches: Vec<Batch>,

@@ -179,7 +179,8 @@ pub(crate) fn create_folder(folder: &Path) -> Result<(), SaveError> {
     create_folder_on(&Real::default(), folder)
 }
 
-/// Does the work of [`create_folder`], with the syncing of any disk.
+/// Does the work of [`create_folder`], with the syncing of any disk. A folder survives a power loss only if its name in
+/// the folder above was synced, so this syncs the parent of every folder that it creates.
 pub(crate) fn create_folder_on<D: Disk>(disk: &D, folder: &Path) -> Result<(), SaveError> {
     let whole = path::absolute(folder).map_err(cannot("create", folder))?;
     let missing = whole.ancestors().take_while(|folder| !folder.exists());
@@ -192,7 +193,9 @@ pub(crate) fn create_folder_on<D: Disk>(disk: &D, folder: &Path) -> Result<(), S
     Ok(())
 }
 
-/// A file that is being filled.
+/// A file that is being filled. It keeps the first error. A thread syncs the data after every 64 MiB
+/// (`Disk::sync_every`) while more is being written, so that the disk stays busy and the last sync, which also covers
+/// the metadata, has little left to do.
 pub(super) struct Writer<F> {
     background: Background,
     file: F,

@@ -120,7 +120,7 @@ impl Rule {
         }
     }
 
-    /// Returns whether no rule before this one can apply.
+    /// Returns whether this rule applies to every call, so that none before it can apply any more.
     pub(super) fn is_for_all(&self) -> bool {
         let may_not_apply = matches!(self.run_as, RunAs::Composed { .. });
         self.at_least == 0 && self.below.is_none() && !may_not_apply

@@ -434,7 +434,8 @@ pub(super) struct Comparison {
 }
 
 impl ProcessGroup {
-    /// Returns an error unless all ranks call the same.
+    /// Returns an error unless all ranks call the same. Compared before anything else is communicated, because gloo
+    /// aborts the process if the ranks communicate different amounts.
     pub(super) fn compare(&self, operation: &'static str, call: &str) -> Result<()> {
         self.compare_with(operation, call, false).map(drop)
     }

@@ -1,4 +1,4 @@
-//! The messages of the ranks of a group through the store before they connect: that they belong together.
+//! The messages that the ranks of a group exchange through the store before they connect: that they belong together.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use crate::distributed::store::Store;
 use crate::distributed::store::{GRACE, within};
 use crate::error::{DistributedError, Error, Result};
 
-/// The message of the last rank to come to all: they can connect.
+/// The message that the last rank to arrive has for all: they can connect.
 const COMPLETE: &str = "complete";
 
 /// The message of rank 0 if it does not join.

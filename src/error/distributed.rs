@@ -166,7 +166,7 @@ impl fmt::Display for Calls<'_> {
     }
 }
 
-/// The change of a parameter or a buffer of a distributed model, in a [`DistributedError::Parameter`].
+/// The change to a parameter or a buffer of a distributed model, in a [`DistributedError::Parameter`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum VariableChange {

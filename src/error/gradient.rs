@@ -79,7 +79,7 @@ pub enum GradientError {
     },
 }
 
-/// The problem of a gradient, in a [`GradientError::Unsupported`]. Its text says what to do where something helps.
+/// The problem with a gradient, in a [`GradientError::Unsupported`]. Its text says what to do where something helps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GradientProblem {
@@ -130,7 +130,7 @@ pub enum GradientProblem {
     OtherDtype,
 }
 
-/// The change of a gradient after it was unscaled, in a [`GradientError::Changed`].
+/// The change to a gradient after it was unscaled, in a [`GradientError::Changed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GradientChange {

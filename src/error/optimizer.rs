@@ -97,7 +97,7 @@ pub enum OptimizerError {
     Step(BoxError),
 }
 
-/// The problem of a parameter, in an [`OptimizerError::Parameter`]. Its text says what to do where something helps.
+/// The problem with a parameter, in an [`OptimizerError::Parameter`]. Its text says what to do where something helps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParameterProblem {

@@ -1,4 +1,5 @@
-//! Shapes of tensors, and stamps that detect writes to parameters.
+//! The memory of tensors, of the process and of devices: shapes, stamps that detect writes, the bytes of elements, what
+//! is allocated, and the states of random number generators.
 
 use tch::{Device, Tensor};
 

@@ -1,4 +1,4 @@
-//! The update of the scale, and the flags that it depends on.
+//! Losses that are scaled, the update of the scale with the flags that it depends on, and the histories of spikes.
 
 use std::ptr;
 

@@ -72,7 +72,7 @@ pub enum Cause {
     Finite,
 }
 
-/// The problem of the numbers of a tensor.
+/// The problem with the numbers of a tensor: how many of them are not finite.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Values {

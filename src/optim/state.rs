@@ -151,7 +151,7 @@ pub(crate) struct Wanted<'a> {
 }
 
 impl<'a> Wanted<'a> {
-    /// Returns the arguments of a step.
+    /// Returns the state to complete for a step, with the tensors that the algorithm uses.
     pub(crate) fn by_step(
         state: &'a mut ParameterState,
         algorithm: &Algorithm,
@@ -268,7 +268,9 @@ fn initial(algorithm: &Algorithm) -> f64 {
     }
 }
 
-/// The state of a momentum buffer before its first gradient.
+/// The first step of a momentum buffer, which starts with the gradient: whether it is still ahead. With dampening, the
+/// first gradient enters the buffer in full and later ones do not. A step that a device may skip leaves open which
+/// gradient is the first: the flag of that step is kept until its value has arrived on the host.
 #[derive(Debug, Default)]
 pub(crate) enum FirstStep {
     #[default]
@@ -281,7 +283,7 @@ pub(crate) enum FirstStep {
 /// Shared by many parameters.
 type SharedAnswer = Arc<Mutex<Skipped>>;
 
-/// The answer whether all of some steps were skipped. Only a device has the answer until it has arrived on the host.
+/// The answer to whether all of some steps were skipped. Only a device has it until it has arrived on the host.
 #[derive(Debug)]
 pub(crate) enum Skipped {
     Unknown { flag: Tensor, arrival: Option<Arrival> },

@@ -145,7 +145,7 @@ impl Optimizer {
         ffi::optim_step(parameters, &options, &rates, step.scale(), &mut self.stamps)
     }
 
-    /// Returns whether the momentum buffer of each parameter starts with its gradient.
+    /// Returns for each parameter whether its momentum buffer starts with the gradient.
     fn first_steps(&mut self) -> Result<Vec<bool>> {
         let groups = &self.groups;
         let first = |slot: &mut Slot| match groups[slot.group].algorithm {
@@ -390,7 +390,11 @@ impl Drop for Optimizer {
 }
 
 impl Optimizer {
-    /// Divides the state among ranks. The tensors that others keep are dropped.
+    /// Divides the state among ranks, each of which steps a part of the parameters. The tensors that others keep are
+    /// dropped.
+    ///
+    /// This is stage 1 of ZeRO. Source: Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion
+    /// Parameter Models*, <https://arxiv.org/abs/1910.02054>.
     #[cfg_attr(
         not(feature = "distributed"),
         expect(dead_code, reason = "there are no ranks without the feature")

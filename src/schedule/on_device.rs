@@ -186,7 +186,7 @@ impl Inner {
         Error::Capture { call: "a step of this schedule", remedy }
     }
 
-    /// Lets the table begin after as many more steps, which were taken in so many iterations.
+    /// Begins the table after as many more steps, which were taken in so many iterations.
     fn begin_after(&mut self, taken: u64, iterations: u64) -> Result<()> {
         let (_own, _no_grad) = (OutsideRegions::enter(), tch::no_grad_guard());
         let mut state = self.state.clone();

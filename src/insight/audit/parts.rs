@@ -37,7 +37,7 @@ fn unit_roundoff(dtype: Option<Kind>) -> f64 {
     }
 }
 
-/// The known history of the numbers in a memory.
+/// The expected error of the numbers in a memory, and how many times as large their error is.
 #[derive(Clone, Copy, Debug, Default)]
 struct Known {
     expected: f64,
@@ -246,7 +246,7 @@ impl Parts<'_> {
 }
 
 impl AuditedOutput {
-    /// Returns the number by which one operator of a part is worse than another.
+    /// Returns the number by which the operators of a part are compared: the worst has the largest.
     fn rank(&self) -> f64 {
         self.growth.min(self.multiple)
     }

@@ -51,7 +51,7 @@ const UNBOUNDED_RUNS: usize = 2;
 /// The unit is *noise*: how far f32 moves when everything that autocast would put into half precision is rounded at
 /// random to one of its two neighbours. Rounding to nearest, as half precision does it, has about 0.7 of this noise. A
 /// quantity that moves by more than its [limit](BudgetRow::limit) is over budget, and so is a difference that rounding
-/// cannot make, such as which parameters have a gradient, has to be equal. No tolerance is set by hand. The guide's
+/// cannot make, for instance in which parameters have a gradient. No tolerance is set by hand. The guide's
 /// page on [budgets](crate::guide::budgets) says what this sees and what it cannot see.
 ///
 /// PyTorch has no counterpart; its tests compare with tolerances.
@@ -353,7 +353,7 @@ impl<'a> Runner<'a> {
         Ok(self.report([&f32, &half], problems, rows, measured))
     }
 
-    /// The differences that rounding does not explain.
+    /// Returns the differences that rounding does not explain.
     fn problems(
         &self,
         f32: &Observed,

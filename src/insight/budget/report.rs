@@ -393,7 +393,7 @@ impl Measured {
         self.quantities.iter().find(is)
     }
 
-    /// Returns the sign that these are of another program: their norms in f32 are not the present ones.
+    /// Returns how these show that they are of another program, if they do: by their quantities or their norms in f32.
     pub(super) fn differs_from(&self, present: &Self) -> Option<String> {
         let (kept, now) = (self.quantities.len(), present.quantities.len());
         if kept != now {

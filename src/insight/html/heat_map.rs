@@ -42,7 +42,7 @@ pub struct Bound {
 pub struct HeatMap {
     /// The text alternative of the map.
     pub description: &'static str,
-    /// The name of the columns.
+    /// The label of the horizontal axis.
     pub label: &'static str,
     /// The names of the columns, of which as many are shown as there is room for.
     pub columns: Vec<String>,

@@ -1,4 +1,6 @@
-//! Casts between floating dtypes: who asked for them, and which cast the same numbers again.
+//! Advice on precision: casts between floating dtypes, who asked for them, and which cast the same numbers again; and
+//! the gains of matrix products from half precision, an estimate from measured speeds, and from sizes that tensor cores
+//! use well.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 

@@ -9,7 +9,7 @@ use crate::insight::dtype::Dtype;
 use crate::insight::numbers::total;
 use crate::insight::recording::Pass;
 
-/// The operators that a stretch of a program ran, with their costs: made by a [`Profiler`](super::Profiler). Its text,
+/// The operators that a stretch of a program ran, and their costs. Made by a [`Profiler`](super::Profiler). Its text,
 /// by `Display`, is meant for a terminal; its fields for programs. All numbers are sums over the recorded runs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]

@@ -1,4 +1,4 @@
-//! The own work of each event of a recording: its time, whether it computes, and its matrix product.
+//! Each event's own work in a recording: its own time, whether it computes, and its matrix product.
 
 use std::collections::HashSet;
 
@@ -215,10 +215,10 @@ pub(super) struct Product {
     pub(super) flops: u64,
 }
 
-/// The level at which an operator computes a product.
+/// When an operator counts as the one that computes a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Level {
-    /// It does. What it runs is a part of it.
+    /// Always. What it runs is a part of it.
     Kernel,
     /// Only if it runs no other operator that does.
     Otherwise,
