@@ -196,10 +196,10 @@ impl HostScale {
 
 /// Returns the scale after an iteration: the host's version of libtorch's kernel and of `csrc/scale/scale.cpp`.
 ///
-/// The arithmetic is that of PyTorch's `_amp_update_scale_`, followed by the bounds: products in f64, rounded to f32. An
-/// overflow multiplies the scale by the backoff factor, and `growth_interval` iterations without one multiply it by the
-/// growth factor, unless the product is infinite. An overflow leaves the scale unchanged while the hysteresis, as in
-/// Megatron-LM and DeepSpeed, is not used up, or while the share of overflows since the last change is below
+/// The arithmetic is that of PyTorch's `_amp_update_scale_`, followed by the bounds: products in f64, rounded to f32.
+/// An overflow multiplies the scale by the backoff factor, and `growth_interval` iterations without one multiply it by
+/// the growth factor, unless the product is infinite. An overflow leaves the scale unchanged while the hysteresis, as
+/// in Megatron-LM and DeepSpeed, is not used up, or while the share of overflows since the last change is below
 /// `tolerance`, as in fairseq.
 pub(crate) fn next(before: HostScale, overflow: bool, rule: &ScaleRule) -> HostScale {
     let times = |factor: f64| (f64::from(before.scale) * factor) as f32;

@@ -664,7 +664,7 @@ impl GradScaler {
         let Some(scale) = self.scale.number() else {
             return Ok(None);
         };
-        // The optimizer may use the scaler while it gives its parameters, so it is asked before the iteration is borrowed.
+        // The optimizer may use the scaler while it gives its parameters: it is asked before the iteration is borrowed.
         let gradients = self.gradients(optimizer)?;
         let writes = preparation == Preparation::Unscale;
         let start = StepStart {
@@ -723,11 +723,11 @@ impl GradScaler {
     pub(super) fn agree(
         &self,
         agreement: &dyn Agreement,
-        claimed: Result<Option<RecordId>>,
+        begun: Result<Option<RecordId>>,
     ) -> Result<Option<RecordId>> {
         let mut iteration = self.iteration()?;
-        let record = claimed.as_ref().ok().copied().flatten();
-        let found = claimed.and_then(|record| match record {
+        let record = begun.as_ref().ok().copied().flatten();
+        let found = begun.and_then(|record| match record {
             Some(record) => iteration[record].found_inf(),
             None => Ok(false),
         });

@@ -1,6 +1,6 @@
 //! Plain values to and from the types of a program, like `serde_json::to_value` and `from_value`, but with infinite and
-//! NaN floats; and values as JSON. JSON has no such numbers: they are written as texts, and a list of JSON pointers says
-//! where they are.
+//! NaN floats; and values as JSON. JSON has no such numbers: they are written as texts, and a list of JSON pointers
+//! says where they are.
 
 use std::fmt;
 
