@@ -19,7 +19,6 @@
 
 pub mod accumulation;
 mod amp;
-mod atomic;
 pub mod autocast;
 pub mod average;
 pub mod buffers;
@@ -28,6 +27,7 @@ pub mod checkpoint;
 mod device;
 #[cfg(feature = "distributed")]
 pub mod distributed;
+mod dtype;
 mod error;
 #[allow(unsafe_code, reason = "it calls the shim, with a safety comment for each call")]
 mod ffi;

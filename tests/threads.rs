@@ -10,7 +10,7 @@ use tch_amp::average::{AveragedWeights, Averaging, Ema, Swa, SwappedIn};
 use tch_amp::buffers::BufferSnapshot;
 use tch_amp::checkpoint::{
     Checkpoint, CheckpointError, CheckpointFile, CheckpointFolder, Format, Found, MetricGoal,
-    Prepared, Restore, Restored, Rng, SaveError, SaveState, SavedState, Start,
+    Prepared, Restore, Restored, Rng, SaveState, SavedState, Start,
 };
 use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradConfig, GradOutputs};
 use tch_amp::gradcheck::GradCheck;
@@ -220,7 +220,7 @@ mod distributed {
 }
 
 // Errors must be both, so that `anyhow` and `?` into a boxed error accept them.
-send_and_sync!(CheckpointError, Error, SaveError);
+send_and_sync!(CheckpointError, Error);
 
 // Types that hold tensors. tch's tensors are `Send`, but not `Sync`: an operation on one thread may change what another
 // thread reads.

@@ -3,13 +3,14 @@
 //! While it is being saved it is a handle of the tensor, and afterwards the location of the elements in the file, from
 //! which they are read in chunks into their target.
 
-use std::io;
+use std::io::{self, Write};
 use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
+use torch_files::{Storage, TensorRef, TorchFile};
 
-use crate::checkpoint::source::{CHUNK, Source};
-use crate::error::{Error, Result};
+use crate::dtype::{dtype_of, kind_of};
+use crate::error::{CheckpointError, Error, Result};
 use crate::ffi::{self, OutsideRegions};
 use crate::optim::Saved;
 
@@ -28,14 +29,15 @@ enum Data {
     File(Location),
 }
 
-/// Where the elements of a tensor are in a file.
+/// Where the elements of a tensor are in a file, without what the entry says itself: there may be very many.
 #[derive(Clone, Debug)]
-pub(crate) struct Location {
-    pub(crate) source: Arc<Source>,
-    /// The position of the first byte of the first element.
-    pub(crate) offset: u64,
+struct Location {
+    file: Arc<TorchFile>,
+    storage: Arc<str>,
+    /// In elements.
+    offset: u64,
     /// In elements; `None` if the elements are in row-major order without gaps.
-    pub(crate) stride: Option<Vec<i64>>,
+    strides: Option<Vec<i64>>,
 }
 
 impl TensorEntry {
@@ -49,9 +51,13 @@ impl TensorEntry {
         Self { kind: Kind::Float, size: Vec::new(), data: Data::Number(number) }
     }
 
-    /// Makes an entry for a tensor in a file. The caller has checked the location against the file.
-    pub(crate) fn in_file(kind: Kind, size: Vec<i64>, location: Location) -> Self {
-        Self { kind, size, data: Data::File(location) }
+    /// Makes an entry for a tensor in a file; `None` if tch does not have its dtype.
+    pub(crate) fn in_file(file: &Arc<TorchFile>, tensor: &TensorRef) -> Option<Self> {
+        let kind = kind_of(tensor.dtype)?;
+        let strides = (!tensor.is_contiguous()).then(|| tensor.strides.clone());
+        let (storage, offset) = (Arc::clone(&tensor.storage), tensor.offset);
+        let data = Data::File(Location { file: Arc::clone(file), storage, offset, strides });
+        Some(Self { kind, size: tensor.shape.clone(), data })
     }
 
     /// The device that the tensor is on; the CPU for one in a file.
@@ -91,21 +97,6 @@ impl TensorEntry {
         self.numel().saturating_mul(self.kind.elt_size_in_bytes())
     }
 
-    /// Calls `take` with the bytes of the elements in row-major order, in chunks.
-    pub(crate) fn read(
-        &self,
-        take: &mut dyn FnMut(&[u8]) -> std::result::Result<(), Failure>,
-    ) -> std::result::Result<(), Failure> {
-        match &self.data {
-            Data::Memory(tensor) => read_tensor(tensor, self.len(), take),
-            Data::Number(number) => take(&number.to_le_bytes()),
-            Data::File(Location { source, offset, stride: None }) => {
-                source.read_chunks(*offset, self.len() as u64, take)
-            }
-            Data::File(_) => read_tensor(&self.to_tensor()?, self.len(), take),
-        }
-    }
-
     /// Copies or reads the elements into a new tensor on the CPU. A tensor in a file that is expanded remains so,
     /// because its elements can be far more than those in the file.
     pub(crate) fn to_tensor(&self) -> Result<Tensor> {
@@ -116,16 +107,45 @@ impl TensorEntry {
                 Ok(tensor.f_to_device_(Device::Cpu, self.kind, false, true)?)
             }
             Data::Number(number) => Ok(Tensor::from(*number)),
-            Data::File(Location { source, offset, stride: Some(stride) }) => {
-                let extent = extent(&self.size, stride);
-                let all = read_new(self.kind, &[extent], source, *offset)?;
-                let view = all.f_as_strided(&self.size[..], &stride[..], 0)?;
+            Data::File(location @ Location { strides: Some(strides), .. }) => {
+                let extent = extent(&self.size, strides);
+                let all = read_new(self.kind, &[extent], location)?;
+                let view = all.f_as_strided(&self.size[..], &strides[..], 0)?;
                 Ok(if self.numel() as i64 > extent { view } else { view.f_contiguous()? })
             }
-            Data::File(Location { source, offset, stride: None }) => {
-                read_new(self.kind, &self.size, source, *offset)
+            Data::File(location) => read_new(self.kind, &self.size, location),
+        }
+    }
+}
+
+/// The elements in row-major order. What fails besides the writer is an [`Error`] within the I/O error.
+impl Storage for TensorEntry {
+    fn size_in_bytes(&self) -> u64 {
+        self.len() as u64
+    }
+
+    fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
+        match &self.data {
+            Data::Memory(tensor) => write_tensor(tensor, self.len(), out),
+            Data::Number(number) => out.write_all(&number.to_le_bytes()),
+            Data::File(location @ Location { strides: None, .. }) => {
+                let tensor = location.elements(self.kind, 0, self.numel());
+                let tensor = tensor.map_err(io::Error::other)?;
+                location.file.storage(&tensor).write_to(out)
+            }
+            Data::File(_) => {
+                write_tensor(&self.to_tensor().map_err(io::Error::other)?, self.len(), out)
             }
         }
+    }
+}
+
+impl Location {
+    /// Returns `numel` elements of the storage, from the one after the first `skipped` on.
+    fn elements(&self, kind: Kind, skipped: usize, numel: usize) -> Result<TensorRef> {
+        let dtype = dtype_of(kind).ok_or_else(|| Error::Torch(format!("no file has {kind:?}")))?;
+        let flat = TensorRef::contiguous(Arc::clone(&self.storage), dtype, vec![numel as i64]);
+        Ok(TensorRef { offset: self.offset + skipped as u64, ..flat })
     }
 }
 
@@ -152,16 +172,20 @@ impl Saved for TensorEntry {
     /// Converts the elements if the dtypes differ.
     fn copy_to(&self, to: &mut Tensor) -> Result<()> {
         match &self.data {
-            Data::File(Location { source, offset, stride: None })
+            Data::File(location @ Location { strides: None, .. })
                 if to.f_kind()? == self.kind && to.is_contiguous() =>
             {
-                fill(to, self.len(), source, *offset)
+                fill(to, self.numel(), location)
             }
             Data::Memory(tensor) => tensor.copy_to(to),
             Data::Number(_) | Data::File(_) => self.to_tensor()?.copy_to(to),
         }
     }
 }
+
+/// How many bytes are copied at a time: few enough to stay in the cache of a core, and a multiple of the size of every
+/// element.
+const CHUNK: usize = 1 << 18;
 
 /// How many elements are compared at a time.
 const AT_ONCE: i64 = 1 << 20;
@@ -201,21 +225,27 @@ fn extent(size: &[i64], stride: &[i64]) -> i64 {
     1 + size.iter().zip(stride).map(|(n, stride)| (n - 1) * stride).sum::<i64>()
 }
 
-fn read_new(kind: Kind, size: &[i64], source: &Source, offset: u64) -> Result<Tensor> {
+fn read_new(kind: Kind, size: &[i64], location: &Location) -> Result<Tensor> {
     let mut tensor = Tensor::f_empty(size, (kind, Device::Cpu))?;
-    let len = ffi::elements(size).saturating_mul(kind.elt_size_in_bytes());
-    fill(&mut tensor, len, source, offset)?;
+    fill(&mut tensor, ffi::elements(size), location)?;
     Ok(tensor)
 }
 
-fn fill(to: &mut Tensor, len: usize, source: &Source, offset: u64) -> Result<()> {
-    let width = to.f_kind()?.elt_size_in_bytes();
-    let mut first = 0;
-    source.read_chunks(offset, len as u64, &mut |bytes| {
-        ffi::elements_write(to, first, bytes)?;
-        first += (bytes.len() / width) as i64;
-        Ok::<_, Error>(())
-    })
+/// Reads elements into a contiguous tensor.
+fn fill(to: &mut Tensor, numel: usize, location: &Location) -> Result<()> {
+    let kind = to.f_kind()?;
+    let width = kind.elt_size_in_bytes();
+    let mut buffer = vec![0; CHUNK.min(numel.saturating_mul(width))];
+    let mut done = 0;
+    while done < numel {
+        let count = (buffer.len() / width).min(numel - done);
+        let bytes = &mut buffer[..count * width];
+        let read = location.file.read(&location.elements(kind, done, count)?, bytes);
+        read.map_err(CheckpointError::reading(location.file.path()))?;
+        ffi::elements_write(to, done as i64, bytes)?;
+        done += count;
+    }
+    Ok(())
 }
 
 /// Returns a contiguous version of a tensor, and the size of an element in bytes.
@@ -226,53 +256,16 @@ fn plain(tensor: &Tensor) -> Result<(Tensor, usize)> {
     Ok((tensor, width))
 }
 
-fn read_tensor(
-    tensor: &Tensor,
-    len: usize,
-    take: &mut dyn FnMut(&[u8]) -> std::result::Result<(), Failure>,
-) -> std::result::Result<(), Failure> {
-    let (tensor, width) = plain(tensor)?;
+fn write_tensor(tensor: &Tensor, len: usize, out: &mut dyn Write) -> io::Result<()> {
+    let (tensor, width) = plain(tensor).map_err(io::Error::other)?;
     let mut buffer = vec![0; CHUNK.min(len)];
     let mut done = 0;
     while done < len {
         let size = buffer.len().min(len - done);
-        ffi::elements_read(&tensor, (done / width) as i64, &mut buffer[..size])?;
-        take(&buffer[..size])?;
+        let read = ffi::elements_read(&tensor, (done / width) as i64, &mut buffer[..size]);
+        read.map_err(io::Error::other)?;
+        out.write_all(&buffer[..size])?;
         done += size;
     }
     Ok(())
-}
-
-/// Why a tensor could not be copied to a file.
-#[derive(Debug)]
-pub(crate) enum Failure {
-    /// The operating system returned an error, to which [`atomic::replace`](crate::atomic::replace) adds the path.
-    File(io::Error),
-    /// A tensor could not be read.
-    Tensor(Error),
-}
-
-impl Failure {
-    /// Returns an I/O error as it is, and keeps any other error for the caller in `tensor`.
-    pub(crate) fn note(self, tensor: &mut Option<Error>) -> io::Error {
-        match self {
-            Self::File(error) => error,
-            Self::Tensor(error) => {
-                *tensor = Some(error);
-                io::Error::other("a tensor could not be read")
-            }
-        }
-    }
-}
-
-impl From<io::Error> for Failure {
-    fn from(error: io::Error) -> Self {
-        Self::File(error)
-    }
-}
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Self::Tensor(error)
-    }
 }

@@ -1,21 +1,15 @@
 //! Loading a checkpoint.
 
-use std::collections::BTreeMap;
-use std::path::{Component, Path};
+use std::io;
+use std::path::Path;
 use std::sync::Arc;
-use std::{fmt, io};
 
-use serde::Deserialize;
-use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+use torch_files::{FileKind, Limits, TorchFile};
 
-use crate::checkpoint::archive::Archive;
-use crate::checkpoint::limits::{MAX_HEADER_BYTES, MAX_TENSORS};
-use crate::checkpoint::part::{Part, StatePart};
-use crate::checkpoint::source::Source;
-use crate::checkpoint::{Checkpoint, safetensors, torch, zip};
-use crate::error::{CheckpointError, Error, Result, shown};
-
-const NEITHER: &str = "it is neither safetensors, a file of torch.save nor a pickle";
+use crate::checkpoint::part::Loaded;
+use crate::checkpoint::torch_layout::Reader;
+use crate::checkpoint::{Checkpoint, manifest, torch};
+use crate::error::{CheckpointError, Error, Result};
 
 impl Checkpoint {
     /// Loads a file that was written by [`save`](Self::save), by `torch.save` in Python, or by `VarStore::save` in tch,
@@ -50,22 +44,25 @@ impl Checkpoint {
     /// [`Io`](crate::checkpoint::CheckpointError::Io), [`Damaged`](crate::checkpoint::CheckpointError::Damaged) and
     /// [`Newer`](crate::checkpoint::CheckpointError::Newer) of [`CheckpointError`].
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
+        Self::load_with(path, &Limits::DEFAULT)
+    }
+
+    /// Loads a file with other limits on what it may hold, higher ones for a large file that you trust. Otherwise the
+    /// same as [`load`](Self::load).
+    ///
+    /// # Errors
+    ///
+    /// The same as [`load`](Self::load).
+    pub fn load_with(path: impl AsRef<Path>, limits: &Limits) -> Result<Self> {
         let path = path.as_ref();
-        Self::load_file(path).map_err(|error| match distributed(path) {
+        let opened = TorchFile::open_with(path, limits).map_err(CheckpointError::reading(path));
+        let loaded = opened.map_err(Error::from).and_then(Self::of_file);
+        loaded.map_err(|error| match distributed(path) {
             Some(what) if is_of_content(&error) => {
-                CheckpointError::Damaged { path: path.to_owned(), problem: advice(path, what) }
-                    .into()
+                CheckpointError::damaged(path, advice(path, what)).into()
             }
             _ => error,
         })
-    }
-
-    fn load_file(path: &Path) -> Result<Self> {
-        let source = Source::open(path)?;
-        if is_index(&beginning(&source)?) {
-            return Ok(Self { parts: load(&source, &open)?, ..Self::default() });
-        }
-        Self::read(source)
     }
 
     /// Loads a checkpoint from the bytes of a file, which it keeps in memory. Otherwise the same as
@@ -75,17 +72,27 @@ impl Checkpoint {
     ///
     /// The same as [`load`](Self::load).
     pub fn from_bytes(bytes: Vec<u8>) -> Result<Self> {
-        Self::read(Source::in_memory(bytes))
+        let file = TorchFile::from_bytes(bytes);
+        Self::of_file(file.map_err(CheckpointError::reading(Path::new("(memory)")))?)
     }
 
-    fn read(source: Source) -> Result<Self> {
-        let archive = open(Arc::new(source))?;
-        archive.verify()?;
+    fn of_file(mut file: TorchFile) -> Result<Self> {
+        let loaded = match file.kind() {
+            FileKind::Safetensors => manifest::read(file)?,
+            FileKind::Index => {
+                let value = file.take_value();
+                let file = Arc::new(file);
+                Loaded::new(Reader::new(Arc::clone(&file)).named(value), file)
+            }
+            _ => torch::read(file)?,
+        };
+        loaded.verify()?;
         Ok(Self {
-            parts: archive.parts,
+            parts: loaded.parts,
             room: None,
+            // The files that an index names are not in it.
             #[cfg(feature = "distributed")]
-            source: Some(archive.source),
+            source: Some(loaded.file).filter(|file| file.kind() != FileKind::Index),
         })
     }
 }
@@ -122,135 +129,4 @@ fn advice(path: &Path, what: &str) -> String {
         "it is {what} that torch.distributed.checkpoint has written, of which Python makes one file: \
          `python -m torch.distributed.checkpoint.format_utils dcp_to_torch '{folder}' run.pt`; load that"
     )
-}
-
-/// Returns the first bytes of a file, by which its format is recognized.
-fn beginning(source: &Source) -> Result<Vec<u8>> {
-    let mut start = vec![0; source.len().min(9) as usize];
-    source.read_at(0, &mut start)?;
-    Ok(start)
-}
-
-/// Opens a single file.
-fn open(source: Arc<Source>) -> Result<Archive> {
-    let start = beginning(&source)?;
-    if safetensors::is_safetensors(&start) {
-        safetensors::read(source)
-    } else if zip::is_zip(&start) {
-        torch::read(source)
-    } else if torch::is_old(&start) {
-        torch::read_old(source)
-    } else {
-        Err(source.damaged(NEITHER).into())
-    }
-}
-
-/// Returns whether a file that begins with these bytes can be an index: whether it is JSON. A safetensors file begins
-/// with a length, whose last byte is zero.
-pub(super) fn is_index(start: &[u8]) -> bool {
-    start.first() == Some(&b'{') && start.get(7) != Some(&0)
-}
-
-/// The name of a model that is alone in its file.
-const MODEL: &str = "model";
-
-/// Opens one of the files.
-type Open = dyn Fn(Arc<Source>) -> Result<Archive>;
-
-/// Loads the files that an index names, which are beside it, and verifies their checksums. Returns the model.
-pub(super) fn load(index: &Source, open: &Open) -> Result<BTreeMap<String, Part>> {
-    let names = read(index)?;
-    let folder = index.path().parent().unwrap_or(Path::new(""));
-    let mut files: BTreeMap<&str, Vec<&String>> = BTreeMap::new();
-    for (name, file) in &names {
-        files.entry(file).or_default().push(name);
-    }
-    let (mut tensors, mut others) = (BTreeMap::new(), BTreeMap::new());
-    for (file, names) in files {
-        let mut parts = Path::new(file).components();
-        let is_one = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
-        // Messages about the file show its path.
-        if !is_one || shown(file) != *file {
-            let problem = format!("`{}` in it is not the name of a file", shown(file));
-            return Err(index.damaged(problem).into());
-        }
-        let shard = open(Arc::new(Source::open(&folder.join(file))?))?;
-        shard.verify()?;
-        let Archive { mut parts, .. } = shard;
-        let (mut found, mut left) = match parts.remove(MODEL) {
-            Some(Part::Model(tensors)) => (tensors, BTreeMap::new()),
-            Some(Part::State(StatePart { tensors, others, .. })) => (tensors, others),
-            other => {
-                parts.extend(other.map(|other| (MODEL.to_owned(), other)));
-                (BTreeMap::new(), BTreeMap::new())
-            }
-        };
-        for name in names {
-            if let Some((name, entry)) = found.remove_entry(name) {
-                tensors.insert(name, entry);
-                continue;
-            }
-            // A file with few weights may not have been recognized as a model. Then its entries are parts.
-            match left.remove_entry(name).or_else(|| parts.remove_entry(name)) {
-                Some((name, Part::Tensor(entry))) => drop(tensors.insert(name, entry)),
-                Some((name, other)) => drop(others.insert(name, other)),
-                None => {
-                    let problem = format!("`{}` is not in `{}`", shown(name), shown(file));
-                    return Err(index.damaged(problem).into());
-                }
-            }
-        }
-    }
-    Ok(BTreeMap::from([(MODEL.to_owned(), Part::model(tensors, others))]))
-}
-
-/// Reads the index: the file of each tensor.
-fn read(source: &Source) -> Result<BTreeMap<String, String>> {
-    if source.len() > MAX_HEADER_BYTES {
-        return Err(source.damaged("it is too long for an index").into());
-    }
-    let mut json = vec![0; usize::try_from(source.len()).unwrap_or(0)];
-    source.read_at(0, &mut json)?;
-    let index = serde_json::from_slice::<Index>(&json);
-    let Index { weight_map: Files(files) } =
-        index.map_err(|error| source.damaged(format!("as the index of a model: {error}")))?;
-    Ok(files)
-}
-
-/// The index of a model in several files, which says which file has which tensor, as Hugging Face's libraries write it:
-/// `model.safetensors.index.json` or `pytorch_model.bin.index.json`.
-#[derive(Deserialize)]
-struct Index {
-    weight_map: Files,
-}
-
-/// The file of each tensor.
-struct Files(BTreeMap<String, String>);
-
-impl<'de> Deserialize<'de> for Files {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        struct Names;
-        impl<'de> Visitor<'de> for Names {
-            type Value = Files;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object of the names of files")
-            }
-            fn visit_map<A: MapAccess<'de>>(
-                self,
-                mut map: A,
-            ) -> std::result::Result<Files, A::Error> {
-                let mut files = BTreeMap::new();
-                while let Some((name, file)) = map.next_entry::<String, String>()? {
-                    if files.len() == MAX_TENSORS {
-                        return Err(A::Error::custom(format!("more than {MAX_TENSORS} tensors")));
-                    }
-                    if files.insert(name, file).is_some() {
-                        return Err(A::Error::custom("a tensor occurs twice"));
-                    }
-                }
-                Ok(Files(files))
-            }
-        }
-        deserializer.deserialize_map(Names)
-    }
 }

@@ -38,54 +38,46 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod archive;
 mod entry;
 mod folder;
-mod limits;
 mod load;
-mod malformed;
+mod manifest;
 mod part;
-mod pickle;
 mod restore;
-mod safetensors;
 mod save;
-mod source;
 mod stateful;
 mod torch;
 mod torch_layout;
-mod value;
 mod weights;
-mod zip;
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::io::{self, Write};
 #[cfg(feature = "distributed")]
-use std::sync::Arc;
+use std::{path::Path, sync::Arc};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::Tensor;
+#[cfg(feature = "distributed")]
+use torch_files::TorchFile;
+use torch_files::Value;
 
-use crate::checkpoint::limits::{
-    MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_PARTS, MAX_TENSORS, MAX_VALUES,
+use crate::checkpoint::manifest::{MAX_MANIFEST_BYTES, PartManifest};
+use crate::checkpoint::part::{
+    MAX_PARTS, NamedPart, OptimizerPart, Part, StatePart, find, problem_of_name,
 };
-use crate::checkpoint::part::{NamedPart, OptimizerPart, Part, StatePart, find, problem_of_name};
-use crate::checkpoint::safetensors::PartManifest;
 use crate::checkpoint::stateful::plain;
-use crate::checkpoint::value::Value;
 use crate::error::{Error, Result, list, unsaveable};
 
-pub use crate::atomic::SaveError;
 pub use crate::error::CheckpointError;
 pub use folder::{CheckpointFile, CheckpointFolder, Found, MetricGoal, Start};
 pub use restore::{Restore, Restored};
 pub use save::Format;
 #[cfg(feature = "distributed")]
-pub(crate) use source::Source;
-#[cfg(feature = "distributed")]
 pub(crate) use stateful::check_rng_state;
 pub use stateful::{Prepared, Rng, SaveState, SavedState, Stateful};
+pub use torch_files::Limits;
 pub use weights::save_weights;
 
 /// Named models, optimizers, scalers, tensors and values, to be saved to one file or loaded from one.
@@ -115,7 +107,7 @@ pub struct Checkpoint {
     room: Option<SizeBudget>,
     /// The file from which the parts were loaded, unless others have been added since.
     #[cfg(feature = "distributed")]
-    source: Option<Arc<Source>>,
+    source: Option<Arc<TorchFile>>,
 }
 
 impl Checkpoint {
@@ -156,10 +148,13 @@ impl Checkpoint {
 
     /// Returns the file that the checkpoint was loaded from, or its content if it has been made or changed since.
     #[cfg(feature = "distributed")]
-    pub(crate) fn source(&self) -> Result<Arc<Source>> {
+    pub(crate) fn source(&self) -> Result<Arc<TorchFile>> {
         match &self.source {
             Some(source) => Ok(source.clone()),
-            None => Ok(Arc::new(Source::in_memory(self.to_bytes()?))),
+            None => {
+                let file = TorchFile::from_bytes(self.to_bytes()?);
+                Ok(Arc::new(file.map_err(CheckpointError::reading(Path::new("(memory)")))?))
+            }
         }
     }
 
@@ -191,7 +186,7 @@ impl fmt::Debug for Checkpoint {
 
 fn read_value<T: DeserializeOwned>(name: &str, value: &Value) -> Result<T> {
     let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
-    Ok(value.read().map_err(wrong)?)
+    Ok(value.to().map_err(wrong)?)
 }
 
 fn other_part(name: &str, wanted: &'static str, found: NamedPart<'_>) -> Error {
@@ -375,7 +370,7 @@ fn saved_by(
 
 /// The most values in all parts. A quarter of what a file may hold is left for the names and shapes of tensors, which
 /// PyTorch's format counts as well.
-const MOST_VALUES: u64 = MAX_VALUES / 4 * 3;
+const MOST_VALUES: u64 = Limits::DEFAULT.max_values / 4 * 3;
 
 /// How deep the values of a part may be nested. PyTorch's format has a few levels around them.
 const MOST_LEVELS: u64 = 60;
@@ -383,7 +378,8 @@ const MOST_LEVELS: u64 = 60;
 /// The most bytes that this crate's JSON, and a header with it, may take in a safetensors file. A little is left for
 /// what surrounds the parts.
 const MOST_JSON: u64 = MAX_MANIFEST_BYTES as u64 - (1 << 16);
-const MOST_HEADER: u64 = MAX_HEADER_BYTES - (1 << 16);
+const MAX_TENSORS: u64 = Limits::DEFAULT.max_tensors;
+const MOST_HEADER: u64 = Limits::DEFAULT.max_header_bytes - (1 << 16);
 
 /// The values of a group of an optimizer, and of each of its parameters.
 const PER_GROUP: u64 = 64;
@@ -416,7 +412,7 @@ impl SizeBudget {
             format!(
                 "the checkpoint would have about {values} values, more than {MOST_VALUES}; save long values as tensors"
             )
-        } else if self.tensors > MAX_TENSORS as u64 {
+        } else if self.tensors > MAX_TENSORS {
             let Self { tensors, .. } = self;
             format!("the checkpoint would have {tensors} tensors, more than {MAX_TENSORS}")
         } else if self.parts > MAX_PARTS as u64 {

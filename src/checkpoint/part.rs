@@ -1,18 +1,23 @@
 //! The parts of a checkpoint.
 //!
 //! Parts are the common form of both file formats: `stateful` makes them of states and restores states from them,
-//! `safetensors` writes and reads them directly, and `convert` translates them to and from PyTorch's layout.
+//! `manifest` writes and reads them as safetensors, and `torch_layout` translates them to and from PyTorch's layout.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use torch_files::{Checksum, TensorRef, TorchFile, Value};
 
 use crate::checkpoint::entry::TensorEntry;
-use crate::checkpoint::value::Value;
-use crate::error::shown;
+use crate::error::{CheckpointError, Result, shown};
 use crate::optim::ParamGroupState;
 use crate::scale::GradScalerState;
 
 /// The name and version of this crate, as written into its files.
 pub(crate) const WRITER: &str = concat!("tch-amp ", env!("CARGO_PKG_VERSION"));
+
+/// The most parts that a file may have, counting those within others. Each takes more memory than a value.
+pub(crate) const MAX_PARTS: usize = 100_000;
 
 /// The names in the state of PyTorch's `AveragedModel`: that of the number of updates, and the beginning of all others.
 pub(crate) const UPDATES: &str = "n_averaged";
@@ -223,4 +228,39 @@ pub(crate) fn problem_of_name(name: &str) -> Option<&'static str> {
     (reserved || name.contains('/')).then_some(
         "the name of a part must not be empty, `__metadata__` or `tch_amp`, nor contain `/`",
     )
+}
+
+/// The content of a file, and the checksums that this crate has added to it.
+pub(crate) struct Loaded {
+    pub(crate) parts: BTreeMap<String, Part>,
+    pub(crate) checks: Vec<Check>,
+    pub(crate) file: Arc<TorchFile>,
+}
+
+/// A tensor with its checksum.
+pub(crate) struct Check {
+    pub(crate) name: String,
+    pub(crate) tensor: TensorRef,
+    pub(crate) checksum: Checksum,
+}
+
+impl Loaded {
+    /// Makes the content of a file without such checksums.
+    pub(crate) fn new(parts: BTreeMap<String, Part>, file: Arc<TorchFile>) -> Self {
+        Self { parts, checks: Vec::new(), file }
+    }
+
+    /// Reads the file once and compares all checksums.
+    pub(crate) fn verify(&self) -> Result<()> {
+        let failed = CheckpointError::reading(self.file.path());
+        self.file.verify().map_err(&failed)?;
+        for Check { name, tensor, checksum } in &self.checks {
+            // A fuzzer cannot guess checksums.
+            if self.file.checksum(tensor).map_err(&failed)? != *checksum && !cfg!(fuzzing) {
+                let problem = format!("the checksum of `{}` does not match", shown(name));
+                return Err(CheckpointError::damaged(self.file.path(), problem).into());
+            }
+        }
+        Ok(())
+    }
 }

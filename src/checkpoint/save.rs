@@ -3,14 +3,12 @@
 use std::io;
 use std::path::Path;
 
-use crate::atomic::{self, Target};
+use torch_files::atomic::{self, Replaced, Target};
+
 #[cfg(doc)]
 use crate::checkpoint::Stateful;
-use crate::checkpoint::entry::Failure;
-use crate::checkpoint::{Checkpoint, CheckpointError, safetensors, torch};
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::{Result, unsaveable};
+use crate::checkpoint::{Checkpoint, CheckpointError, manifest, torch};
+use crate::error::{Error, Result, unsaveable};
 
 impl Checkpoint {
     /// Saves to a file, in the [`Format`] that belongs to its name. A crash at any point leaves either the old file or
@@ -24,9 +22,8 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Save`]; if it is a [`SaveError::Indeterminate`](crate::checkpoint::SaveError::Indeterminate),
-    /// the new file is in place, but may not survive a power loss. [`CheckpointError::Unsaveable`]; and
-    /// [`Error::Torch`] if a tensor cannot be read.
+    /// [`CheckpointError::Save`]; [`CheckpointError::Indeterminate`] if the new file is in place, but may not survive a
+    /// power loss; [`CheckpointError::Unsaveable`]; and [`Error::Torch`] if a tensor cannot be read.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         self.save_as(path, Format::from_path(path))
@@ -56,14 +53,12 @@ impl Checkpoint {
         self.check_parts()?;
         match format {
             Format::Safetensors => {
-                let mut layout = safetensors::Layout::new(&self.parts)?;
-                replaced(path.as_ref(), &mut |out, note| {
-                    safetensors::write(&mut layout, out).map_err(note)
-                })
+                let mut layout = manifest::Layout::new(&self.parts)?;
+                replaced(path.as_ref(), &mut |out| layout.write(out))
             }
             Format::Torch | Format::TorchByName => {
-                let layout = torch::plan(&self.parts, format == Format::TorchByName)?;
-                replaced(path.as_ref(), &mut |out, note| torch::write(&layout, out, note))
+                let layout = torch::layout(&self.parts, format == Format::TorchByName)?;
+                replaced(path.as_ref(), &mut |out| layout.write_to(out))
             }
         }
     }
@@ -72,14 +67,13 @@ impl Checkpoint {
     #[cfg(feature = "distributed")]
     pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {
         self.check_parts()?;
-        let mut layout = safetensors::Layout::new(&self.parts)?;
+        let mut layout = manifest::Layout::new(&self.parts)?;
         let mut out = io::Cursor::new(Vec::new());
-        match safetensors::write(&mut layout, &mut out) {
+        match layout.write(&mut out) {
             Ok(()) => Ok(out.into_inner()),
-            Err(Failure::Tensor(error)) => Err(error),
-            Err(Failure::File(cause)) => {
-                Err(CheckpointError::io("write", Path::new("(memory)"))(cause).into())
-            }
+            Err(cause) => Err(own(cause).unwrap_or_else(|cause| {
+                CheckpointError::io("write", Path::new("(memory)"))(cause).into()
+            })),
         }
     }
 
@@ -92,21 +86,45 @@ impl Checkpoint {
     }
 }
 
-/// Notes a failure, and returns an I/O error in its place.
-type Note<'a> = dyn FnMut(Failure) -> io::Error + 'a;
-
-/// Replaces the file at `path` with what `fill` writes, or returns the error that `fill` has noted.
+/// Replaces the file at `path` with what `fill` writes. An [`Error`] within the I/O error that `fill` returns is the
+/// error of the save.
 pub(super) fn replaced(
     path: &Path,
-    fill: &mut dyn FnMut(&mut dyn Target, &mut Note<'_>) -> io::Result<()>,
+    fill: &mut dyn FnMut(&mut dyn Target) -> io::Result<()>,
 ) -> Result<()> {
-    let mut tensor = None;
-    let mut note = |failure: Failure| failure.note(&mut tensor);
-    let replaced = atomic::replace(path, &mut |out| fill(out, &mut note));
-    match (tensor, replaced) {
-        (Some(error), Err(_)) => Err(error),
-        (_, replaced) => Ok(replaced.map_err(CheckpointError::from)?),
+    match atomic::replace(path, fill) {
+        Ok(Replaced::Durable) => Ok(()),
+        Ok(Replaced::Uncertain { action, path, cause }) => {
+            Err(CheckpointError::Indeterminate { action, path, cause }.into())
+        }
+        Err(error) => Err(not_saved(error)),
     }
+}
+
+/// Makes the error of a file that was not replaced.
+fn not_saved(error: torch_files::Error) -> Error {
+    match error {
+        torch_files::Error::Io { action, path, cause } => own(cause).unwrap_or_else(|cause| {
+            CheckpointError::Save(torch_files::Error::Io { action, path, cause }).into()
+        }),
+        torch_files::Error::Leftover { path, removal, cause } => match not_saved(*cause) {
+            Error::Checkpoint(CheckpointError::Save(cause)) => {
+                let cause = Box::new(cause);
+                CheckpointError::Save(torch_files::Error::Leftover { path, removal, cause }).into()
+            }
+            own => own,
+        },
+        other => CheckpointError::Save(other).into(),
+    }
+}
+
+/// Takes the error of a tensor, or of the file that it is read from, out of an I/O error.
+fn own(cause: io::Error) -> std::result::Result<Error, io::Error> {
+    let of_file = |cause: io::Error| {
+        let error = cause.downcast::<torch_files::Error>()?;
+        Ok(CheckpointError::reading(Path::new("(memory)"))(error).into())
+    };
+    cause.downcast::<Error>().or_else(of_file)
 }
 
 /// The file format of a checkpoint.

@@ -8,16 +8,16 @@ use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 use tch::{Device, Tensor};
+use torch_files::atomic::Target;
 
-use crate::atomic::Target;
 #[cfg(doc)]
 use crate::checkpoint::CheckpointError;
-use crate::checkpoint::entry::{Failure, TensorEntry};
+use crate::checkpoint::entry::TensorEntry;
 use crate::checkpoint::restore::names::batch_counts;
 use crate::checkpoint::save::replaced;
 use crate::checkpoint::stateful::entry;
-use crate::checkpoint::{safetensors, torch};
-use crate::error::{Result, unsaveable};
+use crate::checkpoint::{manifest, torch};
+use crate::error::{Error, Result, unsaveable};
 use crate::ffi::{self, OutsideRegions};
 
 /// Saves named tensors to a file that other programs open: weights without anything else. A crash at any point leaves
@@ -79,17 +79,17 @@ pub fn save_weights<'t, N: AsRef<str>>(
         Some("ot") => {
             check_for_torch_script(&tensors)?;
             let tensors = copies(&tensors)?;
-            replaced(path, &mut |out, note| torch_script(&tensors, out).map_err(note))
+            replaced(path, &mut |out| torch_script(&tensors, out))
         }
         Some("pt" | "pth" | "bin" | "ckpt") => {
             let entries = entries(&tensors)?;
-            let layout = torch::plan_of_weights(&entries)?;
-            replaced(path, &mut |out, note| torch::write(&layout, out, note))
+            let layout = torch::layout_of_weights(&entries)?;
+            replaced(path, &mut |out| layout.write_to(out))
         }
         Some("safetensors") => {
             let entries = entries(&tensors)?;
-            let plan = safetensors::Weights::new(&entries)?;
-            replaced(path, &mut |out, note| plan.write(out).map_err(note))
+            let layout = manifest::layout_of_weights(&entries)?;
+            replaced(path, &mut |out| layout.write_to(out))
         }
         _ => {
             let problem = "the name of a file with weights ends in `.safetensors`, `.pt`, `.pth`, `.bin`, `.ckpt` or \
@@ -165,19 +165,16 @@ fn with_memory(empty: &Tensor) -> Result<Tensor> {
 }
 
 /// Writes the TorchScript archive of tch's `VarStore::save`.
-fn torch_script(
-    tensors: &[(String, Tensor)],
-    out: &mut dyn Target,
-) -> std::result::Result<(), Failure> {
+fn torch_script(tensors: &[(String, Tensor)], out: &mut dyn Target) -> io::Result<()> {
     let _own = OutsideRegions::enter();
     let mut out = Patient { out: BufWriter::new(out), failed: None };
     let saved = Tensor::save_multi_to_stream(tensors, &mut out);
     let flushed = out.flush();
     match out.failed {
-        Some(error) => Err(Failure::File(error)),
+        Some(error) => Err(error),
         None => {
-            saved.map_err(|error| Failure::Tensor(error.into()))?;
-            Ok(flushed?)
+            saved.map_err(|error| io::Error::other(Error::from(error)))?;
+            flushed
         }
     }
 }

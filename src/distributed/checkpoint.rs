@@ -6,10 +6,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::{Device, Kind, Tensor};
+use torch_files::TorchFile;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::checkpoint::{
-    Checkpoint, CheckpointError, Prepared, Restore, Rng, SaveState, SavedState, Source, Stateful,
+    Checkpoint, CheckpointError, Prepared, Restore, Rng, SaveState, SavedState, Stateful,
     check_rng_state,
 };
 use crate::distributed::ProcessGroup;
@@ -97,7 +98,7 @@ impl<'a> Restore<'a> {
 
 /// Sends the bytes of rank 0's source to the other ranks, which return them. Returns `None` on rank 0, and if there is
 /// no source.
-fn receive(group: &ProcessGroup, source: Option<&Source>) -> Result<Option<Vec<u8>>> {
+fn receive(group: &ProcessGroup, source: Option<&TorchFile>) -> Result<Option<Vec<u8>>> {
     let Some(len) = agree_on_length(group, source)? else { return Ok(None) };
     let mut all = Vec::with_capacity(if group.rank() == 0 { 0 } else { len as usize });
     let mut offset = 0;
@@ -117,18 +118,19 @@ fn receive(group: &ProcessGroup, source: Option<&Source>) -> Result<Option<Vec<u
 }
 
 /// Returns the length of rank 0's source on all ranks.
-fn agree_on_length(group: &ProcessGroup, source: Option<&Source>) -> Result<Option<u64>> {
+fn agree_on_length(group: &ProcessGroup, source: Option<&TorchFile>) -> Result<Option<u64>> {
     let _own = OutsideRegions::enter();
     const NONE: i64 = -1;
-    let mut len = Tensor::from(source.map_or(NONE, |source| source.len() as i64));
+    let mut len = Tensor::from(source.map_or(NONE, |source| source.size_in_bytes() as i64));
     group.broadcast(&mut len, 0)?;
     Ok(u64::try_from(len.f_int64_value(&[])?).ok())
 }
 
-fn read(source: Option<&Source>, offset: u64, size: usize) -> Result<Tensor> {
+fn read(source: Option<&TorchFile>, offset: u64, size: usize) -> Result<Tensor> {
     let mut bytes = vec![0; size];
     if let Some(source) = source {
-        source.read_at(offset, &mut bytes)?;
+        let read = source.read_bytes(offset, &mut bytes);
+        read.map_err(CheckpointError::reading(source.path()))?;
     }
     Ok(Tensor::f_from_slice(&bytes)?)
 }

@@ -3,7 +3,6 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::atomic::SaveError;
 use crate::error::{BoxError, list, sentence, shown, with_nearest};
 
 /// Why a checkpoint could not be saved, loaded or restored. Unless a variant says otherwise, a failed save leaves the
@@ -32,9 +31,24 @@ use crate::error::{BoxError, list, sentence, shown, with_nearest};
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// The file could not be replaced, or it is uncertain whether the new file survives a power loss.
+    /// The file was not replaced, and an existing one is unchanged. Or a folder could not be created, or what killed
+    /// saves have left in it could not be removed.
     #[error(transparent)]
-    Save(#[from] SaveError),
+    Save(torch_files::Error),
+
+    /// The new file is in place, but a power loss may bring the old one back, because the folder could not be synced.
+    /// Or, on a network file system, the rename was reported as failed although the temporary file is gone.
+    #[error(
+        "{path} is whole, but after a power loss it may be the old file: cannot {action}: {cause}"
+    )]
+    Indeterminate {
+        /// The operation that failed: `"sync the folder"` or `"rename"`.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The error of the operating system.
+        cause: io::Error,
+    },
 
     /// The operating system could not open, read, list or remove a file.
     #[error("cannot {action} `{}`: {cause}", path.display())]
@@ -201,6 +215,26 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
+    /// Returns a function that makes the error of a file that could not be read.
+    pub(crate) fn reading(path: &Path) -> impl Fn(torch_files::Error) -> Self {
+        move |error| match error {
+            torch_files::Error::Io { action, path, cause } => Self::Io { action, path, cause },
+            torch_files::Error::Malformed { path, problem, .. } => {
+                Self::Damaged { path, problem: sentence(&problem) }
+            }
+            torch_files::Error::TooMuch { path, what, limit } => Self::Damaged {
+                path,
+                problem: format!("the checkpoint has more than {limit} {what}"),
+            },
+            other => Self::damaged(path, other.to_string()),
+        }
+    }
+
+    /// Makes a [`CheckpointError::Damaged`] of a problem, which may contain text from the file.
+    pub(crate) fn damaged(path: &Path, problem: impl Into<String>) -> Self {
+        Self::Damaged { path: path.to_owned(), problem: sentence(&problem.into()) }
+    }
+
     /// Returns a function that makes a [`CheckpointError::Io`] of an I/O error.
     pub(crate) fn io(action: &'static str, path: &Path) -> impl Fn(io::Error) -> Self {
         move |cause| Self::Io { action, path: path.to_owned(), cause }

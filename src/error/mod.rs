@@ -18,7 +18,6 @@ use std::fmt;
 
 use tch::{Device, Tensor};
 
-use crate::atomic::SaveError;
 pub use autocast::AutocastError;
 pub use checkpoint::CheckpointError;
 pub(crate) use checkpoint::unsaveable;
@@ -30,9 +29,9 @@ pub use optimizer::{OptimizerError, ParameterProblem};
 pub use policy::PolicyError;
 pub use scaler::ScalerError;
 pub(crate) use text::{
-    Number, chain, list, nearest, sentence, shown, strict, text, warn, with_nearest,
-    without_backtrace,
+    Number, chain, list, nearest, strict, text, warn, with_nearest, without_backtrace,
 };
+pub(crate) use torch_files::text::{sentence, shown};
 
 /// The result type of every fallible function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -94,7 +93,7 @@ pub enum Error {
 
     /// A file that is no checkpoint, such as a page of reports, could not be written.
     #[error(transparent)]
-    Save(SaveError),
+    Save(torch_files::Error),
 
     /// Ranks could not form a group, or could not communicate.
     #[cfg(feature = "distributed")]

@@ -8,8 +8,7 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::checkpoint::{
-    Checkpoint, CheckpointError, Prepared, Restored, Rng, SaveError, SaveState, SavedState,
-    Stateful,
+    Checkpoint, CheckpointError, Prepared, Restored, Rng, SaveState, SavedState, Stateful,
 };
 use tch_amp::insight::{BudgetFile, HistoryReport};
 use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
@@ -256,7 +255,8 @@ fn a_save_that_fails_leaves_the_old_file() {
     assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Unsaveable { .. }))));
     assert_eq!(std::fs::read(&path).unwrap(), before);
     let refused = Checkpoint::new().save(folder.file("nowhere/x.safetensors"));
-    let Err(Error::Checkpoint(CheckpointError::Save(SaveError::Io { .. }))) = refused else {
+    let Err(Error::Checkpoint(CheckpointError::Save(torch_files::Error::Io { .. }))) = refused
+    else {
         panic!("{refused:?}");
     };
     assert_eq!(names_in(&folder.0), ["x.safetensors"]);

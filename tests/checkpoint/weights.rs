@@ -6,7 +6,7 @@ use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::average::Ema;
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, SaveError, Stateful, save_weights};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Stateful, save_weights};
 use tch_amp::optim::AdamW;
 
 use crate::common::bits::{bits, hex};
@@ -265,7 +265,8 @@ fn weights_that_a_format_cannot_hold_are_refused_and_leave_the_old_file() {
     }
     for extension in EXTENSIONS {
         let refused = save_weights(folder.file(&format!("nowhere/x.{extension}")), [("a", &one)]);
-        let Err(Error::Checkpoint(CheckpointError::Save(SaveError::Io { .. }))) = refused else {
+        let Err(Error::Checkpoint(CheckpointError::Save(torch_files::Error::Io { .. }))) = refused
+        else {
             panic!("{refused:?}");
         };
     }

@@ -1,7 +1,8 @@
-//! `cargo xtask fuzz`: runs the checkpoint readers on the inputs that libFuzzer generates.
+//! `cargo xtask fuzz`: runs the readers of files on the inputs that libFuzzer generates.
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result};
 
@@ -18,29 +19,46 @@ const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer
 /// The limits for one input, in MB, seconds and bytes.
 const LIMITS: [&str; 3] = ["-rss_limit_mb=4096", "-timeout=20", "-max_len=16384"];
 
-/// `cargo xtask fuzz [seconds]`.
+/// `cargo xtask fuzz [files] [seconds]`.
 pub(crate) fn run(mut args: Args) -> Result<()> {
-    let seconds = args.next().unwrap_or_else(|| "60".to_owned());
+    let mut next = args.next();
+    let only_files = next.as_deref() == Some("files");
+    if only_files {
+        next = args.next();
+    }
+    let seconds = next.unwrap_or_else(|| "60".to_owned());
     args.end()?;
     let seconds = seconds
         .parse()
         .with_context(|| format!("seconds must be a whole number, not `{seconds}`"))?;
-    fuzz(&Workspace::announced(None)?, seconds)
+    if only_files { files(seconds) } else { checkpoints(&Workspace::announced(None)?, seconds) }
 }
 
-/// Builds the target and runs it for this time.
-pub(crate) fn fuzz(workspace: &Workspace, seconds: u32) -> Result<()> {
+/// Builds the target that opens files, without libtorch, and runs it for this time.
+pub(crate) fn files(seconds: u32) -> Result<()> {
+    let mut cargo = process::cargo();
+    cargo.args(["run", "--locked", "--package", "torch-files-fuzz"]).current_dir(paths::root());
+    fuzz(cargo, "files", &paths::root(), seconds)
+}
+
+/// Builds the target that restores checkpoints, and runs it for this time.
+pub(crate) fn checkpoints(workspace: &Workspace, seconds: u32) -> Result<()> {
+    let mut cargo = workspace.cargo("run");
+    cargo.args(["--package", "fuzz"]).env("LD_LIBRARY_PATH", workspace.libtorch.lib());
+    fuzz(cargo, "checkpoint", &workspace.dir, seconds)
+}
+
+/// Runs a target, given the command that builds it, on the seeds of the repository and the corpus of all targets.
+fn fuzz(mut fuzz: Command, bin: &str, dir: &Path, seconds: u32) -> Result<()> {
     let folder = paths::target().join("fuzz");
     let corpus = folder.join("corpus");
     fs::create_dir_all(&corpus).with_context(|| format!("{} cannot be made", corpus.display()))?;
-    let mut fuzz = workspace.cargo("run");
-    fuzz.args(["--package", "fuzz", "--bin", "checkpoint", "--"]).arg(&corpus).args(LIMITS);
+    fuzz.args(["--bin", bin, "--"]).arg(&corpus).args(LIMITS);
     fuzz.arg(format!("-max_total_time={seconds}"));
     fuzz.arg(format!("-artifact_prefix={}/", folder.display()));
     for seeds in ["safetensors", "torch"] {
-        fuzz.arg(workspace.dir.join("fuzz/seeds").join(seeds));
+        fuzz.arg(dir.join("fuzz/seeds").join(seeds));
     }
-    fuzz.env("LD_LIBRARY_PATH", workspace.libtorch.lib());
     process::run(fuzz.env("RUSTC_WORKSPACE_WRAPPER", instrumented(&folder)?))
 }
 

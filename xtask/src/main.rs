@@ -67,7 +67,8 @@ usage: cargo xtask <command>
   doctor [--tch V]                   says what is here, what is missing and which precision suits this machine
   bundle [--tch V] [--lease]         packs tests, examples and benches for a machine without Rust; or only what a GPU
                                      that is there for a short time is asked in three calls
-  fuzz [seconds]                     feeds damaged files to the checkpoint readers, for a minute by default
+  fuzz [files] [seconds]             feeds damaged files to the checkpoint readers, for a minute by default; `files`:
+                                     only to those of torch-files, without libtorch
   fmt                                formats the Rust and the C++, and puts the pictures into the documentation
   lock                               rewrites xtask/lock from Cargo.lock
   surface                            rewrites xtask/surface.txt, the list of the public items, and counts them

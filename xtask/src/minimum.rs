@@ -42,9 +42,12 @@ pub(crate) fn apply(unpacked: &Path) -> Result<()> {
 /// Rewrites the lock by means of an unpacked package, which is of no other use afterwards: its Cargo.toml then requires
 /// exactly the oldest versions, which leaves cargo no choice.
 pub(crate) fn rewrite(unpacked: &Path) -> Result<()> {
-    let manifest = unpacked.join("Cargo.toml");
-    let text = fs::read_to_string(&manifest).context("the package has no Cargo.toml")?;
-    fs::write(&manifest, exact(&text, &minima(unpacked)?))?;
+    let minima = minima(unpacked)?;
+    for folder in folders(unpacked)? {
+        let manifest = folder.join("Cargo.toml");
+        let text = fs::read_to_string(&manifest).context("the package has no Cargo.toml")?;
+        fs::write(&manifest, exact(&text, &minima))?;
+    }
     fs::remove_file(unpacked.join("Cargo.lock")).context("the package has no Cargo.lock")?;
     process::run(process::cargo().arg("generate-lockfile").current_dir(unpacked))
         .context("raise in Cargo.toml what is too old for another dependency")?;
@@ -70,19 +73,31 @@ fn exact(manifest: &str, minima: &[Minimum]) -> String {
     lines
 }
 
-/// The oldest version of each direct dependency of the package in `dir`.
-fn minima(dir: &Path) -> Result<Vec<Minimum>> {
-    let mut metadata = process::cargo();
-    metadata.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]);
-    let printed = process::read(metadata.current_dir(dir))?;
-    let metadata = serde_json::from_str(&printed).context("cargo metadata prints no JSON")?;
-    let minima = of_metadata(&metadata);
+/// The folders of an unpacked package and of the members that were packed with it.
+fn folders(unpacked: &Path) -> Result<Vec<PathBuf>> {
+    let above = unpacked.parent().context("the package is in no folder")?;
+    let folders = fs::read_dir(above)?.map(|entry| Ok(entry?.path()));
+    folders.collect()
+}
+
+/// The oldest version of each direct dependency of an unpacked package and of the members that were packed with it. No
+/// lock has what only the tests of those need.
+fn minima(unpacked: &Path) -> Result<Vec<Minimum>> {
+    let mut minima = Vec::new();
+    for folder in folders(unpacked)? {
+        let mut metadata = process::cargo();
+        metadata.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]);
+        let printed = process::read(metadata.current_dir(&folder))?;
+        let metadata = serde_json::from_str(&printed).context("cargo metadata prints no JSON")?;
+        minima.extend(of_metadata(&metadata, folder == unpacked));
+    }
     ensure!(!minima.is_empty(), "the package has no dependencies");
     Ok(minima)
 }
 
-fn of_metadata(metadata: &Value) -> Vec<Minimum> {
+fn of_metadata(metadata: &Value, with_tests: bool) -> Vec<Minimum> {
     let dependencies = metadata["packages"][0]["dependencies"].as_array().into_iter().flatten();
+    let dependencies = dependencies.filter(|one| with_tests || one["kind"] != "dev");
     let minima = dependencies.filter_map(|dependency| {
         let (name, asked) = (dependency["name"].as_str()?, dependency["req"].as_str()?);
         Some(Minimum { name: name.to_owned(), version: oldest(asked) })

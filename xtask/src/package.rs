@@ -12,6 +12,9 @@ use crate::{minimum, paths, process};
 
 const NAME: &str = "tch-amp";
 
+/// The members of the workspace that are published before the crate, which depends on them.
+const MEMBERS: [&str; 1] = ["torch-files"];
+
 /// What Cargo.toml says of the crate from its first release on.
 const KEYS: [&str; 2] = ["repository", "documentation"];
 
@@ -29,14 +32,14 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
 
 /// Fails if the crate cannot be published as it is committed. Publishes nothing.
 fn check_publishable() -> Result<()> {
-    let package = manifest()?;
+    let package = manifest(NAME)?;
     let unset: Vec<_> = KEYS.into_iter().filter(|key| !package[*key].is_string()).collect();
     ensure!(unset.is_empty(), "set in Cargo.toml, below `[package]`: {}", unset.join(", "));
     let log = fs::read_to_string(paths::root().join("CHANGELOG.md"))?;
-    let version = version()?;
+    let version = version(NAME)?;
     ensure!(is_dated(&log, &version), "CHANGELOG.md has no entry of {version} with its date");
     let mut publish = process::cargo();
-    publish.args(["publish", "--package", NAME, "--dry-run", "--no-verify"]);
+    publish.args(["publish", "--dry-run", "--no-verify"]).args(all_packages());
     process::run(publish.current_dir(paths::root()))
 }
 
@@ -112,20 +115,25 @@ pub(crate) fn lint() -> Result<()> {
     process::run(clippy.args(["--workspace", "--all-targets", "--", "-D", "warnings"]))
 }
 
-/// Packs the crate and unpacks it in another folder.
+/// Runs the tests of torch-files, which need no libtorch. Those that compare with Python are skipped without one.
+pub(crate) fn test_torch_files() -> Result<()> {
+    let mut tests = process::cargo();
+    tests.args(["test", "--locked", "--package", "torch-files"]);
+    process::run(tests.current_dir(paths::root()))
+}
+
+/// Packs the crate and its members, and unpacks them in another folder. Returns that of the crate.
 pub(crate) fn packed() -> Result<PathBuf> {
     let mut package = process::cargo();
-    package.args([
-        "package",
-        "--package",
-        NAME,
-        "--no-verify",
-        "--allow-dirty",
-        "--offline",
-        "--quiet",
-    ]);
-    process::run(package.current_dir(paths::root()))?;
+    package.args(["package", "--no-verify", "--allow-dirty", "--offline", "--quiet"]);
+    process::run(package.args(all_packages()).current_dir(paths::root()))?;
     unpack(&paths::target())
+}
+
+/// cargo's options for the crate and the members that it depends on. Packed together, none of them need be in a
+/// registry.
+fn all_packages() -> Vec<&'static str> {
+    MEMBERS.iter().chain([&NAME]).flat_map(|name| ["--package", name]).collect()
 }
 
 /// The files that cargo would pack, sorted. New files that were not added to git are included.
@@ -159,40 +167,53 @@ fn changes(listed: &str, found: &str) -> Vec<String> {
     new.chain(gone).collect()
 }
 
-/// Unpacks the package below `target`, as a workspace of its own.
+/// Unpacks the packages below `target`, as a workspace of their own, in which the crate takes its members from the
+/// folders beside it.
 fn unpack(target: &Path) -> Result<PathBuf> {
-    let name = format!("{NAME}-{}", version()?);
     let folder = target.join("packed");
     if folder.exists() {
         fs::remove_dir_all(&folder)?;
     }
     fs::create_dir_all(&folder)?;
-    let archive = target.join("package").join(format!("{name}.crate"));
-    let mut tar = Command::new("tar");
-    process::run(tar.arg("-xzf").arg(archive).arg("-C").arg(&folder))?;
-    let unpacked = folder.join(name);
-    // The package is in the folder of another workspace, but is not part of it.
-    let manifest = unpacked.join("Cargo.toml");
-    let text = fs::read_to_string(&manifest).context("the package has no Cargo.toml")?;
-    fs::write(manifest, format!("{text}\n[workspace]\n"))?;
+    let mut patches = String::new();
+    for package in MEMBERS.into_iter().chain([NAME]) {
+        let name = format!("{package}-{}", version(package)?);
+        let archive = target.join("package").join(format!("{name}.crate"));
+        let mut tar = Command::new("tar");
+        process::run(tar.arg("-xzf").arg(archive).arg("-C").arg(&folder))?;
+        // The package is in the folder of another workspace, but is not part of it.
+        append(&folder.join(&name), "\n[workspace]\n")?;
+        if package != NAME {
+            patches += &format!("{package} = {{ path = \"../{name}\" }}\n");
+        }
+    }
+    let unpacked = folder.join(format!("{NAME}-{}", version(NAME)?));
+    append(&unpacked, &format!("\n[patch.crates-io]\n{patches}"))?;
     Ok(unpacked)
 }
 
-fn version() -> Result<String> {
-    let manifest = manifest()?;
+/// Adds a text to the manifest of a package.
+fn append(package: &Path, text: &str) -> Result<()> {
+    let manifest = package.join("Cargo.toml");
+    let before = fs::read_to_string(&manifest).context("the package has no Cargo.toml")?;
+    Ok(fs::write(manifest, before + text)?)
+}
+
+fn version(name: &str) -> Result<String> {
+    let manifest = manifest(name)?;
     Ok(manifest["version"].as_str().context("the package has no version")?.to_owned())
 }
 
-/// What Cargo.toml says of the package, as cargo reads it.
-fn manifest() -> Result<Value> {
+/// What Cargo.toml says of a package, as cargo reads it.
+fn manifest(name: &str) -> Result<Value> {
     let mut metadata = process::cargo();
     metadata.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]);
     let printed = process::read(metadata.current_dir(paths::root()))?;
     let metadata: Value =
         serde_json::from_str(&printed).context("cargo metadata prints no JSON")?;
     let mut packages = metadata["packages"].as_array().into_iter().flatten();
-    let package = packages.find(|package| package["name"] == NAME);
-    Ok(package.with_context(|| format!("the workspace has no {NAME}"))?.clone())
+    let package = packages.find(|package| package["name"] == name);
+    Ok(package.with_context(|| format!("the workspace has no {name}"))?.clone())
 }
 
 /// `cargo <command>` in `dir`, without libtorch.

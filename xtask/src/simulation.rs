@@ -88,11 +88,10 @@ pub(crate) fn check_possible(libtorch: &Libtorch) -> Result<()> {
 }
 
 /// Tests that use no device, or that measure a process on the CPU: its memory, its files, its signals.
-const CPU_ONLY: [&str; 14] = [
+const CPU_ONLY: [&str; 13] = [
     "abi",
     "budget",
     "checkpoint",
-    "checkpoint_save",
     "demo",
     "distributed",
     "examples",

@@ -20,10 +20,9 @@ const FUZZ_SECONDS: u32 = 10;
 
 /// Tests of whole programs, and of this crate's own files and processes. Before a release, the others see what differs
 /// between the versions.
-const OF_ANY_LIBTORCH: [&str; 10] = [
+const OF_ANY_LIBTORCH: [&str; 9] = [
     "budget",
     "checkpoint_resume",
-    "checkpoint_save",
     "demo",
     "examples",
     "function_soak",
@@ -83,6 +82,9 @@ fn check_alone(steps: &mut Steps) -> Result<()> {
         package::check_builds,
     )?;
     let workspace = steps.run("libtorch", || Workspace::announced(None))?;
+    if cfg!(target_os = "linux") {
+        steps.run("fuzzing, briefly", || fuzz::checkpoints(&workspace, FUZZ_SECONDS))?;
+    }
     steps.run("copies that arrive at another time", || simulation::test_lags(&workspace))
 }
 
@@ -131,6 +133,10 @@ fn on_cpu(workspace: &Workspace, which: impl Fn(&str) -> bool) -> Result<Command
 fn check(steps: &mut Steps) -> Result<Workspace> {
     steps.run("format", fmt::check_rust_format)?;
     steps.run("format of the C++", fmt::check_cxx_format)?;
+    steps.run("tests of torch-files", package::test_torch_files)?;
+    if cfg!(target_os = "linux") {
+        steps.run("fuzzing of torch-files, briefly", || fuzz::files(FUZZ_SECONDS))?;
+    }
     steps.run("links between the pages", links::check)?;
     steps.run("layers of the source", layers::check)?;
     steps.run("planted faults", planted::check)?;
@@ -140,11 +146,11 @@ fn check(steps: &mut Steps) -> Result<Workspace> {
     steps.run("surface", surface::check)?;
     steps.run("documentation", package::check_documentation)?;
     let workspace = steps.run("libtorch", || Workspace::announced(None))?;
+    steps.run("torch-files beside PyTorch", || {
+        show(workspace.cargo("test").args(["--package", "torch-files", "--lib", "oracle::"]))
+    })?;
     steps.run("C++ without warnings", || sanitize::compile(&workspace))?;
     steps.run("tests of xtask", || show(workspace.cargo("test").args(["--package", "xtask"])))?;
-    if cfg!(target_os = "linux") {
-        steps.run("fuzzing, briefly", || fuzz::fuzz(&workspace, FUZZ_SECONDS))?;
-    }
     Ok(workspace)
 }
 

@@ -11,8 +11,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::atomic;
-use crate::checkpoint::{Checkpoint, CheckpointError, Format, SaveError};
+use torch_files::atomic;
+
+use crate::checkpoint::{Checkpoint, CheckpointError, Format};
 use crate::error::{Error, Result};
 
 /// How often a folder is listed again because a file vanished before it could be loaded.
@@ -88,7 +89,7 @@ impl CheckpointFolder {
     /// [`CheckpointError::Save`] if the folder cannot be created.
     pub fn new(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        atomic::create_folder(&path).map_err(CheckpointError::from)?;
+        atomic::create_folder(&path).map_err(CheckpointError::Save)?;
         Ok(Self { path, format: Format::Safetensors, last: usize::MAX, best: None })
     }
 
@@ -251,7 +252,7 @@ impl CheckpointFolder {
                     removed => removed.map_err(CheckpointError::io("remove", &file.path))?,
                 }
             }
-            Ok(self.remove_leftovers(LEFTOVER_AGE).map(drop).map_err(CheckpointError::from)?)
+            Ok(self.remove_leftovers(LEFTOVER_AGE).map(drop).map_err(CheckpointError::Save)?)
         });
         removed.map_err(|cause| {
             CheckpointError::NotRemoved { saved: saved.to_owned(), cause: Box::new(cause) }.into()
@@ -267,7 +268,7 @@ impl CheckpointFolder {
         is_full && self.remove_leftovers(Duration::ZERO).is_ok_and(|removed| removed > 0)
     }
 
-    fn remove_leftovers(&self, age: Duration) -> std::result::Result<usize, SaveError> {
+    fn remove_leftovers(&self, age: Duration) -> torch_files::Result<usize> {
         atomic::remove_leftovers(&self.path, age, |name| parse(name).is_some())
     }
 
@@ -332,13 +333,13 @@ impl CheckpointFolder {
     }
 }
 
-fn is_out_of_space(error: &SaveError) -> bool {
+fn is_out_of_space(error: &torch_files::Error) -> bool {
     match error {
-        SaveError::Io { cause, .. } => {
+        torch_files::Error::Io { cause, .. } => {
             matches!(cause.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded)
         }
-        SaveError::Leftover { cause, .. } => is_out_of_space(cause),
-        SaveError::Indeterminate { .. } => false,
+        torch_files::Error::Leftover { cause, .. } => is_out_of_space(cause),
+        _ => false,
     }
 }
 

@@ -13,11 +13,11 @@ use std::fmt;
 use serde::Serialize;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
+use torch_files::{TensorRef, Value};
 
 use crate::checkpoint::entry::TensorEntry;
 use crate::checkpoint::part::{MODULE, NamedPart, Part, StatePart, UPDATES};
 use crate::checkpoint::restore::names::batch_counts;
-use crate::checkpoint::value::{MAX_DIMS, Value};
 use crate::checkpoint::{CheckpointError, other_part};
 use crate::device::check_usable;
 use crate::error::{Result, shown, unsaveable};
@@ -426,8 +426,9 @@ pub(crate) fn entry(name: &str, tensor: &Tensor) -> Result<TensorEntry> {
     }
     let entry = TensorEntry::in_memory(tensor)?;
     // Neither format is read back with more.
-    if entry.size.len() > MAX_DIMS {
-        let problem = format!("it has {} dimensions, more than {MAX_DIMS}", entry.size.len());
+    if entry.size.len() > TensorRef::MAX_DIMS {
+        let problem =
+            format!("it has {} dimensions, more than {}", entry.size.len(), TensorRef::MAX_DIMS);
         return Err(unsaveable(name, problem).into());
     }
     Ok(entry)

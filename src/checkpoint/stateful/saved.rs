@@ -3,17 +3,18 @@
 use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
+use std::sync::Arc;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::{Kind, Tensor};
+use torch_files::Value;
 
 use crate::checkpoint::entry::TensorEntry;
 use crate::checkpoint::part::{MODULE, NamedPart, Part, REST, STEPS, StatePart, UPDATES};
 use crate::checkpoint::restore::names::is_batch_count;
 use crate::checkpoint::restore::{Options, Restored};
 use crate::checkpoint::stateful::{Copy, Prepared, part_name, plain};
-use crate::checkpoint::value::{Text, Value};
 use crate::checkpoint::{Checkpoint, CheckpointError, other_part, read_value};
 use crate::error::{Error, Result, shown};
 use crate::optim::Saved as _;
@@ -448,7 +449,7 @@ pub(super) struct Dict<'a> {
     /// Tensors that count only if they are asked for.
     maybe: BTreeMap<String, (&'a str, &'a TensorEntry)>,
     /// Sorted by name.
-    values: &'a [(Text, Value)],
+    values: &'a [(Arc<str>, Value)],
     /// The others, by names like those of the tensors.
     others: BTreeMap<String, (&'a str, &'a Part)>,
 }

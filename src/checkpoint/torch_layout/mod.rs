@@ -7,7 +7,11 @@
 
 mod optimizer;
 mod read;
+#[cfg(test)]
+mod tests;
 mod write;
+
+use torch_files::Value;
 
 pub(crate) use read::Reader;
 pub(crate) use write::{Layout, StorageSource};
@@ -15,3 +19,11 @@ pub(crate) use write::{Layout, StorageSource};
 /// The key, next to those of the parts, of what PyTorch's layout does not hold: the kind of each part, and the names of
 /// parameters.
 const KEY: &str = "tch_amp";
+
+/// The items of a Python dict.
+type Items = [(Value, Value)];
+
+/// Returns the value of a key in the items of a dict.
+fn get<'a>(items: &'a Items, key: &str) -> Option<&'a Value> {
+    items.iter().find(|(other, _)| other.text() == Some(key)).map(|(_, value)| value)
+}

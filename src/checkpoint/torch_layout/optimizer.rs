@@ -16,36 +16,31 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use tch::Kind;
+use torch_files::{Dtype, Limits, TensorRef, TorchFile, Value};
 
-use crate::checkpoint::entry::{Location, TensorEntry};
-use crate::checkpoint::limits::MAX_TENSORS;
+use super::{Items, get};
+use crate::checkpoint::entry::TensorEntry;
 use crate::checkpoint::part::OptimizerPart;
-use crate::checkpoint::source::Source;
-use crate::checkpoint::value::{Items, Key, TensorRef, Text, Value, get};
 use crate::error::{nearest, shown};
 use crate::optim::{
     Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, ParamGroup, ParamGroupState, RmsProp,
     Saved as _, Sgd,
 };
 
+/// The most parameters that an optimizer may have.
+const MAX_PARAMETERS: usize = Limits::DEFAULT.max_tensors as usize;
+
 /// Why the objects are not a checkpoint.
 pub(super) type Problem = String;
 
-/// Where the storages of a file are: the file and the position of each, by key. What was made of texts is in memory.
+/// The file that has the tensors.
 #[derive(Debug)]
-pub(super) struct Locations(pub(super) BTreeMap<Text, (Arc<Source>, u64)>);
+pub(super) struct Tensors(pub(super) Arc<TorchFile>);
 
-impl Locations {
-    /// Returns the entry of a tensor, if its storage is in the file.
+impl Tensors {
+    /// Returns the entry of a tensor, if tch has its dtype.
     pub(super) fn entry(&self, tensor: &TensorRef) -> Option<TensorEntry> {
-        let Self(storages) = self;
-        let (source, start) = storages.get(&tensor.storage)?;
-        let width = tensor.kind.elt_size_in_bytes() as u64;
-        let offset = start.checked_add(tensor.offset.checked_mul(width)?)?;
-        let stride = (!is_in_order(&tensor.size, &tensor.stride)).then(|| tensor.stride.clone());
-        let location = Location { source: Arc::clone(source), offset, stride };
-        Some(TensorEntry::in_file(tensor.kind, tensor.size.clone(), location))
+        TensorEntry::in_file(&self.0, tensor)
     }
 }
 
@@ -65,7 +60,7 @@ struct PythonGroup {
 fn names_of(groups: &[PythonGroup], noted: Option<&Value>) -> Option<Vec<Vec<String>>> {
     let name = |param: &Value| param.text().map(str::to_owned);
     let own = groups.iter().map(|group| group.params.iter().map(name).collect()).collect();
-    let noted = || noted.and_then(|names| names.read().ok());
+    let noted = || noted.and_then(|names| names.to().ok());
     let beside = || groups.iter().map(|group| group.names.clone()).collect();
     let fit = |names: &Vec<Vec<String>>| {
         names.iter().map(Vec::len).eq(groups.iter().map(|group| group.params.len()))
@@ -82,7 +77,7 @@ fn numbered(groups: &[PythonGroup], offset: i64) -> Vec<Vec<String>> {
     groups.iter().map(|group| group.params.iter().map(name).collect()).collect()
 }
 
-impl Locations {
+impl Tensors {
     /// Converts an optimizer. `names` are those of the parameters in each group, if this crate has recorded them.
     pub(super) fn optimizer(
         &self,
@@ -164,8 +159,8 @@ impl Locations {
                 let groups: Vec<_> =
                     groups.iter().map(|group| self.group(group)).collect::<Result<_, _>>()?;
                 let count: usize = groups.iter().map(|group| group.params.len()).sum();
-                if count > MAX_TENSORS {
-                    return Err(format!("has {count} parameters, more than {MAX_TENSORS}"));
+                if count > MAX_PARAMETERS {
+                    return Err(format!("has {count} parameters, more than {MAX_PARAMETERS}"));
                 }
                 let params = || groups.iter().flat_map(|group| &group.params);
                 let named = params().find(|param| param.text().is_some());
@@ -196,14 +191,12 @@ impl Locations {
             Some(_) => return Err("is not an optimizer".to_owned()),
         };
         let params = groups.iter().flat_map(|group| &group.params);
-        let by_key: HashMap<_, _> = params.map(Key::of).zip(names.iter().flatten()).collect();
+        let by_key: HashMap<_, _> = params.map(key_of).zip(names.iter().flatten()).collect();
         let mut entries = BTreeMap::new();
         for (key, tensors) in state {
-            let Some(name) = Key::of(key).and_then(|key| by_key.get(&Some(key))) else {
-                let names = by_key.keys().filter_map(|key| match key {
-                    Some(Key::Text(name)) => Some(*name),
-                    _ => None,
-                });
+            let Some(name) = key_of(key).and_then(|key| by_key.get(&Some(key))) else {
+                let names = by_key.keys().flatten();
+                let names = names.filter_map(|(is_text, name)| is_text.then_some(&**name));
                 let near = key.text().and_then(|key| nearest(key, names));
                 let near = near
                     .map_or_else(String::new, |near| format!("; did you mean `{}`?", shown(near)));
@@ -250,11 +243,11 @@ impl Locations {
     /// that `torch.compile` does not treat them as constants. Anything else remains as it is.
     fn plain(&self, value: &Value) -> Value {
         let number = |tensor: &TensorRef| {
-            let single = tensor.size.iter().all(|&size| size == 1);
+            let single = tensor.shape.iter().all(|&size| size == 1);
             let number = self.entry(tensor).filter(|_| single)?.item().ok()?;
-            Some(match tensor.kind {
-                Kind::Bool => Value::Bool(number != 0.0),
-                Kind::Uint8 | Kind::Int8 | Kind::Int16 | Kind::Int | Kind::Int64 => {
+            Some(match tensor.dtype {
+                Dtype::Bool => Value::Bool(number != 0.0),
+                Dtype::Uint8 | Dtype::Int8 | Dtype::Int16 | Dtype::Int32 | Dtype::Int64 => {
                     Value::Int(number as i64)
                 }
                 _ => Value::Float(number),
@@ -483,7 +476,7 @@ fn options_of(group: &Items) -> Result<ParamGroup, String> {
         return Err("have a tensor among their options".to_owned());
     };
     options.push(("algorithm".into(), algorithm.into()));
-    Value::map(options).read().map_err(|error| error.to_string())
+    Value::map(options).to().map_err(|error| error.to_string())
 }
 
 /// Shows the number or the name of a parameter in a message.
@@ -619,13 +612,8 @@ fn flag(name: &str, value: bool) -> (Value, Value) {
     (name.into(), Value::Bool(value))
 }
 
-/// Returns whether the elements are in row-major order without gaps.
-fn is_in_order(size: &[i64], stride: &[i64]) -> bool {
-    let mut expected = 1;
-    size.contains(&0)
-        || size.iter().zip(stride).rev().all(|(&size, &stride)| {
-            let fits = size == 1 || stride == expected;
-            expected *= size;
-            fits
-        })
+/// Returns a key of a state, which is equal to the number or the name that the groups have for the parameter: whether
+/// it is a text, and the text.
+fn key_of(key: &Value) -> Option<(bool, Arc<str>)> {
+    Some((matches!(key, Value::Text(_)), key.key_text()?))
 }

@@ -4,34 +4,34 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::KEY;
-use super::optimizer::{Locations, Problem, has_groups, is_flat, is_pair};
-use crate::checkpoint::limits::MAX_PARTS;
-use crate::checkpoint::part::{MODULE, Part, StatePart, UPDATES};
-use crate::checkpoint::source::Source;
-use crate::checkpoint::value::{Items, Text, Value, get};
+use torch_files::{TorchFile, UNKNOWN_DTYPE, Value};
+
+use super::optimizer::{Problem, Tensors, has_groups, is_flat, is_pair};
+use super::{Items, KEY, get};
+use crate::checkpoint::part::{MAX_PARTS, MODULE, Part, StatePart, UPDATES};
+use crate::dtype;
 use crate::error::{sentence, shown};
 use crate::optim::Saved;
 
 type Parts = BTreeMap<String, Part>;
 
-/// Converts objects, given where the storages are in the file.
+/// Converts objects, given the file that has their tensors.
 #[derive(Debug)]
 pub(crate) struct Reader {
-    locations: Locations,
+    tensors: Tensors,
     /// How many more parts the file may have.
     left: Cell<usize>,
 }
 
 impl Reader {
-    pub(crate) fn new(storages: BTreeMap<Text, (Arc<Source>, u64)>) -> Self {
-        Self { locations: Locations(storages), left: Cell::new(MAX_PARTS) }
+    pub(crate) fn new(file: Arc<TorchFile>) -> Self {
+        Self { tensors: Tensors(file), left: Cell::new(MAX_PARTS) }
     }
 
     /// Converts the saved object. A single state becomes a part that is named after its kind; any other dict or list
     /// has a part under each key or place.
     pub(crate) fn parts(&self, root: Value) -> Result<Parts, Problem> {
-        match root {
+        match known(root) {
             Value::Dict(items) => self.parts_of(items),
             Value::List(items) | Value::Tuple(items) if items.len() <= MAX_LIST => {
                 let parts = self.items_of(items);
@@ -42,10 +42,38 @@ impl Reader {
                     false => Err("it holds a list without a state".to_owned()),
                 }
             }
-            Value::Tensor(_) => Ok(self.single("tensor", root)),
+            root @ Value::Tensor(_) => Ok(self.single("tensor", root)),
             Value::Opaque(what) => Err(format!("it holds {what}, not a dict")),
             _ => Err("it does not hold a dict, so nothing in it has a name".to_owned()),
         }
+    }
+
+    /// Converts a dict of the tensors of a model in safetensors, or in several files, in which other values can be beside
+    /// them.
+    pub(crate) fn named(&self, root: Value) -> Parts {
+        let items = match root {
+            Value::Dict(items) => items,
+            _ => Vec::new(),
+        };
+        let (mut tensors, mut others) = (BTreeMap::new(), BTreeMap::new());
+        for (key, value) in items {
+            let other = match value {
+                Value::Tensor(tensor) => match self.tensors.entry(&tensor) {
+                    Some(entry) => {
+                        tensors.insert(name_of(&key), entry);
+                        continue;
+                    }
+                    None => no_dtype(tensor.dtype.safetensors_name().unwrap_or_default()),
+                },
+                Value::Opaque(what) => match what.strip_prefix(UNKNOWN_DTYPE) {
+                    Some(dtype) => no_dtype(dtype),
+                    None => unknown(&what),
+                },
+                other => self.guess(known(other)),
+            };
+            others.insert(name_of(&key), other);
+        }
+        BTreeMap::from([(MODEL.to_owned(), Part::model(tensors, others))])
     }
 
     fn parts_of(&self, mut items: Vec<(Value, Value)>) -> Result<Parts, Problem> {
@@ -113,7 +141,7 @@ impl Reader {
     /// others from being read.
     fn guess(&self, value: Value) -> Part {
         let part = match value {
-            Value::Tensor(tensor) => self.locations.entry(&tensor).map(Part::Tensor),
+            Value::Tensor(tensor) => self.tensors.entry(&tensor).map(Part::Tensor),
             Value::Dict(items) => self.guess_dict(items),
             Value::Opaque(what) => return unknown(&what),
             Value::List(items) | Value::Tuple(items) if items.iter().any(is_state) => {
@@ -147,7 +175,7 @@ impl Reader {
 
     /// Converts an optimizer, and what a Python program has put beside its state. Returns `None` if that is too much.
     fn optimizer(&self, items: Vec<(Value, Value)>, names: Option<&Value>) -> Option<Part> {
-        let mut part = match self.locations.optimizer(&items, names) {
+        let mut part = match self.tensors.optimizer(&items, names) {
             Ok(part) => part,
             Err(problem) => return Some(unknown(&problem)),
         };
@@ -174,7 +202,7 @@ impl Reader {
         };
         let noted = |what: &str| noted.and_then(|noted| noted.get(what));
         let values = noted("values").filter(|values| matches!(values, Value::Map(_)));
-        let beside = noted("beside").and_then(|names| names.read::<BTreeSet<String>>().ok());
+        let beside = noted("beside").and_then(|names| names.to::<BTreeSet<String>>().ok());
         let (values, beside) = values.zip(beside).ok_or_else(other)?;
         let part = self.model(&items).or_else(|| self.dict(items)).ok_or_else(too_many)?;
         let (tensors, others) = match part {
@@ -188,7 +216,7 @@ impl Reader {
         };
         let updates = tensors.get(UPDATES).filter(|updates| updates.numel() == 1);
         let updates = updates.and_then(|updates| updates.item().ok());
-        if updates != values.get(UPDATES).and_then(|updates| updates.read().ok()) {
+        if updates != values.get(UPDATES).and_then(|updates| updates.to().ok()) {
             return Ok(Part::model(tensors, others));
         }
         let own = |name: String| name.strip_prefix(MODULE).map(str::to_owned).unwrap_or(name);
@@ -226,11 +254,11 @@ impl Reader {
             let name = name_of(&key);
             match &value {
                 Value::Tensor(tensor) if is_variable(&key, &value) => {
-                    tensors.extend(self.locations.entry(tensor).map(|entry| (name, entry)));
+                    tensors.extend(self.tensors.entry(tensor).map(|entry| (name, entry)));
                     continue;
                 }
                 Value::Tensor(tensor) if key.text().is_some() => {
-                    maybe.extend(self.locations.entry(tensor).map(|entry| (name.clone(), entry)));
+                    maybe.extend(self.tensors.entry(tensor).map(|entry| (name.clone(), entry)));
                 }
                 Value::Opaque(what) => drop(unsupported.insert(name.clone(), unknown(what))),
                 _ => {}
@@ -247,7 +275,7 @@ impl Reader {
         for (key, value) in items {
             match (key, value) {
                 (Value::Text(name), Value::Tensor(tensor)) => {
-                    tensors.insert(name.to_string(), self.locations.entry(tensor)?);
+                    tensors.insert(name.to_string(), self.tensors.entry(tensor)?);
                 }
                 (Value::Text(_), Value::None) => {}
                 _ => return None,
@@ -265,7 +293,7 @@ impl Reader {
                 continue;
             };
             if let Value::Tensor(tensor) = value {
-                tensors.insert(name.to_string(), self.locations.entry(&tensor)?);
+                tensors.insert(name.to_string(), self.tensors.entry(&tensor)?);
                 continue;
             }
             match self.guess(value) {
@@ -285,6 +313,21 @@ impl Reader {
     fn count(&self, parts: usize) -> Option<()> {
         self.left.set(self.left.get().checked_sub(parts)?);
         Some(())
+    }
+}
+
+/// Replaces the tensors of dtypes that tch does not have by a description.
+fn known(value: Value) -> Value {
+    match value {
+        Value::Tensor(tensor) if dtype::kind_of(tensor.dtype).is_none() => {
+            Value::Opaque("a tensor of a dtype that tch does not have".into())
+        }
+        Value::List(items) => Value::List(items.into_iter().map(known).collect()),
+        Value::Tuple(items) => Value::Tuple(items.into_iter().map(known).collect()),
+        Value::Dict(items) => {
+            Value::Dict(items.into_iter().map(|(key, item)| (key, known(item))).collect())
+        }
+        other => other,
     }
 }
 
@@ -341,13 +384,18 @@ fn too_many() -> Problem {
     format!("it has more than {MAX_PARTS} parts")
 }
 
+/// Makes the part of a tensor in safetensors whose dtype tch does not have.
+fn no_dtype(name: &str) -> Part {
+    Part::Unknown(format!("tch has no dtype {}", shown(name)))
+}
+
 /// Makes a part of an unsupported kind. The reason may contain text from the file.
 fn unknown(why: &str) -> Part {
     Part::Unknown(sentence(why))
 }
 
 fn scaler(value: &Value) -> Option<Part> {
-    value.read().ok().map(Part::Scaler)
+    value.to().ok().map(Part::Scaler)
 }
 
 /// Takes what this crate has recorded from the items of a saved dict, if it has saved the file.

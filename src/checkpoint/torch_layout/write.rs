@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use tch::{Device, Kind, Tensor};
+use torch_files::{Dtype, TensorRef, Value};
 
 use super::KEY;
 use super::optimizer::{ADAMW, MUON, group_options, split};
-use crate::checkpoint::entry::{Failure, TensorEntry};
+use crate::checkpoint::entry::TensorEntry;
 use crate::checkpoint::part::{MODULE, OptimizerPart, Part, StatePart, WRITER};
-use crate::checkpoint::value::{TensorRef, Value};
+use crate::dtype::dtype_of;
 use crate::error::{Result, unsaveable};
 use crate::ffi::{self, OutsideRegions};
 use crate::optim::{Algorithm, EXPONENTS, ParamGroupState, STEP, Saved as _};
@@ -29,17 +30,6 @@ impl StorageSource<'_> {
             Self::Made(size, _) => {
                 ffi::elements(size).saturating_mul(Kind::Float.elt_size_in_bytes())
             }
-        }
-    }
-
-    /// Calls `take` with the bytes of the elements in row-major order, in chunks.
-    pub(crate) fn read(
-        &self,
-        take: &mut dyn FnMut(&[u8]) -> std::result::Result<(), Failure>,
-    ) -> std::result::Result<(), Failure> {
-        match self {
-            Self::Kept(entry) => entry.read(take),
-            Self::Made(_, make) => TensorEntry::in_memory(&make()?)?.read(take),
         }
     }
 }
@@ -251,13 +241,11 @@ impl<'a> Layout<'a> {
     }
 
     fn stored(&mut self, kind: Kind, size: Vec<i64>, stored: StorageSource<'a>) -> Value {
-        let storage = self.storages.len().to_string().into();
+        let storage = self.storages.len().to_string();
         self.storages.push(stored);
-        let mut stride = vec![1; size.len()];
-        for dim in (1..stride.len()).rev() {
-            stride[dim - 1] = stride[dim] * size[dim].max(1);
-        }
-        TensorRef { storage, kind, offset: 0, size, stride, requires_grad: false }.into()
+        // Files have the dtype of every tensor that an entry can be made of.
+        let dtype = dtype_of(kind).unwrap_or(Dtype::Uint8);
+        TensorRef::contiguous(storage, dtype, size).into()
     }
 }
 

@@ -10,7 +10,8 @@ use super::axis::escape;
 use super::heat_map::HeatMap;
 use super::plot::Plot;
 use crate::error::{Error, Result};
-use crate::{atomic, ffi};
+use crate::ffi;
+use torch_files::atomic;
 
 /// An HTML page that is built from top to bottom. It refers to no other file, and every text is escaped, except that of
 /// [`html`](Self::html). See the [module](super) for an example.
@@ -142,7 +143,7 @@ impl Document {
     pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
         let html = self.to_html();
         let fill = &mut |out: &mut dyn atomic::Target| out.write_all(html.as_bytes());
-        atomic::replace(path.as_ref(), fill).map_err(Error::Save)
+        atomic::replace(path.as_ref(), fill).map(drop).map_err(Error::Save)
     }
 }
 

@@ -1,0 +1,569 @@
+//! An open file of any format.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{self, Write};
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::dtype::Element;
+use crate::error::{Error, Malformed, Result};
+use crate::limits::Limits;
+use crate::pickle::{self, Bytes, First};
+use crate::source::{CHUNK, Checksum, Cursor, Region, Source};
+use crate::text::shown;
+use crate::torch::{CONSTANTS, Opened, PICKLE};
+use crate::value::{TensorRef, Text, Value};
+use crate::writer::Storage;
+use crate::zip::ZipRecord;
+use crate::{index, old, safetensors, torch, zip};
+
+/// An open file of PyTorch or safetensors: its values, and the places of its tensors, whose elements are read when they
+/// are asked for.
+///
+/// Nothing in a file is executed: of what a pickle would call in Python, the few functions that checkpoints need make
+/// values here, and everything else is a [`Value::Opaque`]. A hostile file is refused, or read within the [`Limits`].
+///
+/// Elements are little-endian, and a file that was written on a big-endian machine is refused. Tensors have the strides
+/// that they had in PyTorch, of which [`read`](Self::read) makes row-major order.
+///
+/// Several threads may read from one file. It must not be modified in place while it is open; replacing it is fine.
+///
+/// # Examples
+///
+/// ```
+/// use torch_files::{Limits, TensorRef, TorchFile, Value, Writer, Dtype};
+///
+/// # let path = std::env::temp_dir().join(format!("torch-files-doc-{}.pt", std::process::id()));
+/// let weight = TensorRef::contiguous("0", Dtype::Float32, vec![2]);
+/// let value = Value::Dict(vec![("weight".into(), weight.into()), ("epoch".into(), Value::Int(3))]);
+/// let _durable = Writer::torch(&value, [[1f32, 2.0].map(f32::to_le_bytes).concat()], &Limits::default())?.save(&path)?;
+///
+/// let file = TorchFile::open(&path)?;
+/// file.verify()?;
+/// assert_eq!(file.value().get("epoch"), Some(&Value::Int(3)));
+/// for (name, tensor) in file.tensors() {
+///     println!("{name} {} {:?}", tensor.dtype, tensor.shape);
+///     assert_eq!(file.to_vec::<f32>(tensor)?, [1.0, 2.0]);
+/// }
+/// # std::fs::remove_file(&path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct TorchFile {
+    source: Arc<Source>,
+    kind: FileKind,
+    value: Value,
+    metadata: BTreeMap<String, String>,
+    storages: BTreeMap<Text, Place>,
+    regions: Vec<(Arc<Source>, Region)>,
+}
+
+/// The beginning of the description of a tensor in a safetensors file whose dtype this crate does not know; the name of
+/// the dtype follows.
+pub const UNKNOWN_DTYPE: &str = "a tensor of the dtype ";
+
+/// The format of a file, which its content says and not its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FileKind {
+    /// A zip archive of `torch.save`, since PyTorch 1.6.
+    Torch,
+    /// A zip archive of `torch.jit.save`, or of `VarStore::save` in tch: a module, of which the attributes are read.
+    TorchScript,
+    /// A file of `torch.save` before PyTorch 1.6, without checksums.
+    Legacy,
+    /// A plain pickle, without storages; numpy's arrays in it are tensors.
+    Pickle,
+    /// Named tensors, without checksums.
+    Safetensors,
+    /// An index of a model in several files of the other formats, which are beside it.
+    Index,
+}
+
+/// The bytes of a storage.
+#[derive(Clone, Debug)]
+struct Place {
+    source: Arc<Source>,
+    offset: u64,
+    len: u64,
+}
+
+impl TorchFile {
+    /// Opens a file with the default [`Limits`]. Reads its values, but not the elements of its tensors, and so finds
+    /// no damage in those: see [`verify`](Self::verify).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`], [`Error::Malformed`] and [`Error::TooMuch`].
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        Self::open_with(path, &Limits::default())
+    }
+
+    /// Opens a file with other limits. Otherwise the same as [`open`](Self::open).
+    ///
+    /// # Errors
+    ///
+    /// The same as [`open`](Self::open).
+    pub fn open_with(path: impl AsRef<Path>, limits: &Limits) -> Result<Self> {
+        let source = Source::open(path.as_ref())?;
+        if index::is_index(&beginning(&source)?) {
+            return Self::of_index(source, limits);
+        }
+        Self::of_source(source, limits)
+    }
+
+    /// Reads the bytes of a file, and keeps them in memory. An index is refused, since its files are beside it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Malformed`] and [`Error::TooMuch`].
+    pub fn from_bytes(bytes: Vec<u8>) -> Result<Self> {
+        Self::from_bytes_with(bytes, &Limits::default())
+    }
+
+    /// Reads the bytes of a file with other limits. Otherwise the same as [`from_bytes`](Self::from_bytes).
+    ///
+    /// # Errors
+    ///
+    /// The same as [`from_bytes`](Self::from_bytes).
+    pub fn from_bytes_with(bytes: Vec<u8>, limits: &Limits) -> Result<Self> {
+        Self::of_source(Source::in_memory(bytes), limits)
+    }
+
+    fn of_source(source: Source, limits: &Limits) -> Result<Self> {
+        let start = beginning(&source)?;
+        let file = Self::empty(Arc::new(source));
+        let path = file.path().to_owned();
+        let read = if safetensors::is_safetensors(&start) {
+            file.with_safetensors(limits)
+        } else if zip::is_zip(&start) {
+            file.with_archive(limits)
+        } else if old::is_old(&start) {
+            file.with_pickles(limits)
+        } else {
+            let neither = "it is neither safetensors, a file of torch.save nor a pickle";
+            Err(Malformed::Whole(neither.to_owned()))
+        };
+        read.map_err(|malformed| malformed.at(&path))
+    }
+
+    fn empty(source: Arc<Source>) -> Self {
+        Self {
+            source,
+            kind: FileKind::Torch,
+            value: Value::None,
+            metadata: BTreeMap::new(),
+            storages: BTreeMap::new(),
+            regions: Vec::new(),
+        }
+    }
+
+    fn place(&self, offset: u64, len: u64) -> Place {
+        Place { source: Arc::clone(&self.source), offset, len }
+    }
+
+    fn with_safetensors(mut self, limits: &Limits) -> Result<Self, Malformed> {
+        let header = safetensors::read(&self.source, limits)?;
+        let mut items = Vec::with_capacity(header.tensors.len());
+        for (name, info) in header.tensors {
+            let name = Text::from(name);
+            let value = match info.dtype {
+                Ok(dtype) => {
+                    let tensor = TensorRef::contiguous(Text::clone(&name), dtype, info.shape);
+                    let offset = header.data + info.start;
+                    let place = self.place(offset, tensor.size_in_bytes());
+                    self.storages.insert(Text::clone(&name), place);
+                    tensor.into()
+                }
+                Err(dtype) => Value::Opaque(format!("{UNKNOWN_DTYPE}{dtype}").into()),
+            };
+            items.push((Value::Text(name), value));
+        }
+        (self.kind, self.metadata) = (FileKind::Safetensors, header.metadata);
+        self.value = Value::Dict(items);
+        Ok(self)
+    }
+
+    fn with_archive(mut self, limits: &Limits) -> Result<Self, Malformed> {
+        let Opened { root, arrays, storages, others } =
+            torch::open(Cursor::new(&self.source), limits)?;
+        let is_script = others.contains_key(CONSTANTS);
+        self.kind = if is_script { FileKind::TorchScript } else { FileKind::Torch };
+        let region = |name: &str, record: &ZipRecord| {
+            let ZipRecord { offset, len, crc32 } = *record;
+            (Arc::clone(&self.source), Region { name: name.to_owned(), offset, len, crc32 })
+        };
+        let regions = storages.iter().map(|(key, record)| region(key, record));
+        let regions: Vec<_> =
+            regions.chain(others.iter().map(|(name, record)| region(name, record))).collect();
+        self.regions = regions;
+        let places = storages.into_iter().map(|(key, record)| (key, record.offset, record.len));
+        let pickle = others.get(PICKLE).map_or(0, |record| record.offset);
+        self.with_objects(root, places, arrays, pickle)
+    }
+
+    /// Reads a file that begins with a pickle: one of PyTorch before 1.6, or a pickle alone.
+    fn with_pickles(mut self, limits: &Limits) -> Result<Self, Malformed> {
+        let len = self.source.len().min(limits.max_pickle_bytes);
+        let mut bytes = vec![0; usize::try_from(len).unwrap_or(0)];
+        self.source.read_at(0, &mut bytes).map_err(Malformed::Read)?;
+        if !old::is_marked(&bytes) {
+            drop(bytes);
+            return self.with_plain_pickle(limits);
+        }
+        let opened = old::read(&bytes, &self.source, limits)?;
+        drop(bytes);
+        let old::Opened { root, storages, arrays, pickle } = opened;
+        self.kind = FileKind::Legacy;
+        let places = storages.into_iter().map(|(key, (start, len))| (key, start, len));
+        self.with_objects(root, places, arrays, pickle)
+    }
+
+    /// Numpy's arrays are in the pickle itself, which may therefore be as large as any file.
+    fn with_plain_pickle(mut self, limits: &Limits) -> Result<Self, Malformed> {
+        let len = usize::try_from(self.source.len()).unwrap_or(usize::MAX);
+        let mut bytes = Vec::new();
+        if bytes.try_reserve_exact(len).is_err() {
+            let problem = "it is a pickle that is larger than the memory";
+            return Err(Malformed::Whole(problem.to_owned()));
+        }
+        bytes.resize(len, 0);
+        self.source.read_at(0, &mut bytes).map_err(Malformed::Read)?;
+        let max_pickle_bytes = limits.max_pickle_bytes.max(self.source.len());
+        let limits = Limits { max_pickle_bytes, ..limits.clone() };
+        let First { root, len, storages, arrays } = pickle::read_first(&bytes, &limits)?;
+        if len != bytes.len() || !storages.is_empty() {
+            let problem = "it is a plain pickle, but more bytes follow its end, or it refers to storages that only a \
+                           file of torch.save has";
+            return Err(Malformed::Whole(problem.to_owned()));
+        }
+        drop(bytes);
+        self.kind = FileKind::Pickle;
+        self.with_objects(root, [], arrays, 0)
+    }
+
+    /// Takes a saved object, given the keys, positions and lengths of its storages, and the position of the pickle, in
+    /// which numpy's arrays are.
+    fn with_objects(
+        mut self,
+        root: Value,
+        storages: impl IntoIterator<Item = (Text, u64, u64)>,
+        arrays: BTreeMap<Text, Bytes>,
+        pickle: u64,
+    ) -> Result<Self, Malformed> {
+        let places = storages.into_iter().map(|(key, offset, len)| (key, self.place(offset, len)));
+        let mut places: BTreeMap<_, _> = places.collect();
+        for (key, bytes) in arrays {
+            let len = bytes.len();
+            let place = match bytes {
+                Bytes::Here(range) => self.place(pickle + range.start as u64, len),
+                Bytes::Made(source) => Place { source, offset: 0, len },
+            };
+            if places.insert(key, place).is_some() {
+                let problem = "a storage has the name of a numpy array";
+                return Err(Malformed::Whole(problem.to_owned()));
+            }
+        }
+        (self.value, self.storages) = (root, places);
+        Ok(self)
+    }
+
+    /// Opens the files that an index names. Their storages get the names of the files before their keys.
+    fn of_index(source: Source, limits: &Limits) -> Result<Self> {
+        let files =
+            index::read(&source, limits).map_err(|malformed| malformed.at(source.path()))?;
+        let folder = source.path().parent().unwrap_or(Path::new("")).to_owned();
+        let mut whole = Self { kind: FileKind::Index, ..Self::empty(Arc::new(source)) };
+        let mut items = Vec::new();
+        for (file, names) in files {
+            let shard = Self::of_source(Source::open(&folder.join(&file))?, limits)?;
+            let Self { value, storages, regions, .. } = shard;
+            let Value::Dict(values) = value else {
+                let problem = format!("`{file}` in it does not hold a dict");
+                return Err(whole.source.malformed(problem));
+            };
+            let key_of = |key: &str| Text::from(format!("{file}/{key}"));
+            whole.storages.extend(storages.into_iter().map(|(key, place)| (key_of(&key), place)));
+            whole.regions.extend(regions);
+            let named = |(key, value): (Value, Value)| Some((Text::from(key.text()?), value));
+            let mut values: HashMap<_, _> = values.into_iter().filter_map(named).collect();
+            for name in names {
+                let Some((name, mut value)) = values.remove_entry(name.as_str()) else {
+                    let problem = format!("`{}` is not in `{}`", shown(&name), shown(&file));
+                    return Err(whole.source.malformed(problem));
+                };
+                value.for_each_tensor(&mut |tensor| tensor.storage = key_of(&tensor.storage));
+                items.push((Value::Text(name), value));
+            }
+        }
+        whole.value = Value::Dict(items);
+        Ok(whole)
+    }
+
+    /// Returns the format of the file.
+    pub fn kind(&self) -> FileKind {
+        self.kind
+    }
+
+    /// Returns the path; `(memory)` for bytes.
+    pub fn path(&self) -> &Path {
+        self.source.path()
+    }
+
+    /// Returns the object that was saved. For safetensors and an index it is a dict of tensors.
+    pub fn value(&self) -> &Value {
+        &self.value
+    }
+
+    /// Takes the object out of the file, which then has `None` in its place, so that a large one need not be cloned.
+    /// Its tensors can still be read.
+    pub fn take_value(&mut self) -> Value {
+        std::mem::take(&mut self.value)
+    }
+
+    /// Returns the texts in the `__metadata__` of a safetensors file. Other formats have none.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    /// Returns every tensor in the value, with the keys and places on the way to it, separated by dots. The name of a
+    /// value that is a tensor itself is empty.
+    pub fn tensors(&self) -> Vec<(String, &TensorRef)> {
+        let mut tensors = Vec::new();
+        self.value.collect_tensors(&mut String::new(), &mut tensors);
+        tensors
+    }
+
+    /// Reads the elements of a tensor in row-major order, as they are in the file. `to` must have exactly
+    /// [`TensorRef::size_in_bytes`].
+    ///
+    /// The tensor need not be one of the file: any view of one of its storages can be read, such as a part of a tensor.
+    /// A tensor that is not contiguous takes memory for what lies between its first and its last element.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Request`] if there is no such storage, the tensor reaches out of it, or `to` is of another size;
+    /// [`Error::Io`].
+    pub fn read(&self, tensor: &TensorRef, to: &mut [u8]) -> Result<()> {
+        let Place { source, offset, .. } = self.place_of(tensor)?;
+        if to.len() as u64 != tensor.size_in_bytes() {
+            let (wanted, given) = (tensor.size_in_bytes(), to.len());
+            return Err(Error::Request(format!("the tensor has {wanted} bytes, not {given}")));
+        }
+        let width = tensor.dtype.size();
+        let start = offset + tensor.offset * width as u64;
+        if to.is_empty() || tensor.is_contiguous() {
+            return source.read_at(start, to);
+        }
+        let reach = tensor.shape.iter().zip(&tensor.strides).map(|(n, stride)| (n - 1) * stride);
+        let extent = 1 + reach.sum::<i64>().unsigned_abs() as usize;
+        let mut bytes = vec![0; extent * width];
+        source.read_at(start, &mut bytes)?;
+        gather(tensor, &bytes, to);
+        Ok(())
+    }
+
+    /// Returns the elements of a tensor in row-major order.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Request`] if the tensor is of another dtype, and the errors of [`read`](Self::read).
+    pub fn to_vec<T: Element>(&self, tensor: &TensorRef) -> Result<Vec<T>> {
+        if tensor.dtype != T::DTYPE {
+            let (found, wanted) = (tensor.dtype, T::DTYPE);
+            return Err(Error::Request(format!(
+                "the tensor is of the dtype {found}, not {wanted}"
+            )));
+        }
+        self.place_of(tensor)?;
+        let mut bytes = vec![0; usize::try_from(tensor.size_in_bytes()).unwrap_or(usize::MAX)];
+        self.read(tensor, &mut bytes)?;
+        Ok(bytes.chunks_exact(tensor.dtype.size()).map(T::from_bytes).collect())
+    }
+
+    /// Returns a tensor as something that a [`Writer`](crate::Writer) writes: its elements in row-major order.
+    pub fn storage(&self, tensor: &TensorRef) -> impl Storage + '_ {
+        InFile { file: self, tensor: tensor.clone() }
+    }
+
+    /// Computes the checksum of a tensor's elements in row-major order.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`read`](Self::read).
+    pub fn checksum(&self, tensor: &TensorRef) -> Result<Checksum> {
+        let mut hash = crate::source::ChecksumWriter::new(io::sink());
+        self.pieces(tensor, &mut |bytes| hash.write_all(bytes))?
+            .map_err(Error::io("read", self.path()))?;
+        Ok(hash.checksum())
+    }
+
+    /// Reads the whole file once and compares all checksums that it has: archives have one for each record.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Malformed`] for a checksum that does not match, and [`Error::Io`].
+    pub fn verify(&self) -> Result<()> {
+        self.regions.iter().try_for_each(|(source, region)| region.verify(source))
+    }
+
+    /// Returns the size of the file in bytes.
+    pub fn size_in_bytes(&self) -> u64 {
+        self.source.len()
+    }
+
+    /// Fills the buffer with the bytes of the file from `offset` on, whatever they are.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Malformed`] if the file ends before, and [`Error::Io`].
+    pub fn read_bytes(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        self.source.read_at(offset, buffer)
+    }
+
+    /// Returns the storage of a tensor that stays within it.
+    fn place_of(&self, tensor: &TensorRef) -> Result<&Place> {
+        let refuse = |problem: &str| {
+            let key = shown(&tensor.storage);
+            Error::Request(format!("a tensor in the storage {key} {problem}"))
+        };
+        let place = self.storages.get(&tensor.storage);
+        let place = place.ok_or_else(|| refuse("is not one of this file"))?;
+        tensor.check(place.len).map_err(refuse)?;
+        Ok(place)
+    }
+
+    /// Calls `take` with the elements of a tensor in row-major order, in pieces if they are so in the file. The inner
+    /// result is the first error of `take`.
+    fn pieces(
+        &self,
+        tensor: &TensorRef,
+        take: &mut dyn FnMut(&[u8]) -> io::Result<()>,
+    ) -> Result<io::Result<()>> {
+        self.place_of(tensor)?;
+        let len = tensor.size_in_bytes();
+        if !tensor.is_contiguous() {
+            let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
+            self.read(tensor, &mut bytes)?;
+            return Ok(take(&bytes));
+        }
+        let mut buffer = vec![0; CHUNK.min(usize::try_from(len).unwrap_or(CHUNK))];
+        let mut done = 0;
+        while done < len {
+            let size = buffer.len().min(usize::try_from(len - done).unwrap_or(CHUNK));
+            let bytes = &mut buffer[..size];
+            let offset = tensor.offset + done / tensor.dtype.size() as u64;
+            self.read(&tensor.piece(offset, size), bytes)?;
+            if let Err(error) = take(bytes) {
+                return Ok(Err(error));
+            }
+            done += size as u64;
+        }
+        Ok(Ok(()))
+    }
+}
+
+/// Copies the elements of a tensor, of which `bytes` has all from the first to the last, to row-major order.
+fn gather(tensor: &TensorRef, bytes: &[u8], to: &mut [u8]) {
+    let width = tensor.dtype.size();
+    let dims: Vec<_> = tensor.shape.iter().zip(&tensor.strides).collect();
+    let mut index = vec![0; dims.len()];
+    for element in to.chunks_exact_mut(width) {
+        let at: i64 = index.iter().zip(&dims).map(|(at, (_, stride))| at * **stride).sum();
+        let at = at.unsigned_abs() as usize * width;
+        element.copy_from_slice(&bytes[at..at + width]);
+        for (at, (size, _)) in index.iter_mut().zip(&dims).rev() {
+            *at += 1;
+            if *at < **size {
+                break;
+            }
+            *at = 0;
+        }
+    }
+}
+
+/// Returns the first bytes of a file, by which its format is recognized.
+fn beginning(source: &Source) -> Result<Vec<u8>> {
+    let mut start = vec![0; source.len().min(9) as usize];
+    source.read_at(0, &mut start)?;
+    Ok(start)
+}
+
+/// A tensor of a file, to be written to another one.
+struct InFile<'a> {
+    file: &'a TorchFile,
+    tensor: TensorRef,
+}
+
+impl Storage for InFile<'_> {
+    fn size_in_bytes(&self) -> u64 {
+        self.tensor.size_in_bytes()
+    }
+
+    fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
+        self.file
+            .pieces(&self.tensor, &mut |bytes| out.write_all(bytes))
+            .map_err(io::Error::other)?
+    }
+}
+
+impl TensorRef {
+    /// Returns the elements from `offset` on that `bytes` bytes of the storage hold.
+    fn piece(&self, offset: u64, bytes: usize) -> Self {
+        let Self { storage, dtype, requires_grad, .. } = self;
+        let numel = (bytes / dtype.size()) as i64;
+        Self {
+            storage: Arc::clone(storage),
+            dtype: *dtype,
+            offset,
+            shape: vec![numel],
+            strides: vec![1],
+            requires_grad: *requires_grad,
+        }
+    }
+}
+
+impl Value {
+    /// Changes every tensor in the value.
+    fn for_each_tensor(&mut self, change: &mut dyn FnMut(&mut TensorRef)) {
+        match self {
+            Self::Tensor(tensor) => change(tensor),
+            Self::List(items) | Self::Tuple(items) => {
+                items.iter_mut().for_each(|item| item.for_each_tensor(change));
+            }
+            Self::Dict(items) => items.iter_mut().for_each(|(key, item)| {
+                key.for_each_tensor(change);
+                item.for_each_tensor(change);
+            }),
+            _ => {}
+        }
+    }
+
+    fn collect_tensors<'a>(&'a self, path: &mut String, to: &mut Vec<(String, &'a TensorRef)>) {
+        let len = path.len();
+        let mut within = |name: &str, value: &'a Self| {
+            if len > 0 {
+                path.push('.');
+            }
+            path.push_str(name);
+            value.collect_tensors(path, to);
+            path.truncate(len);
+        };
+        match self {
+            Self::Tensor(tensor) => to.push((path.clone(), tensor)),
+            Self::List(items) | Self::Tuple(items) => {
+                items.iter().enumerate().for_each(|(at, item)| within(&at.to_string(), item));
+            }
+            Self::Dict(items) => items.iter().for_each(|(key, item)| {
+                within(key.key_text().as_deref().unwrap_or("?"), item);
+            }),
+            _ => {}
+        }
+    }
+}
+
+/// Checked here so that a change that loses it is noticed.
+const _: () = {
+    const fn is_shared_by_threads<T: Send + Sync>() {}
+    is_shared_by_threads::<TorchFile>();
+};

@@ -1,0 +1,31 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+pub mod atomic;
+mod dtype;
+mod error;
+mod file;
+mod index;
+mod limits;
+mod old;
+mod pickle;
+mod safetensors;
+mod source;
+#[cfg(test)]
+mod tests;
+#[doc(hidden)]
+pub mod text;
+mod torch;
+mod value;
+mod writer;
+mod zip;
+
+pub use dtype::{Dtype, Element};
+pub use error::{Error, Result};
+#[doc(hidden)]
+pub use file::UNKNOWN_DTYPE;
+pub use file::{FileKind, TorchFile};
+pub use limits::Limits;
+pub use source::{Checksum, ChecksumWriter};
+pub use value::{TensorRef, Value};
+pub use writer::{Storage, Writer};

@@ -1,0 +1,265 @@
+//! The bytes that a file is read from, and their checksums.
+//!
+//! All reads go through a [`Source`], a file or bytes in memory, and end as an error with the path if the file is too
+//! short.
+
+use std::fmt;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
+use xxhash_rust::xxh3::Xxh3Default;
+
+use crate::error::{Error, Malformed, Result};
+
+/// How many bytes are read at a time where they only pass through: few enough to stay in the cache of a core, and a
+/// multiple of the size of every element.
+pub(crate) const CHUNK: usize = 1 << 18;
+
+/// An open file, or bytes. Files are replaced as a whole and never modified in place, so what is read later is what was
+/// verified.
+#[derive(Debug)]
+pub(crate) struct Source {
+    path: PathBuf,
+    backing: Backing,
+    len: u64,
+}
+
+#[derive(Debug)]
+enum Backing {
+    File(File),
+    Memory(Memory),
+}
+
+/// Bytes whose debug form is only their number.
+struct Memory(Vec<u8>);
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes", self.0.len())
+    }
+}
+
+impl Source {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        let failed = Error::io("open", path);
+        // Checked before the file is opened, because opening a pipe would block until there is a writer.
+        if !fs::metadata(path).map_err(&failed)?.is_file() {
+            let problem = "it is not a regular file";
+            return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, problem)));
+        }
+        let file = File::open(path).map_err(&failed)?;
+        let len = file.metadata().map_err(&failed)?.len();
+        Ok(Self { path: path.to_owned(), backing: Backing::File(file), len })
+    }
+
+    pub(crate) fn in_memory(bytes: Vec<u8>) -> Self {
+        let len = bytes.len() as u64;
+        Self { path: PathBuf::from("(memory)"), backing: Backing::Memory(Memory(bytes)), len }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Fills the buffer with the bytes from `offset` on.
+    pub(crate) fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let read = match &self.backing {
+            Backing::File(file) => read_exact_at(file, buffer, offset),
+            Backing::Memory(Memory(bytes)) => {
+                let rest = usize::try_from(offset).ok().and_then(|offset| bytes.get(offset..));
+                rest.unwrap_or_default().read_exact(buffer)
+            }
+        };
+        read.map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => self.malformed("it ends too early"),
+            _ => Error::io("read", &self.path)(error),
+        })
+    }
+
+    /// Calls `take` with `len` bytes from `offset` on, in order and in chunks.
+    pub(crate) fn read_chunks(
+        &self,
+        mut offset: u64,
+        len: u64,
+        take: &mut dyn FnMut(&[u8]),
+    ) -> Result<()> {
+        let mut buffer = vec![0; CHUNK.min(usize::try_from(len).unwrap_or(CHUNK))];
+        let end = offset.saturating_add(len);
+        while offset < end {
+            let size = buffer.len().min(usize::try_from(end - offset).unwrap_or(CHUNK));
+            self.read_at(offset, &mut buffer[..size])?;
+            take(&buffer[..size]);
+            offset += size as u64;
+        }
+        Ok(())
+    }
+
+    /// Makes an error of a problem, which may contain text from the file.
+    pub(crate) fn malformed(&self, problem: impl Into<String>) -> Error {
+        Malformed::Whole(problem.into()).at(&self.path)
+    }
+}
+
+#[cfg(unix)]
+fn read_exact_at(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, buffer, offset)
+}
+
+#[cfg(windows)]
+fn read_exact_at(file: &File, mut buffer: &mut [u8], mut offset: u64) -> io::Result<()> {
+    while !buffer.is_empty() {
+        match std::os::windows::fs::FileExt::seek_read(file, buffer, offset) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => {
+                buffer = &mut buffer[read..];
+                offset += read as u64;
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// A reader with a position in a source.
+pub(crate) struct Cursor<'a> {
+    source: &'a Source,
+    at: u64,
+}
+
+impl<'a> Cursor<'a> {
+    pub(crate) fn new(source: &'a Source) -> Self {
+        Self { source, at: 0 }
+    }
+}
+
+impl Read for Cursor<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let left = usize::try_from(self.source.len().saturating_sub(self.at)).unwrap_or(usize::MAX);
+        let size = buffer.len().min(left);
+        if size == 0 {
+            return Ok(0);
+        }
+        self.source.read_at(self.at, &mut buffer[..size]).map_err(io::Error::other)?;
+        self.at += size as u64;
+        Ok(size)
+    }
+}
+
+impl Seek for Cursor<'_> {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let reached = match to {
+            SeekFrom::Start(at) => Some(at),
+            SeekFrom::End(by) => self.source.len().checked_add_signed(by),
+            SeekFrom::Current(by) => self.at.checked_add_signed(by),
+        };
+        self.at = reached.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+        Ok(self.at)
+    }
+}
+
+/// A range of bytes with a checksum that the file itself has for it.
+#[derive(Debug)]
+pub(crate) struct Region {
+    pub(crate) name: String,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+    pub(crate) crc32: u32,
+}
+
+impl Region {
+    /// Reads the bytes once and compares their checksum.
+    pub(crate) fn verify(&self, source: &Source) -> Result<()> {
+        let mut hash = crc32fast::Hasher::new();
+        source.read_chunks(self.offset, self.len, &mut |bytes| hash.update(bytes))?;
+        // A fuzzer cannot guess checksums.
+        if hash.finalize() == self.crc32 || cfg!(fuzzing) {
+            return Ok(());
+        }
+        let name = crate::text::shown(&self.name);
+        let problem = format!("the checksum of `{name}` does not match");
+        let (path, entry) = (source.path().to_owned(), Some(self.name.clone()));
+        Err(Error::Malformed { path, entry, offset: None, problem })
+    }
+}
+
+/// A 64-bit XXH3 checksum. It is written as 16 hexadecimal digits, so that the length of a text with one does not
+/// depend on it. `Write` to a [`ChecksumWriter`] computes one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Checksum(pub u64);
+
+impl Checksum {
+    /// Computes the checksum of bytes that come in pieces.
+    pub fn of<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> Self {
+        let mut hash = Xxh3Default::new();
+        pieces.into_iter().for_each(|bytes| hash.update(bytes));
+        Self(hash.digest())
+    }
+}
+
+impl fmt::Display for Checksum {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+impl Serialize for Checksum {
+    fn serialize<S: serde::Serializer>(
+        &self,
+        serializer: S,
+    ) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Checksum {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let digits = String::deserialize(deserializer)?;
+        let number = u64::from_str_radix(&digits, 16).map_err(D::Error::custom)?;
+        let checksum = Self(number);
+        // Only the spelling that this crate writes is accepted, because a checksum can be located by it in the text
+        // that it belongs to.
+        if checksum.to_string() == digits {
+            Ok(checksum)
+        } else {
+            Err(D::Error::custom("a checksum that is not 16 hexadecimal digits"))
+        }
+    }
+}
+
+/// Computes the [`Checksum`] of what is written through it to another writer.
+pub struct ChecksumWriter<W> {
+    out: W,
+    hash: Xxh3Default,
+}
+
+impl<W: Write> ChecksumWriter<W> {
+    /// Makes one that writes to `out`.
+    pub fn new(out: W) -> Self {
+        Self { out, hash: Xxh3Default::new() }
+    }
+
+    /// Returns the checksum of all that was written.
+    pub fn checksum(&self) -> Checksum {
+        Checksum(self.hash.digest())
+    }
+}
+
+impl<W: Write> Write for ChecksumWriter<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.out.write(bytes)?;
+        self.hash.update(&bytes[..written]);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}

@@ -1,0 +1,303 @@
+//! Writing files.
+
+use std::collections::BTreeMap;
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
+use std::path::Path;
+
+use crate::atomic::{self, Replaced};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result, invalid};
+use crate::limits::Limits;
+use crate::pickle;
+use crate::safetensors::{self, METADATA, Written};
+use crate::value::{TensorRef, Value};
+use crate::zip;
+
+/// The elements of one tensor or storage that is to be written, wherever they are: in memory, on a device, or in
+/// another file. Little-endian.
+pub trait Storage {
+    /// Returns their size in bytes.
+    fn size_in_bytes(&self) -> u64;
+
+    /// Writes exactly that many bytes.
+    ///
+    /// # Errors
+    ///
+    /// Those of the writer, or one of its own, which ends the writing of the file and is its error.
+    fn write_to(&self, out: &mut dyn Write) -> io::Result<()>;
+}
+
+impl<S: Storage + ?Sized> Storage for &S {
+    fn size_in_bytes(&self) -> u64 {
+        (**self).size_in_bytes()
+    }
+
+    fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
+        (**self).write_to(out)
+    }
+}
+
+impl<S: Storage + ?Sized> Storage for Box<S> {
+    fn size_in_bytes(&self) -> u64 {
+        (**self).size_in_bytes()
+    }
+
+    fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
+        (**self).write_to(out)
+    }
+}
+
+impl Storage for [u8] {
+    fn size_in_bytes(&self) -> u64 {
+        self.len() as u64
+    }
+
+    fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
+        out.write_all(self)
+    }
+}
+
+impl Storage for Vec<u8> {
+    fn size_in_bytes(&self) -> u64 {
+        self.as_slice().size_in_bytes()
+    }
+
+    fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
+        self.as_slice().write_to(out)
+    }
+}
+
+/// A file that is laid out and can be written: everything that could fail because of its content was checked. The same
+/// content always gives the same bytes.
+#[derive(Debug)]
+pub struct Writer<S> {
+    layout: Layout,
+    /// In the order of the file.
+    storages: Vec<S>,
+}
+
+#[derive(Debug)]
+enum Layout {
+    Torch {
+        pickle: Vec<u8>,
+    },
+    Safetensors {
+        metadata: BTreeMap<String, String>,
+        /// The names and descriptions of the tensors, in the order of the storages.
+        tensors: Vec<(String, Written)>,
+        limits: Limits,
+    },
+}
+
+/// An upper bound of the number of records besides one for each storage.
+const OTHER_RECORDS: usize = 8;
+
+impl<S: Storage> Writer<S> {
+    /// Lays out a file that Python reads with `torch.load(path, weights_only=True)`. The tensors in the value refer to
+    /// the storages by their numbers: the first one has the key `0`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unwritable`] if the value holds what could not be read again within the limits: a [`Value::Opaque`], a
+    /// dict with two equal keys or a container as key, or a tensor that does not fit its storage.
+    pub fn torch(
+        value: &Value,
+        storages: impl IntoIterator<Item = S>,
+        limits: &Limits,
+    ) -> Result<Self> {
+        let storages: Vec<S> = storages.into_iter().collect();
+        let refuse = |problem| Error::Unwritable { entry: None, problem };
+        let most = limits.max_records.saturating_sub(OTHER_RECORDS);
+        if storages.len() > most {
+            return Err(refuse(format!("more than {most} tensors are too many")));
+        }
+        let pickle = pickle::write(value, &lengths(&storages), limits).map_err(refuse)?;
+        Ok(Self { layout: Layout::Torch { pickle }, storages })
+    }
+
+    /// Lays out a safetensors file of named tensors, given the dtype and the shape of each. Those with the widest
+    /// elements come first, so that all are aligned, and otherwise they are sorted by name. Other readers expect
+    /// `format` to be `pt` in the metadata of weights.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unwritable`] for a dtype that the format lacks, a name that occurs twice or is `__metadata__`, a shape
+    /// that is not that of the storage, and what exceeds the limits.
+    pub fn safetensors(
+        tensors: impl IntoIterator<Item = (String, Dtype, Vec<i64>, S)>,
+        metadata: BTreeMap<String, String>,
+        limits: &Limits,
+    ) -> Result<Self> {
+        let mut tensors: Vec<_> = tensors.into_iter().collect();
+        tensors.sort_by(|(a, one, ..), (b, other, ..)| {
+            other.size().cmp(&one.size()).then_with(|| a.cmp(b))
+        });
+        let (mut placed, mut storages) = (Vec::with_capacity(tensors.len()), Vec::new());
+        let mut start = 0;
+        for (name, dtype, shape, storage) in tensors {
+            let written = described(&name, dtype, shape, start, storage.size_in_bytes())?;
+            start = written.data_offsets.1;
+            placed.push((name, written));
+            storages.push(storage);
+        }
+        check_names(&placed)?;
+        let layout = Layout::Safetensors { metadata, tensors: placed, limits: limits.clone() };
+        let writer = Self { layout, storages };
+        writer.header()?;
+        Ok(writer)
+    }
+
+    /// Returns the storages in the order of the file.
+    pub fn storages(&self) -> &[S] {
+        &self.storages
+    }
+
+    /// Returns the first bytes of a safetensors file: the length of the header, and the header. Empty for another file.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unwritable`] for a longer header, or more tensors, than the limits allow.
+    pub fn header(&self) -> Result<Vec<u8>> {
+        let Layout::Safetensors { metadata, tensors, limits } = &self.layout else {
+            return Ok(Vec::new());
+        };
+        let refuse = |problem| Error::Unwritable { entry: None, problem };
+        let written = tensors.iter().map(|(name, written)| (name.as_str(), written));
+        let header = safetensors::header(metadata, written);
+        let header = header.map_err(|error| refuse(error.to_string()))?;
+        let len = header.len() as u64 - safetensors::LENGTH;
+        if tensors.len() as u64 > limits.max_tensors {
+            let (count, most) = (tensors.len(), limits.max_tensors);
+            return Err(refuse(format!("it has {count} tensors, more than {most}")));
+        }
+        if len > limits.max_header_bytes {
+            return Err(refuse(format!("its header would have {len} bytes")));
+        }
+        Ok(header)
+    }
+
+    /// Replaces the metadata of a safetensors file, for instance by one with the checksums of the tensors once they are
+    /// known. After the file was written, [`rewrite_header`](Self::rewrite_header) writes it again, if its length has
+    /// not changed.
+    pub fn set_metadata(&mut self, new: BTreeMap<String, String>) {
+        if let Layout::Safetensors { metadata, .. } = &mut self.layout {
+            *metadata = new;
+        }
+    }
+
+    /// Writes the header again over that of a file that was written with [`write_to`](Self::write_to).
+    ///
+    /// # Errors
+    ///
+    /// Those of `out`, and one of the kind [`InvalidInput`](io::ErrorKind::InvalidInput) if the header is not as long
+    /// as `written`, the length of the one that was written.
+    pub fn rewrite_header<W: Write + Seek + ?Sized>(
+        &self,
+        written: usize,
+        out: &mut W,
+    ) -> io::Result<()> {
+        let header = self.header().map_err(io::Error::other)?;
+        if header.len() != written {
+            return Err(invalid("the header has changed its length"));
+        }
+        out.seek(SeekFrom::Start(0))?;
+        out.write_all(&header)
+    }
+
+    /// Writes the file to its end, from the position 0 of `out` on.
+    ///
+    /// # Errors
+    ///
+    /// Those of `out` and of the storages, and one of the kind [`InvalidInput`](io::ErrorKind::InvalidInput) for a
+    /// storage that writes more or fewer bytes than it has.
+    pub fn write_to<W: Write + Seek + ?Sized>(&self, out: &mut W) -> io::Result<()> {
+        match &self.layout {
+            Layout::Torch { pickle } => {
+                let lengths = lengths(&self.storages);
+                let out = zip::write(BufWriter::new(out), pickle, &lengths, &mut |index, out| {
+                    self.storages[index].write_to(out)
+                })?;
+                out.into_inner().map_err(io::IntoInnerError::into_error)?.flush()
+            }
+            Layout::Safetensors { .. } => {
+                out.write_all(&self.header().map_err(io::Error::other)?)?;
+                self.storages.iter().try_for_each(|storage| {
+                    let mut out = Exactly { out: &mut *out, left: storage.size_in_bytes() };
+                    storage.write_to(&mut out)?;
+                    match out.left {
+                        0 => Ok(()),
+                        left => Err(invalid(format!("{left} bytes are missing in a tensor"))),
+                    }
+                })
+            }
+        }
+    }
+
+    /// Saves to a file, which is replaced as a whole or not at all, see [`atomic::replace`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`atomic::replace`].
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<Replaced> {
+        atomic::replace(path.as_ref(), &mut |out| self.write_to(out))
+    }
+}
+
+/// Returns the key and the size in bytes of each storage.
+fn lengths<S: Storage>(storages: &[S]) -> Vec<(String, u64)> {
+    let key = |(index, storage): (usize, &S)| (index.to_string(), storage.size_in_bytes());
+    storages.iter().enumerate().map(key).collect()
+}
+
+fn unwritable(name: &str, problem: impl Into<String>) -> Error {
+    Error::Unwritable { entry: Some(name.to_owned()), problem: problem.into() }
+}
+
+/// Describes a tensor that begins at `start`, as the header has it.
+fn described(name: &str, dtype: Dtype, shape: Vec<i64>, start: u64, len: u64) -> Result<Written> {
+    let Some(known) = dtype.safetensors_name() else {
+        return Err(unwritable(name, format!("safetensors has no {dtype}")));
+    };
+    let tensor = TensorRef::contiguous("", dtype, shape);
+    tensor.check(len).map_err(|problem| unwritable(name, format!("it {problem}")))?;
+    let wanted = tensor.size_in_bytes();
+    if wanted != len {
+        let problem = format!("its shape takes {wanted} bytes, and its storage has {len}");
+        return Err(unwritable(name, problem));
+    }
+    let end = start.checked_add(len).ok_or_else(|| unwritable(name, "the file is too long"))?;
+    Ok(Written { dtype: known, shape: tensor.shape, data_offsets: (start, end) })
+}
+
+fn check_names(tensors: &[(String, Written)]) -> Result<()> {
+    let mut names: Vec<_> = tensors.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    if names.contains(&METADATA) {
+        return Err(unwritable(METADATA, "the format has that name for something else"));
+    }
+    match names.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(unwritable(pair[0], "another tensor has that name")),
+        None => Ok(()),
+    }
+}
+
+/// Accepts as many bytes as a storage has.
+struct Exactly<'a, W: ?Sized> {
+    out: &'a mut W,
+    left: u64,
+}
+
+impl<W: Write + ?Sized> Write for Exactly<'_, W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.len() as u64 > self.left {
+            return Err(invalid("a tensor has more bytes than its shape"));
+        }
+        let written = self.out.write(bytes)?;
+        self.left -= written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}
