@@ -2,7 +2,8 @@
 //!
 //! Both sides write to one folder, sync the file and the folder, and replace the file of the previous round. Files are
 //! loaded from the page cache, into an existing model and an optimizer that has not stepped yet; on both sides, reading
-//! the whole file before each load makes sure that it is cached. The range of the rounds is printed beside the medians.
+//! the whole file before each load makes sure that it is cached. Loads are timed twice: in processes that repeat them,
+//! and as programs resume, in a new process for each. The range of the rounds is printed beside the medians.
 //!
 //! `TCH_AMP_BENCH_PARAMETERS` is the number of parameters (100 000 000). Each takes 12 bytes in each of up to four
 //! files, and 44 bytes of memory. `TCH_AMP_BENCH_FOLDER` is an existing folder for the files.
@@ -17,6 +18,7 @@ mod memory;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
+use std::process::Command;
 
 use common::{Python, Rounds, is_quick, nanoseconds, print_ratio, rounds};
 use folder::Folder;
@@ -35,13 +37,21 @@ const PYTHON: &str = "python.pt";
 /// The number of rounds unless this is a smoke run.
 const ROUNDS: usize = 7;
 
+/// The file that a new process loads.
+const LOADED: &str = "TCH_AMP_BENCH_LOADED";
+
 fn main() {
-    let Some(mut python) = Python::start("checkpoint.py") else {
-        return;
-    };
     tch::set_num_threads(1);
     tch::manual_seed(1);
     let numbers = parameters() / TENSORS;
+    if let Some(path) = std::env::var_os(LOADED) {
+        let [time, peak] = Training::new(numbers).load(Path::new(&path));
+        println!("{time} {peak}");
+        return;
+    }
+    let Some(mut python) = Python::start("checkpoint.py") else {
+        return;
+    };
     assert_eq!(python.ask(&format!("{TENSORS} {numbers}")), "ready");
     let folder = Folder::new();
     let mut training = Training::new(numbers);
@@ -57,6 +67,30 @@ fn main() {
     let state = 2.0 * bytes / 3.0;
     let loads = measure(count, &mut python, &folder, "load", |path| training.load(path));
     report("load", ["checkpoint_load", "checkpoint_load_pt"], &loads, bytes, state);
+    drop((training, python));
+    println!("loading likewise, each time in a new process:");
+    let resumes = measure_resumes(count, numbers, &folder);
+    report("resume", ["checkpoint_resume", "checkpoint_resume_pt"], &resumes, bytes, state);
+}
+
+/// Rounds of loads, each in a process of its own.
+fn measure_resumes(count: usize, numbers: i64, folder: &Folder) -> Rounds {
+    let own = |file: &str| {
+        let mut program = Command::new(std::env::current_exe().unwrap());
+        let output = program.env(LOADED, folder.file(file)).output().unwrap();
+        let printed = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        printed.split_whitespace().map(|number| number.parse().unwrap()).collect::<Vec<f64>>()
+    };
+    Rounds::run(
+        count,
+        || [OURS, OURS_PT].into_iter().flat_map(own).collect(),
+        || {
+            let mut python = Python::start("checkpoint.py").unwrap();
+            assert_eq!(python.ask(&format!("{TENSORS} {numbers}")), "ready");
+            python.time(&format!("load {}", folder.text(PYTHON))).repeat(2)
+        },
+    )
 }
 
 fn parameters() -> i64 {

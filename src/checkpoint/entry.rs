@@ -231,17 +231,23 @@ fn read_new(kind: Kind, size: &[i64], location: &Location) -> Result<Tensor> {
     Ok(tensor)
 }
 
-/// Reads elements into a contiguous tensor.
+/// Reads elements into a contiguous tensor: into its memory at once on the CPU, and in chunks on a device.
 fn fill(to: &mut Tensor, numel: usize, location: &Location) -> Result<()> {
     let kind = to.f_kind()?;
+    let read = |done: usize, count: usize, bytes: &mut [u8]| {
+        let read = location.file.read(&location.elements(kind, done, count)?, bytes);
+        Ok::<_, Error>(read.map_err(CheckpointError::reading(location.file.path()))?)
+    };
+    if to.device() == Device::Cpu {
+        return ffi::with_bytes(to, |bytes| read(0, numel, bytes))?;
+    }
     let width = kind.elt_size_in_bytes();
     let mut buffer = vec![0; CHUNK.min(numel.saturating_mul(width))];
     let mut done = 0;
     while done < numel {
         let count = (buffer.len() / width).min(numel - done);
         let bytes = &mut buffer[..count * width];
-        let read = location.file.read(&location.elements(kind, done, count)?, bytes);
-        read.map_err(CheckpointError::reading(location.file.path()))?;
+        read(done, count, bytes)?;
         ffi::elements_write(to, done as i64, bytes)?;
         done += count;
     }

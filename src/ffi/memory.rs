@@ -231,6 +231,28 @@ pub(crate) fn elements_read(from: &Tensor, first: i64, to: &mut [u8]) -> Result<
     call(|err| unsafe { sys::tamp_elements_read(from.as_ptr(), first, memory, len, err) })
 }
 
+/// Gives `fill` the memory of a contiguous tensor on the CPU. libtorch counts it as one change.
+pub(crate) fn with_bytes<R>(to: &mut Tensor, fill: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
+    let width = to.f_kind()?.elt_size_in_bytes();
+    let len = to.numel().saturating_mul(width);
+    if len == 0 {
+        return Ok(fill(&mut []));
+    }
+    if to.device() != Device::Cpu || !to.is_contiguous() {
+        return Err(Error::Torch("the bytes of a tensor are not one after the other".to_owned()));
+    }
+    let memory = to.data_ptr().cast::<u8>();
+    // SAFETY: a contiguous tensor on the CPU has `len` bytes from its data pointer on, which libtorch's allocator has
+    // made, so that Rust assumes nothing about their content. `to` keeps them alive, no other Rust reference to them
+    // exists, since tch hands out none, and libtorch uses them only in calls, of which `fill` makes none.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(memory, len) };
+    let filled = fill(bytes);
+    let first = bytes[..width].to_vec();
+    // Once more through libtorch, whose version counter says to autograd that the tensor has changed.
+    elements_write(to, 0, &first)?;
+    Ok(filled)
+}
+
 /// Overwrites a contiguous tensor's elements, from the element `first` on. Synchronizes.
 pub(crate) fn elements_write(to: &mut Tensor, first: i64, from: &[u8]) -> Result<()> {
     let (memory, len) = (from.as_ptr(), from.len());

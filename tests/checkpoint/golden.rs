@@ -1,19 +1,25 @@
 //! Files of every format that this crate has ever written, and of PyTorch's, still load with their original content.
 //!
-//! A new format gets new files with its number: `cargo test --test checkpoint golden -- --ignored` writes those that
-//! are missing. Existing files never change.
+//! What is written has the bytes of the files of this crate's version. A new format and a new version get new files with
+//! their numbers: `cargo test --test checkpoint golden -- --ignored` writes those that are missing. Existing files never
+//! change.
 
 use std::path::{Path, PathBuf};
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, Format, save_weights};
 
 use crate::Run;
 use crate::common::bits::bits;
+use crate::common::files::Folder;
 use crate::common::python::{Oracle, root};
 
 const OURS: [&str; 2] = ["format-1.safetensors", "format-1.pt"];
 const PYTHONS: [&str; 2] = ["torch-2.11.pt", "torch-2.13.pt"];
+
+/// The version of this crate, which is in most of the files that it writes.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
 const KINDS: [Kind; 5] =
     [Kind::Half, Kind::BFloat16, Kind::Double, Kind::Int64, Kind::Float8e4m3fn];
 
@@ -71,6 +77,46 @@ fn check(path: &Path) {
     assert_eq!(value, (7, "ä".to_owned(), Some(0.1)));
 }
 
+/// Writes a file of every kind to a folder. Returns their names.
+fn write_all(folder: &Path) -> Vec<String> {
+    let mut run = trained();
+    let mut checkpoint = run.checkpoint();
+    for kind in KINDS {
+        checkpoint.add_tensor(&format!("{kind:?}"), &tensor(kind)).unwrap();
+    }
+    checkpoint.add_value("value", &(7, "ä", [0.1, f64::NAN])).unwrap();
+    let transposed = tensor(Kind::BFloat16).transpose(0, 1);
+    checkpoint.add_tensor("transposed", &transposed).unwrap();
+    let formats = [
+        (Format::Safetensors, "run", "safetensors"),
+        (Format::Torch, "run", "pt"),
+        (Format::TorchByName, "by-name", "pt"),
+    ];
+    let mut names = Vec::new();
+    for (format, kind, extension) in formats {
+        let name = format!("{kind}-{VERSION}.{extension}");
+        checkpoint.save_as(folder.join(&name), format).unwrap();
+        names.push(name);
+    }
+    let weights = [("a.weight", tensor(Kind::Half)), ("b", transposed), ("c", tensor(Kind::Int64))];
+    for extension in ["safetensors", "pt"] {
+        let name = format!("weights-{VERSION}.{extension}");
+        let tensors = weights.iter().map(|(name, tensor)| (*name, tensor));
+        save_weights(folder.join(&name), tensors).unwrap();
+        names.push(name);
+    }
+    names
+}
+
+#[test]
+fn what_is_written_has_the_bytes_of_before() {
+    let folder = Folder::new();
+    for name in write_all(&folder.0) {
+        let kept = std::fs::read(golden(&name)).unwrap_or_else(|_| panic!("{name} is missing"));
+        assert!(std::fs::read(folder.0.join(&name)).unwrap() == kept, "{name}");
+    }
+}
+
 #[test]
 fn golden_files_load() {
     for name in OURS.into_iter().chain(PYTHONS) {
@@ -89,6 +135,10 @@ fn write_golden_files() {
     checkpoint.add_value("value", &(7, "ä", 0.1)).unwrap();
     for name in OURS.map(golden).iter().filter(|path| !path.exists()) {
         checkpoint.save(name).unwrap();
+    }
+    let folder = Folder::new();
+    for name in write_all(&folder.0).iter().filter(|name| !golden(name).exists()) {
+        std::fs::copy(folder.0.join(name), golden(name)).unwrap();
     }
     let Some(python) = Oracle::find("checkpoint.py") else { return };
     let version = python.run(&["version"], "");

@@ -9,13 +9,13 @@ use crate::dtype::Element;
 use crate::error::{Error, Malformed, Result};
 use crate::limits::Limits;
 use crate::pickle::{self, Bytes, First};
-use crate::source::{CHUNK, Checksum, Cursor, Region, Source};
+use crate::source::{CHUNK, Checksum, ChecksumWriter, Cursor, Region, Source, mismatch};
 use crate::text::shown;
 use crate::torch::{CONSTANTS, Opened, PICKLE};
 use crate::value::{TensorRef, Text, Value};
 use crate::writer::Storage;
 use crate::zip::ZipRecord;
-use crate::{index, old, safetensors, torch, zip};
+use crate::{index, old, safetensors, threads, torch, zip};
 
 /// An open file of PyTorch or safetensors: its values, and the places of its tensors, whose elements are read when they
 /// are asked for.
@@ -337,7 +337,7 @@ impl TorchFile {
     /// Reads the elements of a tensor in row-major order, as they are in the file. `to` must have exactly
     /// [`TensorRef::size_in_bytes`].
     ///
-    /// The tensor need not be one of the file: any view of one of its storages can be read, such as a part of a tensor.
+    /// Several threads read a large one, if there are cores for them. The tensor need not be one of the file: any view of one of its storages can be read, such as a part of a tensor.
     /// A tensor that is not contiguous takes memory for what lies between its first and its last element.
     ///
     /// # Errors
@@ -353,7 +353,7 @@ impl TorchFile {
         let width = tensor.dtype.size();
         let start = offset + tensor.offset * width as u64;
         if to.is_empty() || tensor.is_contiguous() {
-            return source.read_at(start, to);
+            return threads::fill(to, &|at, to| source.read_at(start + at, to));
         }
         let reach = tensor.shape.iter().zip(&tensor.strides).map(|(n, stride)| (n - 1) * stride);
         let extent = 1 + reach.sum::<i64>().unsigned_abs() as usize;
@@ -386,25 +386,35 @@ impl TorchFile {
         InFile { file: self, tensor: tensor.clone() }
     }
 
-    /// Computes the checksum of a tensor's elements in row-major order.
-    ///
-    /// # Errors
-    ///
-    /// The same as [`read`](Self::read).
-    pub fn checksum(&self, tensor: &TensorRef) -> Result<Checksum> {
-        let mut hash = crate::source::ChecksumWriter::new(io::sink());
-        self.pieces(tensor, &mut |bytes| hash.write_all(bytes))?
-            .map_err(Error::io("read", self.path()))?;
-        Ok(hash.checksum())
-    }
-
-    /// Reads the whole file once and compares all checksums that it has: archives have one for each record.
+    /// Reads the whole file once and compares all checksums that it has: archives have one for each record. Several
+    /// threads do so if there are cores for them.
     ///
     /// # Errors
     ///
     /// [`Error::Malformed`] for a checksum that does not match, and [`Error::Io`].
     pub fn verify(&self) -> Result<()> {
-        self.regions.iter().try_for_each(|(source, region)| region.verify(source))
+        let bytes = self.regions.iter().map(|(_, region)| region.len).sum();
+        threads::for_each(&self.regions, bytes, &|(source, region)| region.verify(source))
+    }
+
+    /// Compares checksums of tensors, in row-major order, that are not the file's own, with the names that errors show.
+    /// As [`verify`](Self::verify), it reads on several threads.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Malformed`] for a checksum that does not match, and the errors of [`read`](Self::read).
+    pub fn verify_tensors(&self, checks: &[(&str, &TensorRef, Checksum)]) -> Result<()> {
+        let bytes = checks.iter().map(|(_, tensor, _)| tensor.size_in_bytes()).sum();
+        threads::for_each(checks, bytes, &|(name, tensor, wanted)| {
+            let mut hash = ChecksumWriter::new(io::sink());
+            let read = self.pieces(tensor, &mut |bytes| hash.write_all(bytes))?;
+            read.map_err(Error::io("read", self.path()))?;
+            // A fuzzer cannot guess checksums.
+            match hash.checksum() == *wanted || cfg!(fuzzing) {
+                true => Ok(()),
+                false => Err(mismatch(self.path(), name)),
+            }
+        })
     }
 
     /// Returns the size of the file in bytes.

@@ -15,6 +15,7 @@ mod source;
 mod tests;
 #[doc(hidden)]
 pub mod text;
+mod threads;
 mod torch;
 mod value;
 mod writer;

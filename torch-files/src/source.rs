@@ -13,6 +13,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::error::{Error, Malformed, Result};
+use crate::text::shown;
 
 /// How many bytes are read at a time where they only pass through: few enough to stay in the cache of a core, and a
 /// multiple of the size of every element.
@@ -183,11 +184,15 @@ impl Region {
         if hash.finalize() == self.crc32 || cfg!(fuzzing) {
             return Ok(());
         }
-        let name = crate::text::shown(&self.name);
-        let problem = format!("the checksum of `{name}` does not match");
-        let (path, entry) = (source.path().to_owned(), Some(self.name.clone()));
-        Err(Error::Malformed { path, entry, offset: None, problem })
+        Err(mismatch(source.path(), &self.name))
     }
+}
+
+/// Makes the error of a checksum that does not match.
+pub(crate) fn mismatch(path: &Path, name: &str) -> Error {
+    let problem = format!("the checksum of `{}` does not match", shown(name));
+    let (path, entry) = (path.to_owned(), Some(name.to_owned()));
+    Error::Malformed { path, entry, offset: None, problem }
 }
 
 /// A 64-bit XXH3 checksum. It is written as 16 hexadecimal digits, so that the length of a text with one does not

@@ -6,6 +6,12 @@
 //! Before a record is read, the number of records and their names are checked, and that they neither overlap nor reach
 //! beyond the directory, which is read entry by entry. Of each only the name and the place of the data are kept.
 
+// Why not a crate: zip 9.5.1, the last for Rust 1.88, reads the whole directory into memory before its size can be
+// limited, and looks for a misplaced directory instead of refusing it. Its writer makes the same bytes (a test compares
+// 8.6), but completes the archive when it is dropped after an error. rawzip 0.5.2 reads entry by entry, but always
+// writes data descriptors; it would replace only `directory` and `entries`, and refuses some archives with bytes before
+// them. The checks of names, overlap and count would stay here with either.
+
 use std::collections::{BTreeMap, HashSet};
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::ops::Range;

@@ -15,7 +15,6 @@ fuzz_target!(|bytes: &[u8]| {
         if tensor.size_in_bytes() <= MOST {
             let mut elements = vec![0; tensor.size_in_bytes() as usize];
             file.read(tensor, &mut elements).expect("a tensor of the file is within it");
-            file.checksum(tensor).expect("so are all of its elements");
         }
     }
     file.verify().expect("every record is within the file");

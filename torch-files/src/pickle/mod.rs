@@ -7,6 +7,12 @@
 //! `machine`, with stand-ins for the classes and functions that `globals` lists. `tree` converts the result to a value,
 //! of which `write` makes a pickle again. `numpy` makes tensors of numpy's arrays.
 
+// Why not a crate: serde-pickle 1.2.0 has no persistent ids, drops the names of all classes but a few builtins, and
+// fails on an `OrderedDict` with items, so it reads no state dict. It limits neither depth nor the values that a memo
+// multiplies, sorts dicts, and writes no classes, memo or persistent ids. candle-core 0.11.1 reads protocol 2 only and
+// has no limits. pytorch-reader 0.22.1, which burn-store uses, has limits, but loses the order and the types of keys,
+// makes no tensors of numpy's arrays, refuses files with sparse tensors, and does not write.
+
 mod machine;
 mod numpy;
 mod read;
