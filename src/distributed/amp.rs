@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use tch::{Device, Kind, Tensor, no_grad};
+use tch::{Device, Tensor, no_grad};
+use torch_files::Dtype;
 
 use crate::distributed::group::ProcessGroup;
+use crate::dtype::{dtype_of, kind_of};
 use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
 use crate::optim::{Optimizer, OptimizerState, Ranks};
@@ -81,23 +83,20 @@ impl Optimizer {
 struct Entry {
     parameter: String,
     key: String,
-    kind: String,
+    dtype: String,
     shape: Vec<i64>,
 }
 
-/// The dtypes of an optimizer's state.
-const KINDS: [Kind; 7] =
-    [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16, Kind::Uint8, Kind::Int8, Kind::Int64];
-
 impl Entry {
     fn of(parameter: &str, key: &str, tensor: &Tensor) -> Result<Self> {
-        let (kind, shape) = (format!("{:?}", tensor.f_kind()?), tensor.size());
-        Ok(Self { parameter: parameter.to_owned(), key: key.to_owned(), kind, shape })
+        let (kind, shape) = (tensor.f_kind()?, tensor.size());
+        let dtype = dtype_of(kind).map_or_else(|| format!("{kind:?}"), |dtype| dtype.to_string());
+        Ok(Self { parameter: parameter.to_owned(), key: key.to_owned(), dtype, shape })
     }
 
     fn room(&self) -> Result<Tensor> {
-        let kind = KINDS.into_iter().find(|kind| format!("{kind:?}") == self.kind);
-        let kind = kind.ok_or_else(|| Error::Torch(format!("a state has dtype {}", self.kind)))?;
+        let kind = Dtype::named(&self.dtype).and_then(kind_of);
+        let kind = kind.ok_or_else(|| Error::Torch(format!("a state has dtype {}", self.dtype)))?;
         Ok(Tensor::f_empty(&self.shape, (kind, Device::Cpu))?)
     }
 }

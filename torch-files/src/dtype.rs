@@ -162,8 +162,8 @@ impl Dtype {
         self.row().storage
     }
 
-    /// Returns the dtype whose name in Python this is.
-    pub(crate) fn named(name: &str) -> Option<Self> {
+    /// Returns the dtype whose [`name`](Self::name) this is.
+    pub fn named(name: &str) -> Option<Self> {
         ROWS.iter().find(|row| row.name == name).map(|row| row.dtype)
     }
 
