@@ -357,7 +357,7 @@ impl TorchFile {
         }
         let reach = tensor.shape.iter().zip(&tensor.strides).map(|(n, stride)| (n - 1) * stride);
         let extent = 1 + reach.sum::<i64>().unsigned_abs() as usize;
-        let mut bytes = vec![0; extent * width];
+        let mut bytes = zeros(extent as u64 * width as u64)?;
         source.read_at(start, &mut bytes)?;
         gather(tensor, &bytes, to);
         Ok(())
@@ -367,7 +367,8 @@ impl TorchFile {
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] if the tensor is of another dtype, and the errors of [`read`](Self::read).
+    /// [`Error::Request`] if the tensor is of another dtype or larger than the memory, and the errors of
+    /// [`read`](Self::read).
     pub fn to_vec<T: Element>(&self, tensor: &TensorRef) -> Result<Vec<T>> {
         if tensor.dtype != T::DTYPE {
             let (found, wanted) = (tensor.dtype, T::DTYPE);
@@ -376,13 +377,13 @@ impl TorchFile {
             )));
         }
         self.place_of(tensor)?;
-        let mut bytes = vec![0; usize::try_from(tensor.size_in_bytes()).unwrap_or(usize::MAX)];
+        let mut bytes = zeros(tensor.size_in_bytes())?;
         self.read(tensor, &mut bytes)?;
         Ok(bytes.chunks_exact(tensor.dtype.size()).map(T::from_bytes).collect())
     }
 
     /// Returns a tensor as something that a [`Writer`](crate::Writer) writes: its elements in row-major order.
-    pub fn storage(&self, tensor: &TensorRef) -> impl Storage + '_ {
+    pub fn storage<'a>(&'a self, tensor: &TensorRef) -> impl Storage + use<'a> {
         InFile { file: self, tensor: tensor.clone() }
     }
 
@@ -453,7 +454,7 @@ impl TorchFile {
         self.place_of(tensor)?;
         let len = tensor.size_in_bytes();
         if !tensor.is_contiguous() {
-            let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
+            let mut bytes = zeros(len)?;
             self.read(tensor, &mut bytes)?;
             return Ok(take(&bytes));
         }
@@ -471,6 +472,16 @@ impl TorchFile {
         }
         Ok(Ok(()))
     }
+}
+
+/// Makes so many bytes, or returns an error if there is no memory for them: an expanded tensor can ask for any size.
+fn zeros(len: u64) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let len = usize::try_from(len).ok().filter(|&len| bytes.try_reserve_exact(len).is_ok());
+    let len =
+        len.ok_or_else(|| Error::Request("the tensor is larger than the memory".to_owned()))?;
+    bytes.resize(len, 0);
+    Ok(bytes)
 }
 
 /// Copies the elements of a tensor, of which `bytes` has all from the first to the last, to row-major order.
@@ -577,3 +588,93 @@ const _: () = {
     const fn is_shared_by_threads<T: Send + Sync>() {}
     is_shared_by_threads::<TorchFile>();
 };
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+    use std::io::Cursor;
+
+    use super::*;
+    use crate::dtype::Dtype;
+    use crate::writer::Writer;
+
+    /// A file with a matrix of the numbers 0 to 5, transposed, expanded and as a whole.
+    fn file() -> TorchFile {
+        let whole = TensorRef::contiguous("0", Dtype::Float32, vec![2, 3]);
+        let transposed = TensorRef { shape: vec![3, 2], strides: vec![1, 3], ..whole.clone() };
+        let expanded =
+            TensorRef { shape: vec![2, 2], strides: vec![0, 1], offset: 4, ..whole.clone() };
+        let named = [("whole", whole), ("transposed", transposed), ("expanded", expanded)];
+        let items = named.map(|(name, tensor)| (name.into(), tensor.into()));
+        let numbers = [0f32, 1.0, 2.0, 3.0, 4.0, 5.0].map(f32::to_le_bytes).concat();
+        let value = Value::List(vec![Value::Dict(items.to_vec())]);
+        let mut out = Cursor::new(Vec::new());
+        let writer = Writer::torch(&value, [numbers], &Limits::default()).unwrap();
+        writer.write_to(&mut out).unwrap();
+        TorchFile::from_bytes(out.into_inner()).unwrap()
+    }
+
+    #[test]
+    fn elements_are_in_row_major_order_whatever_the_strides() {
+        let file = file();
+        let read: Vec<_> = file
+            .tensors()
+            .into_iter()
+            .map(|(name, tensor)| (name, file.to_vec::<f32>(tensor).unwrap()))
+            .collect();
+        let expected = [
+            ("0.whole", vec![0.0, 1.0, 2.0, 3.0, 4.0, 5.0]),
+            ("0.transposed", vec![0.0, 3.0, 1.0, 4.0, 2.0, 5.0]),
+            ("0.expanded", vec![4.0, 5.0, 4.0, 5.0]),
+        ];
+        assert_eq!(read, expected.map(|(name, numbers)| (name.to_owned(), numbers)));
+        let converted = file
+            .tensors()
+            .into_iter()
+            .map(|(name, tensor)| (name, tensor.dtype, tensor.shape.clone(), file.storage(tensor)));
+        let mut out = Cursor::new(Vec::new());
+        let writer = Writer::safetensors(converted, BTreeMap::new(), &Limits::default()).unwrap();
+        writer.write_to(&mut out).unwrap();
+        let again = TorchFile::from_bytes(out.into_inner()).unwrap();
+        for (name, tensor) in again.tensors() {
+            let found = read.iter().find(|(other, _)| *other == name).unwrap();
+            assert_eq!(again.to_vec::<f32>(tensor).unwrap(), found.1, "{name}");
+        }
+    }
+
+    #[test]
+    fn requests_that_are_not_of_the_file_are_refused() {
+        let file = file();
+        let whole = TensorRef::contiguous("0", Dtype::Float32, vec![2, 3]);
+        let wrong = [
+            TensorRef { storage: "1".into(), ..whole.clone() },
+            TensorRef { offset: 1, ..whole.clone() },
+            TensorRef { strides: vec![1], ..whole.clone() },
+            TensorRef { dtype: Dtype::Float64, ..whole.clone() },
+            TensorRef { shape: vec![1 << 55], strides: vec![0], ..whole.clone() },
+        ];
+        for tensor in wrong {
+            let refused = file.to_vec::<f32>(&tensor).map(drop);
+            assert!(matches!(refused, Err(Error::Request(_))), "{tensor:?}: {refused:?}");
+            assert!(matches!(file.read(&tensor, &mut [0; 24]), Err(Error::Request(_))));
+        }
+        assert!(matches!(file.read(&whole, &mut [0; 23]), Err(Error::Request(_))));
+        assert!(file.read(&whole, &mut [0; 24]).is_ok());
+    }
+
+    #[test]
+    fn several_threads_read_one_file() {
+        let file = file();
+        let expected = file.to_vec::<f32>(file.tensors()[1].1).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..100 {
+                        assert_eq!(file.to_vec::<f32>(file.tensors()[1].1).unwrap(), expected);
+                    }
+                });
+            }
+        });
+    }
+}

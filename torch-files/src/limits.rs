@@ -1,7 +1,7 @@
 //! The limits on the content of a file, so that opening a hostile one takes little memory.
 
-/// The limits beyond which a file is refused. With the default ones, opening a file takes at most about twice its size
-/// plus 256 MiB, whatever is in it.
+/// The limits beyond which a file is refused. With the default ones, opening a file takes at most about three times its
+/// size plus 256 MiB, whatever is in it.
 ///
 /// # Examples
 ///
