@@ -6,8 +6,8 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
+use run_report::{Plot, Series, Spacing};
 use tch::{Device, Kind, Tensor};
-use tch_amp::insight::html::{Plot, Series, Spacing};
 use tch_amp::optim::{Adam, MasterWeights};
 
 const STEPS: i64 = 500;

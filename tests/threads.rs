@@ -154,7 +154,7 @@ send_and_sync!(Recomputed<Linear>, RecomputedT<BatchNorm>);
 only_send!(Scheduler);
 
 mod insight {
-    use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
+    use run_report::{Document, Plot, Series, Spacing, Table};
     use tch_amp::insight::{
         AtScale, Audit, AuditedGradient, AuditedOutput, AuditedPart, AutocastList, BudgetFile,
         BudgetOperator, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRow, CastReason,

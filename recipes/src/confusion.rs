@@ -1,8 +1,8 @@
 //! How well classes are told apart.
 
 use anyhow::Result;
+use run_report::Table;
 use tch::Tensor;
-use tch_amp::insight::html::Table;
 
 /// How often each class has got which answer.
 #[derive(Clone, Debug, PartialEq)]

@@ -2,8 +2,9 @@
 
 use super::{Options, log, print};
 use anyhow::{Context, Result};
+use run_report::{Document, Provenance};
 use std::fs;
-use tch_amp::insight::html::Document;
+use tch_amp::insight;
 
 /// Prints where the log is, and writes the report, as far as the options want them. With several runs, each has a log
 /// in a folder of its own.
@@ -22,6 +23,11 @@ pub fn write(options: &Options, runs: usize, page: impl FnOnce() -> Document) ->
         print(format_args!("Report: {}", path.display()));
     }
     Ok(())
+}
+
+/// Begins a report with this title. It ends with the versions, the time and the command that made it.
+pub fn document(title: &str) -> Document {
+    Document::new(title).provenance(&Provenance::new(&insight::versions()))
 }
 
 /// A number in a cell, or `-` where there is none.

@@ -26,14 +26,13 @@
 //!
 //! A [`Tuner`] measures in which precision each operator of a model is fastest, and returns a plan for its regions.
 //!
-//! A [`Page`] shows all of it in one HTML file. [`html`] has what it is made of, for reports of your own.
+//! A [`Page`] shows all of it in one HTML file. The crate `run-report` has what it is made of, for reports of your own.
 
 mod audit;
 mod budget;
 mod dtype;
 mod explanation;
 mod health;
-pub mod html;
 mod numbers;
 mod operators;
 mod page;
@@ -57,7 +56,7 @@ pub use operators::{
     AutocastList, CastReason, CastRow, Gain, ListedOperator, MovedOperator, OperatorReport,
     OperatorRow, Padding, ProductKind, ProductRow, Profiler,
 };
-pub use page::Page;
+pub use page::{Page, versions};
 pub use recording::{Pass, named};
 pub use tracer::Tracer;
 pub use tune::{TunedOperator, Tuner, Tuning};

@@ -12,8 +12,8 @@ use crate::{minimum, paths, process};
 
 const NAME: &str = "tch-amp";
 
-/// The members of the workspace that are published before the crate, which depends on them.
-const MEMBERS: [&str; 1] = ["torch-files"];
+/// The members that the crate depends on, which are packed with it and released before it.
+const MEMBERS: [&str; 2] = ["torch-files", "run-report"];
 
 /// What Cargo.toml says of the crate from its first release on.
 const KEYS: [&str; 2] = ["repository", "documentation"];
@@ -39,7 +39,7 @@ fn check_publishable() -> Result<()> {
     let version = version(NAME)?;
     ensure!(is_dated(&log, &version), "CHANGELOG.md has no entry of {version} with its date");
     let mut publish = process::cargo();
-    publish.args(["publish", "--dry-run", "--no-verify"]).args(all_packages());
+    publish.args(["publish", "--dry-run", "--no-verify"]).args(selected());
     process::run(publish.current_dir(paths::root()))
 }
 
@@ -115,25 +115,35 @@ pub(crate) fn lint() -> Result<()> {
     process::run(clippy.args(["--workspace", "--all-targets", "--", "-D", "warnings"]))
 }
 
-/// Runs the tests of torch-files, which need no libtorch. Those that compare with Python are skipped without one.
-pub(crate) fn test_torch_files() -> Result<()> {
+/// Runs the tests of the members, which need no libtorch. Those that compare with Python are skipped without one.
+pub(crate) fn test_members() -> Result<()> {
     let mut tests = process::cargo();
-    tests.args(["test", "--locked", "--package", "torch-files"]);
+    tests.args(["test", "--locked"]).args(MEMBERS.iter().flat_map(|name| ["--package", name]));
     process::run(tests.current_dir(paths::root()))
 }
 
-/// Packs the crate and its members, and unpacks them in another folder. Returns that of the crate.
+/// Packs the crate with its members and unpacks it in another folder.
 pub(crate) fn packed() -> Result<PathBuf> {
     let mut package = process::cargo();
     package.args(["package", "--no-verify", "--allow-dirty", "--offline", "--quiet"]);
-    process::run(package.args(all_packages()).current_dir(paths::root()))?;
+    process::run(package.args(selected()).current_dir(paths::root()))?;
     unpack(&paths::target())
 }
 
-/// cargo's options for the crate and the members that it depends on. Packed together, none of them need be in a
-/// registry.
-fn all_packages() -> Vec<&'static str> {
-    MEMBERS.iter().chain([&NAME]).flat_map(|name| ["--package", name]).collect()
+/// The options that select the crate and its members.
+fn selected() -> impl Iterator<Item = &'static str> {
+    MEMBERS.into_iter().chain([NAME]).flat_map(|name| ["--package", name])
+}
+
+/// The part of a manifest that takes each packed member, beside the packed crate, in place of the one of the registry.
+pub(crate) fn patches(packed: &Path) -> Result<String> {
+    let folder = packed.parent().context("the packed crate is in no folder")?;
+    let mut patches = String::from("\n[patch.crates-io]\n");
+    for member in MEMBERS {
+        let path = folder.join(format!("{member}-{}", version(member)?));
+        patches += &format!("{member} = {{ path = {:?} }}\n", path.display().to_string());
+    }
+    Ok(patches)
 }
 
 /// The files that cargo would pack, sorted. New files that were not added to git are included.
@@ -167,40 +177,35 @@ fn changes(listed: &str, found: &str) -> Vec<String> {
     new.chain(gone).collect()
 }
 
-/// Unpacks the packages below `target`, as a workspace of their own, in which the crate takes its members from the
-/// folders beside it.
+/// Unpacks the packages below `target`, as workspaces of their own, and returns the folder of the crate.
 fn unpack(target: &Path) -> Result<PathBuf> {
     let folder = target.join("packed");
     if folder.exists() {
         fs::remove_dir_all(&folder)?;
     }
     fs::create_dir_all(&folder)?;
-    let mut patches = String::new();
     for package in MEMBERS.into_iter().chain([NAME]) {
         let name = format!("{package}-{}", version(package)?);
         let archive = target.join("package").join(format!("{name}.crate"));
         let mut tar = Command::new("tar");
         process::run(tar.arg("-xzf").arg(archive).arg("-C").arg(&folder))?;
         // The package is in the folder of another workspace, but is not part of it.
-        append(&folder.join(&name), "\n[workspace]\n")?;
-        if package != NAME {
-            patches += &format!("{package} = {{ path = \"../{name}\" }}\n");
-        }
+        append(&folder.join(name), "\n[workspace]\n")?;
     }
     let unpacked = folder.join(format!("{NAME}-{}", version(NAME)?));
-    append(&unpacked, &format!("\n[patch.crates-io]\n{patches}"))?;
+    append(&unpacked, &patches(&unpacked)?)?;
     Ok(unpacked)
 }
 
-/// Adds a text to the manifest of a package.
-fn append(package: &Path, text: &str) -> Result<()> {
-    let manifest = package.join("Cargo.toml");
-    let before = fs::read_to_string(&manifest).context("the package has no Cargo.toml")?;
-    Ok(fs::write(manifest, before + text)?)
+/// Adds a text to the manifest of an unpacked package.
+fn append(unpacked: &Path, text: &str) -> Result<()> {
+    let manifest = unpacked.join("Cargo.toml");
+    let own = fs::read_to_string(&manifest).context("the package has no Cargo.toml")?;
+    fs::write(manifest, own + text).context("Cargo.toml cannot be written")
 }
 
-fn version(name: &str) -> Result<String> {
-    let manifest = manifest(name)?;
+fn version(package: &str) -> Result<String> {
+    let manifest = manifest(package)?;
     Ok(manifest["version"].as_str().context("the package has no version")?.to_owned())
 }
 

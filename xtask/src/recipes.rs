@@ -8,9 +8,8 @@ use anyhow::{Context, Result, ensure};
 
 use crate::{bundle, package, paths, process};
 
-/// The line of `recipes/Cargo.toml` that is changed in a copy.
-const FROM_REPOSITORY: &str = r#"tch-amp = { version = "0.1", path = "..", features = ["full"] }"#;
-const FROM_REGISTRY: &str = r#"tch-amp = { version = "0.1", features = ["full"] }"#;
+/// The paths in `recipes/Cargo.toml`, which a copy does not have.
+const PATHS: [&str; 2] = [r#", path = "..""#, r#", path = "../run-report""#];
 
 /// Compiles the copies with the packed crate, without libtorch.
 pub(crate) fn check() -> Result<()> {
@@ -56,11 +55,14 @@ fn copy(packed: &Path, kept: &[String]) -> Result<PathBuf> {
     // The versions that are known to be downloaded.
     fs::copy(paths::root().join("Cargo.lock"), copy.join("Cargo.lock"))?;
     let manifest = copy.join("Cargo.toml");
-    let text = fs::read_to_string(&manifest).context("the recipes have no Cargo.toml")?;
-    ensure!(text.contains(FROM_REPOSITORY), "recipes/Cargo.toml has no line {FROM_REPOSITORY}");
-    let text = text.replace(FROM_REPOSITORY, FROM_REGISTRY);
+    let mut text = fs::read_to_string(&manifest).context("the recipes have no Cargo.toml")?;
+    for path in PATHS {
+        ensure!(text.contains(path), "recipes/Cargo.toml has no {path}");
+        text = text.replace(path, "");
+    }
+    let patches = package::patches(packed)?;
     let packed = packed.display().to_string();
-    let own = format!("\n[patch.crates-io]\ntch-amp = {{ path = {packed:?} }}\n\n[workspace]\n");
+    let own = format!("{patches}tch-amp = {{ path = {packed:?} }}\n\n[workspace]\n");
     fs::write(&manifest, text + &own)?;
     for name in names()?.iter().filter(|name| !is_needed(name, kept)) {
         remove(&copy, name)?;

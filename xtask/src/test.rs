@@ -133,7 +133,7 @@ fn on_cpu(workspace: &Workspace, which: impl Fn(&str) -> bool) -> Result<Command
 fn check(steps: &mut Steps) -> Result<Workspace> {
     steps.run("format", fmt::check_rust_format)?;
     steps.run("format of the C++", fmt::check_cxx_format)?;
-    steps.run("tests of torch-files", package::test_torch_files)?;
+    steps.run("tests of torch-files and run-report", package::test_members)?;
     if cfg!(target_os = "linux") {
         steps.run("fuzzing of torch-files, briefly", || fuzz::files(FUZZ_SECONDS))?;
     }

@@ -5,12 +5,12 @@ use super::measure::{self, SCALES};
 use super::options::Options;
 use super::ring::{MODES, RADIUS};
 use crate::precision_name;
-use crate::report::or_dash;
+use crate::report::{document, or_dash};
 use crate::{computer, print};
 use anyhow::Result;
+use run_report::{Document, Plot, Series, Spacing, Table};
 use tch::{Device, Kind};
 use tch_amp::Amp;
-use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
 
 /// How many points of the generator are drawn.
 const DRAWN: i64 = 400;
@@ -53,7 +53,7 @@ pub fn table(options: &Options, run: &Run) -> Table<7> {
 pub fn page(options: &Options, run: &Run, device: Device) -> Document {
     let (steps, amp) = (options.common.steps, options.common.amp);
     let covered = run.log.last(measure::COVERED).unwrap_or(0.0);
-    let page = Document::new("A generator and a discriminator")
+    let page = document("A generator and a discriminator")
         .result(&format!(
             "After {steps} steps in {}, the generator covers {covered} of {MODES} modes.",
             precision_name(amp)

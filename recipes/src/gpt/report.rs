@@ -4,12 +4,12 @@ use super::Run;
 use super::options::Options;
 use super::train::TOKENS_PER_SECOND;
 use crate::precision_name;
-use crate::report::{mebibytes, or_dash};
+use crate::report::{document, mebibytes, or_dash};
 use crate::{Ranks, computer, measure, print};
 use anyhow::Result;
+use run_report::{Document, Plot, Series, Spacing, Table};
 use tch::Device;
 use tch_amp::Amp;
-use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
 
 /// The lines of the log over which the last loss is averaged, but no more than half of them.
 const LAST: usize = 5;
@@ -57,7 +57,7 @@ pub fn table(options: &Options, run: &Run) -> Table<7> {
 pub fn page(options: &Options, run: &Run, origin: &str, device: Device, ranks: &Ranks) -> Document {
     let steps = options.common.steps;
     let held_out = run.log.last(measure::HELD_OUT).unwrap_or(f64::NAN);
-    let page = Document::new("A GPT over bytes")
+    let page = document("A GPT over bytes")
         .result(&format!(
             "After {steps} steps in {}, the averaged weights predict held-out text with a loss of {held_out:.3} nats \
              per byte.",

@@ -6,11 +6,11 @@ use super::test::Tested;
 use super::train::IMAGES_PER_SECOND;
 use super::{Run, train};
 use crate::precision_name;
-use crate::report::{mebibytes, or_dash};
+use crate::report::{document, mebibytes, or_dash};
 use crate::{Ranks, computer, measure, print};
 use anyhow::Result;
+use run_report::{Document, Plot, Series, Spacing, Table};
 use tch::Device;
-use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
 
 /// Prints the tables, and writes the report.
 pub fn write(
@@ -74,7 +74,7 @@ pub fn page(
     device: Device,
     ranks: &Ranks,
 ) -> Document {
-    let mut page = Document::new("A residual network on images");
+    let mut page = document("A residual network on images");
     for run in runs {
         if let Some(tested) = &run.tested {
             page = page.result(&format!(

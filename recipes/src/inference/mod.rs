@@ -5,11 +5,12 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::options::below_target;
+use crate::report;
 use crate::{computer, print};
 use anyhow::{Context, Result, ensure};
+use run_report::{Document, Table};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{CModule, Cuda, Device, Kind, Tensor, no_grad};
-use tch_amp::insight::html::{Document, Table};
 use tch_amp::policy::{KeepF32, run_in_f32};
 use tch_amp::{Autocast, Policy, jit};
 
@@ -179,7 +180,7 @@ pub fn run(device: Device, file: &Path, rows: i64, times: usize) -> Result<Compa
 /// The report.
 pub fn page(compared: &Compared, device: Device) -> Document {
     let products = format!("{LAYERS} matrix products, width {WIDTH}, a norm");
-    Document::new("Inference in bf16")
+    report::document("Inference in bf16")
         .table(&compared.table)
         .note(&format!(
             "Relative error: the distance from the outputs in f32, divided by their norm; roundings to bf16 explain up \

@@ -3,11 +3,11 @@
 use super::options::Options;
 use super::{Run, Task};
 use crate::precision_name;
-use crate::report::{mebibytes, or_dash};
+use crate::report::{document, mebibytes, or_dash};
 use crate::{Ranks, computer, measure, print};
 use anyhow::Result;
+use run_report::{Document, Plot, Series, Spacing, Table};
 use tch::Device;
-use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
 
 /// Prints the tables, and writes the report.
 pub fn write(
@@ -66,7 +66,7 @@ pub fn page(
 ) -> Document {
     let labels = &task.data.labels;
     let accuracy = 100.0 * run.test.accuracy();
-    Document::new("A BERT that classifies sentences")
+    document("A BERT that classifies sentences")
         .result(&format!(
             "In {}, {accuracy:.1} % of the sentences of the test get the right answer, and {:.1} % if the \
              answer is always the most frequent class.",

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use parts::needs_f32;
+use run_report::{Column, Table};
 use serde::{Deserialize, Serialize};
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
@@ -268,67 +269,111 @@ impl fmt::Display for Suspicion {
 
 impl fmt::Display for Audit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let suspicious = self.suspicious();
-        let clean = || self.parts.iter().filter(|part| part.suspicions.is_empty());
         let [f32, lower] = self.losses;
+        let scale = Number(self.scale);
         writeln!(
             f,
-            "{} at a scale of {}: the loss is {lower:.6}, and {f32:.6} in f32",
-            self.dtype,
-            Number(self.scale)
+            "{} at a scale of {scale}: the loss is {lower:.6}, and {f32:.6} in f32",
+            self.dtype
         )?;
-        let shown: Vec<&AuditedPart> =
-            suspicious.iter().copied().chain(clean().take(MOST_CLEAN)).collect();
-        let width = shown.iter().map(|part| part.path.chars().count()).max().unwrap_or(0).max(4);
-        writeln!(
-            f,
-            "{:width$}  {:>9} {:>10} {:>7}  {:>9} {:>8} {:>10}  dtypes",
-            "part", "error", "× expected", "× noise", "gradient", "cosine", "underflow"
-        )?;
-        for part in &shown {
-            line(f, part, width)?;
-        }
-        let rest = clean().count().saturating_sub(MOST_CLEAN);
+        let most = self.suspicious().len() + MOST_CLEAN;
+        f.write_str(&self.table(most).plain())?;
+        let rest = self.parts.len().saturating_sub(most);
         if rest > 0 {
             writeln!(f, "and {rest} more parts without suspicions")?;
         }
-        write!(f, "{}", Conclusion(self))
+        f.write_str(&self.conclusion())
     }
 }
 
-/// The lines below the table of parts.
-pub(in crate::insight) struct Conclusion<'a>(pub(in crate::insight) &'a Audit);
+/// The columns of the table of parts, for a terminal and for a page.
+fn columns() -> [Column; 11] {
+    [
+        Column::new("part"),
+        Column::new("suspicion").only_in_html(),
+        Column::new("error").width(9),
+        Column::new("× expected").width(10).gap(1),
+        Column::new("× noise").width(7).gap(1),
+        Column::new("gradient error").name_in_text("gradient").width(9),
+        Column::new("cosine").width(8).gap(1),
+        Column::new("underflow").width(10).gap(1),
+        Column::new("ms in f32").only_in_html(),
+        Column::new("ms in the region").only_in_html(),
+        Column::new("dtypes").left().width(0),
+    ]
+}
 
-impl fmt::Display for Conclusion<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(audit) = self;
-        let suspicious = audit.suspicious();
+impl AuditedPart {
+    /// The cells of its row.
+    fn cells(&self) -> [String; 11] {
+        let output = |text: fn(&AuditedOutput) -> String| {
+            self.output.as_ref().map_or_else(String::new, text)
+        };
+        let gradient = |text: fn(&AuditedGradient) -> String| {
+            self.gradient.as_ref().map_or_else(String::new, text)
+        };
+        let milliseconds = |seconds: f64| format!("{:.3}", 1e3 * seconds);
+        let dtypes = self.dtypes.iter().map(|(dtype, count)| format!("{count} {dtype}"));
+        [
+            self.path.clone(),
+            self.reasons(),
+            output(|output| format!("{:.1e}", output.error)),
+            output(|output| format!("{:.1}", output.multiple)),
+            output(|output| {
+                output.of_noise().map_or_else(String::new, |of_noise| format!("{of_noise:.1}"))
+            }),
+            gradient(|gradient| format!("{:.1e}", gradient.error)),
+            gradient(|gradient| format!("{:.5}", gradient.cosine)),
+            gradient(|gradient| format!("{:.2}%", 100.0 * gradient.underflow)),
+            milliseconds(self.seconds[0]),
+            milliseconds(self.seconds[1]),
+            dtypes.collect::<Vec<_>>().join(", "),
+        ]
+    }
+
+    /// Its suspicions in words.
+    fn reasons(&self) -> String {
+        let all: Vec<String> = self.suspicions.iter().map(Suspicion::to_string).collect();
+        all.join(", and ")
+    }
+}
+
+impl Audit {
+    /// The table of at most so many parts, with the most suspicious ones first.
+    pub(in crate::insight) fn table(&self, most: usize) -> Table<11> {
+        let clean = self.parts.iter().filter(|part| part.suspicions.is_empty());
+        let parts = self.suspicious().into_iter().chain(clean).take(most);
+        Table { columns: columns(), rows: parts.map(AuditedPart::cells).collect() }
+    }
+
+    /// The lines below the table of parts.
+    pub(in crate::insight) fn conclusion(&self) -> String {
+        let suspicious = self.suspicious();
         if suspicious.is_empty() {
-            return write!(f, "verdict: no part is suspicious in {}", audit.dtype);
+            return format!("verdict: no part is suspicious in {}", self.dtype);
         }
-        write!(f, "verdict: suspicious parts: {} of {}", suspicious.len(), audit.parts.len())?;
-        for part in &suspicious {
-            let all: Vec<String> = part.suspicions.iter().map(Suspicion::to_string).collect();
-            write!(f, "\n  {} {}", part.path, all.join(", and "))?;
+        let mut text =
+            format!("verdict: suspicious parts: {} of {}", suspicious.len(), self.parts.len());
+        for part in suspicious {
+            text += &format!("\n  {} {}", part.path, part.reasons());
             if let Some(output) = part.output.as_ref().filter(|_| part.has_suspicious_output()) {
-                write!(f, " ({})", output.operator)?;
+                text += &format!(" ({})", output.operator);
             }
         }
-        let keep = needs_f32(&audit.parts);
+        let keep = needs_f32(&self.parts);
         if !keep.is_empty() {
             let is_said = |path: &&str| keep.contains(&format!("{AFTER}{path}").as_str());
             let said: Vec<_> =
                 keep.iter().filter(|path| !is_said(path)).map(with_followers).collect();
-            write!(f, "\nkeep in f32: {}", said.join(", "))?;
-            let [_, whole] = audit.seconds;
-            let share = 100.0 * audit.f32_seconds() / whole.max(f64::MIN_POSITIVE);
-            write!(
-                f,
-                "\n  measured cost: {share:+.1} % of the {:.2} ms of an iteration",
+            let [_, whole] = self.seconds;
+            let share = 100.0 * self.f32_seconds() / whole.max(f64::MIN_POSITIVE);
+            text += &format!(
+                "\nkeep in f32: {}\n  measured cost: {share:+.1} % of the {:.2} ms of an iteration",
+                said.join(", "),
                 1e3 * whole
-            )?;
+            );
         }
-        Ok(())
+        text
     }
 }
 
@@ -336,33 +381,6 @@ impl fmt::Display for Conclusion<'_> {
 fn with_followers(path: &&str) -> String {
     let after = path.strip_prefix(AFTER);
     after.map_or_else(|| (*path).to_owned(), |module| format!("{module} and what follows it"))
-}
-
-fn line(f: &mut fmt::Formatter<'_>, part: &AuditedPart, width: usize) -> fmt::Result {
-    write!(f, "{:width$}  ", part.path)?;
-    match &part.output {
-        Some(output) => {
-            let (error, multiple) = (output.error, output.multiple);
-            write!(f, "{error:>9.1e} {multiple:>10.1} ")?;
-            match output.of_noise() {
-                Some(of_noise) => write!(f, "{of_noise:>7.1}  ")?,
-                None => write!(f, "{:>7}  ", "")?,
-            }
-        }
-        None => write!(f, "{:>9} {:>10} {:>7}  ", "", "", "")?,
-    }
-    match &part.gradient {
-        Some(gradient) => write!(
-            f,
-            "{:>9.1e} {:>8.5} {:>9.2}%  ",
-            gradient.error,
-            gradient.cosine,
-            100.0 * gradient.underflow
-        )?,
-        None => write!(f, "{:>9} {:>8} {:>10}  ", "", "", "")?,
-    }
-    let dtypes = part.dtypes.iter().map(|(dtype, count)| format!("{count} {dtype}"));
-    writeln!(f, "{}", dtypes.collect::<Vec<_>>().join(", "))
 }
 
 /// How many runs show how far rounding alone moves the results.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use run_report::Table;
 use serde::{Deserialize, Serialize};
 use tch::Kind;
 
@@ -681,6 +682,31 @@ impl fmt::Display for BudgetReport {
             write!(f, "\nand {} more", over.len() - MOST_LINES)?;
         }
         Ok(())
+    }
+}
+
+impl BudgetReport {
+    /// The table of at most so many rows, with what is over the budget first.
+    pub(in crate::insight) fn table(&self, most: usize) -> Table<7> {
+        let mut table = Table::new(["quantity", "name", "error", "factor", "× noise", "limit", ""]);
+        let within = self.rows.iter().filter(|row| !row.is_over());
+        let rows = self.over().into_iter().chain(within).take(most);
+        table.rows.extend(rows.map(BudgetRow::cells));
+        table
+    }
+}
+
+impl BudgetRow {
+    fn cells(&self) -> [String; 7] {
+        [
+            self.quantity.to_string(),
+            self.name.clone(),
+            format!("{:.1e}", self.error),
+            format!("{:.4}", self.factor),
+            format!("{:.2}", self.multiple),
+            self.limit.to_string(),
+            if self.is_over() { "over" } else { "" }.to_owned(),
+        ]
     }
 }
 

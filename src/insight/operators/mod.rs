@@ -26,7 +26,7 @@ use crate::precision::{MatmulSpeeds, synchronize};
 use crate::variables::listed;
 
 pub use autocast_lists::AutocastList;
-pub(super) use report::{COLUMNS, Sections, Summary, percent};
+pub(super) use report::percent;
 pub use report::{
     CastReason, CastRow, Gain, ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding,
     ProductKind, ProductRow,

@@ -1,7 +1,8 @@
 //! The findings of a profiler.
 
-use std::fmt::{self, Display, Formatter};
+use std::fmt::{self, Display, Formatter, Write};
 
+use run_report::{Column, Table};
 use serde::{Deserialize, Serialize};
 
 use super::autocast_lists::{AutocastList, LINKED};
@@ -254,40 +255,57 @@ const MOST: usize = 6;
 
 impl Display for OperatorReport {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", Summary(self))?;
-        self.table(f)?;
-        write!(f, "{}", Sections(self))
+        write!(f, "{}\n{}", self.summary(), self.table(MOST_OPERATORS).plain())?;
+        self.write_others(f)?;
+        f.write_str(&self.sections())
     }
 }
 
-/// The lines above the table of operators.
-pub(in crate::insight) struct Summary<'a>(pub(in crate::insight) &'a OperatorReport);
-
-impl Display for Summary<'_> {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        self.0.summary(f)
-    }
+/// The columns of the table of operators, for a terminal and for a page. The numbers are those of one run.
+fn columns() -> [Column; 10] {
+    let column = |name, width| Column::new(name).width(width).gap(1);
+    [
+        column("operator", 38),
+        column("dtype", 5).left(),
+        column("device", 7).left(),
+        column("pass", 8).left(),
+        column("calls", 6),
+        column("ms", 9),
+        column("%", 5),
+        column("MB read", 9),
+        column("written", 9),
+        column("GFLOP/s", 7),
+    ]
 }
-
-/// The sections below the table of operators.
-pub(in crate::insight) struct Sections<'a>(pub(in crate::insight) &'a OperatorReport);
-
-impl Display for Sections<'_> {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Self(report) = self;
-        report.cast_lines(f)?;
-        report.moved_lines(f)?;
-        report.padding_lines(f)?;
-        report.list_lines(f)?;
-        report.gain_lines(f)
-    }
-}
-
-/// The columns of the table of operators. The numbers are those of one run.
-pub(in crate::insight) const COLUMNS: [&str; 10] =
-    ["operator", "dtype", "device", "pass", "calls", "ms", "%", "MB read", "written", "GFLOP/s"];
 
 impl OperatorReport {
+    /// The lines above the table of operators.
+    pub(in crate::insight) fn summary(&self) -> String {
+        text(|out| self.write_summary(out))
+    }
+
+    /// The table of the operators that took longest.
+    pub(in crate::insight) fn table(&self, most: usize) -> Table<10> {
+        let rows = self.operators.iter().take(most).map(|row| self.cells(row));
+        Table { columns: columns(), rows: rows.collect() }
+    }
+
+    /// The sections below the table of operators.
+    pub(in crate::insight) fn sections(&self) -> String {
+        text(|out| {
+            self.cast_lines(out)?;
+            self.moved_lines(out)?;
+            self.padding_lines(out)?;
+            self.list_lines(out)?;
+            self.gain_lines(out)
+        })
+    }
+
+    /// The share of the time of all operators.
+    pub(in crate::insight) fn share(&self, seconds: f64) -> f64 {
+        seconds / self.own_seconds().max(f64::MIN_POSITIVE)
+    }
+
     /// The milliseconds of one run.
     fn ms(&self, seconds: f64) -> f64 {
         seconds * 1e3 / self.runs.max(1) as f64
@@ -297,7 +315,7 @@ impl OperatorReport {
         calls.div_ceil(self.runs.max(1))
     }
 
-    fn summary(&self, f: &mut Formatter<'_>) -> fmt::Result {
+    fn write_summary(&self, f: &mut String) -> fmt::Result {
         let plain = match self.unrecorded_seconds {
             Some(seconds) => format!(", {:.2} ms when it is not recorded", seconds * 1e3),
             None => String::new(),
@@ -318,28 +336,20 @@ impl OperatorReport {
         Ok(())
     }
 
-    fn table(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        writeln!(f)?;
-        line(f, &COLUMNS.map(str::to_owned))?;
-        for row in self.operators.iter().take(MOST_OPERATORS) {
-            line(f, &self.cells(row))?;
-        }
+    /// Writes the lines of what the table leaves out.
+    fn write_others(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let rest = &self.operators[self.operators.len().min(MOST_OPERATORS)..];
         if !rest.is_empty() {
             let seconds = rest.iter().map(|row| row.seconds).sum();
             let calls = total(rest.iter().map(|row| row.calls));
             self.other_line(f, &others(rest.len()), calls, seconds)?;
         }
-        self.other_line(
-            f,
-            "calls of other operators, views, allocations",
-            self.wrapper_calls,
-            self.wrapper_seconds,
-        )
+        let wrappers = "calls of other operators, views, allocations";
+        self.other_line(f, wrappers, self.wrapper_calls, self.wrapper_seconds)
     }
 
     /// A row of the table of operators.
-    pub(in crate::insight) fn cells(&self, row: &OperatorRow) -> [String; 10] {
+    fn cells(&self, row: &OperatorRow) -> [String; 10] {
         let mega = |bytes: u64| format!("{:.3}", bytes as f64 / 1e6 / self.runs.max(1) as f64);
         let has_speed = row.flops > 0 && row.seconds > 0.0;
         let speed = has_speed.then(|| format!("{:.1}", row.flops as f64 / 1e9 / row.seconds));
@@ -350,7 +360,7 @@ impl OperatorReport {
             row.pass.to_string(),
             self.calls(row.calls).to_string(),
             format!("{:.3}", self.ms(row.seconds)),
-            format!("{:.1}", 100.0 * row.seconds / self.own_seconds().max(f64::MIN_POSITIVE)),
+            format!("{:.1}", 100.0 * self.share(row.seconds)),
             mega(row.bytes_read),
             mega(row.bytes_written),
             speed.unwrap_or_default(),
@@ -364,18 +374,18 @@ impl OperatorReport {
         calls: u64,
         seconds: f64,
     ) -> fmt::Result {
-        let share = 100.0 * seconds / self.own_seconds().max(f64::MIN_POSITIVE);
+        let share = 100.0 * self.share(seconds);
         let (calls, ms) = (self.calls(calls), self.ms(seconds));
         writeln!(f, "{what:<61} {calls:>6} {ms:>9.3} {share:>5.1}")
     }
 }
 
-fn line(f: &mut Formatter<'_>, cells: &[String; 10]) -> fmt::Result {
-    let [operator, dtype, device, pass, calls, ms, share, read, written, speed] = cells;
-    writeln!(
-        f,
-        "{operator:<38} {dtype:<5} {device:<7} {pass:<8} {calls:>6} {ms:>9} {share:>5} {read:>9} {written:>9} {speed:>7}"
-    )
+/// The text that is written.
+fn text(write: impl FnOnce(&mut String) -> fmt::Result) -> String {
+    let mut text = String::new();
+    // A text in memory takes everything.
+    write(&mut text).unwrap_or_default();
+    text
 }
 
 pub(in crate::insight) fn percent(share: f64) -> String {
@@ -383,7 +393,7 @@ pub(in crate::insight) fn percent(share: f64) -> String {
 }
 
 impl OperatorReport {
-    fn cast_lines(&self, f: &mut Formatter<'_>) -> fmt::Result {
+    fn cast_lines(&self, f: &mut String) -> fmt::Result {
         let sum = |of: fn(&CastRow) -> f64| self.casts.iter().map(of).sum::<f64>();
         if self.casts.is_empty() {
             return writeln!(f, "\ncasts: none");
@@ -395,7 +405,7 @@ impl OperatorReport {
             self.calls(total(self.casts.iter().map(|row| row.calls))),
             sum(|row| row.bytes as f64) / 1e6 / self.runs.max(1) as f64,
             self.ms(seconds),
-            percent(seconds / self.own_seconds().max(f64::MIN_POSITIVE))
+            percent(self.share(seconds))
         )?;
         for row in self.casts.iter().take(MOST) {
             writeln!(
@@ -428,7 +438,7 @@ impl OperatorReport {
         Ok(())
     }
 
-    fn moved_lines(&self, f: &mut Formatter<'_>) -> fmt::Result {
+    fn moved_lines(&self, f: &mut String) -> fmt::Result {
         if self.moved_to_f32.is_empty() {
             return Ok(());
         }
@@ -444,7 +454,7 @@ impl OperatorReport {
         more(f, self.moved_to_f32.len())
     }
 
-    fn padding_lines(&self, f: &mut Formatter<'_>) -> fmt::Result {
+    fn padding_lines(&self, f: &mut String) -> fmt::Result {
         if self.padding.is_empty() {
             return Ok(());
         }
@@ -459,7 +469,7 @@ impl OperatorReport {
         more(f, self.padding.len())
     }
 
-    fn list_lines(&self, f: &mut Formatter<'_>) -> fmt::Result {
+    fn list_lines(&self, f: &mut String) -> fmt::Result {
         if self.lists.is_empty() {
             return writeln!(f, "\nno operator was called inside of an autocast region");
         }
@@ -491,7 +501,7 @@ impl OperatorReport {
         Ok(())
     }
 
-    fn gain_lines(&self, f: &mut Formatter<'_>) -> fmt::Result {
+    fn gain_lines(&self, f: &mut String) -> fmt::Result {
         for gain in &self.gains {
             write!(f, "\nestimate for {}, from measured matrix products:", gain.dtype)?;
             if gain.f32_seconds > 0.0 {
@@ -544,7 +554,7 @@ impl Display for In<'_> {
     }
 }
 
-fn more(f: &mut Formatter<'_>, count: usize) -> fmt::Result {
+fn more(f: &mut String, count: usize) -> fmt::Result {
     if count > MOST { writeln!(f, "       and {}", others(count - MOST)) } else { Ok(()) }
 }
 

@@ -1,8 +1,8 @@
 //! The exponents of the gradients: over time, and of each layer.
 
-use crate::insight::HealthReport;
-use crate::insight::html::{Bound, Cell, Document, HeatMap};
-use crate::insight::{Exponents, LayerHealth};
+use run_report::{Document, HeatMap};
+
+use crate::insight::{Exponents, HealthReport, LayerHealth};
 
 /// How many reports have a column.
 const MOST_COLUMNS: usize = 120;
@@ -101,55 +101,43 @@ fn over_time(health: &[(u64, HealthReport)]) -> HeatMap {
     let shown: Vec<_> = shown.into_iter().rev().collect();
     let limits: Vec<_> = shown.iter().map(|(_, report)| limits(report)).collect();
     let range = Range::over(shown.iter().map(|(_, report)| &report.model.exponents), &limits);
-    let mut cells = Vec::new();
+    let columns = shown.iter().map(|(step, _)| step.to_string()).collect();
+    let description = "The exponents of the gradients over time";
+    let mut map = HeatMap::new(description, "step", columns, range.names()).row_height(8.0);
     for (column, (step, report)) in shown.iter().enumerate() {
         for (row, share) in range.shares(&report.model.exponents) {
             let exponent = range.top - row as i64;
             let title = format!("step {step}, 2^{exponent}: {:.2} %", 100.0 * share);
-            cells.push(Cell { place: (column, row), shade: shade(share), title });
+            map.shade((column, row), shade(share), &title);
         }
     }
-    let bound = |name, label, exponent: fn(&(i64, i64)) -> i64| Bound {
-        name,
-        label,
-        rows: limits.iter().map(|limits| range.rows_above(exponent(limits))).collect(),
+    let rows = |exponent: fn(&(i64, i64)) -> i64| {
+        limits.iter().map(|limits| range.rows_above(exponent(limits))).collect()
     };
-    HeatMap {
-        description: "The exponents of the gradients over time",
-        label: "step",
-        columns: shown.iter().map(|(step, _)| step.to_string()).collect(),
-        rows: range.names(),
-        cells,
-        bounds: vec![
-            bound("second", "overflows in fp16 above", |limits| limits.1),
-            bound("third", "becomes zero in fp16 below", |limits| limits.0),
-        ],
-        row_height: 8.0,
-    }
+    map.bound("second", "overflows in fp16 above", rows(|limits| limits.1)).bound(
+        "third",
+        "becomes zero in fp16 below",
+        rows(|limits| limits.0),
+    )
 }
 
 fn of_layers(report: &HealthReport) -> HeatMap {
     let layers: Vec<&LayerHealth> = report.layers.iter().take(MOST_LAYERS).collect();
     let range = Range::over(layers.iter().map(|layer| &layer.exponents), &[]);
-    let mut cells = Vec::new();
+    let mut columns: Vec<String> = range.exponents().map(|e| format!("2^{e}")).collect();
+    columns.reverse();
+    let rows = layers.iter().map(|layer| layer.name.clone()).collect();
+    let description = "The exponents of the gradients of each layer";
+    let mut map =
+        HeatMap::new(description, "size of the gradients, divided by the scale", columns, rows);
     for (row, layer) in layers.iter().enumerate() {
         for (place, share) in range.shares(&layer.exponents) {
             let exponent = range.top - place as i64;
             let title = format!("{}, 2^{exponent}: {:.2} %", layer.name, 100.0 * share);
             // From the smallest on the left to the largest on the right.
             let column = range.count as usize - 1 - place;
-            cells.push(Cell { place: (column, row), shade: shade(share), title });
+            map.shade((column, row), shade(share), &title);
         }
     }
-    let mut columns: Vec<String> = range.exponents().map(|e| format!("2^{e}")).collect();
-    columns.reverse();
-    HeatMap {
-        description: "The exponents of the gradients of each layer",
-        label: "size of the gradients, divided by the scale",
-        columns,
-        rows: layers.iter().map(|layer| layer.name.clone()).collect(),
-        cells,
-        bounds: Vec::new(),
-        row_height: 18.0,
-    }
+    map
 }

@@ -2,18 +2,20 @@
 
 mod exponents;
 mod steps;
-mod tables;
 
 use std::fmt::{self, Display, Formatter};
 use std::path::Path;
 
+use run_report::{Document, Provenance};
 use serde::{Deserialize, Serialize};
+use torch_files::atomic;
 
-use super::html::Document;
+use super::operators::percent;
 use super::{
     Audit, BudgetReport, Cause, Culprit, Explanation, HealthReport, HistoryReport, OperatorReport,
 };
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::ffi;
 
 /// Shows everything that is known of a run in one HTML file with tables and plots, which needs no network: the loss,
 /// the scale with the skipped steps and their culprits, the exponents of the gradients over time, audits with the most
@@ -95,7 +97,8 @@ impl Page {
         Self { title: title.to_owned(), ..Self::default() }
     }
 
-    /// Returns the page as HTML. It refers to no other file.
+    /// Returns the page as HTML. It refers to no other file. It ends with the [`versions`], the time, and the command line
+    /// of the program: look for secrets among its arguments before you share a page.
     pub fn to_html(&self) -> String {
         self.document().to_html()
     }
@@ -104,9 +107,11 @@ impl Page {
     ///
     /// # Errors
     ///
-    /// [`Error::Save`](crate::Error::Save) if the file cannot be written.
+    /// [`Error::Save`] if the file cannot be written.
     pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
-        self.document().write(path)
+        let html = self.to_html();
+        let fill = &mut |out: &mut dyn atomic::Target| out.write_all(html.as_bytes());
+        atomic::replace(path.as_ref(), fill).map(drop).map_err(Error::Save)
     }
 
     fn document(&self) -> Document {
@@ -114,16 +119,22 @@ impl Page {
         document = steps::add(document, self);
         document = exponents::add(document, &self.health);
         for audit in &self.audits {
-            document = tables::add_audit(document, audit);
+            document = audit_section(document, audit);
         }
         for report in &self.budgets {
-            document = tables::add_budget(document, report);
+            document = budget_section(document, report);
         }
         for report in &self.operators {
-            document = tables::add_operators(document, report);
+            document = operator_section(document, report);
         }
-        document
+        document.provenance(&Provenance::new(&versions()))
     }
+}
+
+/// Names the versions of this crate and of the libtorch that is linked, such as `tch-amp 0.1.0 and libtorch 2.13.0`: what
+/// a page is made with, for the `Provenance` of a report of your own.
+pub fn versions() -> String {
+    format!("tch-amp {} and libtorch {}", env!("CARGO_PKG_VERSION"), ffi::libtorch_version())
 }
 
 impl Display for Page {
@@ -151,6 +162,62 @@ impl Display for Page {
     }
 }
 
+/// How many parts of an audit are listed.
+const MOST_PARTS: usize = 60;
+
+/// How many rows the table of a budget or of operators has.
+const MOST_ROWS: usize = 40;
+
+/// Adds an audit, with the most suspicious parts first.
+fn audit_section(document: Document, audit: &Audit) -> Document {
+    let document = document
+        .heading(&format!("Audit in {}", audit.dtype))
+        .preformatted(&audit.conclusion())
+        .table(&audit.table(MOST_PARTS));
+    let rest = audit.parts.len().saturating_sub(MOST_PARTS);
+    with_rest(document, rest, "parts that are less suspicious").note(
+        "Error: the distance from the results in f32, divided by their norm. × expected: the same as a multiple of what \
+         roundings add up to at that depth. × noise: as a multiple of what rounding at random does. Underflow: gradients that are zero here and not in f32.",
+    )
+}
+
+/// Adds a precision budget, with what is over it first.
+fn budget_section(document: Document, report: &BudgetReport) -> Document {
+    let document = document
+        .heading(&format!("Precision budget of {}", report.dtype))
+        .preformatted(&report.to_string())
+        .table(&report.table(MOST_ROWS));
+    let rest = report.rows.len().saturating_sub(MOST_ROWS);
+    with_rest(document, rest, "rows within the budget").note(
+        "Error: the distance from f32, divided by the norm. Factor: how much larger it is than in f32. × noise: the distance \
+         as a multiple of what rounding at random does.",
+    )
+}
+
+/// Adds what the operators cost.
+fn operator_section(document: Document, report: &OperatorReport) -> Document {
+    let rest = report.operators.iter().skip(MOST_ROWS).map(|row| row.seconds).sum::<f64>();
+    document
+        .heading("Operators")
+        .preformatted(report.summary().trim_end())
+        .table(&report.table(MOST_ROWS))
+        .note(&format!(
+            "Per run. Operators that only call others, allocate memory or make views take another {}, and operators that \
+             are not listed {}.",
+            percent(report.share(report.wrapper_seconds)),
+            percent(report.share(rest))
+        ))
+        .preformatted(report.sections().trim())
+}
+
+/// Says how many rows a table leaves out.
+fn with_rest(document: Document, rest: usize, rows: &str) -> Document {
+    match rest {
+        0 => document,
+        rest => document.note(&format!("{rest} {rows} are not listed.")),
+    }
+}
+
 /// Why a step was skipped, in a few words.
 fn reason(explanation: &Explanation) -> String {
     let culprit = explanation.culprit.as_ref().map(operator);
@@ -173,9 +240,4 @@ fn operator(culprit: &Culprit) -> String {
         (None, None) => String::new(),
     };
     format!("{operator}{place}, {dtype}, {pass}")
-}
-
-/// A time in milliseconds.
-fn milliseconds(seconds: f64) -> String {
-    format!("{:.3}", 1e3 * seconds)
 }

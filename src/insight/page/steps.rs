@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 
-use super::{Page, reason};
+use run_report::{Document, Plot, Series, Spacing, Table};
+
+use super::{Page, reason, with_rest};
 use crate::error::Number;
-use crate::insight::html::{Document, Plot, Series, Spacing, Table, or_dash};
 use crate::insight::{Explanation, HistoryReport, SkipCause, StepRecord};
 
 /// How many points of a line are drawn.
@@ -143,16 +144,13 @@ fn skips(
         table.rows.push([
             step.step.to_string(),
             Number(step.scale).to_string(),
-            or_dash(step.norm.map(|norm| format!("{norm:.3e}"))),
+            step.norm.map_or_else(|| "-".to_owned(), |norm| format!("{norm:.3e}")),
             cause_of(explained.get(&step.step).copied(), *cause),
         ]);
     }
     let html = html.heading("Skipped steps").table(&table);
     let all = history.skips(SkipCause::Overflow) + history.skips(SkipCause::Spike);
-    match all - skipped.len() {
-        0 => html,
-        earlier => html.note(&format!("{earlier} earlier ones are not listed.")),
-    }
+    with_rest(html, all - skipped.len(), "earlier ones")
 }
 
 #[cfg(test)]

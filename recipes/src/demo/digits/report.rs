@@ -6,7 +6,8 @@ use super::train::{GROWTH_INTERVAL, RunResult};
 use crate::demo::gpt::report as gpt_report;
 use crate::demo::gpt::train::Run;
 use crate::precision_name;
-use tch_amp::insight::html::{Document, Plot, Series, Spacing};
+use crate::report::document;
+use run_report::{Document, Plot, Series, Spacing};
 
 const SMOOTHING: f64 = 0.9;
 
@@ -25,7 +26,7 @@ CC BY 4.0.</footer>"#;
 
 /// The whole page, with the runs of the GPT first, if there are any.
 pub fn page(results: &[RunResult], facts: &Facts, gpt: &[Run]) -> Document {
-    let mut page = Document::new("Mixed precision on this computer");
+    let mut page = document("Mixed precision on this computer");
     if let [fp32, bf16] = gpt {
         page = page.result(&gpt_report::verdict(fp32, bf16));
         page = gpt_report::section(page, gpt);

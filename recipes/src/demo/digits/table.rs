@@ -4,8 +4,8 @@ use super::train::RunResult;
 use crate::demo::speed;
 use crate::precision_name;
 use crate::report::{mebibytes, or_dash};
+use run_report::Table;
 use tch_amp::Amp;
-use tch_amp::insight::html::Table;
 
 const HEADER: [&str; 7] = [
     "run",

@@ -5,7 +5,7 @@ use super::train::{LENGTH, ROWS, Run};
 use crate::demo::speed;
 use crate::precision_name;
 use crate::report::mebibytes;
-use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
+use run_report::{Document, Plot, Series, Spacing, Table};
 
 /// The steps over which a loss is averaged.
 const LAST: usize = 20;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::axis::escape;
+use crate::escape;
 
 const WIDTH: f64 = 760.0;
 const RIGHT: f64 = 12.0;
@@ -15,49 +15,81 @@ const MOST_LETTERS: usize = 34;
 /// The faintest shade, which can still be seen.
 const FAINTEST: f64 = 0.12;
 
+/// The height of a row, unless another is set.
+const ROW: f64 = 18.0;
+
 /// The shade of a cell that is not empty.
 #[derive(Clone, Debug)]
-pub struct Cell {
+struct Cell {
     /// The place of its column and of its row, from 0.
-    pub place: (usize, usize),
+    place: (usize, usize),
     /// From 0, the faintest, to 1.
-    pub shade: f64,
+    shade: f64,
     /// The text that a pointer over it shows.
-    pub title: String,
+    title: String,
 }
 
 /// A line across all columns.
 #[derive(Clone, Debug)]
-pub struct Bound {
-    /// The CSS class of the line.
-    pub name: &'static str,
-    /// Shown in the legend.
-    pub label: &'static str,
+struct Bound {
+    class: String,
+    label: String,
     /// For each column, how many rows are above the line.
-    pub rows: Vec<f64>,
+    rows: Vec<f64>,
 }
 
-/// A heat map, ready to be drawn.
+/// A heat map: columns from left to right, rows from the top, and in each cell a shade of one colour.
+///
+/// # Examples
+///
+/// ```
+/// use run_report::HeatMap;
+///
+/// let names = |names: [&str; 2]| names.map(str::to_owned).to_vec();
+/// let mut map = HeatMap::new("Gradients of two layers", "step", names(["1", "2"]), names(["a", "b"]));
+/// map.shade((0, 1), 0.5, "step 1, b: half");
+/// assert!(map.svg().contains("<title>step 1, b: half</title>"));
+/// ```
 #[derive(Clone, Debug)]
 pub struct HeatMap {
-    /// The text alternative of the map.
-    pub description: &'static str,
-    /// The label of the horizontal axis.
-    pub label: &'static str,
-    /// The names of the columns, of which as many are shown as there is room for.
-    pub columns: Vec<String>,
-    /// The names of the rows. Rows without a name belong to the one above.
-    pub rows: Vec<String>,
-    /// The cells that are not empty.
-    pub cells: Vec<Cell>,
-    /// Lines over the cells.
-    pub bounds: Vec<Bound>,
-    /// The height of a row.
-    pub row_height: f64,
+    description: String,
+    label: String,
+    columns: Vec<String>,
+    rows: Vec<String>,
+    cells: Vec<Cell>,
+    bounds: Vec<Bound>,
+    row_height: f64,
 }
 
 impl HeatMap {
-    /// The `<svg>` element.
+    /// Creates an empty map with a description for those who do not see it, the label of its horizontal axis, and the
+    /// names of its columns and rows. As many columns are named as there is room for. Rows with an empty name belong to
+    /// the one above.
+    pub fn new(description: &str, label: &str, columns: Vec<String>, rows: Vec<String>) -> Self {
+        let (description, label) = (description.to_owned(), label.to_owned());
+        let (cells, bounds) = (Vec::new(), Vec::new());
+        Self { description, label, columns, rows, cells, bounds, row_height: ROW }
+    }
+
+    /// Sets the height of a row, 18 by default; the map is 760 wide.
+    pub fn row_height(self, row_height: f64) -> Self {
+        Self { row_height, ..self }
+    }
+
+    /// Shades the cell in a column and a row, which count from 0. The shade is from 0, the faintest, to 1; a pointer
+    /// over the cell shows the title.
+    pub fn shade(&mut self, place: (usize, usize), shade: f64, title: &str) {
+        self.cells.push(Cell { place, shade, title: title.to_owned() });
+    }
+
+    /// Adds a line across all columns, with its CSS class and its label in the legend. `rows` says for each column how
+    /// many rows are above the line.
+    pub fn bound(mut self, class: &str, label: &str, rows: Vec<f64>) -> Self {
+        self.bounds.push(Bound { class: class.to_owned(), label: label.to_owned(), rows });
+        self
+    }
+
+    /// Returns the `<svg>` element.
     pub fn svg(&self) -> String {
         let mut svg = String::new();
         self.write_all(&mut svg).unwrap_or_default();
@@ -84,7 +116,7 @@ impl HeatMap {
     }
 
     fn write_all(&self, svg: &mut String) -> std::fmt::Result {
-        let (description, height) = (escape(self.description), self.bottom() + BOTTOM);
+        let (description, height) = (escape(&self.description), self.bottom() + BOTTOM);
         writeln!(
             svg,
             r#"<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{description}">"#
@@ -130,11 +162,11 @@ impl HeatMap {
             writeln!(svg, r#"<text class="tick x" x="{x:.1}" y="{y}">{}</text>"#, escape(name))?;
         }
         let (x, y) = ((left + end) / 2.0, bottom + BOTTOM - 8.0);
-        writeln!(svg, r#"<text class="label" x="{x}" y="{y}">{}</text>"#, escape(self.label))
+        writeln!(svg, r#"<text class="label" x="{x}" y="{y}">{}</text>"#, escape(&self.label))
     }
 
     fn write_bound(&self, svg: &mut String, index: usize, bound: &Bound) -> std::fmt::Result {
-        let class = format!("curve {}", bound.name);
+        let class = format!("curve {}", escape(&bound.class));
         write!(svg, r#"<polyline class="{class}" points=""#)?;
         for (column, &rows) in bound.rows.iter().enumerate() {
             let y = self.top() + self.row_height * rows.clamp(0.0, self.rows.len() as f64);
@@ -145,7 +177,7 @@ impl HeatMap {
         let (end, text) = (x + 30.0, x + 37.0);
         writeln!(svg, r#"<line class="{class}" x1="{x}" y1="{y}" x2="{end}" y2="{y}"/>"#)?;
         let y = y + 4.0;
-        writeln!(svg, r#"<text class="legend" x="{text}" y="{y}">{}</text>"#, escape(bound.label))
+        writeln!(svg, r#"<text class="legend" x="{text}" y="{y}">{}</text>"#, escape(&bound.label))
     }
 }
 
@@ -163,15 +195,11 @@ mod tests {
     use super::*;
 
     fn map() -> HeatMap {
-        HeatMap {
-            description: "d",
-            label: "step",
-            columns: (0..200).map(|step| step.to_string()).collect(),
-            rows: ["<a>", "", "b"].map(str::to_owned).into(),
-            cells: vec![Cell { place: (199, 2), shade: 2.0, title: "<t>".to_owned() }],
-            bounds: vec![Bound { name: "first", label: "<l>", rows: vec![1.5; 200] }],
-            row_height: 10.0,
-        }
+        let columns = (0..200).map(|step| step.to_string()).collect();
+        let rows = ["<a>", "", "b"].map(str::to_owned).into();
+        let mut map = HeatMap::new("d", "step", columns, rows).row_height(10.0);
+        map.shade((199, 2), 2.0, "<t>");
+        map.bound("first", "<l>", vec![1.5; 200])
     }
 
     #[test]

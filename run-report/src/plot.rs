@@ -3,8 +3,8 @@
 
 use std::fmt::Write;
 
-use super::axis::escape;
-use super::axis::{Axis, Spacing, Tick};
+use crate::axis::{Axis, Spacing, Tick};
+use crate::escape;
 
 const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 340.0;
@@ -19,7 +19,7 @@ const ROW: f64 = 20.0;
 /// One line of a plot.
 #[derive(Clone, Debug)]
 pub struct Series {
-    /// The CSS class of everything that belongs to the series, which gives it a colour; see the [module](super).
+    /// The CSS class of everything that belongs to the series, which gives it a colour; see the [crate](crate).
     pub class: String,
     /// Its name in the legend.
     pub label: String,

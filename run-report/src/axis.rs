@@ -145,11 +145,6 @@ fn power_label(base: f64, power: i32) -> String {
     format!("{base}{}", raised.collect::<String>())
 }
 
-/// Returns a text as HTML shows it, also in an attribute.
-pub(super) fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
