@@ -238,10 +238,15 @@ fn fill(to: &mut Tensor, numel: usize, location: &Location) -> Result<()> {
         let read = location.file.read(&location.elements(kind, done, count)?, bytes);
         Ok::<_, Error>(read.map_err(CheckpointError::reading(location.file.path()))?)
     };
-    if to.device() == Device::Cpu {
-        return ffi::with_bytes(to, |bytes| read(0, numel, bytes))?;
+    if numel == 0 {
+        return Ok(());
     }
     let width = kind.elt_size_in_bytes();
+    if to.device() == Device::Cpu {
+        let mut first = vec![0; width];
+        read(0, 1, &mut first)?;
+        return ffi::elements_fill(to, &first, |bytes| read(0, numel, bytes))?;
+    }
     let mut buffer = vec![0; CHUNK.min(numel.saturating_mul(width))];
     let mut done = 0;
     while done < numel {

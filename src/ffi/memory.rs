@@ -231,26 +231,24 @@ pub(crate) fn elements_read(from: &Tensor, first: i64, to: &mut [u8]) -> Result<
     call(|err| unsafe { sys::tamp_elements_read(from.as_ptr(), first, memory, len, err) })
 }
 
-/// Gives `fill` the memory of a contiguous tensor on the CPU. libtorch counts it as one change.
-pub(crate) fn with_bytes<R>(to: &mut Tensor, fill: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
-    let width = to.f_kind()?.elt_size_in_bytes();
-    let len = to.numel().saturating_mul(width);
-    if len == 0 {
-        return Ok(fill(&mut []));
-    }
-    if to.device() != Device::Cpu || !to.is_contiguous() {
-        return Err(Error::Torch("the bytes of a tensor are not one after the other".to_owned()));
-    }
+/// Gives `fill` the memory of a contiguous tensor on the CPU, given the bytes of its first element. These are written
+/// through libtorch before, which refuses a tensor without memory of its own, and counts the change.
+pub(crate) fn elements_fill<R>(
+    to: &mut Tensor,
+    first: &[u8],
+    fill: impl FnOnce(&mut [u8]) -> R,
+) -> Result<R> {
+    elements_write(to, 0, first)?;
+    let len = to.numel().saturating_mul(to.f_kind()?.elt_size_in_bytes());
     let memory = to.data_ptr().cast::<u8>();
-    // SAFETY: a contiguous tensor on the CPU has `len` bytes from its data pointer on, which libtorch's allocator has
-    // made, so that Rust assumes nothing about their content. `to` keeps them alive, no other Rust reference to them
-    // exists, since tch hands out none, and libtorch uses them only in calls, of which `fill` makes none.
-    let bytes = unsafe { std::slice::from_raw_parts_mut(memory, len) };
-    let filled = fill(bytes);
-    let first = bytes[..width].to_vec();
-    // Once more through libtorch, whose version counter says to autograd that the tensor has changed.
-    elements_write(to, 0, &first)?;
-    Ok(filled)
+    if memory.is_null() || to.device() != Device::Cpu {
+        return Err(Error::Torch("the tensor has no memory on the CPU".to_owned()));
+    }
+    // SAFETY: libtorch has just written to it as to a contiguous tensor, so that it has `len` bytes from its data
+    // pointer on, and it is on the CPU. libtorch's allocator has made them, so that Rust assumes nothing about their
+    // content. `to` keeps them alive, no other Rust reference to them exists, since tch hands out none, and libtorch
+    // uses them only in calls, of which `fill` makes none.
+    Ok(fill(unsafe { std::slice::from_raw_parts_mut(memory, len) }))
 }
 
 /// Overwrites a contiguous tensor's elements, from the element `first` on. Synchronizes.
