@@ -426,20 +426,20 @@ impl<'a> Layout<'a> {
         self.writer.write_to(out)?;
         let checksums = self.writer.storages().iter().map(|tensor| tensor.checksum.get());
         self.manifest.checksums = checksums.collect();
-        let len = self.sign().map_err(io::Error::other)?;
-        self.writer.rewrite_header(len, out)
+        self.sign().map_err(io::Error::other)?;
+        self.writer.rewrite_header(out)
     }
 
-    /// Puts the checksums of the tensors and that of the header itself into the header. Returns its length, which does
-    /// not depend on them, in bytes.
-    fn sign(&mut self) -> Result<usize> {
-        self.writer.set_metadata(self.manifest.metadata()?);
-        let header = self.writer.header().map_err(unwritable)?;
-        let own = of_header(&header[LENGTH..], self.manifest.checksum);
+    /// Puts the checksums of the tensors and that of the header itself into the header, whose length does not depend on
+    /// them.
+    fn sign(&mut self) -> Result<()> {
+        // A second file can be written with the same layout.
+        self.manifest.checksum = Checksum::default();
+        self.writer.set_metadata(&self.manifest.metadata()?).map_err(unwritable)?;
+        let own = of_header(&self.writer.header()[LENGTH..], self.manifest.checksum);
         self.manifest.checksum =
             own.ok_or_else(|| unsaveable(WHOLE, "its header has no checksum"))?;
-        self.writer.set_metadata(self.manifest.metadata()?);
-        Ok(header.len())
+        Ok(self.writer.set_metadata(&self.manifest.metadata()?).map_err(unwritable)?)
     }
 }
 

@@ -58,10 +58,6 @@ pub struct TorchFile {
     regions: Vec<(Arc<Source>, Region)>,
 }
 
-/// The beginning of the description of a tensor in a safetensors file whose dtype this crate does not know; the name of
-/// the dtype follows.
-pub const UNKNOWN_DTYPE: &str = "a tensor of the dtype ";
-
 /// The format of a file, which its content says and not its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -175,7 +171,7 @@ impl TorchFile {
                     self.storages.insert(Text::clone(&name), place);
                     tensor.into()
                 }
-                Err(dtype) => Value::Opaque(format!("{UNKNOWN_DTYPE}{dtype}").into()),
+                Err(dtype) => Value::Opaque(format!("torch-files has no dtype {dtype}").into()),
             };
             items.push((Value::Text(name), value));
         }

@@ -23,8 +23,6 @@ mod zip;
 
 pub use dtype::{Dtype, Element};
 pub use error::{Error, Result};
-#[doc(hidden)]
-pub use file::UNKNOWN_DTYPE;
 pub use file::{FileKind, TorchFile};
 pub use limits::Limits;
 pub use source::{Checksum, ChecksumWriter};

@@ -101,7 +101,7 @@ fn parse(json: &[u8], limits: &Limits) -> Result<(Header, u64), String> {
         };
         let Some(bytes) = bytes else {
             let name = shown(&name);
-            return Err(format!("`{name}` has a shape that tch does not support"));
+            return Err(format!("`{name}` has a shape that torch-files does not support"));
         };
         if start != data_len || start.checked_add(bytes) != Some(end) {
             return Err(format!(

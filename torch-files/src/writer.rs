@@ -82,10 +82,10 @@ enum Layout {
         pickle: Vec<u8>,
     },
     Safetensors {
-        metadata: BTreeMap<String, String>,
         /// The names and descriptions of the tensors, in the order of the storages.
         tensors: Vec<(String, Written)>,
-        limits: Limits,
+        /// The length before the header, and the header.
+        header: Vec<u8>,
     },
 }
 
@@ -141,10 +141,9 @@ impl<S: Storage> Writer<S> {
             storages.push(storage);
         }
         check_names(&placed)?;
-        let layout = Layout::Safetensors { metadata, tensors: placed, limits: limits.clone() };
-        let writer = Self { layout, storages };
-        writer.header()?;
-        Ok(writer)
+        let header = header(&metadata, &placed)?;
+        check_size(placed.len(), header.len(), limits)?;
+        Ok(Self { layout: Layout::Safetensors { tensors: placed, header }, storages })
     }
 
     /// Returns the storages in the order of the file.
@@ -153,55 +152,42 @@ impl<S: Storage> Writer<S> {
     }
 
     /// Returns the first bytes of a safetensors file: the length of the header, and the header. Empty for another file.
+    pub fn header(&self) -> &[u8] {
+        match &self.layout {
+            Layout::Torch { .. } => &[],
+            Layout::Safetensors { header, .. } => header,
+        }
+    }
+
+    /// Replaces the metadata of a safetensors file by one that takes as many bytes, such as one with the checksums of
+    /// the tensors once they have been written. [`rewrite_header`](Self::rewrite_header) puts it into a file that was
+    /// written before.
     ///
     /// # Errors
     ///
-    /// [`Error::Unwritable`] for a longer header, or more tensors, than the limits allow.
-    pub fn header(&self) -> Result<Vec<u8>> {
-        let Layout::Safetensors { metadata, tensors, limits } = &self.layout else {
-            return Ok(Vec::new());
+    /// [`Error::Unwritable`] if the header would be longer or shorter, or if this is another file; the metadata stay as
+    /// they were.
+    pub fn set_metadata(&mut self, metadata: &BTreeMap<String, String>) -> Result<()> {
+        let refuse = |problem: &str| Error::Unwritable { entry: None, problem: problem.to_owned() };
+        let Layout::Safetensors { tensors, header } = &mut self.layout else {
+            return Err(refuse("only a safetensors file has metadata"));
         };
-        let refuse = |problem| Error::Unwritable { entry: None, problem };
-        let written = tensors.iter().map(|(name, written)| (name.as_str(), written));
-        let header = safetensors::header(metadata, written);
-        let header = header.map_err(|error| refuse(error.to_string()))?;
-        let len = header.len() as u64 - safetensors::LENGTH;
-        if tensors.len() as u64 > limits.max_tensors {
-            let (count, most) = (tensors.len(), limits.max_tensors);
-            return Err(refuse(format!("it has {count} tensors, more than {most}")));
+        let new = self::header(metadata, tensors)?;
+        if new.len() != header.len() {
+            return Err(refuse("its header would have another length"));
         }
-        if len > limits.max_header_bytes {
-            return Err(refuse(format!("its header would have {len} bytes")));
-        }
-        Ok(header)
-    }
-
-    /// Replaces the metadata of a safetensors file, for instance by one with the checksums of the tensors once they are
-    /// known. After the file was written, [`rewrite_header`](Self::rewrite_header) writes it again, if its length has
-    /// not changed.
-    pub fn set_metadata(&mut self, new: BTreeMap<String, String>) {
-        if let Layout::Safetensors { metadata, .. } = &mut self.layout {
-            *metadata = new;
-        }
+        *header = new;
+        Ok(())
     }
 
     /// Writes the header again over that of a file that was written with [`write_to`](Self::write_to).
     ///
     /// # Errors
     ///
-    /// Those of `out`, and one of the kind [`InvalidInput`](io::ErrorKind::InvalidInput) if the header is not as long
-    /// as `written`, the length of the one that was written.
-    pub fn rewrite_header<W: Write + Seek + ?Sized>(
-        &self,
-        written: usize,
-        out: &mut W,
-    ) -> io::Result<()> {
-        let header = self.header().map_err(io::Error::other)?;
-        if header.len() != written {
-            return Err(invalid("the header has changed its length"));
-        }
+    /// Those of `out`.
+    pub fn rewrite_header<W: Write + Seek + ?Sized>(&self, out: &mut W) -> io::Result<()> {
         out.seek(SeekFrom::Start(0))?;
-        out.write_all(&header)
+        out.write_all(self.header())
     }
 
     /// Writes the file to its end, from the position 0 of `out` on.
@@ -220,7 +206,7 @@ impl<S: Storage> Writer<S> {
                 out.into_inner().map_err(io::IntoInnerError::into_error)?.flush()
             }
             Layout::Safetensors { .. } => {
-                out.write_all(&self.header().map_err(io::Error::other)?)?;
+                out.write_all(self.header())?;
                 self.storages.iter().try_for_each(|storage| {
                     let mut out = Exactly { out: &mut *out, left: storage.size_in_bytes() };
                     storage.write_to(&mut out)?;
@@ -269,6 +255,27 @@ fn described(name: &str, dtype: Dtype, shape: Vec<i64>, start: u64, len: u64) ->
     Ok(Written { dtype: known, shape: tensor.shape, data_offsets: (start, end) })
 }
 
+/// Returns the header of these tensors, with its length before it.
+fn header(metadata: &BTreeMap<String, String>, tensors: &[(String, Written)]) -> Result<Vec<u8>> {
+    let written = tensors.iter().map(|(name, written)| (name.as_str(), written));
+    let refuse =
+        |error: serde_json::Error| Error::Unwritable { entry: None, problem: error.to_string() };
+    safetensors::header(metadata, written).map_err(refuse)
+}
+
+/// Returns an error for more tensors, or a longer header, than readers accept.
+fn check_size(tensors: usize, header: usize, limits: &Limits) -> Result<()> {
+    let len = header as u64 - safetensors::LENGTH;
+    let problem = if tensors as u64 > limits.max_tensors {
+        format!("it has {tensors} tensors, more than {}", limits.max_tensors)
+    } else if len > limits.max_header_bytes {
+        format!("its header would have {len} bytes")
+    } else {
+        return Ok(());
+    };
+    Err(Error::Unwritable { entry: None, problem })
+}
+
 fn check_names(tensors: &[(String, Written)]) -> Result<()> {
     let mut names: Vec<_> = tensors.iter().map(|(name, _)| name.as_str()).collect();
     names.sort_unstable();
@@ -299,5 +306,100 @@ impl<W: Write + ?Sized> Write for Exactly<'_, W> {
 
     fn flush(&mut self) -> io::Result<()> {
         self.out.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+    use std::io::Cursor;
+
+    use super::*;
+
+    fn metadata(text: &str) -> BTreeMap<String, String> {
+        BTreeMap::from([("note".to_owned(), text.to_owned())])
+    }
+
+    /// A tensor of bytes with this name.
+    fn bytes(name: &str, len: usize) -> (String, Dtype, Vec<i64>, Vec<u8>) {
+        (name.to_owned(), Dtype::Uint8, vec![len as i64], vec![7; len])
+    }
+
+    #[test]
+    fn tensors_that_the_format_cannot_hold_are_named() {
+        let of = |dtype, shape: &[i64], len| ("x".to_owned(), dtype, shape.to_vec(), vec![0; len]);
+        let wrong = [
+            (vec![bytes("a", 1), bytes("a", 2)], "a", "another tensor"),
+            (vec![bytes(METADATA, 1)], METADATA, "something else"),
+            (vec![of(Dtype::Complex32, &[1], 4)], "x", "safetensors has no complex32"),
+            (vec![of(Dtype::Float32, &[2], 9)], "x", "takes 8 bytes"),
+            (vec![of(Dtype::Float32, &[2], 7)], "x", "beyond the end"),
+            (vec![of(Dtype::Float32, &[-1], 4)], "x", "negative"),
+        ];
+        for (tensors, name, expected) in wrong {
+            let error = Writer::safetensors(tensors, BTreeMap::new(), &Limits::DEFAULT);
+            let Err(Error::Unwritable { entry: Some(entry), problem }) = error else {
+                panic!("{expected}: {error:?}");
+            };
+            assert!(entry == name && problem.contains(expected), "{entry}: {problem}");
+        }
+        let few = Limits { max_tensors: 1, ..Limits::DEFAULT };
+        let short = Limits { max_header_bytes: 10, ..Limits::DEFAULT };
+        for limits in [few, short] {
+            let tensors = [bytes("a", 1), bytes("b", 1)];
+            let refused = Writer::safetensors(tensors, BTreeMap::new(), &limits).map(drop);
+            assert!(matches!(refused, Err(Error::Unwritable { entry: None, .. })), "{refused:?}");
+        }
+    }
+
+    #[test]
+    fn metadata_of_the_same_length_replace_others_and_no_others_do() {
+        let mut writer =
+            Writer::safetensors([bytes("a", 3)], metadata("before"), &Limits::DEFAULT).unwrap();
+        let mut out = Cursor::new(Vec::new());
+        writer.write_to(&mut out).unwrap();
+        let refused = writer.set_metadata(&metadata("of another length"));
+        assert!(matches!(refused, Err(Error::Unwritable { .. })));
+        assert_eq!(writer.header(), &out.get_ref()[..writer.header().len()]);
+        writer.set_metadata(&metadata("after!")).unwrap();
+        writer.rewrite_header(&mut out).unwrap();
+        let file = crate::TorchFile::from_bytes(out.into_inner()).unwrap();
+        assert_eq!(file.metadata(), &metadata("after!"));
+        let tensor = file.tensors()[0].1.clone();
+        assert_eq!(file.to_vec::<u8>(&tensor).unwrap(), [7; 3]);
+        let mut torch = Writer::torch(&Value::None, [vec![0u8; 4]], &Limits::DEFAULT).unwrap();
+        assert!(torch.header().is_empty() && torch.set_metadata(&metadata("x")).is_err());
+    }
+
+    /// Says that it has four bytes, and writes another number.
+    struct Liar(usize);
+
+    impl Storage for Liar {
+        fn size_in_bytes(&self) -> u64 {
+            4
+        }
+
+        fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
+            out.write_all(&vec![0; self.0])
+        }
+    }
+
+    #[test]
+    fn a_storage_writes_as_many_bytes_as_it_has() {
+        for len in [0, 3, 4, 5] {
+            let tensor = ("a".to_owned(), Dtype::Float32, vec![1], Liar(len));
+            let safetensors =
+                Writer::safetensors([tensor], BTreeMap::new(), &Limits::DEFAULT).unwrap();
+            let torch = Writer::torch(&Value::None, [Liar(len)], &Limits::DEFAULT).unwrap();
+            for writer in [safetensors, torch] {
+                let written = writer.write_to(&mut Cursor::new(Vec::new()));
+                match (len, written) {
+                    (4, written) => written.unwrap(),
+                    (_, Err(error)) => assert_eq!(error.kind(), io::ErrorKind::InvalidInput),
+                    (_, Ok(())) => panic!("{len} bytes"),
+                }
+            }
+        }
     }
 }

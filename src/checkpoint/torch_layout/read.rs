@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use torch_files::{TorchFile, UNKNOWN_DTYPE, Value};
+use torch_files::{TorchFile, Value};
 
 use super::optimizer::{Problem, Tensors, has_groups, is_flat, is_pair};
 use super::{Items, KEY, get};
@@ -64,10 +64,6 @@ impl Reader {
                         continue;
                     }
                     None => no_dtype(tensor.dtype.safetensors_name().unwrap_or_default()),
-                },
-                Value::Opaque(what) => match what.strip_prefix(UNKNOWN_DTYPE) {
-                    Some(dtype) => no_dtype(dtype),
-                    None => unknown(&what),
                 },
                 other => self.guess(known(other)),
             };
@@ -320,7 +316,7 @@ impl Reader {
 fn known(value: Value) -> Value {
     match value {
         Value::Tensor(tensor) if dtype::kind_of(tensor.dtype).is_none() => {
-            Value::Opaque("a tensor of a dtype that tch does not have".into())
+            Value::Opaque("a dtype that tch does not have".into())
         }
         Value::List(items) => Value::List(items.into_iter().map(known).collect()),
         Value::Tuple(items) => Value::Tuple(items.into_iter().map(known).collect()),

@@ -13,7 +13,7 @@ use crate::source::Source;
 use crate::value::TensorRef;
 
 const OTHER_DTYPE: &str =
-    "a numpy array of objects, or of a dtype or byte order that tch does not have";
+    "a numpy array of objects, or of a dtype or byte order that torch-files does not have";
 
 /// The characters of a text as one byte each; `None` if one is beyond latin-1. Memory is asked for once.
 fn latin_bytes(text: &str) -> Option<Vec<u8>> {
