@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use torch_files::{FileKind, Limits, TorchFile};
 
-use crate::checkpoint::part::Loaded;
+#[cfg(feature = "distributed")]
+use crate::checkpoint::Source;
+use crate::checkpoint::part::Archive;
 use crate::checkpoint::torch_layout::Reader;
 use crate::checkpoint::{Checkpoint, manifest, torch};
 use crate::error::{CheckpointError, Error, Result};
@@ -15,7 +17,8 @@ impl Checkpoint {
     /// Loads a file that was written by [`save`](Self::save), by `torch.save` in Python, or by `VarStore::save` in tch,
     /// or a pickle with numpy's arrays. Its name does not matter: the format is detected from the content.
     ///
-    /// Nothing in the file is executed. All checksums are verified; safetensors files from other programs have none.
+    /// Nothing in the file is executed. All checksums are verified, by up to four threads; safetensors files from other
+    /// programs have none.
     /// Only names, shapes and values are kept in memory, and the numpy arrays of a pickle of protocol 2; even for a
     /// hostile file loading takes at most three times the file's size plus 256 MiB.
     ///
@@ -47,8 +50,8 @@ impl Checkpoint {
         Self::load_with(path, &Limits::DEFAULT)
     }
 
-    /// Loads a file with other limits on what it may hold, higher ones for a large file that you trust. Otherwise the
-    /// same as [`load`](Self::load).
+    /// Loads a file with other limits on what it may hold, such as higher ones for a large file that you trust.
+    /// Otherwise the same as [`load`](Self::load). The number of parts is limited to 100 000 nevertheless.
     ///
     /// # Errors
     ///
@@ -56,7 +59,7 @@ impl Checkpoint {
     pub fn load_with(path: impl AsRef<Path>, limits: &Limits) -> Result<Self> {
         let path = path.as_ref();
         let opened = TorchFile::open_with(path, limits).map_err(CheckpointError::reading(path));
-        let loaded = opened.map_err(Error::from).and_then(Self::of_file);
+        let loaded = opened.map_err(Error::from).and_then(|file| Self::of_file(file, limits));
         loaded.map_err(|error| match distributed(path) {
             Some(what) if is_of_content(&error) => {
                 CheckpointError::damaged(path, advice(path, what)).into()
@@ -72,27 +75,33 @@ impl Checkpoint {
     ///
     /// The same as [`load`](Self::load).
     pub fn from_bytes(bytes: Vec<u8>) -> Result<Self> {
-        let file = TorchFile::from_bytes(bytes);
-        Self::of_file(file.map_err(CheckpointError::reading(Path::new("(memory)")))?)
+        Self::from_bytes_with(bytes, &Limits::DEFAULT)
     }
 
-    fn of_file(mut file: TorchFile) -> Result<Self> {
-        let loaded = match file.kind() {
-            FileKind::Safetensors => manifest::read(file)?,
+    /// Loads a checkpoint from bytes with other limits.
+    pub(crate) fn from_bytes_with(bytes: Vec<u8>, limits: &Limits) -> Result<Self> {
+        let file = TorchFile::from_bytes_with(bytes, limits);
+        Self::of_file(file.map_err(CheckpointError::reading(Path::new("(memory)")))?, limits)
+    }
+
+    fn of_file(mut file: TorchFile, limits: &Limits) -> Result<Self> {
+        let archive = match file.kind() {
+            FileKind::Safetensors => manifest::read(file, limits)?,
             FileKind::Index => {
                 let value = file.take_value();
                 let file = Arc::new(file);
-                Loaded::new(Reader::new(Arc::clone(&file)).named(value), file)
+                Archive::new(Reader::new(Arc::clone(&file), limits).named(value), file)
             }
-            _ => torch::read(file)?,
+            _ => torch::read(file, limits)?,
         };
-        loaded.verify()?;
+        archive.verify()?;
         Ok(Self {
-            parts: loaded.parts,
+            parts: archive.parts,
             room: None,
             // The files that an index names are not in it.
             #[cfg(feature = "distributed")]
-            source: Some(loaded.file).filter(|file| file.kind() != FileKind::Index),
+            source: Some(Source { file: archive.file, limits: limits.clone() })
+                .filter(|source| source.file.kind() != FileKind::Index),
         })
     }
 }

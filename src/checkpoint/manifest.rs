@@ -16,7 +16,7 @@ use torch_files::{Checksum, ChecksumWriter, Dtype, Limits, Storage, TorchFile, V
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::entry::TensorEntry;
 use crate::checkpoint::part::{
-    Check, Loaded, MAX_PARTS, OptimizerPart, Part, StatePart, WRITER, problem_of_name,
+    Archive, Check, MAX_PARTS, OptimizerPart, Part, StatePart, WRITER, problem_of_name,
 };
 use crate::checkpoint::torch_layout::Reader;
 use crate::dtype::dtype_of;
@@ -29,9 +29,6 @@ const KEY: &str = "tch_amp";
 
 /// The version of the format that is written. Later versions are refused, and all earlier ones are read.
 const VERSION: u32 = 1;
-
-/// The most values that a manifest may hold.
-const MAX_VALUES: u64 = Limits::DEFAULT.max_values;
 
 /// The largest size of the manifest in bytes.
 pub(crate) const MAX_MANIFEST_BYTES: usize = 32 << 20;
@@ -221,13 +218,13 @@ fn of_header(header: &[u8], own: Checksum) -> Option<Checksum> {
 }
 
 /// Returns a problem if the manifest's JSON would take too much memory, and `None` otherwise.
-fn too_much(manifest: &str) -> Option<String> {
+fn too_much(manifest: &str, max_values: u64) -> Option<String> {
     if manifest.len() > MAX_MANIFEST_BYTES {
         return Some(format!("has {} bytes, more than {MAX_MANIFEST_BYTES}", manifest.len()));
     }
     let values = most_values(manifest.as_bytes());
-    (values > MAX_VALUES)
-        .then(|| format!("has about {values} names and values, more than {MAX_VALUES}"))
+    (values > max_values)
+        .then(|| format!("has about {values} names and values, more than {max_values}"))
 }
 
 /// Returns an upper bound of the number of values in a JSON text, by counting the bytes that start or separate values.
@@ -246,7 +243,7 @@ fn most_values(json: &[u8]) -> u64 {
 }
 
 /// Makes parts of a safetensors file. A file from another program is a model without checksums.
-pub(crate) fn read(mut file: TorchFile) -> Result<Loaded> {
+pub(crate) fn read(mut file: TorchFile, limits: &Limits) -> Result<Archive> {
     let path = file.path().to_owned();
     let text = file.metadata().get(KEY).cloned();
     let header = header_of(&file)?;
@@ -254,13 +251,13 @@ pub(crate) fn read(mut file: TorchFile) -> Result<Loaded> {
     if text.is_none() && is_ours(&header) {
         return Err(CheckpointError::damaged(&path, "the key of its metadata is damaged").into());
     }
-    let manifest = text.map(|text| manifest_of(&path, &header, &text)).transpose()?;
+    let manifest = text.map(|text| manifest_of(&path, &header, &text, limits)).transpose()?;
     drop(header);
     let value = file.take_value();
     let file = Arc::new(file);
     match manifest {
         Some(manifest) => with_manifest(file, manifest, value),
-        None => Ok(Loaded::new(Reader::new(Arc::clone(&file)).named(value), file)),
+        None => Ok(Archive::new(Reader::new(Arc::clone(&file), limits).named(value), file)),
     }
 }
 
@@ -293,8 +290,8 @@ fn is_ours(header: &[u8]) -> bool {
 }
 
 /// Reads the manifest, and verifies the checksum of the header with it.
-fn manifest_of(path: &Path, header: &[u8], text: &str) -> Result<Manifest> {
-    if let Some(problem) = too_much(text) {
+fn manifest_of(path: &Path, header: &[u8], text: &str, limits: &Limits) -> Result<Manifest> {
+    if let Some(problem) = too_much(text, limits.max_values) {
         return Err(CheckpointError::damaged(path, format!("its metadata {problem}")).into());
     }
     let damaged =
@@ -315,7 +312,7 @@ fn manifest_of(path: &Path, header: &[u8], text: &str) -> Result<Manifest> {
 }
 
 /// Assigns every tensor to its part.
-fn with_manifest(file: Arc<TorchFile>, manifest: Manifest, value: Value) -> Result<Loaded> {
+fn with_manifest(file: Arc<TorchFile>, manifest: Manifest, value: Value) -> Result<Archive> {
     let damaged = |problem: String| CheckpointError::damaged(file.path(), problem);
     let Manifest { checksums, parts, .. } = manifest;
     if parts.len() > MAX_PARTS {
@@ -341,7 +338,7 @@ fn with_manifest(file: Arc<TorchFile>, manifest: Manifest, value: Value) -> Resu
         }
         checks.push(Check { name, tensor: *tensor, checksum });
     }
-    Ok(Loaded { parts: built, checks, file })
+    Ok(Archive { parts: built, checks, file })
 }
 
 /// Adds a tensor to its part. Returns `false` if no part can take it.
@@ -448,7 +445,7 @@ impl Manifest {
     fn metadata(&self) -> Result<BTreeMap<String, String>> {
         let refuse = |error: serde_json::Error| unsaveable(WHOLE, error.to_string());
         let manifest = serde_json::to_string(self).map_err(refuse)?;
-        if let Some(problem) = too_much(&manifest) {
+        if let Some(problem) = too_much(&manifest, Limits::DEFAULT.max_values) {
             let problem = format!("its metadata {problem}; save long values as tensors");
             return Err(unsaveable(WHOLE, problem).into());
         }

@@ -107,7 +107,15 @@ pub struct Checkpoint {
     room: Option<SizeBudget>,
     /// The file from which the parts were loaded, unless others have been added since.
     #[cfg(feature = "distributed")]
-    source: Option<Arc<TorchFile>>,
+    source: Option<Source>,
+}
+
+/// The file of a checkpoint, and the limits within which it was read.
+#[cfg(feature = "distributed")]
+#[derive(Clone)]
+pub(crate) struct Source {
+    pub(crate) file: Arc<TorchFile>,
+    pub(crate) limits: Limits,
 }
 
 impl Checkpoint {
@@ -148,12 +156,13 @@ impl Checkpoint {
 
     /// Returns the file that the checkpoint was loaded from, or its content if it has been made or changed since.
     #[cfg(feature = "distributed")]
-    pub(crate) fn source(&self) -> Result<Arc<TorchFile>> {
+    pub(crate) fn source(&self) -> Result<Source> {
         match &self.source {
             Some(source) => Ok(source.clone()),
             None => {
                 let file = TorchFile::from_bytes(self.to_bytes()?);
-                Ok(Arc::new(file.map_err(CheckpointError::reading(Path::new("(memory)")))?))
+                let file = file.map_err(CheckpointError::reading(Path::new("(memory)")))?;
+                Ok(Source { file: Arc::new(file), limits: Limits::DEFAULT })
             }
         }
     }

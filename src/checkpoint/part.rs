@@ -231,7 +231,7 @@ pub(crate) fn problem_of_name(name: &str) -> Option<&'static str> {
 }
 
 /// The content of a file, and the checksums that this crate has added to it.
-pub(crate) struct Loaded {
+pub(crate) struct Archive {
     pub(crate) parts: BTreeMap<String, Part>,
     pub(crate) checks: Vec<Check>,
     pub(crate) file: Arc<TorchFile>,
@@ -244,7 +244,7 @@ pub(crate) struct Check {
     pub(crate) checksum: Checksum,
 }
 
-impl Loaded {
+impl Archive {
     /// Makes the content of a file without such checksums.
     pub(crate) fn new(parts: BTreeMap<String, Part>, file: Arc<TorchFile>) -> Self {
         Self { parts, checks: Vec::new(), file }

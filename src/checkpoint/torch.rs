@@ -8,7 +8,7 @@ use torch_files::{Limits, Storage, TorchFile, Writer};
 
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::entry::TensorEntry;
-use crate::checkpoint::part::{Loaded, Part};
+use crate::checkpoint::part::{Archive, Part};
 use crate::checkpoint::torch_layout::{Layout, Reader, StorageSource};
 use crate::error::{Result, unsaveable};
 
@@ -62,10 +62,10 @@ impl Storage for StorageSource<'_> {
 }
 
 /// Makes parts of the object in a file. The storages are not read.
-pub(crate) fn read(mut file: TorchFile) -> Result<Loaded> {
+pub(crate) fn read(mut file: TorchFile, limits: &Limits) -> Result<Archive> {
     let root = file.take_value();
     let file = Arc::new(file);
-    let parts = Reader::new(Arc::clone(&file)).parts(root);
+    let parts = Reader::new(Arc::clone(&file), limits).parts(root);
     let parts = parts.map_err(|problem| CheckpointError::damaged(file.path(), problem))?;
-    Ok(Loaded::new(parts, file))
+    Ok(Archive::new(parts, file))
 }

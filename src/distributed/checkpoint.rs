@@ -6,11 +6,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::{Device, Kind, Tensor};
-use torch_files::TorchFile;
+use torch_files::Limits;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::checkpoint::{
-    Checkpoint, CheckpointError, Prepared, Restore, Rng, SaveState, SavedState, Stateful,
+    Checkpoint, CheckpointError, Prepared, Restore, Rng, SaveState, SavedState, Source, Stateful,
     check_rng_state,
 };
 use crate::distributed::ProcessGroup;
@@ -77,8 +77,8 @@ impl Checkpoint {
             Ok::<_, Error>(Some((checkpoint, source)))
         })?;
         let (mine, source) = loaded.flatten().unzip();
-        match receive(group, source.as_deref())? {
-            Some(bytes) => Self::from_bytes(bytes).map(Some),
+        match receive(group, source.as_ref())? {
+            Some((bytes, limits)) => Self::from_bytes_with(bytes, &limits).map(Some),
             None => Ok(mine),
         }
     }
@@ -96,10 +96,10 @@ impl<'a> Restore<'a> {
     }
 }
 
-/// Sends the bytes of rank 0's source to the other ranks, which return them. Returns `None` on rank 0, and if there is
-/// no source.
-fn receive(group: &ProcessGroup, source: Option<&TorchFile>) -> Result<Option<Vec<u8>>> {
-    let Some(len) = agree_on_length(group, source)? else { return Ok(None) };
+/// Sends the bytes of rank 0's source to the other ranks, which return them with the limits within which rank 0 has read
+/// them. Returns `None` on rank 0, and if there is no source.
+fn receive(group: &ProcessGroup, source: Option<&Source>) -> Result<Option<(Vec<u8>, Limits)>> {
+    let Some((len, limits)) = agree_on_length(group, source)? else { return Ok(None) };
     let mut all = Vec::with_capacity(if group.rank() == 0 { 0 } else { len as usize });
     let mut offset = 0;
     while offset < len && group.size() > 1 {
@@ -114,23 +114,76 @@ fn receive(group: &ProcessGroup, source: Option<&TorchFile>) -> Result<Option<Ve
         }
         offset += size as u64;
     }
-    Ok((group.rank() != 0).then_some(all))
+    Ok((group.rank() != 0).then_some((all, limits)))
 }
 
-/// Returns the length of rank 0's source on all ranks.
-fn agree_on_length(group: &ProcessGroup, source: Option<&TorchFile>) -> Result<Option<u64>> {
+/// Returns the length and the limits of rank 0's source on all ranks.
+fn agree_on_length(group: &ProcessGroup, source: Option<&Source>) -> Result<Option<(u64, Limits)>> {
     let _own = OutsideRegions::enter();
     const NONE: i64 = -1;
-    let mut len = Tensor::from(source.map_or(NONE, |source| source.size_in_bytes() as i64));
-    group.broadcast(&mut len, 0)?;
-    Ok(u64::try_from(len.f_int64_value(&[])?).ok())
+    let len = source.map_or(NONE, |source| source.file.size_in_bytes() as i64);
+    let limits = source.map_or_else(Limits::default, |source| source.limits.clone());
+    let numbers = [&[len][..], &numbers_of(&limits)].concat();
+    let mut sent = Tensor::f_from_slice(&numbers)?;
+    group.broadcast(&mut sent, 0)?;
+    let number = |at: usize| sent.f_int64_value(&[at as i64]);
+    let Ok(len) = u64::try_from(number(0)?) else { return Ok(None) };
+    let mut received = [0; LIMITS];
+    for (at, limit) in received.iter_mut().enumerate() {
+        *limit = number(1 + at)?;
+    }
+    Ok(Some((len, of_numbers(received))))
 }
 
-fn read(source: Option<&TorchFile>, offset: u64, size: usize) -> Result<Tensor> {
+/// How many numbers the limits are.
+const LIMITS: usize = 8;
+
+fn numbers_of(limits: &Limits) -> [i64; LIMITS] {
+    let Limits {
+        max_pickle_bytes,
+        max_header_bytes,
+        max_text_factor,
+        max_values,
+        max_tensors,
+        max_depth,
+        max_records,
+        max_expanded_bytes,
+    } = *limits;
+    let (depth, records) = (max_depth as u64, max_records as u64);
+    [
+        max_pickle_bytes,
+        max_header_bytes,
+        max_text_factor,
+        max_values,
+        max_tensors,
+        depth,
+        records,
+        max_expanded_bytes,
+    ]
+    .map(u64::cast_signed)
+}
+
+/// The counterpart of [`numbers_of`].
+fn of_numbers(numbers: [i64; LIMITS]) -> Limits {
+    let [pickle, header, text, values, tensors, depth, records, expanded] =
+        numbers.map(i64::cast_unsigned);
+    Limits {
+        max_pickle_bytes: pickle,
+        max_header_bytes: header,
+        max_text_factor: text,
+        max_values: values,
+        max_tensors: tensors,
+        max_depth: depth as usize,
+        max_records: records as usize,
+        max_expanded_bytes: expanded,
+    }
+}
+
+fn read(source: Option<&Source>, offset: u64, size: usize) -> Result<Tensor> {
     let mut bytes = vec![0; size];
-    if let Some(source) = source {
-        let read = source.read_bytes(offset, &mut bytes);
-        read.map_err(CheckpointError::reading(source.path()))?;
+    if let Some(Source { file, .. }) = source {
+        let read = file.read_bytes(offset, &mut bytes);
+        read.map_err(CheckpointError::reading(file.path()))?;
     }
     Ok(Tensor::f_from_slice(&bytes)?)
 }

@@ -8,7 +8,8 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::checkpoint::{
-    Checkpoint, CheckpointError, Prepared, Restored, Rng, SaveState, SavedState, Stateful,
+    Checkpoint, CheckpointError, Format, Limits, Prepared, Restored, Rng, SaveState, SavedState,
+    Stateful,
 };
 use tch_amp::insight::{BudgetFile, HistoryReport};
 use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
@@ -313,6 +314,33 @@ fn saving_refuses_values_that_would_not_load() {
         other => panic!("{other:?}"),
     }
     assert_eq!(std::fs::read(&target).unwrap(), b"before");
+}
+
+/// In every format of this crate: of the tensors, and of the values, which are in a pickle or in the manifest.
+#[test]
+fn a_file_is_loaded_within_the_limits_of_the_call() {
+    let folder = Folder::new();
+    let path = folder.file("run");
+    let few_tensors = Limits { max_tensors: 2, ..Limits::default() };
+    let few_values = Limits { max_values: 500, ..Limits::default() };
+    for format in [Format::Safetensors, Format::Torch] {
+        let mut run = Checkpoint::new();
+        for name in ["a", "b", "c"] {
+            run.add_tensor(name, &Tensor::from(1.0)).unwrap();
+        }
+        run.add_value("numbers", &vec![1; 1000]).unwrap();
+        run.save_as(&path, format).unwrap();
+        assert!(Checkpoint::load_with(&path, &Limits::default()).is_ok());
+        for (limits, expected) in
+            [(&few_tensors, "more than 2 tensors"), (&few_values, "more than 500")]
+        {
+            let refused = Checkpoint::load_with(&path, limits);
+            let Err(Error::Checkpoint(CheckpointError::Damaged { problem, .. })) = refused else {
+                panic!("{format:?}: {refused:?}");
+            };
+            assert!(problem.contains(expected), "{format:?}: {problem}");
+        }
+    }
 }
 
 #[test]

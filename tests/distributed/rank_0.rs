@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Limits};
 use tch_amp::distributed::{DistributedError, ProcessGroup};
 use tch_amp::{Error, Result};
+use torch_files::{Value, Writer};
 
 use super::ranks;
 use crate::common::files::Folder;
@@ -166,6 +167,25 @@ fn all_ranks_get_the_checkpoint_of_rank_0() {
             still_works(&group);
         });
     }
+}
+
+/// The other ranks get the bytes within the limits of rank 0, which has read them.
+#[test]
+fn a_large_file_that_rank_0_trusts_reaches_every_rank() {
+    let folder = Folder::new();
+    let path = folder.file("large.pt");
+    let trusted = Limits { max_values: 5_000_000, ..Limits::default() };
+    let numbers = Value::List(vec![Value::Int(1); 2_100_000]);
+    let root = Value::Dict(vec![("numbers".into(), numbers), ("step".into(), Value::Int(7))]);
+    let none: [Vec<u8>; 0] = [];
+    let _durable = Writer::torch(&root, none, &trusted).unwrap().save(&path).unwrap();
+    assert!(Checkpoint::load(&path).is_err());
+    let steps = ranks(2, |group| {
+        let load = || Checkpoint::load_with(&path, &trusted).map(Some);
+        let checkpoint = Checkpoint::from_rank_0(&group, load).unwrap().unwrap();
+        checkpoint.value::<u64>("step").unwrap()
+    });
+    assert_eq!(steps, [7, 7]);
 }
 
 #[test]

@@ -16,7 +16,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use torch_files::{Dtype, Limits, TensorRef, TorchFile, Value};
+use torch_files::{Dtype, TensorRef, TorchFile, Value};
 
 use super::{Items, get};
 use crate::checkpoint::entry::TensorEntry;
@@ -27,20 +27,21 @@ use crate::optim::{
     Saved as _, Sgd,
 };
 
-/// The most parameters that an optimizer may have.
-const MAX_PARAMETERS: usize = Limits::DEFAULT.max_tensors as usize;
-
 /// Why the objects are not a checkpoint.
 pub(super) type Problem = String;
 
 /// The file that has the tensors.
 #[derive(Debug)]
-pub(super) struct Tensors(pub(super) Arc<TorchFile>);
+pub(super) struct Tensors {
+    pub(super) file: Arc<TorchFile>,
+    /// The most parameters that an optimizer may have.
+    pub(super) most: u64,
+}
 
 impl Tensors {
     /// Returns the entry of a tensor, if tch has its dtype.
     pub(super) fn entry(&self, tensor: &TensorRef) -> Option<TensorEntry> {
-        TensorEntry::in_file(&self.0, tensor)
+        TensorEntry::in_file(&self.file, tensor)
     }
 }
 
@@ -159,8 +160,8 @@ impl Tensors {
                 let groups: Vec<_> =
                     groups.iter().map(|group| self.group(group)).collect::<Result<_, _>>()?;
                 let count: usize = groups.iter().map(|group| group.params.len()).sum();
-                if count > MAX_PARAMETERS {
-                    return Err(format!("has {count} parameters, more than {MAX_PARAMETERS}"));
+                if count as u64 > self.most {
+                    return Err(format!("has {count} parameters, more than {}", self.most));
                 }
                 let params = || groups.iter().flat_map(|group| &group.params);
                 let named = params().find(|param| param.text().is_some());

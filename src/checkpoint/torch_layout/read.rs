@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use torch_files::{TorchFile, Value};
+use torch_files::{Limits, TorchFile, Value};
 
 use super::optimizer::{Problem, Tensors, has_groups, is_flat, is_pair};
 use super::{Items, KEY, get};
@@ -24,8 +24,9 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    pub(crate) fn new(file: Arc<TorchFile>) -> Self {
-        Self { tensors: Tensors(file), left: Cell::new(MAX_PARTS) }
+    pub(crate) fn new(file: Arc<TorchFile>, limits: &Limits) -> Self {
+        let tensors = Tensors { file, most: limits.max_tensors };
+        Self { tensors, left: Cell::new(MAX_PARTS) }
     }
 
     /// Converts the saved object. A single state becomes a part that is named after its kind; any other dict or list
