@@ -8,23 +8,15 @@ use super::{Stamps, call, dtype_code, given, pointer, pointers};
 use crate::error::{Error, Result};
 use crate::sys;
 
-/// The algorithm of an optimizer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum OptimAlgorithm {
-    #[default]
-    Adam,
-    AdamW,
-    Sgd,
-    Adagrad,
-    RmsProp,
-    Lion,
-    Muon,
-}
+pub(crate) use crate::sys::{
+    OPTIM_ADAGRAD, OPTIM_ADAM, OPTIM_ADAMW, OPTIM_LION, OPTIM_MUON, OPTIM_RMSPROP, OPTIM_SGD,
+};
 
 /// The options of a parameter group, by their names in PyTorch. An algorithm ignores those of others.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct OptimOptions {
-    pub(crate) algorithm: OptimAlgorithm,
+    /// One of the `OPTIM_` numbers.
+    pub(crate) algorithm: u8,
     pub(crate) lr: f64,
     pub(crate) betas: (f64, f64),
     pub(crate) eps: f64,
@@ -44,15 +36,6 @@ pub(crate) struct OptimOptions {
 
 impl OptimOptions {
     fn raw(&self, rates: Option<&Tensor>) -> sys::OptimOptions {
-        let algorithm = match self.algorithm {
-            OptimAlgorithm::Adam => sys::OPTIM_ADAM,
-            OptimAlgorithm::AdamW => sys::OPTIM_ADAMW,
-            OptimAlgorithm::Sgd => sys::OPTIM_SGD,
-            OptimAlgorithm::Adagrad => sys::OPTIM_ADAGRAD,
-            OptimAlgorithm::RmsProp => sys::OPTIM_RMSPROP,
-            OptimAlgorithm::Lion => sys::OPTIM_LION,
-            OptimAlgorithm::Muon => sys::OPTIM_MUON,
-        };
         let flags = u8::from(self.amsgrad) * sys::OPTIM_AMSGRAD
             + u8::from(self.nesterov) * sys::OPTIM_NESTEROV
             + u8::from(self.maximize) * sys::OPTIM_MAXIMIZE
@@ -71,7 +54,7 @@ impl OptimOptions {
             ns_a: self.ns_coefficients.0,
             ns_b: self.ns_coefficients.1,
             ns_c: self.ns_coefficients.2,
-            algorithm,
+            algorithm: self.algorithm,
             flags,
             ns_steps: self.ns_steps,
             rates: rates.map_or(ptr::null_mut(), pointer),

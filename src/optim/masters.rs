@@ -212,9 +212,9 @@ impl Optimizer {
         let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
         let slots = slots.filter(|(index, _)| wanted.next_if_eq(&index).is_some());
         allocate_missing_state(slots.map(|(index, (slot, parameter))| {
-            let algorithm = groups[slot.group].algorithm.of(slot.is_matrix);
+            let algorithm = groups[slot.group].algorithm.of(slot.dims);
             let (kept_as, master) = (moments.of(parameter), masters.of(parameter, index));
-            Wanted::by_step(&mut slot.state, &algorithm, parameter, kept_as, master)
+            Wanted::by_step(&mut slot.state, algorithm.spec(), parameter, kept_as, master)
         }))?;
         for index in bare {
             let state = &mut self.slots[index].state;

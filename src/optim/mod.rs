@@ -22,9 +22,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod algorithm;
+mod algorithms;
 mod amp_optimizer;
-mod config;
 mod master_weights;
 mod masters;
 mod optimizer;
@@ -38,13 +37,14 @@ mod step;
 
 pub use crate::error::{OptimizerError, ParameterProblem};
 pub use crate::variables::Parameters;
-pub use algorithm::{Algorithm, ParamGroup};
+pub use algorithms::{
+    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, ParamGroup, RmsProp, Sgd,
+};
+pub(crate) use algorithms::{EXPONENTS, TorchGroup};
 #[cfg(feature = "insight")]
 pub(crate) use amp_optimizer::watched;
 pub use amp_optimizer::{AmpOptimizer, Step};
 pub(crate) use amp_optimizer::{drop_gradients, take_step};
-pub use config::{Adagrad, Adam, AdamW, Lion, RmsProp, Sgd};
-pub use config::{AdjustLr, Muon};
 pub use master_weights::MasterWeights;
 pub use optimizer::{Optimizer, OptimizerBuilder};
 pub use parameters::IntoParameters;
@@ -54,6 +54,6 @@ pub use saved::{OptimizerState, ParamGroupState};
 #[cfg(feature = "distributed")]
 pub(crate) use shards::Ranks;
 pub use state::MomentDtype;
-pub(crate) use state::{EXPONENTS, STEP};
+pub(crate) use state::STEP;
 pub(crate) use state_dict::CheckedState;
 pub use state_dict::MemoryUsage;

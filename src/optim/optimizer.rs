@@ -14,8 +14,8 @@ use crate::optim::rates::DeviceRates;
 use crate::optim::shards::Shards;
 use crate::optim::state::ParameterState;
 use crate::optim::{
-    Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, IntoParameters, Lion, MasterWeights,
-    MomentDtype, Muon, ParamGroup, Parameters, RmsProp, Sgd, Step, drop_gradients, take_step,
+    Algorithm, AmpOptimizer, IntoParameters, MasterWeights, MomentDtype, ParamGroup, Parameters,
+    Step, drop_gradients, take_step,
 };
 use crate::patterns::matches_any;
 use crate::variables::Names;
@@ -79,8 +79,8 @@ pub(super) struct Slot {
     /// Its other names, if it has several.
     pub(super) aliases: Vec<String>,
     pub(super) group: usize,
-    /// Whether Muon can step it.
-    pub(super) is_matrix: bool,
+    /// The number of its dimensions.
+    pub(super) dims: usize,
     pub(super) state: ParameterState,
     /// Whether another rank keeps the state and steps the parameter.
     pub(super) owned_by_other_rank: bool,
@@ -232,9 +232,8 @@ impl Optimizer {
         self.known = known;
         self.note_change("the parameters of the optimizer");
         for (name, aliases, tensor, group) in added {
-            let (is_matrix, state) = (tensor.dim() == 2, ParameterState::default());
-            let mut slot =
-                Slot { name, aliases, group, is_matrix, state, owned_by_other_rank: false };
+            let (dims, state) = (tensor.dim(), ParameterState::default());
+            let mut slot = Slot { name, aliases, group, dims, state, owned_by_other_rank: false };
             let ruled = self.rules.iter().rev().find(|rule| rule.matches(&slot));
             slot.group = ruled.map_or(group, |rule| rule.group);
             self.make_groups(slot.group);
@@ -428,6 +427,10 @@ pub struct OptimizerBuilder {
 }
 
 impl OptimizerBuilder {
+    pub(crate) fn new(algorithm: Algorithm) -> Self {
+        Self { algorithm, masters: MasterWeights::None, moments: MomentDtype::F32 }
+    }
+
     /// Makes the optimizer update half-precision parameters in f32, in the given mode.
     pub fn master_weights(self, masters: MasterWeights) -> Self {
         Self { masters, ..self }
@@ -449,68 +452,6 @@ impl OptimizerBuilder {
         Optimizer::new(self.algorithm, parameters, lr, self.masters, self.moments)
     }
 }
-
-impl Algorithm {
-    /// Makes an optimizer without master weights, like [`AdamW::build`].
-    ///
-    /// # Errors
-    ///
-    /// The same as [`AdamW::build`].
-    pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
-        self.master_weights(MasterWeights::None).build(parameters, lr)
-    }
-
-    /// Makes the optimizer update half-precision parameters in f32, in the given mode.
-    pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
-        OptimizerBuilder { algorithm: self, masters, moments: MomentDtype::F32 }
-    }
-}
-
-macro_rules! build {
-    ($($config:ident)*) => {$(
-        impl $config {
-            /// Makes an optimizer with the learning rate `lr` for the trainable variables of a `VarStore`, or for a
-            /// list of tensors with or without names, in any of the forms of [`IntoParameters`].
-            ///
-            /// Tensors of a list that do not require a gradient are kept but not updated, like frozen parameters.
-            ///
-            /// The variables of a `VarStore` belong to the groups that their paths were given
-            /// ([`set_group`](tch::nn::Path::set_group)). Variables that are added to it later are taken up as well.
-            ///
-            /// # Errors
-            ///
-            /// [`Error::InvalidArgument`] for an option or a learning rate outside its range;
-            /// [`OptimizerError::SharedMemory`] for two tensors that share memory; [`OptimizerError::Parameter`] for a
-            /// tensor that is not a floating-point tensor, is not a leaf or is listed twice;
-            /// [`OptimizerError::NoParameters`] for an empty list.
-            pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
-                Algorithm::from(self).build(parameters, lr)
-            }
-
-            /// Sets how the optimizer updates half-precision parameters. Set the options of the algorithm before: the
-            /// builder that is returned does not have them.
-            pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
-                Algorithm::from(self).master_weights(masters)
-            }
-        }
-    )*};
-}
-
-build!(AdamW Adam Sgd Adagrad RmsProp Lion Muon);
-
-macro_rules! moments {
-    ($($config:ident)*) => {$(
-        impl $config {
-            /// Sets how the optimizer stores its moments, for example in bf16. Set the algorithm's own options first:
-            /// the builder that is returned has no methods for them.
-            pub fn moments(self, moments: MomentDtype) -> OptimizerBuilder {
-                Algorithm::from(self).master_weights(MasterWeights::None).moments(moments)
-            }
-        }
-    )*};
-}
-
-moments!(AdamW Adam Muon);
 
 /// Changes of groups, which an iteration of a graph cannot make.
 const SET: &str = "a change of the optimizer's options";
@@ -652,7 +593,7 @@ impl Optimizer {
     /// [`Error::InvalidArgument`] unless it is finite and at least 0; the old value is kept then.
     pub fn set_weight_decay(&mut self, weight_decay: f64) -> Result<()> {
         self.change(None, |options| {
-            options.algorithm.set_weight_decay(weight_decay);
+            options.algorithm.spec_mut().set_weight_decay(weight_decay);
             Ok(())
         })
     }
@@ -664,7 +605,7 @@ impl Optimizer {
     /// [`OptimizerError::NoSuchGroup`]; otherwise the same as [`set_weight_decay`](Self::set_weight_decay).
     pub fn set_weight_decay_group(&mut self, group: usize, weight_decay: f64) -> Result<()> {
         self.change(Some(group), |options| {
-            options.algorithm.set_weight_decay(weight_decay);
+            options.algorithm.spec_mut().set_weight_decay(weight_decay);
             Ok(())
         })
     }
@@ -722,7 +663,7 @@ impl Optimizer {
     /// The algorithm that steps the parameter at `index`.
     pub(crate) fn algorithm(&self, index: usize) -> Algorithm {
         let slot = &self.slots[index];
-        self.groups[slot.group].algorithm.of(slot.is_matrix)
+        self.groups[slot.group].algorithm.of(slot.dims)
     }
 
     /// Calls `change`, and drops the states of the parameters that move between Muon and AdamW by it.
@@ -730,7 +671,7 @@ impl Optimizer {
         let by_adamw = |optimizer: &Self| -> Vec<_> {
             let slots = optimizer.slots.iter();
             let groups = &optimizer.groups;
-            slots.map(|slot| groups[slot.group].algorithm.leaves_to_adamw(slot.is_matrix)).collect()
+            slots.map(|slot| groups[slot.group].algorithm.leaves_to_adamw(slot.dims)).collect()
         };
         let before = by_adamw(self);
         let changed = change(self);
@@ -752,5 +693,5 @@ fn set(option: &mut f64, value: f64) -> Result<()> {
 fn set_momentum(options: &mut ParamGroup, momentum: f64) -> Result<()> {
     let algorithm = options.algorithm.name();
     let missing = Error::Optimizer(OptimizerError::NoSuchOption { option: "momentum", algorithm });
-    set(options.algorithm.momentum_mut().ok_or(missing)?, momentum)
+    set(options.algorithm.spec_mut().momentum_mut().ok_or(missing)?, momentum)
 }

@@ -11,7 +11,7 @@ use crate::ffi::{self, OutsideRegions};
 #[cfg(doc)]
 use crate::optim::Optimizer;
 use crate::optim::ParamGroup;
-use crate::optim::algorithm::OptionFields;
+use crate::optim::algorithms::OptionFields;
 
 /// The complete state of an optimizer, from which training resumes as if it had not been interrupted. The counterpart
 /// of what PyTorch's `state_dict` returns, with parameter names instead of numbers.

@@ -9,7 +9,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, ParameterProblem, Result};
 use crate::ffi::{self, Arrival, Master, MomentFormat, OutsideRegions, StateShape};
-use crate::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Muon, RmsProp};
+use crate::optim::algorithms::{KEPT, LowBit, Spec, StateTensor};
+use crate::optim::{Algorithm, MasterWeights};
 
 /// The state of one parameter; empty until its first gradient.
 #[derive(Debug, Default)]
@@ -17,7 +18,7 @@ pub(crate) struct ParameterState {
     pub(crate) step: Option<Tensor>,
     /// At least as many as `step` says, which only a device may know.
     pub(crate) most_steps: u64,
-    /// In the order of [`keys`].
+    /// In the order of [`Spec::tensors`].
     pub(crate) tensors: [Option<Tensor>; KEPT],
     /// The master weight: f32, or a remainder.
     pub(crate) master: Option<Tensor>,
@@ -62,60 +63,9 @@ pub(crate) const MASTER: &str = "master_param";
 /// From here on, f32 does not have every number of steps.
 pub(crate) const MANY_STEPS: u64 = 1 << f32::MANTISSA_DIGITS;
 
-/// The largest number of tensors that are kept for a parameter, without its step.
-pub(crate) const KEPT: usize = 3;
-
-/// The key of the exponents of 8-bit moments. It stands for the codes: others would have another key.
-pub(crate) const EXPONENTS: &str = "exponents";
-
-/// PyTorch's keys for the tensors that an algorithm may keep for each parameter, without `step`. 8-bit moments
-/// have exponents in addition.
-pub(crate) fn keys(algorithm: &Algorithm, kept_as: MomentFormat) -> &'static [&'static str] {
-    match algorithm {
-        Algorithm::AdamW(_) | Algorithm::Adam(_) if kept_as == MomentFormat::EightBit => {
-            &["exp_avg", "exp_avg_sq", EXPONENTS]
-        }
-        Algorithm::AdamW(_) | Algorithm::Adam(_) => &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
-        Algorithm::Sgd(_) | Algorithm::Muon(_) => &["momentum_buffer"],
-        Algorithm::Adagrad(_) => &["sum"],
-        Algorithm::RmsProp(_) => &["square_avg", "momentum_buffer", "grad_avg"],
-        Algorithm::Lion(_) => &["exp_avg"],
-    }
-}
-
-/// Which of the [`keys`] the algorithm uses with any options: a state that was begun has them.
-pub(crate) fn required(algorithm: &Algorithm) -> [bool; KEPT] {
-    match algorithm {
-        Algorithm::AdamW(_) | Algorithm::Adam(_) => [true, true, false],
-        Algorithm::Sgd(_) => [false; KEPT],
-        Algorithm::RmsProp(_) | Algorithm::Adagrad(_) | Algorithm::Lion(_) | Algorithm::Muon(_) => {
-            [true, false, false]
-        }
-    }
-}
-
-/// Which of the [`keys`] the algorithm uses with its options.
-pub(crate) fn used(algorithm: &Algorithm, kept_as: MomentFormat) -> [bool; KEPT] {
-    match algorithm {
-        Algorithm::AdamW(AdamW { amsgrad, .. }) | Algorithm::Adam(Adam { amsgrad, .. }) => {
-            [true, true, *amsgrad || kept_as == MomentFormat::EightBit]
-        }
-        Algorithm::Sgd(config) => [config.momentum != 0.0, false, false],
-        Algorithm::RmsProp(RmsProp { momentum, centered, .. }) => {
-            [true, *momentum != 0.0, *centered]
-        }
-        Algorithm::Adagrad(_) | Algorithm::Lion(_) | Algorithm::Muon(_) => [true, false, false],
-    }
-}
-
-/// Returns whether the arithmetic of the algorithm depends on the number of steps.
-pub(crate) fn uses_steps(algorithm: &Algorithm) -> bool {
-    !matches!(algorithm, Algorithm::Sgd(_) | Algorithm::Lion(_) | Algorithm::Muon(_))
-}
-
 /// Returns whether the steps of a parameter are counted: for the arithmetic, the dither or the random rounding.
-pub(crate) fn counts_steps(algorithm: &Algorithm, kept_as: MomentFormat, master: Master) -> bool {
-    uses_steps(algorithm)
+pub(crate) fn counts_steps(algorithm: &dyn Spec, kept_as: MomentFormat, master: Master) -> bool {
+    algorithm.counts_steps()
         || kept_as != MomentFormat::Plain
         || matches!(master, Master::Stochastic { .. })
 }
@@ -123,11 +73,12 @@ pub(crate) fn counts_steps(algorithm: &Algorithm, kept_as: MomentFormat, master:
 /// Returns whether the state has everything that a step of the parameter needs.
 pub(crate) fn is_complete(
     state: &ParameterState,
-    algorithm: &Algorithm,
+    algorithm: &dyn Spec,
+    dims: usize,
     kept_as: MomentFormat,
     master: Master,
 ) -> bool {
-    let mut tensors = state.tensors.iter().zip(used(algorithm, kept_as));
+    let mut tensors = state.tensors.iter().zip(algorithm.used(kept_as, dims));
     tensors.all(|(tensor, used)| tensor.is_some() || !used)
         && (state.step.is_some() || !counts_steps(algorithm, kept_as, master))
         && match master.kind() {
@@ -145,8 +96,10 @@ pub(crate) struct Wanted<'a> {
     pub(crate) kind: Option<Kind>,
     pub(crate) step: bool,
     pub(crate) tensors: [bool; KEPT],
-    /// The initial value of the tensors.
-    pub(crate) value: f64,
+    /// The descriptions of the tensors.
+    pub(crate) described: &'static [StateTensor],
+    /// Their initial values.
+    pub(crate) values: [f64; KEPT],
     pub(crate) master: Master,
 }
 
@@ -154,7 +107,7 @@ impl<'a> Wanted<'a> {
     /// Returns the state to complete for a step, with the tensors that the algorithm uses.
     pub(crate) fn by_step(
         state: &'a mut ParameterState,
-        algorithm: &Algorithm,
+        algorithm: &dyn Spec,
         parameter: &'a Tensor,
         kept_as: MomentFormat,
         master: Master,
@@ -165,8 +118,9 @@ impl<'a> Wanted<'a> {
             kept_as,
             kind: master.state_kind(),
             step: counts_steps(algorithm, kept_as, master),
-            tensors: used(algorithm, kept_as),
-            value: initial(algorithm),
+            tensors: algorithm.used(kept_as, parameter.dim()),
+            described: algorithm.tensors(kept_as),
+            values: std::array::from_fn(|place| algorithm.initial(place)),
             master,
         }
     }
@@ -191,13 +145,17 @@ pub(crate) fn allocate_missing_state<'a>(
     wanted: impl IntoIterator<Item = Wanted<'a>>,
 ) -> Result<()> {
     let (mut steps, mut missing, mut copies) = (Vec::new(), Vec::new(), Vec::new());
-    for Wanted { state, parameter, kept_as, kind, step, tensors, value, master } in wanted {
+    for Wanted { state, parameter, kept_as, kind, step, tensors, described, values, master } in
+        wanted
+    {
         if step && state.step.is_none() {
             steps.push((&mut state.step, (kept_as.step_kind(), parameter.device())));
         }
-        for (index, (place, wanted)) in state.tensors.iter_mut().zip(tensors).enumerate() {
-            if wanted && place.is_none() {
-                let (kind, shape) = kept_as.layout(index, kind);
+        let places = state.tensors.iter_mut().zip(described).enumerate();
+        for (index, (place, described)) in places {
+            if tensors[index] && place.is_none() {
+                let (kind, shape) = kept_as.layout(index, kind, described.shape);
+                let value = values[index];
                 missing.push(MissingTensor { place, kind, shape, value, parameter });
             }
         }
@@ -258,14 +216,6 @@ fn filled(mut missing: Vec<MissingTensor<'_>>) -> Result<Vec<Made<'_>>> {
         missing = others;
     }
     Ok(made)
-}
-
-/// The initial value of a state tensor's elements.
-fn initial(algorithm: &Algorithm) -> f64 {
-    match algorithm {
-        Algorithm::Adagrad(Adagrad { initial_accumulator_value: value, .. }) => *value,
-        _ => 0.0,
-    }
 }
 
 /// The first step of a momentum buffer, which starts with the gradient: whether it is still ahead. With dampening, the
@@ -468,30 +418,13 @@ impl MomentDtype {
         if self == Self::F32 {
             return Ok(());
         }
-        let problem = match algorithm {
-            Algorithm::Muon(_) if self == Self::EightBit => {
-                "must be `MomentDtype::BFloat16` or `MomentDtype::F32` for Muon: an 8-bit first moment is \
-                 stored relative to a second one, which Muon does not have"
-                    .to_owned()
-            }
-            Algorithm::AdamW(config) | Algorithm::Muon(Muon { adamw: config, .. })
-                if !config.amsgrad =>
-            {
-                return Ok(());
-            }
-            Algorithm::Adam(config) if !config.amsgrad => return Ok(()),
-            Algorithm::AdamW(_) | Algorithm::Adam(_) | Algorithm::Muon(_) => {
-                "must be `MomentDtype::F32` with `amsgrad`: the maximum of dithered second moments \
-                 could only grow"
-                    .to_owned()
-            }
-            other => {
-                let name = other.name();
-                format!(
-                    "must be `MomentDtype::F32` for {name}: only Adam, AdamW and Muon have low-bit \
-                     moments"
-                )
-            }
+        let problem = match algorithm.spec().low_bit(self) {
+            LowBit::Possible => return Ok(()),
+            LowBit::Refused(problem) => problem.to_owned(),
+            LowBit::Never => format!(
+                "must be `MomentDtype::F32` for {}: only Adam, AdamW and Muon have low-bit moments",
+                algorithm.name()
+            ),
         };
         Err(Error::InvalidArgument { name: "moments", problem })
     }
@@ -526,10 +459,15 @@ impl MomentDtype {
 
 impl MomentFormat {
     /// The dtype, if it is not the parameter's, and the shape of the state at a place in the order of PyTorch's keys.
-    /// `kind` is the dtype of plain ones.
-    pub(crate) fn layout(self, place: usize, kind: Option<Kind>) -> (Option<Kind>, StateShape) {
+    /// `kind` and `shape` are those of plain ones.
+    pub(crate) fn layout(
+        self,
+        place: usize,
+        kind: Option<Kind>,
+        shape: StateShape,
+    ) -> (Option<Kind>, StateShape) {
         match (self, place) {
-            (Self::Plain, _) => (kind, StateShape::Like),
+            (Self::Plain, _) => (kind, shape),
             (Self::BFloat16, _) => (Some(Kind::BFloat16), StateShape::Contiguous),
             (Self::EightBit, 0) => (Some(Kind::Int8), StateShape::Contiguous),
             (Self::EightBit, 1) => (Some(Kind::Uint8), StateShape::Contiguous),
@@ -563,7 +501,7 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
-    use crate::optim::{Adam, AdamW, AdjustLr, AmpOptimizer as _, Step};
+    use crate::optim::{Adam, AdamW, AdjustLr, AmpOptimizer as _, Muon, Step};
 
     /// Random numbers that no other test draws, from -1 to 1, most of them small.
     fn random(size: &[i64], seed: f64) -> Tensor {

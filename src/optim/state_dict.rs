@@ -9,11 +9,12 @@ use tch::{Device, Kind, Tensor};
 use crate::capture;
 use crate::error::{Error, Number, OptimizerError, Result, nearest, shown};
 use crate::ffi::{self, Master, MomentFormat, OutsideRegions};
+use crate::optim::algorithms::{EXPONENTS, KEPT, Spec};
 use crate::optim::saved::{OptimizerState, ParamGroupState, Saved};
 use crate::optim::shards::Shards;
 use crate::optim::state::{
-    EXPONENTS, FirstStep, KEPT, MASTER, ParameterState, STEP, Wanted, allocate_missing_state,
-    counts_steps, exponents_shape, keys, required, uses_steps,
+    FirstStep, MASTER, ParameterState, STEP, Wanted, allocate_missing_state, counts_steps,
+    exponents_shape,
 };
 use crate::optim::{Algorithm, Optimizer, ParamGroup};
 
@@ -32,7 +33,7 @@ impl Optimizer {
         for by_adamw in [false, true] {
             for slot in &self.slots {
                 let algorithm = &self.groups[slot.group].algorithm;
-                if algorithm.leaves_to_adamw(slot.is_matrix) == by_adamw {
+                if algorithm.leaves_to_adamw(slot.dims) == by_adamw {
                     names[slot.group].push(slot.name.clone());
                 }
             }
@@ -93,8 +94,8 @@ impl Optimizer {
         self.take_driven_rates()?;
         self.refresh_stale_masters()?;
         self.settle_loaded_masters()?;
-        if let Algorithm::Adagrad(_) = self.groups[0].algorithm {
-            // PyTorch makes the sums with the optimizer, and requires them for every parameter.
+        if self.groups[0].algorithm.spec().begins_with_state() {
+            // PyTorch requires it for every parameter.
             let here =
                 (0..self.slots.len()).filter(|&index| !self.slots[index].owned_by_other_rank);
             self.allocate_missing_state(&here.collect::<Vec<_>>())?;
@@ -104,13 +105,14 @@ impl Optimizer {
         let mut state = BTreeMap::new();
         for (index, slot) in self.slots.iter_mut().enumerate() {
             param_groups[slot.group].params.push(slot.name.clone());
-            let algorithm = self.groups[slot.group].algorithm.of(slot.is_matrix);
+            let algorithm = self.groups[slot.group].algorithm.of(slot.dims);
             // A momentum buffer that is not in use yet is not saved.
             let unused =
                 matches!(algorithm, Algorithm::Sgd(_)) && slot.state.first_step.is_ahead()?;
             let parameter = &self.parameters[index];
             let master = self.masters.of(parameter, index);
-            let mut entries = entries(&slot.state, &algorithm, self.moments.of(parameter), unused);
+            let kept_as = self.moments.of(parameter);
+            let mut entries = entries(&slot.state, algorithm.spec(), kept_as, unused);
             if let Some(numbers) = slot.state.master_numbers(master, parameter)? {
                 entries.insert(MASTER.to_owned(), numbers);
             }
@@ -204,7 +206,7 @@ impl Optimizer {
             let group = *members
                 .get(&slot.name)
                 .ok_or_else(|| refuse("is in no group of the state".to_owned()))?;
-            let algorithm = groups[group].algorithm.of(slot.is_matrix);
+            let algorithm = groups[group].algorithm.of(slot.dims);
             let master = self.masters.of(parameter, index);
             let kept_as = self.moments.of(parameter);
             let entries = state.get(&slot.name);
@@ -283,13 +285,13 @@ fn advice(name: &str, known: &HashSet<&String>) -> String {
 
 fn entries(
     state: &ParameterState,
-    algorithm: &Algorithm,
+    algorithm: &dyn Spec,
     kept_as: MomentFormat,
     unused: bool,
 ) -> BTreeMap<String, Tensor> {
     let step = state.step.iter().map(|step| (STEP, step));
-    let tensors = keys(algorithm, kept_as).iter().copied().zip(&state.tensors);
-    let tensors = tensors.filter_map(|(key, tensor)| Some((key, tensor.as_ref()?)));
+    let tensors = algorithm.tensors(kept_as).iter().zip(&state.tensors);
+    let tensors = tensors.filter_map(|(described, tensor)| Some((described.key, tensor.as_ref()?)));
     let tensors = step.chain(tensors.filter(|_| !unused));
     tensors.map(|(key, tensor)| (key.to_owned(), tensor.shallow_clone())).collect()
 }
@@ -325,7 +327,7 @@ fn members(
 struct CheckedTensors<'a, T> {
     step: Option<&'a T>,
     most_steps: u64,
-    /// In the order of PyTorch's [`keys`].
+    /// In the order of [`Spec::tensors`].
     tensors: [Option<&'a T>; KEPT],
     /// Of 8-bit moments.
     exponents: Option<&'a T>,
@@ -371,12 +373,13 @@ fn check<'a, T: Deref<Target: Saved>>(
     master: Master,
     refuse: &dyn Fn(String) -> Error,
 ) -> Result<CheckedTensors<'a, T::Target>> {
-    let (coded, keys) =
-        (keys(algorithm, MomentFormat::EightBit), keys(algorithm, MomentFormat::Plain));
-    let known =
-        |key: &str| keys.contains(&key) || coded.contains(&key) || [STEP, MASTER].contains(&key);
+    let name = algorithm.name();
+    let algorithm = algorithm.spec();
+    let described = algorithm.tensors(MomentFormat::Plain);
+    let coded = algorithm.tensors(MomentFormat::EightBit);
+    let keys = described.iter().chain(coded).map(|described| described.key);
+    let known = |key: &str| [STEP, MASTER].contains(&key) || keys.clone().any(|known| known == key);
     if let Some(key) = entries.keys().find(|key| !known(key)) {
-        let name = algorithm.name();
         return Err(refuse(format!("has {}, which {name} does not keep", shown(key))));
     }
     let is_half = matches!(parameter.kind(), Kind::Half | Kind::BFloat16);
@@ -384,7 +387,7 @@ fn check<'a, T: Deref<Target: Saved>>(
         let problem = format!("has {MASTER}: build this optimizer with `master_weights`");
         return Err(refuse(problem));
     }
-    check_missing(entries, algorithm, refuse)?;
+    check_missing(entries, algorithm, parameter.dim(), refuse)?;
     let shape = parameter.size();
     let of_shape = |key: &str| {
         let Some(tensor) = entries.get(key).map(Deref::deref) else { return Ok(None) };
@@ -408,8 +411,8 @@ fn check<'a, T: Deref<Target: Saved>>(
         }
     }
     let mut tensors = [None; KEPT];
-    for (place, key) in tensors.iter_mut().zip(keys) {
-        *place = of_shape(key)?;
+    for (place, described) in tensors.iter_mut().zip(described) {
+        *place = of_shape(described.key)?;
     }
     let step = entries.get(STEP).map(Deref::deref);
     let steps = step.map(|step| count(step, refuse)).transpose()?;
@@ -442,14 +445,16 @@ fn check_codes<T: Deref<Target: Saved>>(
 /// Refuses a state that was begun and lacks what the algorithm always keeps. One that has only a master was not.
 fn check_missing<T>(
     entries: &BTreeMap<String, T>,
-    algorithm: &Algorithm,
+    algorithm: &dyn Spec,
+    dims: usize,
     refuse: &dyn Fn(String) -> Error,
 ) -> Result<()> {
-    let keys = keys(algorithm, MomentFormat::Plain).iter().zip(required(algorithm));
-    let needed = keys.filter(|(_, required)| *required).map(|(key, _)| *key);
-    let needed = needed.chain(uses_steps(algorithm).then_some(STEP));
-    let is_begun =
-        entries.keys().any(|key| key != MASTER && (key != STEP || uses_steps(algorithm)));
+    let (plain, counts_steps) = (MomentFormat::Plain, algorithm.counts_steps());
+    let described = algorithm.tensors(plain).iter().zip(algorithm.used(plain, dims));
+    let needed = described.filter(|(described, used)| described.is_required && *used);
+    let needed = needed.map(|(described, _)| described.key);
+    let needed = needed.chain(counts_steps.then_some(STEP));
+    let is_begun = entries.keys().any(|key| key != MASTER && (key != STEP || counts_steps));
     match needed.into_iter().find(|&key| is_begun && !entries.contains_key(key)) {
         Some(key) => Err(refuse(format!("has no {key}"))),
         None => Ok(()),
@@ -491,7 +496,8 @@ impl Optimizer {
                 kind: master.state_kind(),
                 step: entries.step.is_some(),
                 tensors: entries.kept(kept_as),
-                value: 0.0,
+                described: algorithms[index].spec().tensors(kept_as),
+                values: [0.0; KEPT],
                 // If absent, the next step makes it from the parameter.
                 master: if entries.master.is_some() { master } else { Master::None },
             })
@@ -501,7 +507,8 @@ impl Optimizer {
                 let parameter = &self.parameters[index];
                 let kept_as = self.moments.of(parameter);
                 if entries.exponents.is_some() || kept_as == MomentFormat::EightBit {
-                    convert(state, entries, betas(&algorithms[index]), parameter.device())?;
+                    let betas = algorithms[index].spec().betas();
+                    convert(state, entries, betas, parameter.device())?;
                 } else {
                     copy(&mut state.tensors, entries.tensors)?;
                 }
@@ -597,15 +604,6 @@ fn load_master<T: Saved>(
             state.loaded = Some(numbers);
             Ok(())
         }
-    }
-}
-
-/// The betas of Adam and AdamW, and zeros for others.
-fn betas(algorithm: &Algorithm) -> (f64, f64) {
-    match algorithm {
-        Algorithm::AdamW(config) => config.betas,
-        Algorithm::Adam(config) => config.betas,
-        _ => (0.0, 0.0),
     }
 }
 

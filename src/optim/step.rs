@@ -11,8 +11,8 @@ use crate::ffi::{self, Gradient, Master, OptimOptions, OptimParameter, StepAnswe
 use crate::optim::optimizer::Slot;
 use crate::optim::rates::{DeviceRates, DrivesRates};
 use crate::optim::shards::{Ranks, Shards};
-use crate::optim::state::{FirstStep, Launch, MANY_STEPS, ParameterState, is_complete, used};
-use crate::optim::{Algorithm, MasterWeights, Optimizer, ParamGroup, Step};
+use crate::optim::state::{FirstStep, Launch, MANY_STEPS, ParameterState, is_complete};
+use crate::optim::{MasterWeights, Optimizer, ParamGroup, Step};
 use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 use xxhash_rust::xxh3::Xxh3Default;
@@ -36,7 +36,7 @@ impl Optimizer {
         let taken = self.slots.iter_mut().zip(answers);
         for (slot, _) in taken.filter(|(_, answer)| *answer == StepAnswer::Taken) {
             slot.state.most_steps = slot.state.most_steps.saturating_add(1);
-            if has_momentum(&self.groups[slot.group].algorithm) {
+            if self.groups[slot.group].algorithm.spec().starts_with_gradient() {
                 first_steps.note(&mut slot.state.first_step);
             }
         }
@@ -117,14 +117,15 @@ impl Optimizer {
         let options: Vec<_> = self.groups.iter().flat_map(ParamGroup::options).collect();
         let parameters = self.slots.iter().zip(first_steps).enumerate();
         let parameters = parameters.map(|(index, (slot, first_step))| {
-            let Slot { group, state, owned_by_other_rank, is_matrix, .. } = slot;
+            let Slot { group, state, owned_by_other_rank, dims, .. } = slot;
             let whole = &self.groups[*group].algorithm;
-            let algorithm = &whole.of(*is_matrix);
+            let algorithm = whole.of(*dims);
+            let algorithm = algorithm.spec();
             let parameter = &self.parameters[index];
             let kept_as = self.moments.of(parameter);
             // Tensors that are no longer used, since an option was switched off, are left out.
             let mut states = state.tensors.each_ref().map(Option::as_ref);
-            for (tensor, used) in states.iter_mut().zip(used(algorithm, kept_as)) {
+            for (tensor, used) in states.iter_mut().zip(algorithm.used(kept_as, *dims)) {
                 *tensor = tensor.filter(|_| used);
             }
             let master = self.masters.of(parameter, index);
@@ -135,9 +136,9 @@ impl Optimizer {
                 kept_as,
                 kept: state.master.as_ref(),
                 master,
-                options: 2 * group + usize::from(whole.leaves_to_adamw(*is_matrix)),
+                options: 2 * group + usize::from(whole.leaves_to_adamw(*dims)),
                 first_step,
-                complete: is_complete(state, algorithm, kept_as, master),
+                complete: is_complete(state, algorithm, *dims, kept_as, master),
                 many_steps: state.most_steps >= MANY_STEPS,
                 owned_by_other_rank: *owned_by_other_rank,
             }
@@ -148,14 +149,13 @@ impl Optimizer {
     /// Returns for each parameter whether its momentum buffer starts with the gradient.
     fn first_steps(&mut self) -> Result<Vec<bool>> {
         let groups = &self.groups;
-        let first = |slot: &mut Slot| match groups[slot.group].algorithm {
-            Algorithm::Sgd(sgd) if sgd.momentum == 0.0 => Ok(false),
-            // Without dampening, a buffer of zeros is equivalent to none.
-            Algorithm::Sgd(sgd) if sgd.dampening == 0.0 => {
-                Ok(matches!(slot.state.first_step, FirstStep::Ahead))
+        let first = |slot: &mut Slot| {
+            let algorithm = groups[slot.group].algorithm.spec();
+            if algorithm.first_step_differs() {
+                return slot.state.first_step.is_ahead();
             }
-            Algorithm::Sgd(_) => slot.state.first_step.is_ahead(),
-            _ => Ok(false),
+            let is_ahead = matches!(slot.state.first_step, FirstStep::Ahead);
+            Ok(is_ahead && algorithm.starts_with_gradient())
         };
         self.slots.iter_mut().map(first).collect()
     }
@@ -164,9 +164,7 @@ impl Optimizer {
     /// prepared, because the steps that it is recorded with must be those that are unknown then.
     fn ask_first_steps(&mut self) -> Result<()> {
         for slot in &mut self.slots {
-            let algorithm = &self.groups[slot.group].algorithm;
-            if matches!(algorithm, Algorithm::Sgd(sgd) if sgd.momentum != 0.0 && sgd.dampening != 0.0)
-            {
+            if self.groups[slot.group].algorithm.spec().first_step_differs() {
                 let _asked = slot.state.first_step.is_ahead()?;
             }
         }
@@ -177,7 +175,7 @@ impl Optimizer {
     fn prepare_first_steps<'a>(&self, step: &Step<'a>) -> Result<Launch<'a>> {
         let mut launch = Launch::new(step.found_inf());
         for slot in &self.slots {
-            if has_momentum(&self.groups[slot.group].algorithm) {
+            if self.groups[slot.group].algorithm.spec().starts_with_gradient() {
                 launch.prepare(&slot.state.first_step)?;
             }
         }
@@ -198,10 +196,6 @@ fn refuse_repair(answers: &[StepAnswer]) -> Result<()> {
         false => ("the first step of a parameter", "give it a gradient in the warm-up, too"),
     };
     capture::refuse(call, remedy)
-}
-
-pub(super) fn has_momentum(algorithm: &Algorithm) -> bool {
-    matches!(algorithm, Algorithm::Sgd(sgd) if sgd.momentum != 0.0)
 }
 
 /// Returns whether the parameter was stepped or left out.
@@ -267,7 +261,8 @@ impl Optimizer {
             let buffer = slot.state.tensors.iter().any(Option::is_some);
             buffer && matches!(slot.state.first_step, FirstStep::Ahead)
         };
-        let momentum = |slot: &Slot| has_momentum(&self.groups[slot.group].algorithm);
+        let momentum =
+            |slot: &Slot| self.groups[slot.group].algorithm.spec().starts_with_gradient();
         if capture::is_capturing() && self.slots.iter().any(|slot| momentum(slot) && is_ahead(slot))
         {
             let remedy = "have a step taken before, whose gradients are finite";
@@ -285,7 +280,7 @@ impl Optimizer {
         let settles = capture::phase() == Some(Phase::Settling);
         let mut is_ready = true;
         for slot in &mut self.slots {
-            if !has_momentum(&self.groups[slot.group].algorithm)
+            if !self.groups[slot.group].algorithm.spec().starts_with_gradient()
                 || slot.state.tensors.iter().all(Option::is_none)
             {
                 continue;
@@ -478,7 +473,7 @@ impl Optimizer {
         let moment = bytes(master.state_kind().unwrap_or_else(|| parameter.kind()));
         let (count, kept_as) = (ffi::numel(parameter) as u64, self.moments.of(parameter));
         let masters = count.saturating_mul(master.kind().map_or(0, bytes));
-        let used = used(&self.algorithm(index), kept_as);
+        let used = self.algorithm(index).spec().used(kept_as, parameter.dim());
         let moments = used.into_iter().filter(|used| *used).count() as u64;
         kept_as.moment_bytes(count, moments, moment).saturating_add(masters).max(count)
     }

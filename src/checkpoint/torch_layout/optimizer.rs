@@ -5,9 +5,8 @@
 //! restored. FSDP and `torch.distributed.checkpoint` have the names in the place of the numbers, and in their flat
 //! layout one dict with keys such as `state.weight.exp_avg` and `param_groups.weight.lr`.
 //!
-//! PyTorch does not save the name of the algorithm, so it is inferred from the options: `lr_decay` makes Adagrad,
-//! `amsgrad` makes Adam or, with a true `decoupled_weight_decay`, AdamW, `momentum` with `dampening` makes SGD,
-//! `centered` makes RMSprop, and `ns_steps` makes Muon. `betas` without `eps` make Lion, which PyTorch does not have.
+//! PyTorch does not save the name of the algorithm, so each of `optim/algorithms` says by which options it knows its
+//! groups.
 //!
 //! For Muon PyTorch has two optimizers: a dict of their states, `muon` and `adamw`. A group of this crate becomes a
 //! group of each, in the same place. Python may have groups that do not correspond; then each of them becomes a group
@@ -22,10 +21,7 @@ use super::{Items, get};
 use crate::checkpoint::entry::TensorEntry;
 use crate::checkpoint::part::OptimizerPart;
 use crate::error::{nearest, shown};
-use crate::optim::{
-    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, ParamGroup, ParamGroupState, RmsProp,
-    Saved as _, Sgd,
-};
+use crate::optim::{AdamW, Algorithm, Muon, ParamGroup, ParamGroupState, Saved as _, TorchGroup};
 
 /// Why the objects are not a checkpoint.
 pub(super) type Problem = String;
@@ -450,22 +446,7 @@ fn without_muon(group: &PythonGroup) -> Result<ParamGroup, Problem> {
 
 /// Reads the options of a group, without its parameters, and infers the algorithm from their names.
 fn options_of(group: &Items) -> Result<ParamGroup, String> {
-    let has = |name: &str| get(group, name).is_some();
-    let is_true = |name: &str| get(group, name) == Some(&Value::Bool(true));
-    let algorithm = match () {
-        () if has("lr_decay") => "Adagrad",
-        // NAdam and RAdam have `decoupled_weight_decay`, too, but no `amsgrad`.
-        () if has("amsgrad") && is_true("decoupled_weight_decay") => "AdamW",
-        () if has("amsgrad") => "Adam",
-        () if has("momentum") && has("dampening") => "Sgd",
-        () if has("centered") => "RmsProp",
-        () if has("ns_steps") => "Muon",
-        () if has("betas") && !has("eps") => "Lion",
-        () => {
-            let known = "are not those of Adam, AdamW, SGD, Adagrad, RMSprop, Lion or Muon";
-            return Err(known.to_owned());
-        }
-    };
+    let algorithm = Algorithm::name_in(TorchGroup(group))?;
     let is_option = |(key, value): &&(Value, Value)| match key {
         // PyTorch's default.
         Value::Text(name) if **name == *"adjust_lr_fn" => *value != Value::None,
@@ -498,119 +479,6 @@ fn is_list_of_parameters(key: &Value) -> bool {
 fn may_be_adamw(items: &Items) -> bool {
     let has = |name: &str| get(items, name).is_some();
     has("amsgrad") && !has("decoupled_weight_decay")
-}
-
-/// Returns the options of a group, including those that only PyTorch has.
-///
-/// PyTorch loads all options from the file, including `fused`. An optimizer that was built with `fused=True` then fails
-/// with a scaler if a group is not fused. Conversely, an optimizer without `fused=True` works and uses the fused
-/// kernels, as with any file saved by a fused optimizer in Python. Therefore `fused` is true wherever the kernels
-/// exist.
-pub(super) fn group_options(group: &ParamGroup, has_fused_kernels: bool) -> Vec<(Value, Value)> {
-    let ParamGroup { lr, algorithm } = *group;
-    let mut items = vec![float("lr", lr)];
-    match algorithm {
-        Algorithm::AdamW(config) => items.extend(adam(&config, true)),
-        Algorithm::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) => {
-            items.extend(adam(&AdamW { betas, eps, weight_decay, amsgrad, maximize }, false));
-        }
-        Algorithm::Sgd(Sgd { momentum, dampening, weight_decay, nesterov, maximize }) => {
-            items.push(float("momentum", momentum));
-            items.push(float("dampening", dampening));
-            items.push(float("weight_decay", weight_decay));
-            items.push(flag("nesterov", nesterov));
-            items.push(flag("maximize", maximize));
-        }
-        Algorithm::Adagrad(config) => {
-            let Adagrad { lr_decay, weight_decay, initial_accumulator_value, eps, maximize } =
-                config;
-            items.push(float("lr_decay", lr_decay));
-            items.push(float("eps", eps));
-            items.push(float("weight_decay", weight_decay));
-            items.push(float("initial_accumulator_value", initial_accumulator_value));
-            items.push(flag("maximize", maximize));
-        }
-        Algorithm::RmsProp(config) => {
-            items.extend(rmsprop(&config));
-            return items;
-        }
-        Algorithm::Lion(Lion { betas: (first, second), weight_decay, maximize }) => {
-            items.push(pair("betas", first, second));
-            items.push(float("weight_decay", weight_decay));
-            items.push(flag("maximize", maximize));
-            return items;
-        }
-        Algorithm::Muon(config) => {
-            items.extend(muon(&config));
-            return items;
-        }
-    }
-    items.push(flag("differentiable", false));
-    items.push(("foreach".into(), Value::None));
-    items.push(("fused".into(), if has_fused_kernels { Value::Bool(true) } else { Value::None }));
-    items
-}
-
-fn adam(config: &AdamW, decoupled: bool) -> Vec<(Value, Value)> {
-    let AdamW { betas, eps, weight_decay, amsgrad, maximize } = *config;
-    vec![
-        pair("betas", betas.0, betas.1),
-        float("eps", eps),
-        float("weight_decay", weight_decay),
-        flag("amsgrad", amsgrad),
-        flag("maximize", maximize),
-        flag("capturable", false),
-        flag("decoupled_weight_decay", decoupled),
-    ]
-}
-
-/// PyTorch has no fused RMSprop, and no option for it.
-fn rmsprop(config: &RmsProp) -> Vec<(Value, Value)> {
-    let RmsProp { alpha, eps, weight_decay, momentum, centered, maximize } = *config;
-    vec![
-        float("momentum", momentum),
-        float("alpha", alpha),
-        float("eps", eps),
-        flag("centered", centered),
-        float("weight_decay", weight_decay),
-        flag("capturable", false),
-        ("foreach".into(), Value::None),
-        flag("maximize", maximize),
-        flag("differentiable", false),
-    ]
-}
-
-/// The options of PyTorch's Muon, and those that only this crate has. PyTorch keeps them.
-fn muon(config: &Muon) -> Vec<(Value, Value)> {
-    let Muon { momentum, nesterov, weight_decay, eps, ns_steps, .. } = *config;
-    let (a, b, c) = config.ns_coefficients;
-    let adjust = match config.adjust_lr_fn {
-        AdjustLr::Original => "original",
-        AdjustLr::MatchRmsAdamW => "match_rms_adamw",
-    };
-    vec![
-        float("weight_decay", weight_decay),
-        float("momentum", momentum),
-        flag("nesterov", nesterov),
-        ("ns_coefficients".into(), Value::Tuple([a, b, c].map(Value::Float).to_vec())),
-        float("eps", eps),
-        ("ns_steps".into(), Value::Int(ns_steps.into())),
-        ("adjust_lr_fn".into(), adjust.into()),
-        flag("use_muon", config.use_muon),
-        float("adamw_lr_factor", config.adamw_lr_factor),
-    ]
-}
-
-fn pair(name: &str, first: f64, second: f64) -> (Value, Value) {
-    (name.into(), Value::Tuple(vec![Value::Float(first), Value::Float(second)]))
-}
-
-fn float(name: &str, value: f64) -> (Value, Value) {
-    (name.into(), Value::Float(value))
-}
-
-fn flag(name: &str, value: bool) -> (Value, Value) {
-    (name.into(), Value::Bool(value))
 }
 
 /// Returns a key of a state, which is equal to the number or the name that the groups have for the parameter: whether

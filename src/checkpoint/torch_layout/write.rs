@@ -7,13 +7,13 @@ use tch::{Device, Kind, Tensor};
 use torch_files::{Dtype, TensorRef, Value};
 
 use super::KEY;
-use super::optimizer::{ADAMW, MUON, group_options, split};
+use super::optimizer::{ADAMW, MUON, split};
 use crate::checkpoint::entry::TensorEntry;
 use crate::checkpoint::part::{MODULE, OptimizerPart, Part, StatePart, WRITER};
 use crate::dtype::dtype_of;
 use crate::error::{Result, unsaveable};
 use crate::ffi::{self, OutsideRegions};
-use crate::optim::{Algorithm, EXPONENTS, ParamGroupState, STEP, Saved as _};
+use crate::optim::{EXPONENTS, ParamGroup, ParamGroupState, STEP, Saved as _};
 
 /// A tensor of the file.
 pub(crate) enum StorageSource<'a> {
@@ -191,7 +191,9 @@ impl<'a> Layout<'a> {
                 params.push(key);
                 number += 1;
             }
-            let mut items = group_options(&group.options, has_fused_kernels(part, group));
+            let ParamGroup { lr, algorithm } = group.options;
+            let mut items = vec![("lr".into(), Value::Float(lr))];
+            items.extend(algorithm.spec().torch_options(has_fused_kernels(part, group)));
             items.push(("params".into(), Value::List(params)));
             param_groups.push(Value::Dict(items));
         }
@@ -270,8 +272,7 @@ fn names_of(groups: &[ParamGroupState]) -> Value {
 /// Returns whether PyTorch's fused kernels can step the parameters of a group, judging by the dtypes and devices of
 /// their states.
 fn has_fused_kernels(part: &OptimizerPart, group: &ParamGroupState) -> bool {
-    // PyTorch up to 2.11 has no fused Adagrad for GPUs.
-    let anywhere = !matches!(group.options.algorithm, Algorithm::Adagrad(_));
+    let anywhere = group.options.algorithm.spec().is_fused_on_gpus();
     let states = group.params.iter().filter_map(|name| part.state.get(name));
     let mut entries = states.flat_map(BTreeMap::values);
     entries.all(|entry| !entry.is_complex() && (anywhere || entry.device() == Device::Cpu))
