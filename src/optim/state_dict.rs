@@ -221,7 +221,9 @@ impl Optimizer {
                 entries => entries,
             });
         }
-        let algorithms: Vec<_> = places.iter().map(|&group| groups[group].algorithm).collect();
+        let algorithms = places.iter().zip(&self.slots);
+        let algorithms = algorithms.map(|(&group, slot)| groups[group].algorithm.of(slot.dims));
+        let algorithms: Vec<_> = algorithms.collect();
         let states = self.copies(&slots, &algorithms)?;
         Ok(CheckedState { groups, slots: places.into_iter().zip(states).collect() })
     }
