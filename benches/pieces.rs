@@ -1,7 +1,8 @@
-//! Steps of RMSprop and Muon, and updates of averaged weights, compared with Python's. PyTorch has neither Lion nor a
+//! Steps of RMSprop, NAdam, Adafactor and Muon, and updates of averaged weights, compared with Python's. PyTorch has neither Lion nor a
 //! search for spikes, whose steps are printed alone.
 //!
-//! Python has its fastest implementation: `foreach=True`, and one call for all averages.
+//! Python has its fastest implementation of RMSprop, `foreach=True`, and one call for all averages. Of NAdam and
+//! Adafactor it has the one whose bits are those of this crate, `foreach=False`.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
@@ -13,7 +14,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::GradScaler;
 use tch_amp::average::{AveragedWeights, Ema};
-use tch_amp::optim::{Lion, Muon, Optimizer, RmsProp};
+use tch_amp::optim::{Adafactor, Lion, Muon, NAdam, Optimizer, RmsProp};
 use tch_amp::scaler::SpikeConfig;
 
 /// How many steps are compared bit by bit.
@@ -25,13 +26,17 @@ fn main() {
         return;
     };
     tch::set_num_threads(1);
-    for piece in [Piece::RmsProp, Piece::Muon, Piece::Ema] {
+    for piece in [Piece::RmsProp, Piece::NAdam, Piece::Adafactor, Piece::Muon, Piece::Ema] {
         let theirs = python.ask(&format!("check {} 6 32 {CHECKED}", piece.name()));
         let ours = Training::new(piece, 6, 32).bits(CHECKED);
         assert_eq!(ours, theirs, "{}: the two sides compute different results", piece.name());
     }
     measure(&mut python, Piece::RmsProp, (160, 4), 10);
     measure(&mut python, Piece::RmsProp, (40, 256), 5);
+    for piece in [Piece::NAdam, Piece::Adafactor] {
+        measure(&mut python, piece, (160, 4), 10);
+        measure(&mut python, piece, (40, 256), 5);
+    }
     measure(&mut python, Piece::Ema, (160, 4), 10);
     measure(&mut python, Piece::Ema, (40, 256), 5);
     measure(&mut python, Piece::Muon, (12, 32), 5);
@@ -71,6 +76,8 @@ fn spikes(parameters: i64, width: i64) {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Piece {
     RmsProp,
+    NAdam,
+    Adafactor,
     Lion,
     Muon,
     Ema,
@@ -80,6 +87,8 @@ impl Piece {
     fn name(self) -> &'static str {
         match self {
             Self::RmsProp => "rmsprop",
+            Self::NAdam => "nadam",
+            Self::Adafactor => "adafactor",
             Self::Lion => "lion",
             Self::Muon => "muon",
             Self::Ema => "ema",
@@ -89,6 +98,8 @@ impl Piece {
     fn optimizer(self, vs: &VarStore) -> Optimizer {
         let built = match self {
             Self::RmsProp | Self::Ema => RmsProp::default().build(vs, 1e-3),
+            Self::NAdam => NAdam::default().build(vs, 1e-3),
+            Self::Adafactor => Adafactor::default().build(vs, 1e-3),
             Self::Lion => Lion::default().build(vs, 1e-3),
             Self::Muon => Muon::default().build(vs, 1e-3),
         };

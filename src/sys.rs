@@ -147,12 +147,15 @@ pub(crate) const OPTIM_ADAGRAD: u8 = 3;
 pub(crate) const OPTIM_RMSPROP: u8 = 4;
 pub(crate) const OPTIM_LION: u8 = 5;
 pub(crate) const OPTIM_MUON: u8 = 6;
+pub(crate) const OPTIM_NADAM: u8 = 7;
+pub(crate) const OPTIM_ADAFACTOR: u8 = 8;
 
 pub(crate) const OPTIM_AMSGRAD: u8 = 1;
 pub(crate) const OPTIM_NESTEROV: u8 = 2;
 pub(crate) const OPTIM_MAXIMIZE: u8 = 4;
 pub(crate) const OPTIM_CENTERED: u8 = 8;
 pub(crate) const OPTIM_MATCH_RMS_ADAMW: u8 = 16;
+pub(crate) const OPTIM_DECOUPLED_WEIGHT_DECAY: u8 = 32;
 
 pub(crate) const OPTIM_STATES: usize = 3;
 
@@ -176,6 +179,10 @@ pub(crate) struct OptimOptions {
     pub(crate) ns_a: f64,
     pub(crate) ns_b: f64,
     pub(crate) ns_c: f64,
+    pub(crate) momentum_decay: f64,
+    pub(crate) beta2_decay: f64,
+    pub(crate) eps2: f64,
+    pub(crate) clip_threshold: f64,
     pub(crate) algorithm: u8,
     pub(crate) flags: u8,
     pub(crate) ns_steps: u8,
@@ -219,6 +226,9 @@ pub(crate) const STEP_INCOMPLETE: u8 = 4;
 pub(crate) const STATE_LIKE: u8 = 0;
 pub(crate) const STATE_CONTIGUOUS: u8 = 1;
 pub(crate) const STATE_OF_BLOCKS: u8 = 2;
+pub(crate) const STATE_OF_ROWS: u8 = 3;
+pub(crate) const STATE_OF_COLUMNS: u8 = 4;
+pub(crate) const STATE_OF_ONE: u8 = 5;
 
 /// The node of a custom function in autograd's graph.
 #[repr(C)]

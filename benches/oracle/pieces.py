@@ -24,6 +24,10 @@ class Training:
         self.params = [values(i, width, 3).requires_grad_() for i in range(parameters)]
         if piece == "muon":
             self.optimizer = torch.optim.Muon(self.params, lr=1e-3)
+        elif piece == "nadam":
+            self.optimizer = torch.optim.NAdam(self.params, lr=1e-3, foreach=False)
+        elif piece == "adafactor":
+            self.optimizer = torch.optim.Adafactor(self.params, lr=1e-3, foreach=False)
         else:
             self.optimizer = torch.optim.RMSprop(self.params, lr=1e-3, foreach=True)
         self.averages = None

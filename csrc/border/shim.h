@@ -439,6 +439,8 @@ enum {
   TAMP_OPTIM_RMSPROP = 4,
   TAMP_OPTIM_LION = 5,
   TAMP_OPTIM_MUON = 6,
+  TAMP_OPTIM_NADAM = 7,
+  TAMP_OPTIM_ADAFACTOR = 8,
 };
 
 enum {
@@ -447,6 +449,7 @@ enum {
   TAMP_OPTIM_MAXIMIZE = 4,
   TAMP_OPTIM_CENTERED = 8,
   TAMP_OPTIM_MATCH_RMS_ADAMW = 16,
+  TAMP_OPTIM_DECOUPLED_WEIGHT_DECAY = 32,
 };
 
 // The largest number of states that an algorithm has for a parameter.
@@ -466,8 +469,12 @@ typedef struct tamp_optim_options {
   double ns_a;  // the three ns_coefficients
   double ns_b;
   double ns_c;
-  uint8_t algorithm;  // TAMP_OPTIM_ADAM to TAMP_OPTIM_MUON
-  uint8_t flags;      // a sum of TAMP_OPTIM_AMSGRAD to TAMP_OPTIM_MATCH_RMS_ADAMW
+  double momentum_decay;
+  double beta2_decay;
+  double eps2;            // `eps` of Adafactor is its first one, or NaN for that of the dtype
+  double clip_threshold;  // `d` of Adafactor
+  uint8_t algorithm;      // TAMP_OPTIM_ADAM to TAMP_OPTIM_ADAFACTOR
+  uint8_t flags;          // a sum of TAMP_OPTIM_AMSGRAD to TAMP_OPTIM_DECOUPLED_WEIGHT_DECAY
   uint8_t ns_steps;
   // Two f32 on the device of the parameters, or null: `lr` and 1 - lr * weight_decay, which steps there read instead.
   tamp_tensor *rates;
@@ -561,7 +568,14 @@ void tamp_masters_renew(tamp_tensor *const *parameters, tamp_tensor *const *mast
 // These functions make the state of the fused optimizers.
 
 // The shape of a state: that of its parameter and its strides, the same contiguous, or one element for each 32.
-enum { TAMP_STATE_LIKE = 0, TAMP_STATE_CONTIGUOUS = 1, TAMP_STATE_OF_BLOCKS = 2 };
+enum {
+  TAMP_STATE_LIKE = 0,
+  TAMP_STATE_CONTIGUOUS = 1,
+  TAMP_STATE_OF_BLOCKS = 2,
+  TAMP_STATE_OF_ROWS = 3,
+  TAMP_STATE_OF_COLUMNS = 4,
+  TAMP_STATE_OF_ONE = 5,
+};
 
 // Makes a tensor for each of `count` parameters, filled with `value` and outside of autograd. Its dtype is `dtype`, or
 // the parameter's if that is -1, and `shape` is TAMP_STATE_…. The tensors of one dtype are parts of one buffer on the

@@ -47,6 +47,12 @@ class Copies {
     for (const auto &group : groups_) at::_foreach_copy_(group.to, group.from);
   }
 
+  // Copies tensors of the same dtypes unless `found_inf`, which may be undefined, is one on the device.
+  void run_unless(const at::Tensor &found_inf) const {
+    if (!found_inf.defined()) return run();
+    for (const auto &group : groups_) copy_unless(found_inf, group.to, group.from);
+  }
+
  private:
   struct Group {
     std::vector<at::Tensor> to, from;

@@ -1,6 +1,6 @@
 // The loops of the optimizers for which libtorch has no fused kernels.
 //
-// RMSprop's arithmetic is that of the operations that PyTorch's is composed of, which libtorch's vectors and its scalar
+// The arithmetic of RMSprop, NAdam and Adafactor is that of the operations that PyTorch's are composed of, which libtorch's vectors and its scalar
 // loops round alike. Lion's is that of its authors' implementation for PyTorch. Unlike in both, half precision is
 // computed in f32 and rounded when it is written.
 
@@ -99,6 +99,84 @@ TAMP_INLINE void rmsprop_parameters(const RmsPropNumbers<Wide<T>> c, const Scali
   }
 }
 
+// ---- NAdam
+
+template <typename W>
+struct NAdamNumbers {
+  W beta2, one_minus_beta2, lerp, eps, weight_decay, keep, correction2, along_gradient, along_exp_avg;
+  bool near;  // whether the new average of the gradients is nearer to the old one than to the gradient
+
+  explicit NAdamNumbers(const NAdam &o)
+      : beta2(static_cast<W>(o.beta2)),
+        one_minus_beta2(static_cast<W>(1 - o.beta2)),
+        lerp(static_cast<W>(1 - o.beta1)),
+        eps(static_cast<W>(o.eps)),
+        weight_decay(o.decoupled ? W(0) : static_cast<W>(o.weight_decay)),
+        keep(static_cast<W>(o.keep)),
+        correction2(static_cast<W>(o.correction2)),
+        along_gradient(static_cast<W>(o.along_gradient)),
+        along_exp_avg(static_cast<W>(o.along_exp_avg)) {
+    near = std::abs(lerp) < W(0.5);
+    if (!near) lerp = 1 - lerp;
+  }
+};
+
+template <bool kFma, typename T>
+TAMP_INLINE Wide<T> nadam_gradient(const NAdamNumbers<Wide<T>> &c, const Scaling<Wide<T>> &s, T parameter, T gradient) {
+  const Wide<T> g = scaled(s, Wide<T>(widen(gradient)), std::false_type());
+  return c.weight_decay != 0 ? fma<kFma>(Wide<T>(widen(parameter)), c.weight_decay, g) : g;
+}
+
+// Updates the averages, and writes the squares whose roots divide the gradients and their averages.
+template <bool kFma, typename T>
+TAMP_INLINE void nadam_averages(const NAdamNumbers<Wide<T>> c, const Scaling<Wide<T>> s, const Slice<T> x,
+                                Wide<T> *__restrict squares, Wide<T> *__restrict averages) {
+  using W = Wide<T>;
+  const T *__restrict parameters = x.parameter;
+  const T *__restrict gradients = x.gradient;
+  T *__restrict exp_avgs = x.states[kExpAvg];
+  T *__restrict exp_avg_sqs = x.states[kExpAvgSq];
+  TAMP_INDEPENDENT
+  for (int64_t i = 0; i < x.n; ++i) {
+    const W g = nadam_gradient<kFma>(c, s, parameters[i], gradients[i]);
+    const W old_avg = widen(exp_avgs[i]);
+    const W away = g - old_avg;
+    averages[i] = c.near ? fma<kFma>(c.lerp, away, old_avg) : fma<kFma>(-away, c.lerp, g);
+    narrow(averages[i], exp_avgs[i]);
+    const W exp_avg_sq = fma<kFma>(c.one_minus_beta2 * g, g, W(widen(exp_avg_sqs[i])) * c.beta2);
+    narrow(exp_avg_sq, exp_avg_sqs[i]);
+    squares[i] = exp_avg_sq / c.correction2;
+  }
+}
+
+template <bool kFma, typename T>
+TAMP_INLINE void nadam_parameters(const NAdamNumbers<Wide<T>> c, const Scaling<Wide<T>> s, const Slice<T> x,
+                                  const Wide<T> *__restrict roots, const Wide<T> *__restrict averages) {
+  using W = Wide<T>;
+  T *__restrict parameters = x.parameter;
+  const T *__restrict gradients = x.gradient;
+  TAMP_INDEPENDENT
+  for (int64_t i = 0; i < x.n; ++i) {
+    const W g = nadam_gradient<kFma>(c, s, parameters[i], gradients[i]);
+    const W divisor = roots[i] + c.eps;
+    const W moved = W(widen(parameters[i])) * c.keep + c.along_gradient * g / divisor;
+    narrow(moved + c.along_exp_avg * averages[i] / divisor, parameters[i]);
+  }
+}
+
+// ---- Adafactor
+
+template <bool kFma, typename T>
+TAMP_INLINE void along(Wide<T> keep, Wide<T> minus_rate, const Slice<T> x) {
+  using W = Wide<T>;
+  T *__restrict parameters = x.parameter;
+  const auto *__restrict directions = static_cast<const W *>(x.direction);
+  TAMP_INDEPENDENT
+  for (int64_t i = 0; i < x.n; ++i) {
+    narrow(fma<kFma>(directions[i], minus_rate, W(widen(parameters[i])) * keep), parameters[i]);
+  }
+}
+
 // `n` elements from `begin` on.
 template <typename T>
 Slice<T> part(const Slice<T> &x, int64_t begin, int64_t n) {
@@ -164,14 +242,36 @@ void update(const RmsProp &options, const GradientScale &scale, const Slice<T> &
 }
 
 template <typename T>
+void update(const NAdam &options, const GradientScale &scale, const Slice<T> &x) {
+  const NAdamNumbers<Wide<T>> c(options);
+  const auto s = multiplying<Wide<T>>(scale, options.maximize);
+  constexpr int64_t kBlock = 1024;  // stays in the first-level cache
+  alignas(64) Wide<T> roots[kBlock], averages[kBlock];
+  for (int64_t begin = 0; begin < x.n; begin += kBlock) {
+    const Slice<T> block = part(x, begin, std::min(kBlock, x.n - begin));
+    run([&](auto fma) TAMP_INLINE_LAMBDA { nadam_averages<fma>(c, s, block, roots, averages); });
+    take_roots(roots, block.n);
+    run([&](auto fma) TAMP_INLINE_LAMBDA { nadam_parameters<fma>(c, s, block, roots, averages); });
+  }
+}
+
+template <typename T>
+void update(const Adafactor &options, const GradientScale &, const Slice<T> &x) {
+  const auto keep = static_cast<Wide<T>>(options.keep), minus_rate = static_cast<Wide<T>>(-options.rate);
+  run([&](auto fma) TAMP_INLINE_LAMBDA { along<fma>(keep, minus_rate, x); });
+}
+
+template <typename T>
 void update(const Lion &options, const GradientScale &scale, const Slice<T> &x) {
   const LionNumbers<Wide<T>> c(options);
   const auto s = multiplying<Wide<T>>(scale, options.maximize);
   run([&](auto fma) TAMP_INLINE_LAMBDA { lion<fma>(c, s, x, x.n); });
 }
 
-#define TAMP_INSTANTIATE(T)                                                          \
-  template void update<T>(const RmsProp &, const GradientScale &, const Slice<T> &); \
+#define TAMP_INSTANTIATE(T)                                                            \
+  template void update<T>(const RmsProp &, const GradientScale &, const Slice<T> &);   \
+  template void update<T>(const NAdam &, const GradientScale &, const Slice<T> &);     \
+  template void update<T>(const Adafactor &, const GradientScale &, const Slice<T> &); \
   template void update<T>(const Lion &, const GradientScale &, const Slice<T> &);
 
 TAMP_INSTANTIATE(float)

@@ -18,8 +18,8 @@ namespace tamp {
 
 // The places of the states in tamp_optim_parameter::states, which the algorithms use differently.
 enum StatePlace {
-  kExpAvg = 0,          // Adam, AdamW and Lion
-  kExpAvgSq = 1,        // Adam and AdamW
+  kExpAvg = 0,          // Adam, AdamW, NAdam and Lion
+  kExpAvgSq = 1,        // Adam, AdamW and NAdam
   kMaxExpAvgSq = 2,     // Adam and AdamW, with AMSGrad
   kExponents = 2,       // Adam and AdamW with 8-bit moments: one for each 32 elements
   kMomentumBuffer = 0,  // SGD with momentum, and Muon
@@ -27,6 +27,10 @@ enum StatePlace {
   kSquareAvg = 0,       // RMSprop
   kBuffer = 1,          // RMSprop with momentum
   kGradAvg = 2,         // RMSprop that is centered
+  kMuProduct = 2,       // NAdam: one f32
+  kRowVar = 0,          // Adafactor, of parameters with two dimensions or more
+  kColVar = 1,          // the same
+  kVariance = 2,        // Adafactor, of others
   kStates = TAMP_OPTIM_STATES,
 };
 
@@ -129,6 +133,19 @@ struct Lion {
   bool maximize;
 };
 
+struct NAdam {
+  double beta1, beta2, eps, weight_decay,
+      keep;                              // `keep` is 1 - lr * weight_decay if that is decoupled, and 1 otherwise
+  double correction2;                    // 1 - beta2^step
+  double along_gradient, along_exp_avg;  // what a gradient and its average are multiplied by
+  bool decoupled, maximize;
+};
+
+// An update along a direction that was computed from whole tensors.
+struct Adafactor {
+  double keep, rate;
+};
+
 struct Muon {
   double lr, rate, momentum, weight_decay;  // the rate is the learning rate that is adjusted to the shape
 };
@@ -141,7 +158,7 @@ struct Slice {
   const T *gradient;
   T *states[kStates];
   int64_t n;
-  const c10::BFloat16 *orthogonal = nullptr;  // the orthogonalized momentum of Muon
+  const void *direction = nullptr;  // of Muon, in bf16, and of Adafactor, in Wide<T>
 };
 
 // Low-bit moments, as docs/low_bit_moments.md defines them: those of Adam and AdamW, and Muon's momentum in bf16. With 8
@@ -241,6 +258,10 @@ template <typename T>
 void update(const RmsProp &options, const GradientScale &scale, const Slice<T> &slice);
 template <typename T>
 void update(const Lion &options, const GradientScale &scale, const Slice<T> &slice);
+template <typename T>
+void update(const NAdam &options, const GradientScale &scale, const Slice<T> &slice);
+template <typename T>
+void update(const Adafactor &options, const GradientScale &scale, const Slice<T> &slice);
 template <typename T>
 void update(const Muon &options, const GradientScale &scale, const Slice<T> &slice);
 

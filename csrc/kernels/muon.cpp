@@ -37,7 +37,7 @@ TAMP_INLINE void muon(const MuonNumbers<Wide<T>> c, const Scaling<Wide<T>> s, co
   T *__restrict parameters = x.parameter;
   const T *__restrict gradients = x.gradient;
   T *__restrict buffers = x.states[kMomentumBuffer];
-  const c10::BFloat16 *__restrict orthogonal = x.orthogonal;
+  const auto *__restrict orthogonal = static_cast<const c10::BFloat16 *>(x.direction);
   TAMP_INDEPENDENT
   for (int64_t i = 0; i < x.n; ++i) {
     const W g = scaled(s, W(widen(gradients[i])), std::false_type());

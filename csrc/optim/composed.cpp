@@ -14,7 +14,7 @@ namespace {
 
 using at::Tensor;
 
-// The rows of scratch memory. Those of the states follow, and that of Muon's orthogonalized momentum.
+// The rows of scratch memory. Those of the states follow, and that of the direction or of coefficients.
 enum Row { kParameter = 0, kGradient = 1, kBetween = 2, kFirstState = 3 };
 
 // Subtracts `direction` times `factor` times the learning rate.
@@ -58,6 +58,24 @@ void rmsprop(const tamp_optim_options &o, const Tensor &parameter, const Tensor 
   }
 }
 
+// The operations of torch.optim.NAdam, in its order. `fill` writes each parameter's coefficient to `numbers`.
+template <typename F>
+void nadam(const tamp_optim_options &o, const Tensor &parameter, const Tensor &gradient, const Tensor &between,
+           const Tensor &numbers, const Tensor *states, const F &fill) {
+  Tensor root = between, along = gradient;
+  const Tensor &exp_avg = states[kExpAvg], &exp_avg_sq = states[kExpAvgSq];
+  const bool decoupled = (o.flags & TAMP_OPTIM_DECOUPLED_WEIGHT_DECAY) != 0;
+  if (o.weight_decay != 0) decoupled ? decay(o, parameter) : (void)gradient.add_(parameter, o.weight_decay);
+  exp_avg.lerp_(gradient, 1 - o.beta1);
+  exp_avg_sq.mul_(o.beta2).addcmul_(gradient, gradient, 1 - o.beta2);
+  fill(0);
+  at::div_out(root, exp_avg_sq, numbers).sqrt_().add_(o.eps);
+  fill(1);
+  parameter.add_(gradient.mul_(numbers).div_(root));
+  fill(2);
+  parameter.add_(at::mul_out(along, exp_avg, numbers).div_(root));
+}
+
 void lion(const tamp_optim_options &o, const Tensor &parameter, const Tensor &gradient, const Tensor &between,
           const Tensor &exp_avg) {
   between.copy_(exp_avg).mul_(o.beta1).add_(gradient, 1 - o.beta1).sign_();
@@ -68,14 +86,23 @@ void lion(const tamp_optim_options &o, const Tensor &parameter, const Tensor &gr
 
 }  // namespace
 
-void move_along(const tamp_optim_options &o, double factor, const Tensor &parameter, const Tensor &orthogonal) {
+void move_along(const tamp_optim_options &o, double factor, const Tensor &parameter, const Tensor &direction) {
   decay(o, parameter);
-  if (has_device_rates(o)) return move(o, parameter, orthogonal, factor);
-  parameter.add_(orthogonal, -factor);
+  if (has_device_rates(o)) return move(o, parameter, direction, factor);
+  parameter.add_(direction, -factor);
 }
 
 bool is_composed(uint8_t algorithm) {
-  return algorithm == TAMP_OPTIM_RMSPROP || algorithm == TAMP_OPTIM_LION || algorithm == TAMP_OPTIM_MUON;
+  switch (algorithm) {
+    case TAMP_OPTIM_RMSPROP:
+    case TAMP_OPTIM_LION:
+    case TAMP_OPTIM_MUON:
+    case TAMP_OPTIM_NADAM:
+    case TAMP_OPTIM_ADAFACTOR:
+      return true;
+    default:
+      return false;
+  }
 }
 
 void Rows::reserve(at::ScalarType dtype, size_t rows, int64_t numbers) {
@@ -102,7 +129,10 @@ ComposedStep::ComposedStep(const Batch &batch, Rows &rows)
   for (const auto &pieces : batch_.pieces()) rows.reserve(dtype_, rows_needed(), pieces.numbers);
 }
 
-size_t ComposedStep::rows_needed() const { return kFirstState + places_.size() + (batch_.orthogonal.empty() ? 0 : 1); }
+size_t ComposedStep::rows_needed() const {
+  const bool has_more = !batch_.direction.empty() || !batch_.coefficients[0].empty();
+  return kFirstState + places_.size() + (has_more ? 1 : 0);
+}
 
 std::vector<Tensor> ComposedStep::written() const {
   std::vector<Tensor> out = batch_.parameters;
@@ -130,7 +160,11 @@ void ComposedStep::list(const Piece &piece, Chunk &chunk) const {
   in_and_out(like, kParameter);
   in(batch_.gradients[piece.tensor], kGradient);
   for (size_t i = 0; i < places_.size(); ++i) in_and_out(batch_.states[places_[i]][piece.tensor], kFirstState + i);
-  if (!batch_.orthogonal.empty()) in(batch_.orthogonal[piece.tensor], rows_needed() - 1);
+  if (!batch_.direction.empty()) in(batch_.direction[piece.tensor], rows_needed() - 1);
+  if (batch_.coefficients[0].empty()) return;
+  const size_t row = batch_.direction.empty() ? rows_needed() - 1 : static_cast<size_t>(kBetween);
+  chunk.numbered.push_back(piece.in(rows_[row], like));
+  chunk.tensors.push_back(piece.tensor);
 }
 
 void ComposedStep::prepare(const Rows &rows) {
@@ -142,21 +176,40 @@ void ComposedStep::prepare(const Rows &rows) {
   }
 }
 
-void ComposedStep::compute(const std::vector<Tensor> &rows, const Prepared &scale) const {
-  const tamp_optim_options &o = *batch_.options;
-  const Tensor &parameter = rows[kParameter], &gradient = rows[kGradient], &between = rows[kBetween];
+void ComposedStep::fill(const Chunk &chunk, int coefficient) const {
+  for (size_t i = 0; i < chunk.numbered.size(); ++i) {
+    chunk.numbered[i].fill_(batch_.coefficients[coefficient][chunk.tensors[i]]);
+  }
+}
+
+void ComposedStep::compute(const std::vector<Tensor> &rows, const Chunk &chunk, const Prepared &scale) const {
+  const Tensor &gradient = rows[kGradient];
   if (scale.unscaling.inverse.defined()) gradient.mul_(scale.unscaling.inverse);
   if (scale.unscaling.clip.defined()) gradient.mul_(scale.unscaling.clip);
-  if ((o.flags & TAMP_OPTIM_MAXIMIZE) != 0) gradient.neg_();
+  if ((batch_.options->flags & TAMP_OPTIM_MAXIMIZE) != 0) gradient.neg_();
+  step(rows, chunk);
+}
+
+void ComposedStep::step(const std::vector<Tensor> &rows, const Chunk &chunk) const {
+  const tamp_optim_options &o = *batch_.options;
+  const Tensor &parameter = rows[kParameter], &gradient = rows[kGradient], &between = rows[kBetween];
   Tensor states[kStates];
   for (size_t i = 0; i < places_.size(); ++i) states[places_[i]] = rows[kFirstState + i];
-  if (o.algorithm == TAMP_OPTIM_RMSPROP) {
-    rmsprop(o, parameter, gradient, between, states);
-  } else if (o.algorithm == TAMP_OPTIM_MUON) {
-    states[kMomentumBuffer].lerp_(gradient, 1 - o.momentum);
-    move_along(o, batch_.rate, parameter, rows.back());
-  } else {
-    lion(o, parameter, gradient, between, states[kExpAvg]);
+  switch (o.algorithm) {
+    case TAMP_OPTIM_RMSPROP:
+      return rmsprop(o, parameter, gradient, between, states);
+    case TAMP_OPTIM_MUON:
+      states[kMomentumBuffer].lerp_(gradient, 1 - o.momentum);
+      return move_along(o, batch_.rate, parameter, rows.back());
+    case TAMP_OPTIM_NADAM:
+      return nadam(o, parameter, gradient, between, rows.back(), states, [&](int i) { fill(chunk, i); });
+    case TAMP_OPTIM_ADAFACTOR:
+      fill(chunk, 0);
+      if (o.weight_decay != 0) decay(o, parameter);
+      (void)parameter.addcmul_(rows.back(), between, -1);
+      return;
+    default:
+      return lion(o, parameter, gradient, between, states[kExpAvg]);
   }
 }
 
@@ -172,7 +225,7 @@ void ComposedStep::run(const Prepared &scale) const {
     std::vector<Tensor> rows;
     for (size_t i = 0; i < rows_needed(); ++i) rows.push_back(rows_[i].narrow(0, 0, chunk.numbers));
     chunk.in.run();
-    compute(rows, scale);
+    compute(rows, chunk, scale);
     write(chunk, scale.found_inf);
   }
   for (const auto &t : written()) tamp::bump_version(t);

@@ -7,7 +7,7 @@
 
 #include "gradients/foreach_copy.h"
 #include "optim/launch_groups.h"
-#include "optim/muon.h"
+#include "optim/whole.h"
 
 namespace tamp::optim {
 
@@ -16,7 +16,7 @@ bool is_composed(uint8_t algorithm);
 
 // Moves a parameter along the orthogonalized momentum of Muon. `factor` is the learning rate or, with rates on the
 // device, the factor of these.
-void move_along(const tamp_optim_options &o, double factor, const at::Tensor &parameter, const at::Tensor &orthogonal);
+void move_along(const tamp_optim_options &o, double factor, const at::Tensor &parameter, const at::Tensor &direction);
 
 // How the gradients are unscaled and when the step is skipped, in numbers on the device. Each may be undefined.
 struct Prepared {
@@ -61,10 +61,14 @@ class ComposedStep {
     Copies in;
     std::vector<at::Tensor> written, results;  // parts of the tensors, and of the rows that were computed for them
     std::vector<at::Tensor> rounded;           // of the rows of results in the dtype of the tensors
+    std::vector<at::Tensor> numbered;          // the parts of the row of coefficients, one for each piece
+    std::vector<size_t> tensors;               // of these parts
   };
 
   void list(const Piece &piece, Chunk &chunk) const;
-  void compute(const std::vector<at::Tensor> &rows, const Prepared &scale) const;
+  void fill(const Chunk &chunk, int coefficient) const;
+  void compute(const std::vector<at::Tensor> &rows, const Chunk &chunk, const Prepared &scale) const;
+  void step(const std::vector<at::Tensor> &rows, const Chunk &chunk) const;
   void write(const Chunk &chunk, const at::Tensor &found_inf) const;
   at::Tensor rounded_row(size_t place) const;
   std::vector<at::Tensor> written() const;

@@ -15,8 +15,8 @@
 #include "gradients/parallel_chunks.h"
 #include "gradients/storage.h"
 #include "kernels/kernels.h"
-#include "optim/muon.h"
 #include "optim/optim.h"
+#include "optim/whole.h"
 
 namespace tamp::optim {
 namespace {
@@ -66,8 +66,15 @@ double next_step_of(const Entry &e) {
   return tamp::next_step(*e.step.const_data_ptr<float>(), e.master.kind);
 }
 
+NAdamNumbers nadam_numbers_of(const Entry &e) {
+  return nadam_numbers(*e.options, next_step_of(e), *e.factors[kMuProduct].const_data_ptr<float>());
+}
+
 void count_step(const Entry &e) {
   if (!e.step.defined()) return;
+  if (e.options->algorithm == TAMP_OPTIM_NADAM) {
+    *e.factors[kMuProduct].mutable_data_ptr<float>() = nadam_numbers_of(e).mu_product;
+  }
   if (e.is_low_bit()) {
     *e.step.mutable_data_ptr<int64_t>() = static_cast<int64_t>(exact_step_of(e));
   } else {
@@ -102,7 +109,8 @@ struct Corrections {
 
 // What an update takes besides memory: the options of its algorithm.
 using Update = std::variant<tamp::kernels::Adam, tamp::kernels::Sgd, tamp::kernels::Adagrad, tamp::kernels::RmsProp,
-                            tamp::kernels::Lion, tamp::kernels::Muon, LowBit, LowBitMuon>;
+                            tamp::kernels::Lion, tamp::kernels::NAdam, tamp::kernels::Adafactor, tamp::kernels::Muon,
+                            LowBit, LowBitMuon>;
 
 Update low_bit_of(const Entry &e, const tamp::kernels::Adam &adam, Corrections &last) {
   const uint64_t step = exact_step_of(e);
@@ -133,6 +141,25 @@ Update update_of(const Entry &e, Corrections &corrections) {
     }
     case TAMP_OPTIM_LION:
       return tamp::kernels::Lion{o.lr, o.beta1, o.beta2, o.weight_decay, maximize};
+    case TAMP_OPTIM_NADAM: {
+      const bool decoupled = (o.flags & TAMP_OPTIM_DECOUPLED_WEIGHT_DECAY) != 0;
+      const NAdamNumbers numbers = nadam_numbers_of(e);
+      const double keep = decoupled ? 1 - o.lr * o.weight_decay : 1;
+      return tamp::kernels::NAdam{o.beta1,
+                                  o.beta2,
+                                  o.eps,
+                                  o.weight_decay,
+                                  keep,
+                                  numbers.correction2,
+                                  numbers.along_gradient,
+                                  numbers.along_exp_avg,
+                                  decoupled,
+                                  maximize};
+    }
+    case TAMP_OPTIM_ADAFACTOR: {
+      const Tensor &rate = e.coefficients[0];
+      return tamp::kernels::Adafactor{1 - o.lr * o.weight_decay, rate.defined() ? rate.item<double>() : 0};
+    }
     case TAMP_OPTIM_MUON: {
       const tamp::kernels::Muon muon = {o.lr, e.rate, o.momentum, o.weight_decay};
       if (!e.is_low_bit()) return muon;
@@ -158,14 +185,17 @@ Update update_of(const Entry &e, Corrections &corrections) {
 // The memory of an entry's tensors, or null for an undefined one.
 struct Memory {
   void *parameter, *master, *states[kStates];
-  const void *gradient, *orthogonal;
+  const void *gradient, *direction;
+  int64_t direction_size;  // of an element
 };
 
 // Returns the memory of the tensors, which the loops only read and write: copy-on-write memory must not be copied inside
 // a parallel loop.
 Memory memory_of(const Entry &e) {
   const auto memory = [](const Tensor &t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
-  Memory out = {memory(e.parameter), memory(e.master.tensor), {}, e.gradient.const_data_ptr(), memory(e.orthogonal)};
+  const int64_t direction_size = e.direction.defined() ? e.direction.element_size() : 0;
+  Memory out = {memory(e.parameter),         memory(e.master.tensor), {},
+                e.gradient.const_data_ptr(), memory(e.direction),     direction_size};
   std::transform(std::begin(e.states), std::end(e.states), std::begin(out.states), memory);
   return out;
 }
@@ -193,15 +223,15 @@ template <typename T>
 tamp::kernels::Slice<T> slice(const Memory &memory, T *parameter, const T *gradient, int64_t begin, int64_t n) {
   tamp::kernels::Slice<T> out = {parameter, gradient, {}, n};
   for (int i = 0; i < kStates; ++i) out.states[i] = from<T>(memory.states[i], begin);
-  out.orthogonal = from<c10::BFloat16>(memory.orthogonal, begin);
+  out.direction = from<char>(memory.direction, begin * memory.direction_size);
   return out;
 }
 
 void step_low_bit(const Task &task, const tamp::kernels::LowBitMuon &options, const GradientScale &scale,
                   float *parameter, const float *gradient, int64_t begin, int64_t n) {
   auto *buffer = from<c10::BFloat16>(task.memory.states[kMomentumBuffer], begin);
-  const auto *orthogonal = from<c10::BFloat16>(task.memory.orthogonal, begin);
-  tamp::kernels::update(options, scale, {parameter, gradient, buffer, orthogonal, n});
+  const auto *direction = from<c10::BFloat16>(task.memory.direction, begin);
+  tamp::kernels::update(options, scale, {parameter, gradient, buffer, direction, n});
 }
 
 // Updates with low-bit moments.
@@ -321,7 +351,7 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
       copy_back(originals.back().second, work[i]);
     }
   }
-  orthogonalize(work, unscaling, /*is_skipped=*/false);
+  compute_whole(work, unscaling, /*is_skipped=*/false);
   for (const auto &e : work) {
     sizes.push_back(e.parameter.numel());
     tasks.push_back({e, memory_of(e), update_of(e, corrections)});
@@ -334,9 +364,13 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
   for (const auto &[i, original] : originals) copy_back(original, work[i]);
   for (const auto &e : work) {
     count_step(e);
+    for (int i = 0; i < kStates; ++i) {
+      if (e.renewed[i].defined()) e.factors[i].copy_(e.renewed[i]);
+    }
     tamp::bump_version(e.parameter);
     tamp::bump_version(e.master.tensor);
     for (const auto &state : e.states) tamp::bump_version(state);
+    for (const auto &factor : e.factors) tamp::bump_version(factor);
   }
 }
 

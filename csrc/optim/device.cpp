@@ -169,10 +169,14 @@ class OneDevice {
         e.gradient = at::empty_like(e.parameter, e.gradient.scalar_type()).copy_(e.gradient);
       }
     }
-    orthogonalize(entries, prepared_.unscaling, is_skipped);
+    compute_whole(entries, prepared_.unscaling, is_skipped);
+    nadam_coefficients(entries);
     for (auto &e : entries) {
       if (is_clipped_before(e)) e.gradient = clipped(e.gradient);
       if (e.master.kind == TAMP_MASTER_FLOAT) rounded_.add(e.parameter, e.master.tensor);
+      for (int i = 0; i < kStates; ++i) {
+        if (e.renewed[i].defined()) renewed_.add(e.factors[i], e.renewed[i]);
+      }
       (StandIns::are_needed(e) ? indirect : direct).push_back(std::move(e));
     }
     for (auto &e : direct) {
@@ -275,6 +279,7 @@ class OneDevice {
       for (const auto &step : chunks_[i]) run(step);
       stand_ins_->write_back(i);
     }
+    renewed_.run_unless(prepared_.found_inf);
     rounded_.run();
     contiguous_.out.run();
   }
@@ -288,6 +293,7 @@ class OneDevice {
   std::vector<Launch> direct_;  // what the kernels update directly
   std::optional<tamp::optim::StandIns> stand_ins_;
   std::vector<std::vector<Launch>> chunks_;  // the stand-ins of the others, by chunk
+  tamp::Copies renewed_;                     // the states that were computed before
   tamp::Copies rounded_;                     // parameters, and the f32 copies that they are rounded from
 };
 

@@ -19,7 +19,10 @@ void Batch::add(const Entry &e) {
   parameters.push_back(e.parameter);
   gradients.push_back(e.gradient);
   if (e.step.defined()) steps.push_back(e.step);
-  if (e.orthogonal.defined()) orthogonal.push_back(e.orthogonal);
+  if (e.direction.defined()) direction.push_back(e.direction);
+  for (int i = 0; i < kCoefficients; ++i) {
+    if (e.coefficients[i].defined()) coefficients[i].push_back(e.coefficients[i]);
+  }
   for (int i = 0; i < kStates; ++i) {
     if (e.states[i].defined()) states[i].push_back(e.states[i]);
   }
@@ -31,7 +34,7 @@ std::vector<Batch> batches(const std::vector<Entry> &entries) {
     size_t i = 0;
     while (i < out.size() && !out[i].takes(e)) ++i;
     if (i == out.size()) {
-      out.push_back({e.options, e.parameter.scalar_type(), e.kept_as, e.first_step, e.rate, {}, {}, {}, {}, {}});
+      out.push_back({e.options, e.parameter.scalar_type(), e.kept_as, e.first_step, e.rate, {}, {}, {}, {}, {}, {}});
     }
     out[i].add(e);
   }

@@ -17,7 +17,8 @@ struct Batch {
   uint8_t kept_as;
   bool first_step;
   double rate;
-  std::vector<at::Tensor> parameters, gradients, steps, states[kStates], orthogonal;
+  std::vector<at::Tensor> parameters, gradients, steps, states[kStates], direction;
+  std::vector<at::Tensor> coefficients[kCoefficients]{};
 
   // The parts of the parameters that fit into scratch memory together.
   std::vector<Pieces> pieces() const;

@@ -140,7 +140,7 @@ void LowBitStep::add(const Pieces &pieces, const LowBitRows &rows) {
       state(place, before[place], after[place], piece.of(batch_.states[place][piece.tensor]));
     }
     // In the row of the second moments.
-    if (is_muon_) chunk.in.add(piece.in(numbers(rows.words.squares), like), piece.of(batch_.orthogonal[piece.tensor]));
+    if (is_muon_) chunk.in.add(piece.in(numbers(rows.words.squares), like), piece.of(batch_.direction[piece.tensor]));
     if (!is_coded_) continue;
     const Tensor &exponents = batch_.states[kExponents][piece.tensor];
     state(kExponents, before[kExponents], after[kExponents], piece.of_blocks(exponents, kCodeBlock));

@@ -1,7 +1,7 @@
 // Muon's orthogonalization of the momenta of matrices by Newton-Schulz iterations, with libtorch's operations in the
 // order of torch.optim.Muon.
 
-#include "optim/muon.h"
+#include "optim/whole.h"
 
 #include <ATen/ATen.h>
 
@@ -138,7 +138,7 @@ void newton_schulz(const Group &group, const Tensor &memory) {
     const Entry &e = *group.entries[i];
     const Tensor matrix = place_in(memory, group.places[i], e.parameter);
     now.push_back(is_tall(e) ? matrix.t() : matrix);  // the products are then of the smaller size
-    results.push_back(is_tall(e) ? e.orthogonal.t() : e.orthogonal);
+    results.push_back(is_tall(e) ? e.direction.t() : e.direction);
   }
   normalize(now, o.eps);
   List next = dense(group, at::empty_like(memory));
@@ -165,7 +165,7 @@ void orthogonalize(std::vector<Entry> &entries, const Unscaling &unscaling, bool
     if (e.options->algorithm != TAMP_OPTIM_MUON) continue;
     const double factor = factor_of(*e.options, e.parameter);
     e.rate = has_device_rates(*e.options) ? factor : e.options->lr * factor;
-    e.orthogonal = at::empty_like(e.parameter, e.parameter.options().dtype(at::kBFloat16));
+    e.direction = at::empty_like(e.parameter, e.parameter.options().dtype(at::kBFloat16));
     if (is_skipped || e.parameter.numel() == 0) continue;
     size_t i = 0;
     while (i < groups.size() && !groups[i].takes(e)) ++i;

@@ -81,6 +81,25 @@ void check_layout(const Entry &e) {
   for (const auto &state : e.states) check(state);
 }
 
+// Whether a state is of another shape than its parameter.
+bool is_factor(uint8_t algorithm, int place) {
+  return algorithm == TAMP_OPTIM_ADAFACTOR || (algorithm == TAMP_OPTIM_NADAM && place == tamp::kMuProduct);
+}
+
+// Checks such a state, which libtorch's operations read and copy to.
+void check_factor(const Entry &e, int place, const Tensor &state) {
+  check_memory(state, "the optimizer's state");
+  const bool is_one = e.options->algorithm == TAMP_OPTIM_NADAM;
+  auto sizes = is_one ? std::vector<int64_t>() : e.parameter.sizes().vec();
+  if (!is_one && place != tamp::kVariance) sizes.at(sizes.size() - (place == tamp::kRowVar ? 1 : 2)) = 1;
+  const at::ScalarType dtype = is_one ? at::kFloat : e.dtype();
+  TORCH_CHECK(state.scalar_type() == dtype && state.device() == e.parameter.device() && state.sizes() == sizes &&
+                  state.is_non_overlapping_and_dense(),
+              "the optimizer's state is ", state.scalar_type(), " ", state.sizes(), " on ", state.device(),
+              " for a parameter that is ", e.parameter.scalar_type(), " ", e.parameter.sizes(), " on ",
+              e.parameter.device(), " by now; build the optimizer after the model has its dtype and device");
+}
+
 // Checks low-bit moments, which are in the order of the parameter's elements. Muon has one, its momentum.
 void check_moments(const Entry &e) {
   TORCH_CHECK(e.dtype() == at::kFloat && e.master.kind != TAMP_MASTER_STOCHASTIC, "a parameter that is ",
@@ -125,6 +144,11 @@ void fill(Entry &out, const tamp_optim_parameter &given, const tamp_optim_option
   out.kept_as = given.kept_as;
   for (int i = 0; i < kStates; ++i) {
     if (given.states[i] == nullptr) continue;
+    if (is_factor(out.options->algorithm, i)) {
+      out.factors[i] = tamp::tensor(given.states[i]);
+      check_factor(out, i, out.factors[i]);
+      continue;
+    }
     out.states[i] = tamp::tensor(given.states[i]);
     if (out.is_low_bit()) continue;
     check_memory(out.states[i], "the optimizer's state");

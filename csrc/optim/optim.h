@@ -11,6 +11,8 @@
 
 namespace tamp::optim {
 
+constexpr int kCoefficients = 3;
+
 // A parameter and everything that its update reads and writes.
 struct Entry {
   const tamp_optim_options *options = nullptr;
@@ -18,8 +20,12 @@ struct Entry {
   at::Tensor parameter, gradient, step;
   at::Tensor states[kStates];  // by StatePlace; undefined where an algorithm has none
   Master master;
-  at::Tensor orthogonal{};  // bf16, like the parameter: the orthogonalized momentum of Muon
-  double rate = 0;          // Muon's learning rate for it, or the factor of the rates on the device
+  // Like the parameter: the orthogonalized momentum of Muon, in bf16, or the direction of Adafactor in `dtype`.
+  at::Tensor direction{};
+  double rate = 0;  // along the direction; of Muon with rates on the device the factor of these
+  // The states of NAdam and Adafactor that have another shape, and their values after the step.
+  at::Tensor factors[kStates], renewed[kStates];
+  at::Tensor coefficients[kCoefficients];  // numbers of their updates, on devices other than the CPU
   uint8_t kept_as = TAMP_STATES_PLAIN;
 
   // The dtype of the update's arithmetic, and of the state unless that has fewer bits.

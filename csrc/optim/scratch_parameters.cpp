@@ -85,7 +85,7 @@ Entry StandIns::entry(const Entry &whole, const Piece &piece, Copies &widened) c
     const bool is_of_blocks = i == kExponents && whole.kept_as == TAMP_STATES_EIGHT_BIT;
     state = is_of_blocks ? piece.of_blocks(state, kernels::kCodeBlock) : piece.of(state);
   }
-  if (out.orthogonal.defined()) out.orthogonal = piece.of(out.orthogonal);
+  if (out.direction.defined()) out.direction = piece.of(out.direction);
   return out;
 }
 

@@ -39,6 +39,12 @@ void advise(const Tensor &) {}
 Tensor shaped(const Tensor &parameter, uint8_t shape) {
   const auto meta = parameter.options().device(at::kMeta);
   if (shape == TAMP_STATE_OF_BLOCKS) return at::empty({tamp::kernels::code_blocks(parameter.numel())}, meta);
+  if (shape == TAMP_STATE_OF_ONE) return at::empty({}, meta);
+  if (shape == TAMP_STATE_OF_ROWS || shape == TAMP_STATE_OF_COLUMNS) {
+    auto sizes = parameter.sizes().vec();
+    sizes.at(sizes.size() - (shape == TAMP_STATE_OF_ROWS ? 1 : 2)) = 1;
+    return at::empty(sizes, meta);
+  }
   const bool is_like = shape == TAMP_STATE_LIKE && parameter.is_non_overlapping_and_dense();
   return is_like ? parameter : at::empty(parameter.sizes(), meta);
 }

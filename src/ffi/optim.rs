@@ -9,7 +9,8 @@ use crate::error::{Error, Result};
 use crate::sys;
 
 pub(crate) use crate::sys::{
-    OPTIM_ADAGRAD, OPTIM_ADAM, OPTIM_ADAMW, OPTIM_LION, OPTIM_MUON, OPTIM_RMSPROP, OPTIM_SGD,
+    OPTIM_ADAFACTOR, OPTIM_ADAGRAD, OPTIM_ADAM, OPTIM_ADAMW, OPTIM_LION, OPTIM_MUON, OPTIM_NADAM,
+    OPTIM_RMSPROP, OPTIM_SGD,
 };
 
 /// The options of a parameter group, by their names in PyTorch. An algorithm ignores those of others.
@@ -27,11 +28,16 @@ pub(crate) struct OptimOptions {
     pub(crate) alpha: f64,
     pub(crate) ns_coefficients: (f64, f64, f64),
     pub(crate) ns_steps: u8,
+    pub(crate) momentum_decay: f64,
+    pub(crate) beta2_decay: f64,
+    pub(crate) eps2: f64,
+    pub(crate) clip_threshold: f64,
     pub(crate) amsgrad: bool,
     pub(crate) nesterov: bool,
     pub(crate) maximize: bool,
     pub(crate) centered: bool,
     pub(crate) match_rms_adamw: bool,
+    pub(crate) decoupled_weight_decay: bool,
 }
 
 impl OptimOptions {
@@ -40,7 +46,8 @@ impl OptimOptions {
             + u8::from(self.nesterov) * sys::OPTIM_NESTEROV
             + u8::from(self.maximize) * sys::OPTIM_MAXIMIZE
             + u8::from(self.centered) * sys::OPTIM_CENTERED
-            + u8::from(self.match_rms_adamw) * sys::OPTIM_MATCH_RMS_ADAMW;
+            + u8::from(self.match_rms_adamw) * sys::OPTIM_MATCH_RMS_ADAMW
+            + u8::from(self.decoupled_weight_decay) * sys::OPTIM_DECOUPLED_WEIGHT_DECAY;
         sys::OptimOptions {
             lr: self.lr,
             beta1: self.betas.0,
@@ -54,6 +61,10 @@ impl OptimOptions {
             ns_a: self.ns_coefficients.0,
             ns_b: self.ns_coefficients.1,
             ns_c: self.ns_coefficients.2,
+            momentum_decay: self.momentum_decay,
+            beta2_decay: self.beta2_decay,
+            eps2: self.eps2,
+            clip_threshold: self.clip_threshold,
             algorithm: self.algorithm,
             flags,
             ns_steps: self.ns_steps,
@@ -113,8 +124,7 @@ impl MomentFormat {
 pub(crate) struct OptimParameter<'a> {
     pub(crate) parameter: &'a Tensor,
     pub(crate) step: Option<&'a Tensor>,
-    /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq, or with 8 bits the exponents; for SGD and Muon
-    /// momentum_buffer; for Adagrad sum; for RMSprop square_avg, momentum_buffer and grad_avg; for Lion exp_avg.
+    /// In the order of `StatePlace` in `csrc/kernels/kernels.h`.
     pub(crate) states: [Option<&'a Tensor>; sys::OPTIM_STATES],
     pub(crate) kept_as: MomentFormat,
     pub(crate) kept: Option<&'a Tensor>,
@@ -268,14 +278,35 @@ pub(crate) enum StateShape {
     Contiguous,
     /// One element for each 32.
     OfBlocks,
+    /// One element for each row of the matrices that the last two dimensions are, or for each column.
+    OfRows,
+    OfColumns,
+    /// One f32.
+    OfOne,
 }
 
 impl StateShape {
+    /// Returns the shape of a plain state of a parameter.
+    pub(crate) fn of(self, parameter: &Tensor) -> Vec<i64> {
+        let mut shape = parameter.size();
+        let last = shape.len();
+        match self {
+            Self::OfOne => shape.clear(),
+            Self::OfRows if last >= 2 => shape[last - 1] = 1,
+            Self::OfColumns if last >= 2 => shape[last - 2] = 1,
+            _ => {}
+        }
+        shape
+    }
+
     fn code(self) -> u8 {
         match self {
             Self::Like => sys::STATE_LIKE,
             Self::Contiguous => sys::STATE_CONTIGUOUS,
             Self::OfBlocks => sys::STATE_OF_BLOCKS,
+            Self::OfRows => sys::STATE_OF_ROWS,
+            Self::OfColumns => sys::STATE_OF_COLUMNS,
+            Self::OfOne => sys::STATE_OF_ONE,
         }
     }
 }

@@ -38,7 +38,8 @@ mod step;
 pub use crate::error::{OptimizerError, ParameterProblem};
 pub use crate::variables::Parameters;
 pub use algorithms::{
-    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, ParamGroup, RmsProp, Sgd,
+    Adafactor, Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, NAdam, ParamGroup, RmsProp,
+    Sgd,
 };
 pub(crate) use algorithms::{EXPONENTS, TorchGroup};
 #[cfg(feature = "insight")]

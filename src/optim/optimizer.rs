@@ -23,7 +23,8 @@ use crate::{capture, ffi};
 
 /// An optimizer whose step is one call for all parameters. It is built by [`AdamW`](crate::optim::AdamW),
 /// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd), [`Adagrad`](crate::optim::Adagrad),
-/// [`RmsProp`](crate::optim::RmsProp), [`Lion`](crate::optim::Lion) or [`Muon`](crate::optim::Muon). The counterpart of
+/// [`RmsProp`](crate::optim::RmsProp), [`NAdam`](crate::optim::NAdam), [`Adafactor`](crate::optim::Adafactor),
+/// [`Lion`](crate::optim::Lion) or [`Muon`](crate::optim::Muon). The counterpart of
 /// `torch.optim.Optimizer` with `fused=True`, with the methods of [`tch::nn::Optimizer`].
 ///
 /// Parameters may be f32, f64, bf16 or fp16, on any device. The state of a parameter has the parameter's dtype, except

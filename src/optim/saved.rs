@@ -21,6 +21,8 @@ pub struct OptimizerState {
     /// The tensors of each parameter that has been stepped (with Adagrad, of all parameters), under PyTorch's keys:
     /// `step` (f32, 0-dim) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq` of Adam,
     /// `momentum_buffer` of SGD and Muon, `sum` of Adagrad, `square_avg`, `momentum_buffer` and `grad_avg` of RMSprop,
+    /// `exp_avg`, `exp_avg_sq` and `mu_product` (f32, 0-dim) of NAdam, `row_var` and `col_var` (with one column and one
+    /// row) or `variance` of Adafactor,
     /// or `exp_avg` of Lion; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32. With
     /// [`MomentDtype::BFloat16`](crate::optim::MomentDtype) the moments are bf16; with `EightBit` `exp_avg` is i8 and
     /// `exp_avg_sq` u8, with `exponents` (u8, one for each 32 elements in row-major order). `step` is an i64 in both,

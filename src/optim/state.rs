@@ -467,6 +467,7 @@ impl MomentFormat {
         shape: StateShape,
     ) -> (Option<Kind>, StateShape) {
         match (self, place) {
+            (Self::Plain, _) if shape == StateShape::OfOne => (Some(Kind::Float), shape),
             (Self::Plain, _) => (kind, shape),
             (Self::BFloat16, _) => (Some(Kind::BFloat16), StateShape::Contiguous),
             (Self::EightBit, 0) => (Some(Kind::Int8), StateShape::Contiguous),
@@ -480,12 +481,19 @@ impl MomentFormat {
         if self == Self::Plain { Kind::Float } else { Kind::Int64 }
     }
 
-    /// The bytes of `moments` tensors of `count` elements, each of which takes `plain` bytes if it is kept plain. Those
-    /// of 8 bits include the exponents.
-    pub(crate) fn moment_bytes(self, count: u64, moments: u64, plain: u64) -> u64 {
+    /// The bytes of the tensors of a parameter's state. An element takes `plain` bytes if it is kept plain.
+    pub(crate) fn moment_bytes<'t>(
+        self,
+        parameter: &Tensor,
+        moments: impl Iterator<Item = &'t StateTensor>,
+        plain: u64,
+    ) -> u64 {
+        let count = ffi::numel(parameter) as u64;
         match self {
-            Self::Plain => count.saturating_mul(moments * plain),
-            Self::BFloat16 => count.saturating_mul(moments * 2),
+            Self::Plain => moments
+                .map(|moment| ffi::elements(&moment.shape.of(parameter)) as u64)
+                .fold(0, |sum, count| sum.saturating_add(count.saturating_mul(plain))),
+            Self::BFloat16 => count.saturating_mul(moments.count() as u64 * 2),
             Self::EightBit => count.saturating_mul(2).saturating_add(count.div_ceil(BLOCK as u64)),
         }
     }

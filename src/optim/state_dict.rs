@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::capture;
 use crate::error::{Error, Number, OptimizerError, Result, nearest, shown};
-use crate::ffi::{self, Master, MomentFormat, OutsideRegions};
+use crate::ffi::{self, Master, MomentFormat, OutsideRegions, StateShape};
 use crate::optim::algorithms::{EXPONENTS, KEPT, Spec};
 use crate::optim::saved::{OptimizerState, ParamGroupState, Saved};
 use crate::optim::shards::Shards;
@@ -390,10 +390,9 @@ fn check<'a, T: Deref<Target: Saved>>(
         return Err(refuse(problem));
     }
     check_missing(entries, algorithm, parameter.dim(), refuse)?;
-    let shape = parameter.size();
-    let of_shape = |key: &str| {
+    let of_shape = |key: &str, shape: StateShape| {
         let Some(tensor) = entries.get(key).map(Deref::deref) else { return Ok(None) };
-        let found = tensor.shape();
+        let (found, shape) = (tensor.shape(), shape.of(parameter));
         if found != shape {
             return Err(refuse(format!("{key} has the shape {found:?}, but must have {shape:?}")));
         }
@@ -414,13 +413,19 @@ fn check<'a, T: Deref<Target: Saved>>(
     }
     let mut tensors = [None; KEPT];
     for (place, described) in tensors.iter_mut().zip(described) {
-        *place = of_shape(described.key)?;
+        *place = of_shape(described.key, described.shape)?;
     }
     let step = entries.get(STEP).map(Deref::deref);
     let steps = step.map(|step| count(step, refuse)).transpose()?;
     let step = step.filter(|_| counts_steps(algorithm, kept_as, master));
     let most_steps = steps.map_or(0, |steps| steps.ceil() as u64);
-    Ok(CheckedTensors { step, most_steps, tensors, exponents, master: of_shape(MASTER)? })
+    Ok(CheckedTensors {
+        step,
+        most_steps,
+        tensors,
+        exponents,
+        master: of_shape(MASTER, StateShape::Like)?,
+    })
 }
 
 /// Checks 8-bit moments, whose exponents are there.

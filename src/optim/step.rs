@@ -473,9 +473,11 @@ impl Optimizer {
         let moment = bytes(master.state_kind().unwrap_or_else(|| parameter.kind()));
         let (count, kept_as) = (ffi::numel(parameter) as u64, self.moments.of(parameter));
         let masters = count.saturating_mul(master.kind().map_or(0, bytes));
-        let used = self.algorithm(index).spec().used(kept_as, parameter.dim());
-        let moments = used.into_iter().filter(|used| *used).count() as u64;
-        kept_as.moment_bytes(count, moments, moment).saturating_add(masters).max(count)
+        let algorithm = self.algorithm(index);
+        let spec = algorithm.spec();
+        let tensors = spec.tensors(kept_as).iter().zip(spec.used(kept_as, parameter.dim()));
+        let used = tensors.filter(|(_, used)| *used).map(|(tensor, _)| tensor);
+        kept_as.moment_bytes(parameter, used, moment).saturating_add(masters).max(count)
     }
 
     /// Steps the parameters of this rank and exchanges them. Nothing changes unless the step can be taken on all ranks.

@@ -5,7 +5,7 @@ use std::path::Path;
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Format, Restored, Rng};
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Optimizer, RmsProp, Sgd};
+use tch_amp::optim::{Adafactor, Adagrad, Adam, AdamW, Algorithm, NAdam, Optimizer, RmsProp, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
@@ -41,6 +41,13 @@ impl Twin {
             "rmsprop" => {
                 let rmsprop = RmsProp { momentum: 0.5, centered: true, ..Default::default() };
                 RmsProp { weight_decay: 0.1, ..rmsprop }.build(parameters, 0.05)
+            }
+            "nadam" => {
+                NAdam { weight_decay: 0.1, decoupled_weight_decay: true, ..Default::default() }
+                    .build(parameters, 0.05)
+            }
+            "adafactor" => {
+                Adafactor { weight_decay: 0.1, ..Default::default() }.build(parameters, 0.05)
             }
             _ => Adagrad { lr_decay: 0.1, ..Default::default() }.build(parameters, 0.05),
         };
@@ -89,7 +96,8 @@ pub(crate) fn hex_float(text: &str) -> f32 {
     (sign * mantissa * f64::from(exponent).exp2()) as f32
 }
 
-pub(crate) const ALGORITHMS: [&str; 6] = ["adamw", "adam", "sgd", "plain", "adagrad", "rmsprop"];
+pub(crate) const ALGORITHMS: [&str; 8] =
+    ["adamw", "adam", "sgd", "plain", "adagrad", "rmsprop", "nadam", "adafactor"];
 
 #[test]
 fn training_resumes_from_pythons_file() {
@@ -124,7 +132,7 @@ fn training_resumes_from_pythons_file() {
         let mut sgd = Sgd::default().build(&twin.vs, 0.1).unwrap();
         let unknown = checkpoint.restore().add("adamax", &mut sgd).apply().unwrap_err();
         let message = "`adamax` in the checkpoint is unsupported (its param_groups are not those \
-                       of Adam, AdamW, SGD, Adagrad, RMSprop, Lion or Muon), not an optimizer";
+                       of Adam, AdamW, SGD, Adagrad, RMSprop, Lion, Muon, NAdam or Adafactor), not an optimizer";
         assert_eq!(unknown.to_string(), message);
         // What this crate cannot read is not silently dropped.
         assert!(checkpoint.save(folder.file("again.pt")).is_err());
@@ -187,7 +195,7 @@ fn unsupported_objects_from_python_do_not_prevent_a_restore() {
     }
 }
 
-/// NAdam and RAdam have `decoupled_weight_decay` as well, by which AdamW is recognized.
+/// RAdam has `decoupled_weight_decay` as well, by which AdamW is recognized.
 #[test]
 fn pythons_other_optimizers_are_refused_by_name() {
     let Some(python) = Oracle::find("checkpoint.py") else { return };
@@ -201,13 +209,13 @@ fn pythons_other_optimizers_are_refused_by_name() {
             let refused = checkpoint.restore().add(name, &mut opt).apply().unwrap_err();
             let message = format!(
                 "`{name}` in the checkpoint is unsupported (its param_groups are not those of \
-                 Adam, AdamW, SGD, Adagrad, RMSprop, Lion or Muon), not an optimizer"
+                 Adam, AdamW, SGD, Adagrad, RMSprop, Lion, Muon, NAdam or Adafactor), not an optimizer"
             );
             assert_eq!(refused.to_string(), message);
             assert_eq!(opt.state_dict().unwrap().param_groups, before);
         }
     }
-    assert_eq!(printed.lines().count(), 11, "{printed}");
+    assert_eq!(printed.lines().count(), 8, "{printed}");
 }
 
 /// The options of a file of this crate are given to Python's classes, whose state is then saved.
@@ -238,6 +246,8 @@ fn class(algorithm: &Algorithm) -> &'static str {
         Algorithm::Sgd(_) => "SGD",
         Algorithm::RmsProp(_) => "RMSprop",
         Algorithm::Lion(_) => "Lion",
+        Algorithm::NAdam(_) => "NAdam",
+        Algorithm::Adafactor(_) => "Adafactor",
         _ => "Adagrad",
     }
 }

@@ -6,7 +6,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Optimizer, RmsProp, Sgd,
+    Adafactor, Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, NAdam, Optimizer, RmsProp, Sgd,
 };
 use tch_amp::scaler::ScalerError;
 use tch_amp::{Error, GradScaler};
@@ -286,6 +286,10 @@ pub(crate) fn every_option() -> Vec<Algorithm> {
         ..Default::default()
     };
     let lion = Lion { betas: (0.5, 0.75), weight_decay: 0.25, ..Default::default() };
+    let nadam = NAdam { betas: (0.5, 0.75), eps: 0.125, weight_decay: 0.25, ..Default::default() };
+    let nadam = NAdam { momentum_decay: 0.375, ..nadam };
+    let adafactor = Adafactor { beta2_decay: -0.5, eps: (Some(0.125), 0.25), ..Default::default() };
+    let adafactor = Adafactor { d: 1.5, weight_decay: 0.375, ..adafactor };
     vec![
         adam.into(),
         Adam { amsgrad: true, ..adam }.into(),
@@ -303,6 +307,12 @@ pub(crate) fn every_option() -> Vec<Algorithm> {
         RmsProp { maximize: true, ..rmsprop }.into(),
         lion.into(),
         Lion { maximize: true, ..lion }.into(),
+        nadam.into(),
+        NAdam { decoupled_weight_decay: true, ..nadam }.into(),
+        NAdam { maximize: true, ..nadam }.into(),
+        adafactor.into(),
+        Adafactor { eps: (None, 0.25), ..adafactor }.into(),
+        Adafactor { maximize: true, ..adafactor }.into(),
     ]
 }
 
@@ -318,6 +328,8 @@ pub(crate) fn restored_options(
         Algorithm::Sgd(_) => Sgd::default().into(),
         Algorithm::RmsProp(_) => RmsProp::default().into(),
         Algorithm::Lion(_) => Lion::default().into(),
+        Algorithm::NAdam(_) => NAdam::default().into(),
+        Algorithm::Adafactor(_) => Adafactor::default().into(),
         _ => Adagrad::default().into(),
     };
     let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);

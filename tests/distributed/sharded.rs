@@ -6,8 +6,8 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{DistributedError, ProcessGroup};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, Optimizer,
-    OptimizerState, RmsProp, Sgd,
+    Adafactor, Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, NAdam,
+    Optimizer, OptimizerState, RmsProp, Sgd,
 };
 use tch_amp::{Error, GradScaler};
 
@@ -69,7 +69,7 @@ fn state_bits(state: &OptimizerState) -> Vec<(String, String, Vec<u8>)> {
     tensors.collect()
 }
 
-fn algorithms() -> [Algorithm; 8] {
+fn algorithms() -> [Algorithm; 10] {
     [
         AdamW::default().into(),
         Adam { amsgrad: true, ..Default::default() }.into(),
@@ -79,6 +79,8 @@ fn algorithms() -> [Algorithm; 8] {
         RmsProp { centered: true, ..Default::default() }.into(),
         Lion::default().into(),
         Muon::default().into(),
+        NAdam::default().into(),
+        Adafactor::default().into(),
     ]
 }
 

@@ -3,7 +3,8 @@
 use tch::{Device, Kind, Tensor};
 use tch_amp::average::{Averaging, Ema, Swa};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, RmsProp, Sgd,
+    Adafactor, Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, NAdam,
+    RmsProp, Sgd,
 };
 use tch_amp::scaler::GradScalerConfig;
 
@@ -12,7 +13,7 @@ use crate::gpu;
 use crate::training::{Program, Training, Way, first_difference, train};
 
 /// Every algorithm, with options that use all of its code.
-fn algorithms() -> [Algorithm; 9] {
+fn algorithms() -> [Algorithm; 11] {
     [
         AdamW::default().into(),
         AdamW { amsgrad: true, ..AdamW::default() }.into(),
@@ -23,6 +24,8 @@ fn algorithms() -> [Algorithm; 9] {
         RmsProp { centered: true, momentum: 0.5, ..RmsProp::default() }.into(),
         Lion { weight_decay: 0.1, ..Lion::default() }.into(),
         Muon::default().into(),
+        NAdam { weight_decay: 0.1, ..NAdam::default() }.into(),
+        Adafactor::default().into(),
     ]
 }
 

@@ -4,7 +4,7 @@ use rstest::rstest;
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, AmpOptimizer, Lion, Muon, OptimizerError, RmsProp, Sgd,
+    Adafactor, Adagrad, Adam, AdamW, AmpOptimizer, Lion, Muon, NAdam, OptimizerError, RmsProp, Sgd,
 };
 use tch_amp::{Error, GradScaler};
 
@@ -174,6 +174,12 @@ fn options_outside_their_range_are_refused_by_their_names() {
         (RmsProp { weight_decay: NAN, ..Default::default() }.build(none(), 0.1), "weight_decay"),
         (Lion { betas: (0.9, 1.0), ..Default::default() }.build(none(), 0.1), "betas"),
         (Lion { weight_decay: -1.0, ..Default::default() }.build(none(), 0.1), "weight_decay"),
+        (NAdam { betas: (1.0, 0.9), ..Default::default() }.build(none(), 0.1), "betas"),
+        (NAdam { momentum_decay: -1.0, ..Default::default() }.build(none(), 0.1), "momentum_decay"),
+        (Adafactor { beta2_decay: 0.5, ..Default::default() }.build(none(), 0.1), "beta2_decay"),
+        (Adafactor { eps: (Some(-1.0), 0.1), ..Default::default() }.build(none(), 0.1), "eps"),
+        (Adafactor { eps: (None, NAN), ..Default::default() }.build(none(), 0.1), "eps"),
+        (Adafactor { d: 0.5, ..Default::default() }.build(none(), 0.1), "d"),
         (Muon { momentum: 1.0, ..Default::default() }.build(none(), 0.1), "momentum"),
         (Muon { weight_decay: -1.0, ..Default::default() }.build(none(), 0.1), "weight_decay"),
         (

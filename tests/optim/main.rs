@@ -26,7 +26,8 @@ mod state;
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, IntoParameters, Lion, Muon, Optimizer, RmsProp, Sgd,
+    Adafactor, Adagrad, Adam, AdamW, Algorithm, IntoParameters, Lion, Muon, NAdam, Optimizer,
+    RmsProp, Sgd,
 };
 
 /// One of each algorithm, with all the options that affect its arithmetic.
@@ -34,6 +35,8 @@ fn algorithms() -> Vec<Algorithm> {
     let adam = Adam { weight_decay: 0.1, ..Default::default() };
     let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, ..Default::default() };
     let rmsprop = RmsProp { alpha: 0.9, weight_decay: 0.1, ..Default::default() };
+    let nadam = NAdam { weight_decay: 0.1, ..Default::default() };
+    let adafactor = Adafactor { weight_decay: 0.1, ..Default::default() };
     let lion = Lion { weight_decay: 0.1, ..Default::default() };
     vec![
         AdamW::default().into(),
@@ -51,6 +54,10 @@ fn algorithms() -> Vec<Algorithm> {
         RmsProp { centered: true, momentum: 0.5, weight_decay: 0.0, ..rmsprop }.into(),
         lion.into(),
         Lion { betas: (0.5, 0.75), maximize: true, ..lion }.into(),
+        nadam.into(),
+        NAdam { decoupled_weight_decay: true, maximize: true, betas: (0.4, 0.9), ..nadam }.into(),
+        adafactor.into(),
+        Adafactor { maximize: true, eps: (Some(1e-3), 0.5), d: 1.5, ..adafactor }.into(),
         // Steps vectors by AdamW.
         Muon { adamw_lr_factor: 0.5, ..Default::default() }.into(),
     ]

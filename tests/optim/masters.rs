@@ -4,7 +4,8 @@
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, RmsProp, Sgd,
+    Adafactor, Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, NAdam, Optimizer,
+    RmsProp, Sgd,
 };
 use tch_amp::scaler::GradScalerConfig;
 
@@ -295,13 +296,15 @@ fn stochastic_rounding_is_determined_by_its_seed() {
 
 #[test]
 fn masters_are_saved_and_recreated() {
-    let algorithms: [Algorithm; 6] = [
+    let algorithms: [Algorithm; 8] = [
         AdamW::default().into(),
         Sgd::default().into(),
         Adagrad::default().into(),
         RmsProp { momentum: 0.5, centered: true, ..Default::default() }.into(),
         Lion::default().into(),
         Muon::default().into(),
+        NAdam::default().into(),
+        Adafactor::default().into(),
     ];
     for algorithm in algorithms {
         for masters in [

@@ -4,7 +4,8 @@
 
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::{
-    Adagrad, AdamW, Lion, MasterWeights, Muon, Optimizer, OptimizerState, RmsProp, Sgd,
+    Adafactor, Adagrad, AdamW, Lion, MasterWeights, Muon, NAdam, Optimizer, OptimizerState,
+    RmsProp, Sgd,
 };
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, Result};
@@ -33,7 +34,7 @@ fn build(rng: &mut Rng, list: &[Tensor]) -> Optimizer {
     let modes = [MasterWeights::None, MasterWeights::Float, MasterWeights::Remainder, random];
     let masters = *rng.pick(&modes);
     let list: Vec<_> = list.iter().map(Tensor::shallow_clone).collect();
-    let built = match rng.below(6) {
+    let built = match rng.below(8) {
         0 => AdamW::default().master_weights(masters).build(list, 0.01),
         1 => Sgd { momentum: 0.9, ..Default::default() }.master_weights(masters).build(list, 0.01),
         2 => Adagrad::default().master_weights(masters).build(list, 0.01),
@@ -41,6 +42,8 @@ fn build(rng: &mut Rng, list: &[Tensor]) -> Optimizer {
             .master_weights(masters)
             .build(list, 0.01),
         4 => Lion::default().master_weights(masters).build(list, 0.01),
+        5 => NAdam::default().master_weights(masters).build(list, 0.01),
+        6 => Adafactor::default().master_weights(masters).build(list, 0.01),
         _ => Muon::default().master_weights(masters).build(list, 0.01),
     };
     built.unwrap()

@@ -106,6 +106,10 @@ fn the_keys_are_pytorchs() {
         vec!["grad_avg", "momentum_buffer", "square_avg", "step"],
         vec!["exp_avg"],
         vec!["exp_avg"],
+        vec!["exp_avg", "exp_avg_sq", "mu_product", "step"],
+        vec!["exp_avg", "exp_avg_sq", "mu_product", "step"],
+        vec!["step", "variance"],
+        vec!["step", "variance"],
         vec!["exp_avg", "exp_avg_sq", "step"],
     ];
     for (algorithm, want) in algorithms().into_iter().zip(want) {

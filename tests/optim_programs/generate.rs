@@ -3,7 +3,8 @@
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, ParamGroup, RmsProp, Sgd,
+    Adafactor, Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, NAdam, ParamGroup, RmsProp,
+    Sgd,
 };
 
 use crate::common::bits::hex;
@@ -62,7 +63,7 @@ pub fn program(seed: u64) -> Program {
     let rng = &mut Rng::new(seed);
     let mode =
         *rng.pick(&[Mode::Plain, Mode::Scaler, Mode::Unscale, Mode::Clip, Mode::Transaction]);
-    let which = rng.below(7);
+    let which = rng.below(ALGORITHMS);
     let initial = *rng.pick(&[0.0, 0.5]);
     let groups: Vec<_> = (0..=rng.below(3))
         .map(|_| ParamGroup::new(magnitude(rng, -1.0), algorithm(which, initial, rng)))
@@ -72,6 +73,14 @@ pub fn program(seed: u64) -> Program {
         (0..1 + rng.below(6)).map(|i| parameter(rng, groups.len(), which, mode, i == 0)).collect();
     let steps = (0..1 + rng.below(6)).map(|_| step(rng, &params, mode, scale, which)).collect();
     Program { groups, params, mode, scale, steps }
+}
+
+/// How many algorithms there are.
+pub const ALGORITHMS: usize = 9;
+
+/// Those that PyTorch has no fused version of, and unscales for in a separate pass, which rounds.
+fn is_composed(which: usize) -> bool {
+    [4, 5, 7, 8].contains(&which)
 }
 
 /// A positive number of at most 10 to the power of `highest`.
@@ -99,6 +108,18 @@ pub fn algorithm(which: usize, initial_accumulator_value: f64, rng: &mut Rng) ->
             RmsProp { alpha, eps, weight_decay, momentum, centered: amsgrad, maximize }.into()
         }
         5 => Lion { betas, weight_decay, maximize }.into(),
+        7 => {
+            let (momentum_decay, decoupled_weight_decay) = (*rng.pick(&[4e-3, 0.0, 0.5]), amsgrad);
+            // With 0, the sign of a zero in the average depends on its place.
+            let betas = (betas.0.max(0.3), betas.1);
+            let own = NAdam { betas, eps, weight_decay, momentum_decay, ..Default::default() };
+            NAdam { decoupled_weight_decay, maximize, ..own }.into()
+        }
+        8 => {
+            let (beta2_decay, d) = (*rng.pick(&[-0.8, -0.5, 0.0]), *rng.pick(&[1.0, 1.5]));
+            let eps = (*rng.pick(&[None, Some(1e-3)]), *rng.pick(&[1e-3, 0.5]));
+            Adafactor { beta2_decay, eps, d, weight_decay, maximize }.into()
+        }
         _ => {
             let adamw = AdamW { betas, eps, weight_decay, amsgrad, ..Default::default() };
             muon(rng, adamw).into()
@@ -131,8 +152,7 @@ fn parameter(rng: &mut Rng, groups: usize, which: usize, mode: Mode, first: bool
         Mode::Clip | Mode::Transaction if first => 2,
         _ if which == 2 || which == 3 => 3,
         Mode::Clip => 3,
-        // PyTorch unscales in a separate pass for RMSprop and Lion, and rounds.
-        Mode::Scaler if which == 4 || which == 5 => 3,
+        Mode::Scaler if is_composed(which) => 3,
         // PyTorch's `unscale_` refuses fp16 gradients.
         Mode::Unscale | Mode::Transaction => 4,
         Mode::Plain | Mode::Scaler => 5,
@@ -140,7 +160,8 @@ fn parameter(rng: &mut Rng, groups: usize, which: usize, mode: Mode, first: bool
     let kind = kinds[rng.below(allowed)];
     let (shape, layout) = match rng.below(8) {
         0 => (vec![], Layout::Contiguous),
-        1 => (vec![0, 3], Layout::Contiguous),
+        // PyTorch's Adafactor divides by the number of elements.
+        1 if which != 8 => (vec![0, 3], Layout::Contiguous),
         2 => (vec![5, 7], Layout::Transposed),
         3 => (vec![2, 3, 4, 5], Layout::ChannelsLast),
         4 => (vec![40 + rng.below(30) as i64], Layout::Contiguous),

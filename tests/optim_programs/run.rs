@@ -8,7 +8,7 @@ use tch_amp::scaler::GradScalerConfig;
 use crate::common::bits::bits;
 use crate::generate::{Layout, Mode, Parameter, Program, Step};
 
-const KEYS: [&str; 8] = [
+const KEYS: [&str; 12] = [
     "step",
     "exp_avg",
     "exp_avg_sq",
@@ -17,6 +17,10 @@ const KEYS: [&str; 8] = [
     "sum",
     "square_avg",
     "grad_avg",
+    "mu_product",
+    "row_var",
+    "col_var",
+    "variance",
 ];
 
 pub struct Machine<'a> {

@@ -15,7 +15,7 @@ use crate::common::bits::bits;
 use crate::common::files::Folder;
 use crate::common::gpus_that_round_as_the_cpu;
 use crate::common::rng::Rng;
-use crate::generate::{algorithm, magnitude, numbers};
+use crate::generate::{ALGORITHMS, algorithm, magnitude, numbers};
 use crate::number;
 
 const WALKS: u64 = 150;
@@ -100,7 +100,7 @@ fn parameter(rng: &mut Rng, devices: &[Device]) -> Tensor {
 
 impl World {
     fn new(rng: &mut Rng, devices: &[Device]) -> Self {
-        let (which, initial) = (rng.below(7), *rng.pick(&[0.0, 0.5]));
+        let (which, initial) = (rng.below(ALGORITHMS), *rng.pick(&[0.0, 0.5]));
         let first = algorithm(which, initial, rng);
         let masters = *rng.pick(&MODES);
         let count = 1 + rng.below(4);

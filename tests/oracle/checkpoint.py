@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 STEPS = 4
-NAMES = ["adamw", "adam", "sgd", "plain", "adagrad", "rmsprop"]
+NAMES = ["adamw", "adam", "sgd", "plain", "adagrad", "rmsprop", "nadam", "adafactor"]
 WAYS = [{"fused": True}, {}, {"foreach": True}, {"fused": False}]
 
 
@@ -48,6 +48,10 @@ def optimizer(name, net, **way):
     if name == "rmsprop":
         way = {key: value for key, value in way.items() if key != "fused"}
         return torch.optim.RMSprop(groups, lr=0.05, momentum=0.5, centered=True, weight_decay=0.1, **way)
+    if name == "nadam":
+        return torch.optim.NAdam(groups, lr=0.05, weight_decay=0.1, decoupled_weight_decay=True, foreach=False)
+    if name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=0.05, weight_decay=0.1, foreach=False)
     return torch.optim.Adagrad(groups, lr=0.05, lr_decay=0.1, **way)
 
 
@@ -81,6 +85,8 @@ def model():
 
 def before_2_7(state):
     """Without what tells an AdamW from an Adam."""
+    if "amsgrad" not in state["param_groups"][0]:
+        return state
     groups = [{k: v for k, v in g.items() if k != "decoupled_weight_decay"} for g in state["param_groups"]]
     return {**state, "param_groups": groups}
 
@@ -196,11 +202,9 @@ def odd(folder):
 def others(path):
     weight = [nn.Parameter(torch.ones(2, 2))]
     built = {}
-    for name in ["NAdam", "RAdam"]:
-        for decoupled in [False, True]:
-            cls = getattr(torch.optim, name)
-            built[f"{name} {decoupled}"] = cls(weight, weight_decay=0.1, decoupled_weight_decay=decoupled)
-    for name in ["Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "Rprop", "SparseAdam"]:
+    for decoupled in [False, True]:
+        built[f"RAdam {decoupled}"] = torch.optim.RAdam(weight, weight_decay=0.1, decoupled_weight_decay=decoupled)
+    for name in ["Adadelta", "Adamax", "ASGD", "LBFGS", "Rprop", "SparseAdam"]:
         built[name] = getattr(torch.optim, name)(weight)
     torch.save({name: opt.state_dict() for name, opt in built.items()}, path)
     print(*built, sep="\n")

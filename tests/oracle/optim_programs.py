@@ -26,6 +26,10 @@ KEYS = (
     "sum",
     "square_avg",
     "grad_avg",
+    "mu_product",
+    "row_var",
+    "col_var",
+    "variance",
 )
 
 
@@ -76,7 +80,7 @@ def in_f32_between_steps(cls):
         def convert(self, param, dtype):
             state = self.state.get(param, {})
             for key in state:
-                if key != "step":
+                if key not in ("step", "mu_product"):
                     state[key] = state[key].to(dtype)
 
     return Computed
@@ -134,9 +138,11 @@ CLASSES = {
     "RmsProp": in_f32_between_steps(torch.optim.RMSprop),
     "Lion": in_f32_between_steps(Lion),
     "Muon": MuonAndAdamW,
+    "NAdam": in_f32_between_steps(torch.optim.NAdam),
+    "Adafactor": in_f32_between_steps(torch.optim.Adafactor),
 }
 # Those without a fused version: the scaler unscales their gradients before their step.
-COMPOSED = ("RmsProp", "Lion")
+COMPOSED = ("RmsProp", "Lion", "NAdam", "Adafactor")
 
 
 def bits(tensor):
@@ -220,6 +226,8 @@ class Training:
         self.composed = program["algorithm"] in COMPOSED
         if not self.composed:
             defaults["fused"] = True
+        elif program["algorithm"] != "Lion":
+            defaults["foreach"] = False
         self.optimizer = CLASSES[program["algorithm"]](groups, lr=1e-3, **defaults)
         if not self.composed:
             # Adagrad says so from PyTorch 2.13 on, and could before.
@@ -332,6 +340,15 @@ class Training:
                     keys = ["square_avg"]
                     keys += ["momentum_buffer"] if group["momentum"] > 0 else []
                     keys += ["grad_avg"] if group["centered"] else []
+                if self.program["algorithm"] == "NAdam":
+                    state["step"], state["mu_product"] = torch.zeros(()), torch.ones(())
+                    keys += ["exp_avg_sq"]
+                if self.program["algorithm"] == "Adafactor":
+                    state["step"], keys = torch.zeros(()), []
+                    if param.ndim < 2:
+                        keys = ["variance"]
+                    else:
+                        state["row_var"], state["col_var"] = torch.zeros_like(param[..., :1]), torch.zeros_like(param[..., :1, :])
                 for key in keys:
                     state[key] = torch.zeros_like(param)
 

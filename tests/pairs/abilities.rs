@@ -49,6 +49,10 @@ pub enum Ability {
     LowBit,
     /// Muon.
     Muon,
+    /// NAdam.
+    NAdam,
+    /// Adafactor.
+    Adafactor,
     /// A window of micro-batches.
     Accumulation,
     /// A learning-rate schedule that follows the steps that were taken.
@@ -75,7 +79,7 @@ pub enum Ability {
     Restored,
 }
 
-pub const ALL: [Ability; 34] = [
+pub const ALL: [Ability; 36] = [
     OffInside,
     OffBefore,
     OtherDtypeInside,
@@ -98,6 +102,8 @@ pub const ALL: [Ability; 34] = [
     Remainders,
     LowBit,
     Muon,
+    NAdam,
+    Adafactor,
     Accumulation,
     Schedule,
     Average,
@@ -122,8 +128,8 @@ const ONE_OF: [&[Ability]; 9] = [
     &[Disabled, SkipOnly, PerLoss],
     &[ClipNorm, ClipValue, UnlessSpike, UnscaleAndClip],
     &[Masters, Remainders],
-    &[HostOptimizer, Muon],
-    &[HostOptimizer, LowBit],
+    &[HostOptimizer, Muon, NAdam, Adafactor],
+    &[HostOptimizer, LowBit, NAdam, Adafactor],
     &[Ranks, NoSync, Sharded],
     &[Accumulation, NoSync],
 ];

@@ -112,6 +112,33 @@ fn adamw(p: &mut Parameter, g: &Tensor, lr: f64, step: i32, weight_decay: f64) -
         - &p.first * (lr / first) / ((&p.second / second).sqrt() + EPS)
 }
 
+fn nadam(p: &mut Parameter, g: &Tensor, lr: f64, step: i32) -> Tensor {
+    p.first = &p.first * 0.9 + g * 0.1;
+    p.second = &p.second * 0.999 + g.square() * 0.001;
+    let momentum = |step: i32| 0.9 * (1.0 - 0.5 * 0.96f64.powf(f64::from(step) * 4e-3));
+    let product: f64 = (1..=step).map(momentum).product();
+    let (now, next) = (momentum(step), momentum(step + 1));
+    let along = g * ((1.0 - now) / (1.0 - product)) + &p.first * (next / (1.0 - product * next));
+    &p.tensor - along * lr / ((&p.second / (1.0 - 0.999f64.powi(step))).sqrt() + EPS)
+}
+
+fn adafactor(p: &mut Parameter, g: &Tensor, lr: f64, step: i32) -> Tensor {
+    let weight = f64::from(step).powf(-0.8);
+    let rms = |t: &Tensor| t.square().mean(F64).sqrt().double_value(&[]);
+    let squares = if g.dim() < 2 {
+        p.first = &p.first * (1.0 - weight) + g.square() * weight;
+        p.first.shallow_clone()
+    } else {
+        let mean = |dim: i64| g.square().mean_dim([dim].as_slice(), true, F64);
+        p.first = &p.first * (1.0 - weight) + mean(-1) * weight;
+        p.second = &p.second * (1.0 - weight) + mean(-2) * weight;
+        &p.first * &p.second / p.first.mean_dim([-2i64].as_slice(), true, F64).clamp_min(EPS)
+    };
+    let update = g / squares.clamp_min(EPS * EPS).sqrt();
+    let rate = rms(&p.tensor).max(1e-3) * lr.min(f64::from(step).powf(-0.5));
+    &p.tensor - &update * (rate / rms(&update).max(1.0))
+}
+
 /// Large enough that a gradient near zero does not decide about a whole step.
 pub const EPS: f64 = 1e-2;
 
@@ -126,6 +153,10 @@ fn step(program: &Program, p: &mut Parameter, g: &Tensor, lr: f64, taken: i32) {
         &p.tensor * (1.0 - lr * 0.1) - orthogonal(&momentum) * lr_of_shape
     } else if program.has(Muon) {
         adamw(p, g, lr, taken, 0.01)
+    } else if program.has(NAdam) {
+        nadam(p, g, lr, taken)
+    } else if program.has(Adafactor) {
+        adafactor(p, g, lr, taken)
     } else {
         p.first = if taken == 1 { g.copy() } else { &p.first * MOMENTUM + g };
         &p.tensor - &p.first * lr

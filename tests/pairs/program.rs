@@ -245,11 +245,11 @@ impl Program {
 
     /// The learning rate of the first step.
     pub fn lr(&self) -> f64 {
-        if self.has(Muon) || self.uses_adamw() { 0.05 } else { 0.1 }
+        if self.has_any(&[Muon, NAdam, Adafactor]) || self.uses_adamw() { 0.05 } else { 0.1 }
     }
 
     pub fn uses_adamw(&self) -> bool {
-        !self.has_any(&[HostOptimizer, Muon]) && (self.adamw || self.has(LowBit))
+        !self.has_any(&[HostOptimizer, Muon, NAdam, Adafactor]) && (self.adamw || self.has(LowBit))
     }
 }
 

@@ -598,6 +598,10 @@ fn optim(program: &Program, vs: &VarStore) -> Result<Optim> {
         return Ok(Optim::Host(sgd.build(vs, program.lr())?));
     } else if program.has(Muon) {
         tch_amp::optim::Muon { adamw, ..tch_amp::optim::Muon::default() }.into()
+    } else if program.has(NAdam) {
+        tch_amp::optim::NAdam { eps: EPS, ..Default::default() }.into()
+    } else if program.has(Adafactor) {
+        tch_amp::optim::Adafactor { eps: (Some(EPS), 1e-3), ..Default::default() }.into()
     } else if program.uses_adamw() {
         adamw.into()
     } else {

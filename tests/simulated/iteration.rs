@@ -1,7 +1,7 @@
 //! Whole iterations with a scaler, for parameters on the simulated GPUs.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, Muon, RmsProp, Sgd};
+use tch_amp::optim::{Adafactor, Adagrad, Adam, AdamW, Algorithm, Lion, Muon, NAdam, RmsProp, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, Result, autocast};
 
@@ -34,6 +34,8 @@ pub fn algorithms() -> Vec<(&'static str, Algorithm)> {
         ("RMSprop", RmsProp { momentum: 0.9, centered: true, ..Default::default() }.into()),
         ("Lion", Lion::default().into()),
         ("Muon", Muon::default().into()),
+        ("NAdam", NAdam::default().into()),
+        ("Adafactor", Adafactor::default().into()),
     ]
 }
 

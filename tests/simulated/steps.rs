@@ -2,7 +2,9 @@
 //! CPU's.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{AdamW, Algorithm, AmpOptimizer, Lion, MasterWeights, Sgd, Step};
+use tch_amp::optim::{
+    Adafactor, AdamW, Algorithm, AmpOptimizer, Lion, MasterWeights, NAdam, Sgd, Step,
+};
 
 use crate::common::simulation::{Counts, Simulation};
 use crate::common::to_f64;
@@ -64,6 +66,24 @@ fn a_step_launches_as_often_for_many_small_parameters_as_for_few() {
             assert!(many.0 <= 2 * few.0 && many.1 <= 2 * few.1, "{context}");
             let documented = documented_launches(algorithm, mode).0;
             assert!(few.0.max(few.1) <= documented, "{context}");
+        }
+    }
+}
+
+/// NAdam and Adafactor have numbers of each parameter's own: on the device, where nobody waits for them.
+#[test]
+fn numbers_of_each_parameter_are_not_waited_for() {
+    let Some(simulation) = Simulation::find() else { return };
+    for algorithm in [NAdam::default().into(), Adafactor::default().into()] {
+        for mode in MODES {
+            let sizes = [vec![40, 30], vec![17], vec![2, 3, 4]];
+            let mut training = Training::new(algorithm, mode, &GPUS[..1], &sizes);
+            training.step();
+            let ((), plain) = simulation.count(|| training.opt.step().unwrap());
+            assert_eq!(plain.host_syncs, 0, "{algorithm:?} {mode:?}");
+            let ((), scaled) = simulation.count(|| scaled_step(&mut training));
+            // For the three numbers created here, which a scaler already has on the device.
+            assert_eq!(scaled.host_syncs, 3, "{algorithm:?} {mode:?}");
         }
     }
 }
@@ -140,8 +160,10 @@ fn chunks_compute_the_same_as_the_cpu() {
         Lion { weight_decay: 0.1, ..Default::default() },
     );
     let fused = [AdamW::default().into(), sgd.into()];
-    for algorithm in fused.into_iter().chain([rmsprop().into(), lion.into()]) {
-        let rounds = !matches!(algorithm, Algorithm::RmsProp(_) | Algorithm::Lion(_));
+    let composed = [rmsprop().into(), lion.into(), NAdam::default().into()];
+    let composed = composed.into_iter().chain([Adafactor::default().into()]);
+    let all = fused.into_iter().map(|algorithm| (algorithm, true));
+    for (algorithm, rounds) in all.chain(composed.map(|algorithm| (algorithm, false))) {
         let differs = |mode| rounds && mode == (Kind::BFloat16, MasterWeights::None);
         for mode in MODES.into_iter().filter(|mode| !differs(*mode)) {
             for wide in [false, true] {

@@ -4,10 +4,12 @@
 //! Options are deserialized by hand: serde's derive for tagged and flattened fields buffers numbers, and cannot read
 //! them again if any crate of the program enables serde_json's feature `arbitrary_precision`.
 
+mod adafactor;
 mod adagrad;
 mod adam;
 mod lion;
 mod muon;
+mod nadam;
 mod rmsprop;
 mod sgd;
 
@@ -24,10 +26,12 @@ use crate::ffi::{MomentFormat, OptimOptions, StateShape};
 use crate::optim::OptimizerError;
 use crate::optim::{IntoParameters, MasterWeights, MomentDtype, Optimizer, OptimizerBuilder};
 
+pub use adafactor::Adafactor;
 pub use adagrad::Adagrad;
 pub use adam::{Adam, AdamW};
 pub use lion::Lion;
 pub use muon::{AdjustLr, Muon};
+pub use nadam::NAdam;
 pub use rmsprop::RmsProp;
 pub use sgd::Sgd;
 
@@ -54,6 +58,10 @@ impl StateTensor {
 
     const fn optional(key: &'static str) -> Self {
         Self { is_required: false, ..Self::required(key) }
+    }
+
+    const fn shaped(self, shape: StateShape) -> Self {
+        Self { shape, ..self }
     }
 }
 
@@ -308,13 +316,15 @@ macro_rules! algorithms {
 }
 
 algorithms! {
-    AdamW "AdamW"
     Adam "Adam"
+    AdamW "AdamW"
     Sgd "SGD"
     Adagrad "Adagrad"
     RmsProp "RMSprop"
     Lion "Lion"
     Muon "Muon"
+    NAdam "NAdam"
+    Adafactor "Adafactor"
 }
 
 impl Algorithm {
