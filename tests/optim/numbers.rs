@@ -137,7 +137,7 @@ fn step_vector(
         return both.for_each(|(element, &gradient)| element.step(algorithm, lr, gradient));
     };
     let values: Vec<_> = elements.iter().map(|element| element.value).collect();
-    let (step, sign) = (elements[0].step + 1.0, if config.maximize { -1.0 } else { 1.0 });
+    let step = elements[0].step + 1.0;
     let weight = step.powf(config.beta2_decay);
     let squares: Vec<_> = elements
         .iter_mut()
@@ -148,7 +148,7 @@ fn step_vector(
             element.second
         })
         .collect();
-    let moved = adafactor(config, lr, eps, step, &values, &squares, gradients, sign);
+    let moved = adafactor(config, lr, eps, step, &values, &squares, gradients);
     elements.iter_mut().zip(moved).for_each(|(element, value)| element.value = value);
 }
 
@@ -161,11 +161,11 @@ fn adafactor(
     values: &[f64],
     squares: &[f64],
     gradients: &[f64],
-    sign: f64,
 ) -> Vec<f64> {
     let rms = |numbers: &[f64]| {
         (numbers.iter().map(|x| x * x).sum::<f64>() / numbers.len() as f64).sqrt()
     };
+    let sign = if config.maximize { -1.0 } else { 1.0 };
     let eps = config.eps.0.unwrap_or(eps);
     let updates: Vec<_> = squares
         .iter()
@@ -234,7 +234,6 @@ fn adafactor_computes_what_plain_loops_do(#[values(Kind::Double, Kind::Float)] k
                                 / mean.max(config.eps.0.unwrap_or(eps))
                         })
                         .collect();
-                    let sign = if config.maximize { -1.0 } else { 1.0 };
                     values = adafactor(
                         &config,
                         LR,
@@ -243,7 +242,6 @@ fn adafactor_computes_what_plain_loops_do(#[values(Kind::Double, Kind::Float)] k
                         &values,
                         &squares,
                         &gradients,
-                        sign,
                     );
                 }
                 for (got, want) in to_f64(&w).into_iter().zip(&values) {
