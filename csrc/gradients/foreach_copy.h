@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "border/groups.h"
 #include "gradients/storage.h"
 
 namespace tamp {
@@ -36,11 +37,9 @@ class Copies {
  public:
   void add(at::Tensor to, at::Tensor from) {
     end_lazy_copy(to);
-    size_t i = 0;
-    while (i < groups_.size() && !groups_[i].takes(to, from)) ++i;
-    if (i == groups_.size()) groups_.emplace_back();
-    groups_[i].to.push_back(std::move(to));
-    groups_[i].from.push_back(std::move(from));
+    Group &group = group_for(groups_, [&](const Group &g) { return g.takes(to, from); });
+    group.to.push_back(std::move(to));
+    group.from.push_back(std::move(from));
   }
 
   void run() const {
