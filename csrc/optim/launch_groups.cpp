@@ -2,12 +2,16 @@
 
 #include "optim/launch_groups.h"
 
+#include "border/groups.h"
+
 namespace tamp::optim {
 
-std::vector<Pieces> Batch::pieces() const {
-  std::vector<int64_t> sizes;
-  for (const auto &t : parameters) sizes.push_back(t.numel());
-  return cut(sizes);
+std::vector<int> Batch::places() const {
+  std::vector<int> out;
+  for (int i = 0; i < kStates; ++i) {
+    if (!states[i].empty()) out.push_back(i);
+  }
+  return out;
 }
 
 bool Batch::takes(const Entry &e) const {
@@ -28,12 +32,8 @@ void Batch::add(const Entry &e) {
 std::vector<Batch> batches(const std::vector<Entry> &entries) {
   std::vector<Batch> out;
   for (const auto &e : entries) {
-    size_t i = 0;
-    while (i < out.size() && !out[i].takes(e)) ++i;
-    if (i == out.size()) {
-      out.push_back({e.options, e.parameter.scalar_type(), e.kept_as, e.first_step, e.rate, {}, {}, {}, {}, {}});
-    }
-    out[i].add(e);
+    const auto takes = [&](const Batch &batch) { return batch.takes(e); };
+    group_for(out, takes, e.options, e.parameter.scalar_type(), e.kept_as, e.first_step, e.rate).add(e);
   }
   return out;
 }

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "optim/optim.h"
-#include "optim/scratch.h"
 
 namespace tamp::optim {
 
@@ -17,10 +16,10 @@ struct Batch {
   uint8_t kept_as;
   bool first_step;
   double rate;
-  std::vector<at::Tensor> parameters, gradients, steps, states[kStates], orthogonal;
+  std::vector<at::Tensor> parameters{}, gradients{}, steps{}, states[kStates]{}, orthogonal{};
 
-  // The parts of the parameters that fit into scratch memory together.
-  std::vector<Pieces> pieces() const;
+  // The places of the states that there are.
+  std::vector<int> places() const;
   bool takes(const Entry &e) const;
   void add(const Entry &e);
 };
