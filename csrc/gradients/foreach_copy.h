@@ -37,7 +37,12 @@ class Copies {
  public:
   void add(at::Tensor to, at::Tensor from) {
     end_lazy_copy(to);
-    Group &group = group_for(groups_, [&](const Group &g) { return g.takes(to, from); });
+    const auto takes = [&](const Group &group) {
+      const at::Tensor &first = group.to.front();
+      return first.device() == to.device() && first.scalar_type() == to.scalar_type() &&
+             group.from.front().scalar_type() == from.scalar_type();
+    };
+    Group &group = group_for(groups_, takes);
     group.to.push_back(std::move(to));
     group.from.push_back(std::move(from));
   }
@@ -49,11 +54,6 @@ class Copies {
  private:
   struct Group {
     std::vector<at::Tensor> to, from;
-
-    bool takes(const at::Tensor &t, const at::Tensor &f) const {
-      return t.device() == to.front().device() && t.scalar_type() == to.front().scalar_type() &&
-             f.scalar_type() == from.front().scalar_type();
-    }
   };
 
   std::vector<Group> groups_;

@@ -55,10 +55,6 @@ struct Group {
   at::ScalarType dtype;
   bool unscaled;
   std::vector<Part> parts{};
-
-  bool takes(const Tensor &numbers, bool is_unscaled) const {
-    return numbers.device() == device && numbers.scalar_type() == dtype && is_unscaled == unscaled;
-  }
 };
 
 std::vector<Group> groups_of(const tamp_counted_gradient *gradients, size_t count) {
@@ -67,7 +63,9 @@ std::vector<Group> groups_of(const tamp_counted_gradient *gradients, size_t coun
     const bool unscaled = gradients[i].unscaled != 0;
     Tensor numbers = numbers_of(tamp::gradient(tamp::tensor(gradients[i].parameter)));
     if (numbers.numel() == 0) continue;
-    const auto takes = [&](const Group &group) { return group.takes(numbers, unscaled); };
+    const auto takes = [&](const Group &group) {
+      return group.device == numbers.device() && group.dtype == numbers.scalar_type() && group.unscaled == unscaled;
+    };
     Group &group = tamp::group_for(groups, takes, numbers.device(), numbers.scalar_type(), unscaled);
     group.parts.push_back({std::move(numbers), gradients[i].row});
   }

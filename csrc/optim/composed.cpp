@@ -4,8 +4,6 @@
 
 #include <ATen/ATen.h>
 
-#include "gradients/storage.h"
-
 namespace tamp::optim {
 namespace {
 
@@ -82,12 +80,6 @@ ComposedStep::ComposedStep(const Batch &batch, Scratch &scratch)
 
 size_t ComposedStep::rows_needed() const { return kFirstState + places_.size() + (batch_.orthogonal.empty() ? 0 : 1); }
 
-std::vector<Tensor> ComposedStep::written() const {
-  std::vector<Tensor> out = batch_.parameters;
-  for (const int place : places_) out.insert(out.end(), batch_.states[place].begin(), batch_.states[place].end());
-  return out;
-}
-
 // A row for rounded results, in the memory of the gradient and of intermediate results, which are not needed any more.
 Tensor ComposedStep::rounded_row(const Chunk &chunk, size_t place) const {
   const Tensor row = chunk.rows[kGradient + place / 2].view(batch_.dtype);
@@ -150,7 +142,7 @@ void ComposedStep::run(const Prepared &scale) const {
     compute(chunk.rows, scale);
     write(chunk, scale.found_inf);
   }
-  for (const auto &t : written()) tamp::bump_version(t);
+  batch_.bump_versions();
 }
 
 }  // namespace tamp::optim

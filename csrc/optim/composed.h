@@ -49,7 +49,6 @@ class ComposedStep {
   void compute(const std::vector<at::Tensor> &rows, const Prepared &scale) const;
   void write(const Chunk &chunk, const at::Tensor &found_inf) const;
   at::Tensor rounded_row(const Chunk &chunk, size_t place) const;
-  std::vector<at::Tensor> written() const;
   size_t rows_needed() const;
 
   Batch batch_;

@@ -59,13 +59,9 @@ void launch(const Batch &b, const std::optional<Tensor> &grad_scale, const std::
   } else {
     launch_with(b.options->lr, b, grad_scale, found_inf);
   }
-  const auto bump_versions = [](const std::vector<Tensor> &written) {
-    for (const auto &t : written) tamp::bump_version(t);
-  };
-  bump_versions(b.parameters);
+  b.bump_versions();
   // The kernels write to the gradients only to unscale them.
-  if (grad_scale) bump_versions(b.gradients);
-  for (const auto &states : b.states) bump_versions(states);
+  if (grad_scale) std::for_each(b.gradients.begin(), b.gradients.end(), tamp::bump_version);
 }
 
 // Whether the host knows, without asking the device, that the step is skipped.

@@ -2,7 +2,10 @@
 
 #include "optim/launch_groups.h"
 
+#include <algorithm>
+
 #include "border/groups.h"
+#include "gradients/storage.h"
 
 namespace tamp::optim {
 
@@ -12,11 +15,6 @@ std::vector<int> Batch::places() const {
     if (!states[i].empty()) out.push_back(i);
   }
   return out;
-}
-
-bool Batch::takes(const Entry &e) const {
-  return options == e.options && dtype == e.parameter.scalar_type() && kept_as == e.kept_as &&
-         first_step == e.first_step && rate == e.rate;
 }
 
 void Batch::add(const Entry &e) {
@@ -29,11 +27,20 @@ void Batch::add(const Entry &e) {
   }
 }
 
+void Batch::bump_versions() const {
+  for (const auto &t : parameters) tamp::bump_version(t);
+  for (const auto &list : states) std::for_each(list.begin(), list.end(), tamp::bump_version);
+}
+
 std::vector<Batch> batches(const std::vector<Entry> &entries) {
   std::vector<Batch> out;
   for (const auto &e : entries) {
-    const auto takes = [&](const Batch &batch) { return batch.takes(e); };
-    group_for(out, takes, e.options, e.parameter.scalar_type(), e.kept_as, e.first_step, e.rate).add(e);
+    const at::ScalarType dtype = e.parameter.scalar_type();
+    const auto takes = [&](const Batch &b) {
+      return b.options == e.options && b.dtype == dtype && b.kept_as == e.kept_as && b.first_step == e.first_step &&
+             b.rate == e.rate;
+    };
+    group_for(out, takes, e.options, dtype, e.kept_as, e.first_step, e.rate).add(e);
   }
   return out;
 }

@@ -20,8 +20,9 @@ struct Batch {
 
   // The places of the states that there are.
   std::vector<int> places() const;
-  bool takes(const Entry &e) const;
   void add(const Entry &e);
+  // After a step that wrote to parameters and states.
+  void bump_versions() const;
 };
 
 std::vector<Batch> batches(const std::vector<Entry> &entries);

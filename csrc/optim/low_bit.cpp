@@ -273,10 +273,7 @@ void LowBitStep::run(const Prepared &scale) const {
     }
     x.out.run();
   }
-  for (const auto &t : batch_.parameters) tamp::bump_version(t);
-  for (const auto &states : batch_.states) {
-    for (const auto &t : states) tamp::bump_version(t);
-  }
+  batch_.bump_versions();
 }
 
 }  // namespace tamp::optim
