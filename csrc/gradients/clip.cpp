@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "border/groups.h"
 #include "border/guarded.h"
 #include "gradients/foreach.h"
 #include "gradients/gradients.h"
@@ -21,11 +22,7 @@ namespace {
 
 using at::Tensor;
 
-// The gradients of one device.
-struct ClippedGroup {
-  at::Device device;
-  std::vector<Tensor> gradients;
-};
+using Lists = std::vector<std::vector<Tensor>>;
 
 // Fails for elements without arithmetic, such as Float8.
 void check_dtype(const Tensor &gradient) {
@@ -55,25 +52,23 @@ void check_normed(const Tensor &gradient) {
   check_dtype(gradient);
 }
 
-// Sorts what `f` returns for the gradients of distinct parameters by device.
-template <typename F>
-std::vector<ClippedGroup> groups(tamp_tensor *const *parameters, size_t count, const F &f) {
-  std::vector<ClippedGroup> out;
-  for (size_t i = 0; i < count; ++i) {
-    Tensor gradient = f(tamp::gradient(tamp::tensor(parameters[i])));
-    size_t group = 0;
-    while (group < out.size() && out[group].device != gradient.device()) ++group;
-    if (group == out.size()) out.push_back({gradient.device(), {}});
-    out[group].gradients.push_back(std::move(gradient));
-  }
-  return out;
+Lists by_device(const std::vector<Tensor> &tensors) {
+  return tamp::group_by(tensors, [](const Tensor &t) { return t.device(); });
 }
 
-Tensor common_norm(const std::vector<ClippedGroup> &groups, double norm_type) {
+// Groups what `f` returns for the gradients of distinct parameters by device.
+template <typename F>
+Lists groups(tamp_tensor *const *parameters, size_t count, const F &f) {
+  std::vector<Tensor> gradients;
+  for (size_t i = 0; i < count; ++i) gradients.push_back(f(tamp::gradient(tamp::tensor(parameters[i]))));
+  return by_device(gradients);
+}
+
+Tensor common_norm(const Lists &groups, double norm_type) {
   std::vector<Tensor> norms;
   for (const auto &group : groups) {
-    const Tensor one = at::ones({}, at::TensorOptions().dtype(at::kFloat).device(group.device));
-    norms.push_back(tamp::norm(group.gradients, norm_type, one));
+    const Tensor one = at::ones({}, at::TensorOptions().dtype(at::kFloat).device(group.front().device()));
+    norms.push_back(tamp::norm(group, norm_type, one));
   }
   return tamp::norm_of_norms(norms, norm_type);
 }
@@ -85,16 +80,9 @@ void check_clamped(const Tensor &gradient) {
 }
 
 // Groups tensors by device and dtype.
-std::vector<std::vector<Tensor>> alike(const std::vector<Tensor> &tensors) {
-  std::vector<std::vector<Tensor>> by_device;
-  for (const auto &t : tensors) {
-    size_t i = 0;
-    while (i < by_device.size() && by_device[i].front().device() != t.device()) ++i;
-    if (i == by_device.size()) by_device.emplace_back();
-    by_device[i].push_back(t);
-  }
-  std::vector<std::vector<Tensor>> out;
-  for (const auto &one : by_device) {
+Lists alike(const std::vector<Tensor> &tensors) {
+  Lists out;
+  for (const auto &one : by_device(tensors)) {
     for (auto &list : tamp::by_dtype(one)) out.push_back(std::move(list));
   }
   return out;
@@ -115,11 +103,11 @@ void clamp(const std::vector<Tensor> &gradients, double max) {
   at::_foreach_clamp_max_(gradients, max);
 }
 
-void clip_by(const Tensor &norm, double max_norm, const std::vector<ClippedGroup> &groups) {
+void clip_by(const Tensor &norm, double max_norm, const Lists &groups) {
   const Tensor factor = tamp::clip_factor(norm, max_norm);
   // All memory is allocated before the first multiplication.
   std::vector<tamp::Product> products;
-  for (const auto &group : groups) products.emplace_back(group.gradients, factor);
+  for (const auto &group : groups) products.emplace_back(group, factor);
   for (const auto &product : products) product.run();
 }
 

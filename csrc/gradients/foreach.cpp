@@ -1,3 +1,5 @@
+// Arithmetic on lists of tensors.
+
 #include "gradients/foreach.h"
 
 #include <ATen/ATen.h>
@@ -6,6 +8,7 @@
 #include <limits>
 #include <utility>
 
+#include "border/groups.h"
 #include "border/guarded.h"
 #include "gradients/cpu_passes.h"
 #include "gradients/storage.h"
@@ -29,14 +32,7 @@ Tensor numbers(const Tensor &gradient) {
 }
 
 std::vector<std::vector<Tensor>> by_dtype(const std::vector<Tensor> &tensors) {
-  std::vector<std::vector<Tensor>> out;
-  for (const auto &t : tensors) {
-    size_t i = 0;
-    while (i < out.size() && out[i].front().scalar_type() != t.scalar_type()) ++i;
-    if (i == out.size()) out.emplace_back();
-    out[i].push_back(t);
-  }
-  return out;
+  return group_by(tensors, [](const Tensor &t) { return t.scalar_type(); });
 }
 
 Tensor largest(const std::vector<Tensor> &tensors) {

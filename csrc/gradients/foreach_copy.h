@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "border/groups.h"
 #include "gradients/storage.h"
 
 namespace tamp {
@@ -36,11 +37,14 @@ class Copies {
  public:
   void add(at::Tensor to, at::Tensor from) {
     end_lazy_copy(to);
-    size_t i = 0;
-    while (i < groups_.size() && !groups_[i].takes(to, from)) ++i;
-    if (i == groups_.size()) groups_.emplace_back();
-    groups_[i].to.push_back(std::move(to));
-    groups_[i].from.push_back(std::move(from));
+    const auto takes = [&](const Group &group) {
+      const at::Tensor &first = group.to.front();
+      return first.device() == to.device() && first.scalar_type() == to.scalar_type() &&
+             group.from.front().scalar_type() == from.scalar_type();
+    };
+    Group &group = group_for(groups_, takes);
+    group.to.push_back(std::move(to));
+    group.from.push_back(std::move(from));
   }
 
   void run() const {
@@ -56,11 +60,6 @@ class Copies {
  private:
   struct Group {
     std::vector<at::Tensor> to, from;
-
-    bool takes(const at::Tensor &t, const at::Tensor &f) const {
-      return t.device() == to.front().device() && t.scalar_type() == to.front().scalar_type() &&
-             f.scalar_type() == from.front().scalar_type();
-    }
   };
 
   std::vector<Group> groups_;

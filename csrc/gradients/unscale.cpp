@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "border/groups.h"
 #include "border/guarded.h"
 #include "gradients/cpu_passes.h"
 #include "gradients/foreach.h"
@@ -33,7 +34,7 @@ struct Options {
 
 // The gradients of one device, and everything else that unscaling them needs.
 struct UnscaledGroup {
-  explicit UnscaledGroup(at::Device where) : device(where) {}
+  UnscaledGroup(at::Device where, size_t most_looped) : device(where) { looped.reserve(most_looped); }
 
   at::Device device;
   std::unique_ptr<Tensor> found_inf;
@@ -67,13 +68,8 @@ Groups groups(tamp_tensor *const *parameters, size_t count, size_t devices, cons
     const Tensor kept = options.check_only ? gradient : tamp::coalesced(gradient);
     if (!kept.is_same(gradient)) replacements.emplace_back(parameter, kept);
     Tensor t = tamp::numbers(kept);
-    size_t place = 0;
-    while (place < out.size() && out[place].device != t.device()) ++place;
-    if (place == out.size()) {
-      out.emplace_back(t.device());
-      if (devices == 1 && t.is_cpu()) out[0].looped.reserve(count);
-    }
-    UnscaledGroup &group = out[place];
+    const auto takes = [&](const UnscaledGroup &group) { return group.device == t.device(); };
+    UnscaledGroup &group = tamp::group_for(out, takes, t.device(), devices == 1 && t.is_cpu() ? count : 0);
     const bool is_generic = options.generic || options.predicts() || !has_kernel(t);
     auto &list = is_generic ? group.generic : (tamp::has_loop(t) ? group.looped : group.kernel);
     list.push_back(std::move(t));

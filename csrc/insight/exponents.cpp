@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "border/groups.h"
 #include "border/guarded.h"
 #include "gradients/parallel_chunks.h"
 #include "gradients/storage.h"
@@ -53,11 +54,7 @@ struct Group {
   at::Device device;
   at::ScalarType dtype;
   bool unscaled;
-  std::vector<Part> parts;
-
-  bool takes(const Tensor &numbers, bool is_unscaled) const {
-    return numbers.device() == device && numbers.scalar_type() == dtype && is_unscaled == unscaled;
-  }
+  std::vector<Part> parts{};
 };
 
 std::vector<Group> groups_of(const tamp_counted_gradient *gradients, size_t count) {
@@ -66,10 +63,11 @@ std::vector<Group> groups_of(const tamp_counted_gradient *gradients, size_t coun
     const bool unscaled = gradients[i].unscaled != 0;
     Tensor numbers = numbers_of(tamp::gradient(tamp::tensor(gradients[i].parameter)));
     if (numbers.numel() == 0) continue;
-    size_t at = 0;
-    while (at < groups.size() && !groups[at].takes(numbers, unscaled)) ++at;
-    if (at == groups.size()) groups.push_back({numbers.device(), numbers.scalar_type(), unscaled, {}});
-    groups[at].parts.push_back({std::move(numbers), gradients[i].row});
+    const auto takes = [&](const Group &group) {
+      return group.device == numbers.device() && group.dtype == numbers.scalar_type() && group.unscaled == unscaled;
+    };
+    Group &group = tamp::group_for(groups, takes, numbers.device(), numbers.scalar_type(), unscaled);
+    group.parts.push_back({std::move(numbers), gradients[i].row});
   }
   return groups;
 }
@@ -260,12 +258,11 @@ Tensor count_all(const std::vector<Group> &groups, int64_t rows, const tamp_tens
       count_on_cpu(group, scaled ? exponent.item<int>() - 1 : 0, on_cpu.mutable_data_ptr<int64_t>());
       continue;
     }
-    size_t at = 0;
-    while (at < devices.size() && devices[at].device() != group.device) ++at;
-    if (at == devices.size()) devices.emplace_back(group.device, rows);
+    const auto takes = [&](const DeviceCounts &counts) { return counts.device() == group.device; };
     const auto options = at::TensorOptions(at::kInt).device(group.device);
-    devices[at].add(group, scaled ? tamp::on_device(exponent, group.device).neg().add_(kBinOfZero)
-                                  : at::full({}, kBinOfZero - 1, options));
+    DeviceCounts &counts = tamp::group_for(devices, takes, group.device, rows);
+    counts.add(group, scaled ? tamp::on_device(exponent, group.device).neg().add_(kBinOfZero)
+                             : at::full({}, kBinOfZero - 1, options));
   }
   Tensor sum = on_cpu.defined() ? tamp::on_device(on_cpu, home)
                                 : at::zeros({rows * TAMP_BINS}, at::TensorOptions(at::kLong).device(home));

@@ -54,6 +54,14 @@ TAMP_INLINE void read_non_finite(uint8_t exponent, uint8_t *exp_avg_sq, int64_t 
   if (exponent >= kNonFinite) std::memset(exp_avg_sq, kNaNCode, static_cast<size_t>(n));
 }
 
+// Updates the moments of a number, in whatever format they are kept, and its parameter.
+TAMP_INLINE void update(const LowBit &c, float gradient, float &exp_avg, float &exp_avg_sq, float &parameter) {
+  exp_avg = __builtin_fmaf(c.lerp, gradient - exp_avg, exp_avg);
+  exp_avg_sq = __builtin_fmaf(c.beta2, exp_avg_sq, c.one_minus_beta2 * gradient * gradient);
+  const float step = c.minus_step_size * exp_avg / (__builtin_sqrtf(exp_avg_sq) + c.eps);
+  parameter = __builtin_fmaf(parameter, c.keep, step);
+}
+
 // A block's new moments before they have codes.
 struct Tile {
   alignas(64) float exp_avg[kDitherPeriod];
@@ -74,14 +82,9 @@ void step_block(const LowBit &c, const EightBitSlice &x, int64_t begin, int64_t 
     const uint32_t unit = ((square >> 1) + kHalfOfBias) & kExponentBits;
     const auto code = static_cast<uint32_t>(codes[j] < 0 ? -codes[j] : codes[j]);
     const float size = number((code << 19) + kOneSixteenth) - 0.0625F;
-    const float old = size * number(unit | (codes[j] < 0 ? kSignBit : 0));
-    const float gradient = x.gradient[begin + j];
-    const float exp_avg = __builtin_fmaf(c.lerp, gradient - old, old);
-    const float added = c.one_minus_beta2 * gradient * gradient;
-    const float exp_avg_sq = __builtin_fmaf(c.beta2, number(square), added);
-    const float update = c.minus_step_size * exp_avg / (__builtin_sqrtf(exp_avg_sq) + c.eps);
-    x.parameter[begin + j] = __builtin_fmaf(x.parameter[begin + j], c.keep, update);
-    moments[j] = exp_avg;
+    float exp_avg_sq = number(square);
+    moments[j] = size * number(unit | (codes[j] < 0 ? kSignBit : 0));
+    update(c, x.gradient[begin + j], moments[j], exp_avg_sq, x.parameter[begin + j]);
     rounded[j] = (bits(exp_avg_sq) + c.exp_avg_sq_dither[begin % kDitherPeriod + j]) >> 20;
     largest = largest > rounded[j] ? largest : rounded[j];
   }
@@ -350,12 +353,8 @@ void update(const LowBit &c, const GradientScale &scale, const BFloat16Slice &x)
     run([&](auto) TAMP_INLINE_LAMBDA {
       TAMP_INDEPENDENT
       for (int64_t j = 0; j < n; ++j) {
-        const float old = widen(exp_avgs[j]);
-        const float exp_avg = __builtin_fmaf(c.lerp, gradient[j] - old, old);
-        const float added = c.one_minus_beta2 * gradient[j] * gradient[j];
-        const float exp_avg_sq = __builtin_fmaf(c.beta2, widen(exp_avg_sqs[j]), added);
-        const float step = c.minus_step_size * exp_avg / (__builtin_sqrtf(exp_avg_sq) + c.eps);
-        parameter[j] = __builtin_fmaf(parameter[j], c.keep, step);
+        float exp_avg = widen(exp_avgs[j]), exp_avg_sq = widen(exp_avg_sqs[j]);
+        update(c, gradient[j], exp_avg, exp_avg_sq, parameter[j]);
         cut_off(exp_avg, c.exp_avg_dither[j], exp_avgs[j]);
         cut_off(exp_avg_sq, c.exp_avg_sq_dither[j], exp_avg_sqs[j]);
       }

@@ -4,11 +4,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
-
-#include "gradients/storage.h"
-#include "optim/scratch.h"
-
 namespace tamp::optim {
 namespace {
 
@@ -105,28 +100,9 @@ bool is_composed(uint8_t algorithm) {
   }
 }
 
-void Rows::reserve(at::ScalarType dtype, size_t rows, int64_t numbers) {
-  Size &size = dtype == at::kDouble ? wide_ : plain_;
-  size.count = std::max(size.count, rows);
-  size.numbers = std::max(size.numbers, numbers);
-}
-
-void Rows::allocate(at::Device device) {
-  const auto make = [&](Size &size, at::ScalarType dtype) {
-    while (size.rows.size() < size.count) {
-      size.rows.push_back(at::empty({size.numbers}, at::TensorOptions(device).dtype(dtype)));
-    }
-  };
-  make(plain_, at::kFloat);
-  make(wide_, at::kDouble);
-}
-
-ComposedStep::ComposedStep(const Batch &batch, Rows &rows)
-    : batch_(batch), dtype_(batch.dtype == at::kDouble ? at::kDouble : at::kFloat) {
-  for (int i = 0; i < kStates; ++i) {
-    if (!batch_.states[i].empty()) places_.push_back(i);
-  }
-  for (const auto &pieces : batch_.pieces()) rows.reserve(dtype_, rows_needed(), pieces.numbers);
+ComposedStep::ComposedStep(const Batch &batch, Scratch &scratch)
+    : batch_(batch), dtype_(batch.dtype == at::kDouble ? at::kDouble : at::kFloat), places_(batch.places()) {
+  (void)scratch.rows(dtype_, rows_needed(), largest_chunk(cut(batch_.parameters)));
 }
 
 size_t ComposedStep::rows_needed() const {
@@ -134,28 +110,22 @@ size_t ComposedStep::rows_needed() const {
   return kFirstState + places_.size() + (has_more ? 1 : 0);
 }
 
-std::vector<Tensor> ComposedStep::written() const {
-  std::vector<Tensor> out = batch_.parameters;
-  for (const int place : places_) out.insert(out.end(), batch_.states[place].begin(), batch_.states[place].end());
-  return out;
-}
-
 // A row for rounded results, in the memory of the gradient and of intermediate results, which are not needed any more.
-Tensor ComposedStep::rounded_row(size_t place) const {
-  const Tensor row = rows_[kGradient + place / 2].view(batch_.dtype);
+Tensor ComposedStep::rounded_row(const Chunk &chunk, size_t place) const {
+  const Tensor row = chunk.rows[kGradient + place / 2].view(batch_.dtype);
   const int64_t numbers = row.numel() / 2;
   return row.narrow(0, static_cast<int64_t>(place % 2) * numbers, numbers);
 }
 
 void ComposedStep::list(const Piece &piece, Chunk &chunk) const {
   const Tensor &like = batch_.parameters[piece.tensor];
-  const auto in = [&](const Tensor &t, size_t row) { chunk.in.add(piece.in(rows_[row], like), piece.of(t)); };
+  const auto in = [&](const Tensor &t, size_t row) { chunk.in.add(piece.in(chunk.rows[row], like), piece.of(t)); };
   size_t place = 0;
   const auto in_and_out = [&](const Tensor &t, size_t row) {
     in(t, row);
     chunk.written.push_back(piece.of(t));
-    chunk.results.push_back(piece.in(rows_[row], like));
-    if (batch_.dtype != dtype_) chunk.rounded.push_back(piece.in(rounded_row(place++), like));
+    chunk.results.push_back(piece.in(chunk.rows[row], like));
+    if (batch_.dtype != dtype_) chunk.rounded.push_back(piece.in(rounded_row(chunk, place++), like));
   };
   in_and_out(like, kParameter);
   in(batch_.gradients[piece.tensor], kGradient);
@@ -163,15 +133,14 @@ void ComposedStep::list(const Piece &piece, Chunk &chunk) const {
   if (!batch_.direction.empty()) in(batch_.direction[piece.tensor], rows_needed() - 1);
   if (batch_.coefficients[0].empty()) return;
   const size_t row = batch_.direction.empty() ? rows_needed() - 1 : static_cast<size_t>(kBetween);
-  chunk.numbered.push_back(piece.in(rows_[row], like));
+  chunk.numbered.push_back(piece.in(chunk.rows[row], like));
   chunk.tensors.push_back(piece.tensor);
 }
 
-void ComposedStep::prepare(const Rows &rows) {
-  rows_ = rows.of(dtype_);
-  for (const auto &pieces : batch_.pieces()) {
+void ComposedStep::prepare(Scratch &scratch) {
+  for (const auto &pieces : cut(batch_.parameters)) {
     Chunk &chunk = chunks_.emplace_back();
-    chunk.numbers = pieces.numbers;
+    chunk.rows = scratch.rows(dtype_, rows_needed(), pieces.numbers);
     for (const auto &piece : pieces.list) list(piece, chunk);
   }
 }
@@ -182,15 +151,16 @@ void ComposedStep::fill(const Chunk &chunk, int coefficient) const {
   }
 }
 
-void ComposedStep::compute(const std::vector<Tensor> &rows, const Chunk &chunk, const Prepared &scale) const {
-  const Tensor &gradient = rows[kGradient];
+void ComposedStep::compute(const Chunk &chunk, const Prepared &scale) const {
+  const Tensor &gradient = chunk.rows[kGradient];
   if (scale.unscaling.inverse.defined()) gradient.mul_(scale.unscaling.inverse);
   if (scale.unscaling.clip.defined()) gradient.mul_(scale.unscaling.clip);
   if ((batch_.options->flags & TAMP_OPTIM_MAXIMIZE) != 0) gradient.neg_();
-  step(rows, chunk);
+  step(chunk);
 }
 
-void ComposedStep::step(const std::vector<Tensor> &rows, const Chunk &chunk) const {
+void ComposedStep::step(const Chunk &chunk) const {
+  const auto &rows = chunk.rows;
   const tamp_optim_options &o = *batch_.options;
   const Tensor &parameter = rows[kParameter], &gradient = rows[kGradient], &between = rows[kBetween];
   Tensor states[kStates];
@@ -222,13 +192,11 @@ void ComposedStep::write(const Chunk &chunk, const Tensor &found_inf) const {
 
 void ComposedStep::run(const Prepared &scale) const {
   for (const auto &chunk : chunks_) {
-    std::vector<Tensor> rows;
-    for (size_t i = 0; i < rows_needed(); ++i) rows.push_back(rows_[i].narrow(0, 0, chunk.numbers));
     chunk.in.run();
-    compute(rows, chunk, scale);
+    compute(chunk, scale);
     write(chunk, scale.found_inf);
   }
-  for (const auto &t : written()) tamp::bump_version(t);
+  batch_.bump_versions();
 }
 
 }  // namespace tamp::optim

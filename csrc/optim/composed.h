@@ -7,6 +7,7 @@
 
 #include "gradients/foreach_copy.h"
 #include "optim/launch_groups.h"
+#include "optim/scratch.h"
 #include "optim/whole.h"
 
 namespace tamp::optim {
@@ -25,39 +26,20 @@ struct Prepared {
   at::Tensor skip;  // a bool, for low-bit moments
 };
 
-// Scratch memory, which the steps of one device use in turn: one row of numbers for each tensor of a parameter.
-class Rows {
- public:
-  // Makes room for a number of rows of this length.
-  void reserve(at::ScalarType dtype, size_t rows, int64_t numbers);
-  void allocate(at::Device device);
-  const std::vector<at::Tensor> &of(at::ScalarType dtype) const {
-    return dtype == at::kDouble ? wide_.rows : plain_.rows;
-  }
-
- private:
-  struct Size {
-    size_t count = 0;
-    int64_t numbers = 0;
-    std::vector<at::Tensor> rows;
-  };
-  Size plain_, wide_;  // f32 and f64
-};
-
 // The step of a batch: its tensors are copied to scratch memory a chunk at a time, where one launch of an operation
 // goes over all of them, and the results are copied back, unless the step is skipped. Half precision is computed in
 // f32.
 class ComposedStep {
  public:
-  // Reserves scratch memory. `prepare` follows when it has been allocated.
-  ComposedStep(const Batch &batch, Rows &rows);
-  void prepare(const Rows &rows);
+  // Makes room in scratch memory: one row for each tensor of a parameter. `prepare` follows when it is allocated.
+  ComposedStep(const Batch &batch, Scratch &scratch);
+  void prepare(Scratch &scratch);
 
   void run(const Prepared &scale) const;
 
  private:
   struct Chunk {
-    int64_t numbers = 0;
+    std::vector<at::Tensor> rows;
     Copies in;
     std::vector<at::Tensor> written, results;  // parts of the tensors, and of the rows that were computed for them
     std::vector<at::Tensor> rounded;           // of the rows of results in the dtype of the tensors
@@ -67,17 +49,15 @@ class ComposedStep {
 
   void list(const Piece &piece, Chunk &chunk) const;
   void fill(const Chunk &chunk, int coefficient) const;
-  void compute(const std::vector<at::Tensor> &rows, const Chunk &chunk, const Prepared &scale) const;
-  void step(const std::vector<at::Tensor> &rows, const Chunk &chunk) const;
+  void compute(const Chunk &chunk, const Prepared &scale) const;
+  void step(const Chunk &chunk) const;
   void write(const Chunk &chunk, const at::Tensor &found_inf) const;
-  at::Tensor rounded_row(size_t place) const;
-  std::vector<at::Tensor> written() const;
+  at::Tensor rounded_row(const Chunk &chunk, size_t place) const;
   size_t rows_needed() const;
 
   Batch batch_;
   at::ScalarType dtype_;     // of the arithmetic
   std::vector<int> places_;  // of the states that there are
-  std::vector<at::Tensor> rows_;
   std::vector<Chunk> chunks_;
 };
 

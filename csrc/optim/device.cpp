@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "border/groups.h"
 #include "border/guarded.h"
 #include "gradients/foreach.h"
 #include "gradients/storage.h"
@@ -58,13 +59,9 @@ void launch(const Batch &b, const std::optional<Tensor> &grad_scale, const std::
   } else {
     launch_with(b.options->lr, b, grad_scale, found_inf);
   }
-  const auto bump_versions = [](const std::vector<Tensor> &written) {
-    for (const auto &t : written) tamp::bump_version(t);
-  };
-  bump_versions(b.parameters);
+  b.bump_versions();
   // The kernels write to the gradients only to unscale them.
-  if (grad_scale) bump_versions(b.gradients);
-  for (const auto &states : b.states) bump_versions(states);
+  if (grad_scale) std::for_each(b.gradients.begin(), b.gradients.end(), tamp::bump_version);
 }
 
 // Whether the host knows, without asking the device, that the step is skipped.
@@ -186,8 +183,8 @@ class OneDevice {
     stand_ins_.emplace(indirect);
     if (planted("memory")) (void)at::empty({1 << 26}, at::TensorOptions(device).dtype(at::kFloat));
     for (size_t i = 0; i < stand_ins_->chunks(); ++i) chunks_.push_back(launches(stand_ins_->entries(i)));
-    rows_.allocate(device);
-    low_bit_rows_.allocate(device);
+    scratch_.allocate(device);
+    tiles_.allocate(device);
     for (auto &launch : direct_) prepare(launch);
     for (auto &chunk : chunks_) {
       for (auto &launch : chunk) prepare(launch);
@@ -246,21 +243,21 @@ class OneDevice {
     for (auto &batch : batches(entries)) {
       Launch &launch = out.emplace_back();
       if (batch.kept_as != TAMP_STATES_PLAIN) {
-        launch.low_bit.emplace(batch, low_bit_rows_);
+        launch.low_bit.emplace(batch, scratch_, tiles_);
       } else if (is_composed(batch.options->algorithm)) {
-        launch.composed.emplace(batch, rows_);
+        launch.composed.emplace(batch, scratch_);
       }
       launch.batch = std::move(batch);
     }
     return out;
   }
 
-  void prepare(Launch &launch) const {
+  void prepare(Launch &launch) {
     tamp::end_lazy_copies(launch.batch.parameters);
     if (grad_scale_) tamp::end_lazy_copies(launch.batch.gradients);
     for (const auto &states : launch.batch.states) tamp::end_lazy_copies(states);
-    if (launch.composed) launch.composed->prepare(rows_);
-    if (launch.low_bit) launch.low_bit->prepare(low_bit_rows_);
+    if (launch.composed) launch.composed->prepare(scratch_);
+    if (launch.low_bit) launch.low_bit->prepare(scratch_, tiles_);
   }
 
   void run(const Launch &step) const {
@@ -287,8 +284,8 @@ class OneDevice {
   std::optional<Tensor> grad_scale_, clip_, found_inf_;
   StepCounts counts_;
   Prepared prepared_;
-  Rows rows_;
-  LowBitRows low_bit_rows_;
+  Scratch scratch_;
+  Tiles tiles_;
   Contiguous contiguous_;
   std::vector<Launch> direct_;  // what the kernels update directly
   std::optional<tamp::optim::StandIns> stand_ins_;
@@ -298,14 +295,8 @@ class OneDevice {
 };
 
 DeviceStep::DeviceStep(const std::vector<Entry> &entries, const tamp_optim_scale &scale) {
-  std::vector<std::vector<Entry>> lists;
-  for (const auto &e : entries) {
-    size_t i = 0;
-    while (i < lists.size() && lists[i].front().parameter.device() != e.parameter.device()) ++i;
-    if (i == lists.size()) lists.emplace_back();
-    lists[i].push_back(e);
-  }
-  for (auto &list : lists) devices_.emplace_back(std::move(list), scale);
+  const auto device = [](const Entry &e) { return e.parameter.device(); };
+  for (auto &list : group_by(entries, device)) devices_.emplace_back(std::move(list), scale);
 }
 
 DeviceStep::~DeviceStep() = default;

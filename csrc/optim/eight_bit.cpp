@@ -29,17 +29,10 @@ Tensor numbers(const Tensor &bits) { return bits.view(at::kFloat); }
 
 }  // namespace
 
-Rows Rows::make(int64_t numbers, at::Device device) {
-  const auto words = at::TensorOptions(device).dtype(at::kInt);
-  const auto row = [&] { return at::empty({numbers}, words); };
-  const int64_t blocks = numbers / kCodeBlock;
-  return {row(), row(), row(), row(), at::empty({blocks}, words), at::empty({blocks}, words.dtype(at::kBool))};
-}
-
-Rows Rows::of(int64_t numbers) const {
-  const auto part = [&](const Tensor &row) { return row.narrow(0, 0, numbers); };
-  const auto blocks = [&](const Tensor &row) { return row.narrow(0, 0, numbers / kCodeBlock); };
-  return {part(squares), part(between), part(moments), part(spare), blocks(tops), blocks(mask)};
+Rows Rows::in(Scratch &scratch, int64_t numbers) {
+  const auto words = scratch.rows(at::kInt, 4, numbers);
+  const auto of_blocks = [&](at::ScalarType dtype) { return scratch.row(dtype, numbers, kCodeBlock); };
+  return {words[0], words[1], words[2], words[3], of_blocks(at::kInt), of_blocks(at::kBool)};
 }
 
 void decode(const Moments &from, const Rows &rows) {
@@ -92,22 +85,24 @@ int64_t whole_blocks(int64_t numbers) { return kernels::code_blocks(numbers) * k
 // The moments in rows, a part of 2^20 at a time, so that the memory for a conversion is that of one part.
 class Parts {
  public:
-  Parts(int64_t numbers, at::Device device)
-      : numbers_(numbers), rows_(Rows::make(std::min(whole_blocks(numbers), kPart), device)) {}
+  Parts(int64_t numbers, at::Device device) : numbers_(numbers) {
+    (void)Rows::in(scratch_, std::min(whole_blocks(numbers), kPart));
+    scratch_.allocate(device);
+  }
 
   // Calls `f` with the first number of each part, their count, and rows for whole blocks.
   template <typename F>
-  void each(const F &f) const {
+  void each(const F &f) {
     for (int64_t begin = 0; begin < numbers_; begin += kPart) {
       const int64_t count = std::min(kPart, numbers_ - begin);
-      f(begin, count, rows_.of(whole_blocks(count)));
+      f(begin, count, Rows::in(scratch_, whole_blocks(count)));
     }
   }
 
  private:
   static constexpr int64_t kPart = int64_t{1} << 20;
   int64_t numbers_;
-  Rows rows_;
+  Scratch scratch_;
 };
 
 // Copies of a part of the codes that fill their last block with zeros.

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels/kernels.h"
+#include "optim/scratch.h"
 
 namespace tamp::codes {
 
@@ -14,16 +15,14 @@ struct Moments {
   at::Tensor exp_avg, exp_avg_sq, exponents;
 };
 
-// Scratch memory for a number of whole blocks: 16 bytes for each number.
+// Rows of scratch memory for a number of whole blocks: 16 bytes for each number.
 struct Rows {
   // i32: the bits of exp_avg_sq, intermediate results, the bits of exp_avg, and intermediate results.
   at::Tensor squares, between, moments, spare;
   // One i32 and one bool for each block.
   at::Tensor tops, mask;
 
-  static Rows make(int64_t numbers, at::Device device);
-  // The rows of the first `numbers`.
-  Rows of(int64_t numbers) const;
+  static Rows in(Scratch &scratch, int64_t numbers);
 };
 
 // Writes the f32 numbers that moments stand for to `rows.moments` and `rows.squares`, as bits.

@@ -2,17 +2,19 @@
 
 #include "optim/launch_groups.h"
 
+#include <algorithm>
+
+#include "border/groups.h"
+#include "gradients/storage.h"
+
 namespace tamp::optim {
 
-std::vector<Pieces> Batch::pieces() const {
-  std::vector<int64_t> sizes;
-  for (const auto &t : parameters) sizes.push_back(t.numel());
-  return cut(sizes);
-}
-
-bool Batch::takes(const Entry &e) const {
-  return options == e.options && dtype == e.parameter.scalar_type() && kept_as == e.kept_as &&
-         first_step == e.first_step && rate == e.rate;
+std::vector<int> Batch::places() const {
+  std::vector<int> out;
+  for (int i = 0; i < kStates; ++i) {
+    if (!states[i].empty()) out.push_back(i);
+  }
+  return out;
 }
 
 void Batch::add(const Entry &e) {
@@ -28,15 +30,20 @@ void Batch::add(const Entry &e) {
   }
 }
 
+void Batch::bump_versions() const {
+  for (const auto &t : parameters) tamp::bump_version(t);
+  for (const auto &list : states) std::for_each(list.begin(), list.end(), tamp::bump_version);
+}
+
 std::vector<Batch> batches(const std::vector<Entry> &entries) {
   std::vector<Batch> out;
   for (const auto &e : entries) {
-    size_t i = 0;
-    while (i < out.size() && !out[i].takes(e)) ++i;
-    if (i == out.size()) {
-      out.push_back({e.options, e.parameter.scalar_type(), e.kept_as, e.first_step, e.rate, {}, {}, {}, {}, {}, {}});
-    }
-    out[i].add(e);
+    const at::ScalarType dtype = e.parameter.scalar_type();
+    const auto takes = [&](const Batch &b) {
+      return b.options == e.options && b.dtype == dtype && b.kept_as == e.kept_as && b.first_step == e.first_step &&
+             b.rate == e.rate;
+    };
+    group_for(out, takes, e.options, dtype, e.kept_as, e.first_step, e.rate).add(e);
   }
   return out;
 }

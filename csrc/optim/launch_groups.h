@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "optim/optim.h"
-#include "optim/scratch.h"
 
 namespace tamp::optim {
 
@@ -17,13 +16,14 @@ struct Batch {
   uint8_t kept_as;
   bool first_step;
   double rate;
-  std::vector<at::Tensor> parameters, gradients, steps, states[kStates], direction;
+  std::vector<at::Tensor> parameters{}, gradients{}, steps{}, states[kStates]{}, direction{};
   std::vector<at::Tensor> coefficients[kCoefficients]{};
 
-  // The parts of the parameters that fit into scratch memory together.
-  std::vector<Pieces> pieces() const;
-  bool takes(const Entry &e) const;
+  // The places of the states that there are.
+  std::vector<int> places() const;
   void add(const Entry &e);
+  // After a step that wrote to parameters and states.
+  void bump_versions() const;
 };
 
 std::vector<Batch> batches(const std::vector<Entry> &entries);

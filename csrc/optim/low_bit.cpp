@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "border/guarded.h"
 #include "gradients/storage.h"
 #include "kernels/kernels.h"
 
@@ -19,7 +20,7 @@ using kernels::kDitherPeriod;
 static_assert(kRow % kDitherPeriod == 0, "a piece begins where the dither does");
 
 // The columns of what belongs to a tensor, or to a tile.
-enum Column { kStepSize, kEps, kExpAvgWord, kExpAvgSqWord };
+enum Column { kStepSize, kEps, kExpAvgWord, kExpAvgSqWord, kColumns };
 
 constexpr int64_t kNaN = 0x7fc00000;
 
@@ -64,87 +65,75 @@ struct ChunkOffsets : codes::Offsets {
 
 }  // namespace
 
-void LowBitRows::reserve(int64_t chunk, bool is_coded) {
-  numbers = std::max(numbers, tiles_of(chunk) * kDitherPeriod);
-  (is_coded ? has_codes : has_bf16) = true;
-}
-
-void LowBitRows::allocate(at::Device device) {
-  if (numbers == 0) return;
-  const auto row = [&](at::ScalarType dtype, int64_t count) {
-    return at::empty({count}, at::TensorOptions(device).dtype(dtype));
-  };
-  words = codes::Rows::make(numbers, device);
-  parameter = row(at::kFloat, numbers);
-  gradient = row(at::kFloat, numbers);
-  wide = row(at::kDouble, numbers);
-  for (auto *kept : {old_codes, new_codes}) {
-    if (!has_codes) break;
-    kept[kExpAvg] = row(at::kChar, numbers);
-    kept[kExpAvgSq] = row(at::kByte, numbers);
-    kept[kExponents] = row(at::kByte, numbers / kCodeBlock);
-  }
-  for (auto *kept : {old_bf16, new_bf16}) {
-    if (!has_bf16) break;
-    kept[kExpAvg] = row(at::kBFloat16, numbers);
-    kept[kExpAvgSq] = row(at::kBFloat16, numbers);
-  }
-  if (has_bf16) mask = row(at::kBool, numbers);
+void Tiles::allocate(at::Device device) {
+  if (most == 0) return;
   const auto ints = at::TensorOptions(device).dtype(at::kInt);
   index = at::arange(kDitherPeriod, ints.dtype(at::kLong)).mul_(int64_t{kernels::Dither::kIndex}).to(at::kInt);
-  places = at::arange(numbers / kDitherPeriod, ints);
-  range = at::empty_like(places);
-  of_tiles = at::empty({numbers / kDitherPeriod, 4}, ints);
+  places = at::arange(most, ints);
 }
 
-LowBitStep::LowBitStep(const Batch &batch, LowBitRows &rows)
+LowBitStep::LowBitStep(const Batch &batch, Scratch &scratch, Tiles &tiles)
     : batch_(batch),
       is_coded_(batch.kept_as == TAMP_STATES_EIGHT_BIT),
-      is_muon_(batch.options->algorithm == TAMP_OPTIM_MUON) {
-  places_ = is_muon_ ? std::vector<int>{kMomentumBuffer} : std::vector<int>{kExpAvg, kExpAvgSq};
-  for (const auto &pieces : batch_.pieces()) rows.reserve(pieces.numbers, is_coded_);
+      is_muon_(batch.options->algorithm == TAMP_OPTIM_MUON),
+      places_(batch.places()) {
+  const int64_t most = tiles_of(largest_chunk(cut(batch_.parameters)));
+  tiles.most = std::max(tiles.most, most);
+  (void)chunk(most, scratch);
 }
 
-void LowBitStep::prepare(const LowBitRows &rows) {
-  rows_ = rows;
-  const auto cuts = batch_.pieces();
+int64_t LowBitStep::per(int place) const { return is_coded_ && place == kExponents ? kCodeBlock : 1; }
+
+// Returns a chunk with its rows.
+LowBitStep::Chunk LowBitStep::chunk(int64_t tiles, Scratch &scratch) const {
+  const int64_t n = tiles * kDitherPeriod;
+  Chunk out;
+  out.words = codes::Rows::in(scratch, n);
+  out.moments = numbers(out.words.moments);
+  out.squares = numbers(out.words.squares);
+  const auto floats = scratch.rows(at::kFloat, 2, n);
+  out.parameter = floats[0];
+  out.gradient = floats[1];
+  out.wide = scratch.row(at::kDouble, n);
+  for (const int place : places_) {
+    const size_t first = is_coded_ ? 0 : 2 * out.before.size();  // bf16 states share a dtype
+    const auto rows = scratch.rows(batch_.states[place].front().scalar_type(), first + 2, n, per(place));
+    out.before.push_back(rows[first]);
+    out.after.push_back(rows[first + 1]);
+  }
+  if (!is_coded_) out.mask = scratch.row(at::kBool, n);
+  out.range = scratch.row(at::kInt, n, kDitherPeriod);
+  out.tiles = scratch.row(at::kInt, n, kDitherPeriod / kColumns).view({-1, kColumns});
+  return out;
+}
+
+void LowBitStep::prepare(Scratch &scratch, const Tiles &tiles) {
+  const auto cuts = cut(batch_.parameters);
   if (cuts.empty()) return;
-  for (const auto &pieces : cuts) add(pieces, rows);
+  for (const auto &pieces : cuts) {
+    const int64_t count = tiles_of(pieces.numbers);
+    Chunk &now = chunks_.emplace_back(chunk(count, scratch));
+    now.index = tiles.index;
+    now.places = tiles.places.narrow(0, 0, count);
+    for (const auto &piece : pieces.list) list(piece, now);
+  }
   upload(cuts);
 }
 
 // Lists what is copied to and from a chunk.
-void LowBitStep::add(const Pieces &pieces, const LowBitRows &rows) {
-  const int64_t first_piece = chunks_.empty() ? 0 : chunks_.back().first_piece + chunks_.back().pieces;
-  Chunk &chunk = chunks_.emplace_back();
-  chunk.numbers = tiles_of(pieces.numbers) * kDitherPeriod;
-  chunk.first_piece = first_piece;
-  chunk.pieces = static_cast<int64_t>(pieces.list.size());
-  for (const auto &piece : pieces.list) {
-    const Tensor &like = batch_.parameters[piece.tensor];
-    chunk.has_tail |= !is_muon_ && piece.count % kCodeBlock != 0;
-    const auto state = [&](int place, const Tensor &before, const Tensor &after, const Tensor &part) {
-      const auto in = [&](const Tensor &row) {
-        if (place != kExponents) return piece.in(row, like);
-        return row.narrow(0, piece.place / kCodeBlock, part.numel());
-      };
-      chunk.in.add(in(before), part);
-      chunk.out.add(part, in(after));
-    };
-    chunk.in.add(piece.in(rows.parameter, like), piece.of(like));
-    chunk.out.add(piece.of(like), piece.in(rows.parameter, like));
-    chunk.in.add(piece.in(rows.gradient, like), piece.of(batch_.gradients[piece.tensor]));
-    const auto *before = is_coded_ ? rows.old_codes : rows.old_bf16;
-    const auto *after = is_coded_ ? rows.new_codes : rows.new_bf16;
-    for (const int place : places_) {
-      state(place, before[place], after[place], piece.of(batch_.states[place][piece.tensor]));
-    }
-    // In the row of the second moments.
-    if (is_muon_) chunk.in.add(piece.in(numbers(rows.words.squares), like), piece.of(batch_.direction[piece.tensor]));
-    if (!is_coded_) continue;
-    const Tensor &exponents = batch_.states[kExponents][piece.tensor];
-    state(kExponents, before[kExponents], after[kExponents], piece.of_blocks(exponents, kCodeBlock));
+void LowBitStep::list(const Piece &piece, Chunk &chunk) const {
+  const Tensor &like = batch_.parameters[piece.tensor];
+  chunk.has_tail |= !is_muon_ && piece.count % kCodeBlock != 0;
+  chunk.in.add(piece.in(chunk.parameter, like), piece.of(like));
+  chunk.out.add(piece.of(like), piece.in(chunk.parameter, like));
+  chunk.in.add(piece.in(chunk.gradient, like), piece.of(batch_.gradients[piece.tensor]));
+  for (const int place : places_) {
+    const Tensor part = piece.of(batch_.states[place][piece.tensor], per(place));
+    chunk.in.add(piece.in(chunk.before[place], part, per(place)), part);
+    chunk.out.add(part, piece.in(chunk.after[place], part, per(place)));
   }
+  // In the row of the second moments.
+  if (is_muon_) chunk.in.add(piece.in(chunk.squares, like), piece.of(batch_.direction[piece.tensor]));
 }
 
 // Brings the ends of the pieces and their tensors to the device in one copy, without synchronizing.
@@ -164,8 +153,14 @@ void LowBitStep::upload(const std::vector<Pieces> &cuts) {
   std::copy(tensors.begin(), tensors.end(), std::copy(ends.begin(), ends.end(), room));
   tamp::keep_if_captured(host);
   const Tensor there = tamp::on_device(host, device);
-  ends_ = there.narrow(0, 0, count);
-  numbers_ = step_numbers().index_select(0, there.narrow(0, count, count));
+  const Tensor numbers = step_numbers().index_select(0, there.narrow(0, count, count));
+  int64_t first = 0;
+  for (size_t i = 0; i < chunks_.size(); ++i) {
+    const auto pieces = static_cast<int64_t>(cuts[i].list.size());
+    chunks_[i].ends = there.narrow(0, first, pieces);
+    chunks_[i].numbers = numbers.narrow(0, first, pieces);
+    first += pieces;
+  }
 }
 
 // Computes in f64 on the device, because only the device knows the steps, what the loops take from the host.
@@ -174,7 +169,7 @@ Tensor LowBitStep::step_numbers() const {
   const Tensor step = at::stack(batch_.steps).view({-1}).add_(1);
   const auto words = [&](uint32_t of_step) { return step.mul(int64_t{of_step}).to(at::kInt); };
   // Muon only reads the column of these words.
-  if (is_muon_) return words(kernels::Dither::kExpAvg).unsqueeze(1).expand({-1, 4});
+  if (is_muon_) return words(kernels::Dither::kExpAvg).unsqueeze(1).expand({-1, kColumns});
   const Tensor exponent = step.to(at::kDouble);
   const Tensor correction1 = at::pow(o.beta1, exponent).neg_().add_(1);
   const Tensor root2 = at::pow(o.beta2, exponent).neg_().add_(1).sqrt_();
@@ -186,33 +181,7 @@ Tensor LowBitStep::step_numbers() const {
                    1);
 }
 
-LowBitStep::Views LowBitStep::views(const Chunk &chunk) const {
-  const auto part = [&](const Tensor &row) { return row.narrow(0, 0, chunk.numbers); };
-  Views out;
-  out.words = rows_.words.of(chunk.numbers);
-  out.parameter = part(rows_.parameter);
-  out.gradient = part(rows_.gradient);
-  out.wide = part(rows_.wide);
-  out.moments = numbers(out.words.moments);
-  out.squares = numbers(out.words.squares);
-  const auto *before = is_coded_ ? rows_.old_codes : rows_.old_bf16;
-  const auto *after = is_coded_ ? rows_.new_codes : rows_.new_bf16;
-  for (const int place : places_) {
-    out.before.push_back(part(before[place]));
-    out.after.push_back(part(after[place]));
-  }
-  if (is_coded_) {
-    out.before.push_back(before[kExponents].narrow(0, 0, chunk.numbers / kCodeBlock));
-    out.after.push_back(after[kExponents].narrow(0, 0, chunk.numbers / kCodeBlock));
-  } else {
-    out.mask = part(rows_.mask);
-  }
-  out.index = rows_.index;
-  out.tiles = rows_.of_tiles.narrow(0, 0, chunk.numbers / kDitherPeriod);
-  return out;
-}
-
-void LowBitStep::unscale(const Views &x, const Prepared &scale) const {
+void LowBitStep::unscale(const Chunk &x, const Prepared &scale) const {
   const tamp_optim_options &o = *batch_.options;
   if (scale.unscaling.inverse.defined()) x.gradient.mul_(scale.unscaling.inverse);
   if (scale.unscaling.clip.defined()) x.gradient.mul_(scale.unscaling.clip);
@@ -221,13 +190,13 @@ void LowBitStep::unscale(const Views &x, const Prepared &scale) const {
   if (decays) multiply_add(x.gradient, x.parameter, rounded(o.weight_decay), x.gradient, x.wide);
 }
 
-void LowBitStep::decode(const Views &x) const {
+void LowBitStep::decode(const Chunk &x) const {
   if (is_coded_) return codes::decode({x.before[kExpAvg], x.before[kExpAvgSq], x.before[kExponents]}, x.words);
   x.moments.copy_(x.before[kExpAvg]);
   if (!is_muon_) x.squares.copy_(x.before[kExpAvgSq]);
 }
 
-void LowBitStep::encode(const Views &x) const {
+void LowBitStep::encode(const Chunk &x) const {
   const ChunkOffsets offsets(x.index, x.tiles, is_coded_ ? 8 : 16);
   if (is_coded_) {
     const uint32_t largest = kernels::largest_code(batch_.options->beta1, batch_.options->beta2);
@@ -245,7 +214,7 @@ void LowBitStep::encode(const Views &x) const {
 }
 
 // Updates the momentum in place, and writes the new parameter to `to`, like `update`.
-void LowBitStep::update_by_muon(const Views &x, const Tensor &to) const {
+void LowBitStep::update_by_muon(const Chunk &x, const Tensor &to) const {
   const tamp_optim_options &o = *batch_.options;
   x.moments.lerp_(x.gradient, 1 - o.momentum);
   if (!to.is_same(x.parameter)) to.copy_(x.parameter);
@@ -254,7 +223,7 @@ void LowBitStep::update_by_muon(const Views &x, const Tensor &to) const {
 }
 
 // Updates the moments in place, and writes the new parameter to `to`, which may be the old one or the gradient.
-void LowBitStep::update(const Views &x, const Tensor &to) const {
+void LowBitStep::update(const Chunk &x, const Tensor &to) const {
   const tamp_optim_options &o = *batch_.options;
   Tensor between = numbers(x.words.between), spare = numbers(x.words.spare);
   const auto of_tiles = [&](Column column) { return numbers(x.tiles).narrow(1, column, 1); };
@@ -277,20 +246,18 @@ void LowBitStep::update(const Views &x, const Tensor &to) const {
 }
 
 void LowBitStep::run(const Prepared &scale) const {
-  for (const auto &chunk : chunks_) {
-    const Views x = views(chunk);
-    Tensor range = rows_.range.narrow(0, 0, x.tiles.size(0)), tiles = x.tiles;
-    at::bucketize_out(range, rows_.places.narrow(0, 0, x.tiles.size(0)),
-                      ends_.narrow(0, chunk.first_piece, chunk.pieces), /*out_int32=*/true, /*right=*/true);
-    at::index_select_out(tiles, numbers_.narrow(0, chunk.first_piece, chunk.pieces), 0, range);
+  for (const auto &x : chunks_) {
+    Tensor range = x.range, tiles = x.tiles;
+    at::bucketize_out(range, x.places, x.ends, /*out_int32=*/true, /*right=*/true);
+    at::index_select_out(tiles, x.numbers, 0, range);
     // The missing elements of a last block are zeros, so that none is its largest. So are their parameters, because
     // Adam's weight decay adds them to gradients.
-    if (chunk.has_tail) {
+    if (x.has_tail) {
       x.parameter.zero_();
       x.gradient.zero_();
       x.before[kExpAvgSq].zero_();
     }
-    chunk.in.run();
+    x.in.run();
     unscale(x, scale);
     decode(x);
     const Tensor &to = scale.skip.defined() ? x.gradient : x.parameter;
@@ -304,12 +271,9 @@ void LowBitStep::run(const Prepared &scale) const {
         at::where_out(after, scale.skip, x.before[i], after);
       }
     }
-    chunk.out.run();
+    x.out.run();
   }
-  for (const auto &t : batch_.parameters) tamp::bump_version(t);
-  for (const auto &states : batch_.states) {
-    for (const auto &t : states) tamp::bump_version(t);
-  }
+  batch_.bump_versions();
 }
 
 }  // namespace tamp::optim

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <utility>
 
+#include "border/groups.h"
 #include "gradients/foreach_copy.h"
 #include "optim/scratch.h"
 
@@ -23,22 +24,14 @@ using List = std::vector<Tensor>;
 struct Group {
   const tamp_optim_options *options;
   at::TensorOptions wide;
-  std::vector<const Entry *> entries;
-  std::vector<int64_t> places;  // in memory for all, aligned as libtorch's own memory is
+  std::vector<const Entry *> entries{};
+  std::vector<int64_t> places{};  // in memory for all, aligned as libtorch's own memory is
   int64_t numbers = 0;
-
-  bool takes(const Entry &e) const {
-    return options == e.options && wide.dtype() == wide_dtype(e) && numbers + e.parameter.numel() <= kChunk;
-  }
 
   void add(const Entry &e) {
     entries.push_back(&e);
     places.push_back(numbers);
     numbers += (e.parameter.numel() + kRow - 1) / kRow * kRow;
-  }
-
-  static at::ScalarType wide_dtype(const Entry &e) {
-    return e.parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   }
 };
 
@@ -167,10 +160,12 @@ void orthogonalize(std::vector<Entry> &entries, const Unscaling &unscaling, bool
     e.rate = has_device_rates(*e.options) ? factor : e.options->lr * factor;
     e.direction = at::empty_like(e.parameter, e.parameter.options().dtype(at::kBFloat16));
     if (is_skipped || e.parameter.numel() == 0) continue;
-    size_t i = 0;
-    while (i < groups.size() && !groups[i].takes(e)) ++i;
-    if (i == groups.size()) groups.push_back({e.options, e.parameter.options().dtype(Group::wide_dtype(e)), {}, {}, 0});
-    groups[i].add(e);
+    const auto wide = e.parameter.options().dtype(e.parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+    const auto takes = [&](const Group &group) {
+      return group.options == e.options && group.wide.dtype() == wide.dtype() &&
+             group.numbers + e.parameter.numel() <= kChunk;
+    };
+    group_for(groups, takes, e.options, wide).add(e);
   }
   for (const auto &group : groups) newton_schulz(group, momenta(group, unscaling));
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "border/groups.h"
 #include "optim/whole.h"
 
 namespace tamp::optim {
@@ -13,14 +14,6 @@ namespace {
 using at::Tensor;
 
 constexpr double kDecay = 0.96;
-
-// Entries of NAdam with the same options.
-struct NAdamGroup {
-  const tamp_optim_options *options;
-  std::vector<Entry *> entries{};
-
-  bool takes(const Entry &e) const { return options == e.options; }
-};
 
 // The momentum of a step, for numbers and for tensors.
 double momentum(const tamp_optim_options &o, double step) {
@@ -31,10 +24,11 @@ Tensor momentum(const tamp_optim_options &o, const Tensor &step) {
   return at::pow(kDecay, step.mul(o.momentum_decay)).mul_(0.5).neg_().add_(1).mul_(o.beta1);
 }
 
-void find(const NAdamGroup &group) {
-  const tamp_optim_options &o = *group.options;
+// Finds the numbers of entries with the same options.
+void find(const std::vector<Entry *> &entries) {
+  const tamp_optim_options &o = *entries.front()->options;
   std::vector<Tensor> steps, products;
-  for (const Entry *e : group.entries) {
+  for (const Entry *e : entries) {
     steps.push_back(e->step.reshape({}));
     products.push_back(e->factors[kMuProduct].reshape({}));
   }
@@ -48,8 +42,8 @@ void find(const NAdamGroup &group) {
       now.neg().add_(1).mul_(minus_lr).div_(known.neg().add_(1)),
       next.mul(minus_lr).div_(known.mul(next).neg_().add_(1)),
   };
-  for (size_t i = 0; i < group.entries.size(); ++i) {
-    Entry &e = *group.entries[i];
+  for (size_t i = 0; i < entries.size(); ++i) {
+    Entry &e = *entries[i];
     const auto place = static_cast<int64_t>(i);
     for (int k = 0; k < kCoefficients; ++k) e.coefficients[k] = numbers[k].select(0, place);
     e.renewed[kMuProduct] = product.select(0, place).reshape(e.factors[kMuProduct].sizes());
@@ -67,15 +61,11 @@ NAdamNumbers nadam_numbers(const tamp_optim_options &o, double step, float mu_pr
 }
 
 void nadam_coefficients(std::vector<Entry> &entries) {
-  std::vector<NAdamGroup> groups;
+  std::vector<Entry *> all;
   for (auto &e : entries) {
-    if (e.options->algorithm != TAMP_OPTIM_NADAM) continue;
-    size_t i = 0;
-    while (i < groups.size() && !groups[i].takes(e)) ++i;
-    if (i == groups.size()) groups.push_back({e.options});
-    groups[i].entries.push_back(&e);
+    if (e.options->algorithm == TAMP_OPTIM_NADAM) all.push_back(&e);
   }
-  for (const auto &group : groups) find(group);
+  for (const auto &group : group_by(all, [](const Entry *e) { return e->options; })) find(group);
 }
 
 void compute_whole(std::vector<Entry> &entries, const Unscaling &unscaling, bool is_skipped) {

@@ -37,22 +37,22 @@ class StandIns {
  private:
   struct Chunk {
     uint8_t kind = TAMP_MASTER_NONE;
-    int64_t numbers = 0;
-    size_t random = 0;  // its place among the chunks with stochastic rounding, if it is one of them
+    // i32: in turn the upper halves of numbers, their gradients, and random bits or rounded numbers.
+    at::Tensor words;
+    at::Tensor numbers, mask;  // f32 and bool, except with f32 copies
+    size_t random = 0;         // its place among the chunks with stochastic rounding, if it is one of them
     std::vector<Entry> entries;
     Copies in, gradients, out;
   };
 
   using List = std::vector<const Entry *>;
-  void allocate(const std::vector<List> &lists, const std::vector<std::vector<Pieces>> &cuts);
+  Chunk chunk(uint8_t kind, int64_t numbers);
   void add(const List &list, const Pieces &pieces);
-  Entry entry(const Entry &whole, const Piece &piece, Copies &widened) const;
+  static Entry entry(const Entry &whole, const Piece &piece, const Chunk &chunk, Copies &widened);
 
   std::vector<Chunk> chunks_;
-  size_t random_ = 0;   // how many of them have stochastic rounding
-  at::Tensor numbers_;  // f32
-  at::Tensor words_;    // i32: in turn the upper halves of numbers, their gradients, and random bits or rounded numbers
-  at::Tensor mask_;
+  size_t random_ = 0;  // how many of them have stochastic rounding
+  Scratch scratch_;
   std::optional<rounding::Randoms> randoms_;
 };
 

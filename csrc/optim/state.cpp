@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "border/groups.h"
 #include "border/guarded.h"
 #include "gradients/foreach_copy.h"
 #include "kernels/kernels.h"
@@ -93,12 +94,10 @@ std::vector<List> lists(tamp_tensor *const *parameters, size_t count) {
   std::vector<List> out;
   for (size_t i = 0; i < count; ++i) {
     Tensor p = tamp::tensor(parameters[i]).detach();
-    size_t list = 0;
-    while (list < out.size() && !out[list].takes(p)) ++list;
-    if (list == out.size()) out.emplace_back();
-    out[list].numbers += p.numel();
-    out[list].parameters.push_back(std::move(p));
-    out[list].places.push_back(i);
+    List &list = tamp::group_for(out, [&](const List &other) { return other.takes(p); });
+    list.numbers += p.numel();
+    list.parameters.push_back(std::move(p));
+    list.places.push_back(i);
   }
   return out;
 }
