@@ -9,13 +9,13 @@ use std::fmt::Debug;
 use std::mem;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
-use crate::panics::Exchanged;
+use crate::panics::{Exchanged, lock};
 
 /// How an iteration of a graph is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -187,10 +187,12 @@ pub(crate) fn device() -> Option<Device> {
     now(|iteration| iteration.device).filter(|device| device.is_cuda())
 }
 
-/// Returns whether something on this device can be used: not in an iteration of a graph, unless the graph is also on
-/// it.
-pub(crate) fn is_at_home(at: Device) -> bool {
-    device().is_none_or(|device| device == at)
+/// Fails in an iteration of a graph of another device than this one, with what to do instead.
+pub(crate) fn refuse_elsewhere(at: Device, call: &'static str, remedy: &'static str) -> Result<()> {
+    match device() {
+        Some(device) if device != at => Err(refusal(call, remedy)),
+        _ => Ok(()),
+    }
 }
 
 /// Returns whether the thread is in an iteration of a graph of this device.
@@ -415,10 +417,6 @@ impl Drop for OwnLink {
     fn drop(&mut self) {
         self.0.note_change("a part of the iteration, which was dropped");
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn fits(state: &Tensor, next: &Tensor) -> bool {

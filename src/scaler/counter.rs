@@ -262,10 +262,8 @@ impl DeviceCounts {
     fn add(&mut self, answer: &Answer) -> Result<()> {
         let _own = OutsideRegions::enter();
         let device = self.numbers.device();
-        if !capture::is_at_home(device) {
-            let remedy = "make a counter for each device";
-            return Err(capture::refusal("a counter of another device's steps", remedy));
-        }
+        let remedy = "make a counter for each device";
+        capture::refuse_elsewhere(device, "a counter of another device's steps", remedy)?;
         let skipped = match answer.flag()? {
             Some(flag) => ffi::number_on(&flag.f_squeeze()?, device, Kind::Double)?.f_sign()?,
             // The host knows.
