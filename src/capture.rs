@@ -9,13 +9,13 @@ use std::fmt::Debug;
 use std::mem;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
-use crate::panics::Exchanged;
+use crate::panics::{Exchanged, lock};
 
 /// How an iteration of a graph is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +40,8 @@ struct Iteration {
     members: Vec<Arc<dyn Member>>,
     /// Tensors that the graph uses, and keeps.
     kept: Vec<Tensor>,
+    /// What each launch of the graph is counted by, as often as it counts.
+    counts: Vec<Arc<AtomicU64>>,
     /// Where the last step has read the learning rate on the device, until an outcome takes it.
     #[cfg(feature = "insight")]
     learning_rate: Option<IterationTensor>,
@@ -59,6 +61,7 @@ thread_local! {
 pub(crate) struct Ended {
     pub(crate) members: Vec<Arc<dyn Member>>,
     pub(crate) kept: Vec<Tensor>,
+    pub(crate) counts: Vec<Arc<AtomicU64>>,
     /// Whether only a part of a window of accumulation was in it.
     pub(crate) window_was_cut: bool,
     /// The error of a part whose function cannot return one.
@@ -81,6 +84,7 @@ impl Iteration {
             id: CaptureId(COUNT.fetch_add(1, Ordering::Relaxed)),
             members: Vec::new(),
             kept: Vec::new(),
+            counts: Vec::new(),
             #[cfg(feature = "insight")]
             learning_rate: None,
             window_is_open: false,
@@ -93,6 +97,7 @@ impl Iteration {
         Ended {
             members: mem::take(&mut self.members),
             kept: mem::take(&mut self.kept),
+            counts: mem::take(&mut self.counts),
             window_was_cut: self.window_was_cut || self.window_is_open,
             failure: self.failure.take(),
         }
@@ -182,10 +187,12 @@ pub(crate) fn device() -> Option<Device> {
     now(|iteration| iteration.device).filter(|device| device.is_cuda())
 }
 
-/// Returns whether something on this device can be used: not in an iteration of a graph, unless the graph is also on
-/// it.
-pub(crate) fn is_at_home(at: Device) -> bool {
-    device().is_none_or(|device| device == at)
+/// Fails in an iteration of a graph of another device than this one, with what to do instead.
+pub(crate) fn refuse_elsewhere(at: Device, call: &'static str, remedy: &'static str) -> Result<()> {
+    match device() {
+        Some(device) if device != at => Err(refusal(call, remedy)),
+        _ => Ok(()),
+    }
 }
 
 /// Returns whether the thread is in an iteration of a graph of this device.
@@ -216,6 +223,16 @@ pub(crate) fn keep<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) {
     ITERATION.with_borrow_mut(|iteration| {
         if let Some(Iteration { phase: Phase::Capture, kept, .. }) = iteration {
             kept.extend(tensors.into_iter().map(Tensor::shallow_clone));
+        }
+    });
+}
+
+/// Counts one more: now, or in a capture each time that its graph is launched.
+pub(crate) fn count(by: &Arc<AtomicU64>) {
+    ITERATION.with_borrow_mut(|iteration| match iteration {
+        Some(Iteration { phase: Phase::Capture, counts, .. }) => counts.push(Arc::clone(by)),
+        _ => {
+            by.fetch_add(1, Ordering::Relaxed);
         }
     });
 }
@@ -296,7 +313,6 @@ pub(crate) trait Member: Debug + Send + Sync {
 #[derive(Debug, Default)]
 pub(crate) struct GraphLink {
     replays: AtomicU64,
-    launches: AtomicU64,
     changes: AtomicU64,
     last_change: Mutex<&'static str>,
     is_lost: AtomicBool,
@@ -358,16 +374,6 @@ impl GraphLink {
 
     pub(crate) fn note_replay(&self) {
         self.replays.fetch_add(1, Ordering::Relaxed);
-        self.note_launch();
-    }
-
-    /// How often captured iterations were launched: by the capture itself, and by replays.
-    pub(crate) fn launches(&self) -> u64 {
-        self.launches.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn note_launch(&self) {
-        self.launches.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Returns whether a graph may know what it belongs to.
@@ -411,10 +417,6 @@ impl Drop for OwnLink {
     fn drop(&mut self) {
         self.0.note_change("a part of the iteration, which was dropped");
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn fits(state: &Tensor, next: &Tensor) -> bool {

@@ -9,6 +9,7 @@
 
 use std::panic::Location;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use tch::{Device, Tensor};
 
@@ -66,6 +67,8 @@ pub struct Captured<T> {
     changes: Vec<u64>,
     /// Tensors that the captured graph uses.
     kept: Vec<Tensor>,
+    /// What counts its launches.
+    counts: Vec<Arc<AtomicU64>>,
     latest: Option<Latest<T>>,
 }
 
@@ -123,8 +126,9 @@ impl<T> Captured<T> {
             _ => None,
         };
         let stage = Stage::WarmUp { iterations: 0 };
-        let (members, changes, kept) = (Vec::new(), Vec::new(), Vec::new());
-        Ok(Self { device, graph, stage, members, changes, kept, latest: None })
+        let (members, changes) = (Vec::new(), Vec::new());
+        let (kept, counts) = (Vec::new(), Vec::new());
+        Ok(Self { device, graph, stage, members, changes, kept, counts, latest: None })
     }
 
     /// Takes one iteration of the training: runs `iteration`, captures and replays it, or replays it.
@@ -169,7 +173,6 @@ impl<T> Captured<T> {
             Stage::WarmUp { iterations } if self.captures_next(*iterations) => {
                 self.capture(iteration, at)?;
                 self.launch()?;
-                self.members.iter().for_each(|member| member.link().note_launch());
             }
             Stage::WarmUp { iterations } => {
                 let iterations = *iterations;
@@ -234,7 +237,7 @@ impl<T> Captured<T> {
             capture::during(self.device, Phase::Capture, || noted::during(iteration));
         let recorded = capturing.end();
         let left = stream.leave();
-        let Ended { members, kept, window_was_cut, failure } = ended;
+        let Ended { members, kept, counts, window_was_cut, failure } = ended;
         let checked = output.and_then(|output| {
             failure.map_or(Ok(()), Err)?;
             recorded.and(left)?;
@@ -245,7 +248,7 @@ impl<T> Captured<T> {
         match checked {
             Ok(output) => {
                 self.latest = Some(Latest { output, answers });
-                self.kept = kept;
+                (self.kept, self.counts) = (kept, counts);
                 self.take_members(members);
                 self.stage = Stage::Captured { at };
                 Ok(())
@@ -275,7 +278,11 @@ impl<T> Captured<T> {
     fn launch(&self) -> Result<()> {
         self.members.iter().try_for_each(|member| member.check())?;
         self.members.iter().try_for_each(|member| member.before_replay())?;
-        self.graph.as_ref().map_or(Ok(()), Graph::replay)
+        self.graph.as_ref().map_or(Ok(()), Graph::replay)?;
+        for count in &self.counts {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(())
     }
 }
 

@@ -6,6 +6,7 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::LocalKey;
 
 use crate::error::without_backtrace;
@@ -31,6 +32,11 @@ pub(crate) fn swallow(f: impl FnOnce()) {
         let inner = catch_unwind(AssertUnwindSafe(|| drop(payload)));
         inner.unwrap_or_else(mem::forget);
     }
+}
+
+/// Locks what a panic of another thread leaves whole.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Another value of a thread's variable, which has its own again when this is dropped, also by a panic.

@@ -141,7 +141,7 @@ impl AveragedWeights {
         self.link.register(self.averages.iter().chain(self.count.tensor()));
         let device = self.averages[0].device();
         let count = self.count.next(self.averaging, skips, device)?;
-        ffi::average_update(&self.averages, &self.parameters, count.weight())?;
+        ffi::average_update(&self.averages, &self.parameters, count.map(|count| count.weight))?;
         self.count.replace(count, &self.link)
     }
 

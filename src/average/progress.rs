@@ -5,17 +5,19 @@ use tch::{Device, Kind, Tensor};
 use crate::average::{Averaging, Ema};
 use crate::capture::{self, GraphLink};
 use crate::error::Result;
-use crate::ffi::{self, AverageOptions, AverageWeight, Counted, OutsideRegions};
+use crate::ffi::{self, AverageOptions, Counted, OutsideRegions};
 
 /// How many updates there were, and what is left of the weight that the start would have without the correction of its
 /// bias. The weight is that of the last update.
 #[derive(Debug)]
-pub(crate) enum Count {
-    /// All outcomes were known to the host.
-    Host { updates: u64, rest: f64, weight: f64 },
-    /// Some outcome was on a device, which has counted since: an f64 tensor of the three.
-    Device(Tensor),
+pub(super) struct Updates {
+    count: u64,
+    rest: f64,
+    pub(super) weight: f64,
 }
+
+/// These three numbers. A device has them from the first outcome on that is on one.
+pub(super) type Count = Counted<Updates>;
 
 impl Count {
     pub(super) fn start() -> Self {
@@ -23,7 +25,7 @@ impl Count {
     }
 
     pub(super) fn resumed(updates: u64, rest: f64) -> Self {
-        Self::Host { updates, rest, weight: 0.0 }
+        Self::Host(Updates { count: updates, rest, weight: 0.0 })
     }
 
     /// Counts an update. With a flag on a device, the update takes place unless that is set, and its weight otherwise
@@ -36,20 +38,17 @@ impl Count {
     ) -> Result<Self> {
         let options = options(averaging);
         let never = match (self, skips) {
-            (Self::Host { .. }, None) if capture::is_on(device) => {
+            (Self::Host(_), None) if capture::is_on(device) => {
                 Some(ffi::number_new(0.0, Kind::Float, device)?)
             }
             _ => None,
         };
         let skips = skips.or(never.as_ref());
-        let counted = match (self, skips) {
-            (&Self::Host { updates, rest, .. }, None) => {
-                let (weight, rest) = step(options, updates as f64, rest);
-                return Ok(Self::Host { updates: updates.saturating_add(1), rest, weight });
-            }
-            (&Self::Host { updates, rest, .. }, Some(_)) => Counted::Host { updates, rest },
-            (Self::Device(count), _) => Counted::Device(count),
-        };
+        if let (Self::Host(Updates { count, rest, .. }), None) = (self, skips) {
+            let (weight, rest) = step(options, *count as f64, *rest);
+            return Ok(Self::Host(Updates { count: count.saturating_add(1), rest, weight }));
+        }
+        let counted = self.map(|updates| (updates.count, updates.rest));
         Ok(Self::Device(ffi::average_count(counted, skips, options)?))
     }
 
@@ -63,7 +62,7 @@ impl Count {
                     *count = next;
                 }
             }
-            (Self::Host { .. }, Self::Device(_)) if capture::is_capturing() => {
+            (Self::Host(_), Self::Device(_)) if capture::is_capturing() => {
                 capture::refuse(AVERAGE, "update the averages in the warm-up, too")?;
             }
             (_, next) => *self = next,
@@ -71,27 +70,11 @@ impl Count {
         Ok(())
     }
 
-    /// The count on a device.
-    pub(super) fn tensor(&self) -> Option<&Tensor> {
-        match self {
-            Self::Host { .. } => None,
-            Self::Device(count) => Some(count),
-        }
-    }
-
-    /// The weight of the last update.
-    pub(super) fn weight(&self) -> AverageWeight<'_> {
-        match self {
-            Self::Host { weight, .. } => AverageWeight::Host(*weight),
-            Self::Device(count) => AverageWeight::Counted(count),
-        }
-    }
-
     /// Returns the number of updates and what is left of the start. Synchronizes if they are on a device.
-    pub(crate) fn read(&self) -> Result<(u64, f64)> {
+    pub(super) fn read(&self) -> Result<(u64, f64)> {
         let _own = OutsideRegions::enter();
         match self {
-            Self::Host { updates, rest, .. } => Ok((*updates, *rest)),
+            Self::Host(Updates { count, rest, .. }) => Ok((*count, *rest)),
             Self::Device(count) => {
                 let numbers = Vec::<f64>::try_from(count.f_to_device(Device::Cpu)?)?;
                 Ok((numbers[0] as u64, numbers[1]))

@@ -4,7 +4,7 @@ use std::ptr::{self, NonNull};
 
 use tch::Tensor;
 
-use super::{call, given, pointers};
+use super::{Counted, call, given, pointers};
 use crate::error::{Error, Result};
 use crate::sys;
 
@@ -26,21 +26,15 @@ impl AverageOptions {
     }
 }
 
-/// The updates of an average that were counted before.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Counted<'a> {
-    Host { updates: u64, rest: f64 },
-    Device(&'a Tensor),
-}
-
-/// Counts an update on a device, unless a flag there is set: see `tamp_average_count`. Does not synchronize.
+/// Counts an update on a device, after so many with so much left of the start, unless a flag there is set: see
+/// `tamp_average_count`. Does not synchronize.
 pub(crate) fn average_count(
-    counted: Counted<'_>,
+    counted: Counted<(u64, f64), &Tensor>,
     skips: Option<&Tensor>,
     options: AverageOptions,
 ) -> Result<Tensor> {
     let (tensor, updates, rest) = match counted {
-        Counted::Host { updates, rest } => (ptr::null(), updates as f64, rest),
+        Counted::Host((updates, rest)) => (ptr::null(), updates as f64, rest),
         Counted::Device(tensor) => (tensor.as_ptr(), 0.0, 0.0),
     };
     let skips = skips.map_or(ptr::null(), |tensor| tensor.as_ptr());
@@ -51,24 +45,17 @@ pub(crate) fn average_count(
     })?)
 }
 
-/// The weight by which averages move towards parameters.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum AverageWeight<'a> {
-    Host(f64),
-    /// A count on a device, which is read for parameters on the CPU: that synchronizes.
-    Counted(&'a Tensor),
-}
-
-/// Moves averages towards parameters.
+/// Moves averages towards parameters by a weight. A count on a device is read for parameters on the CPU: that
+/// synchronizes.
 pub(crate) fn average_update(
     averages: &[Tensor],
     parameters: &[Tensor],
-    weight: AverageWeight<'_>,
+    weight: Counted<f64, &Tensor>,
 ) -> Result<()> {
     assert_eq!(averages.len(), parameters.len(), "one average for each parameter");
     let (number, counted) = match weight {
-        AverageWeight::Host(number) => (number, ptr::null()),
-        AverageWeight::Counted(tensor) => (0.0, tensor.as_ptr()),
+        Counted::Host(number) => (number, ptr::null()),
+        Counted::Device(tensor) => (0.0, tensor.as_ptr()),
     };
     let (averages, parameters) = (pointers(averages), pointers(parameters));
     let (count, averages, parameters) = (averages.len(), averages.as_ptr(), parameters.as_ptr());

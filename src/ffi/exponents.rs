@@ -4,7 +4,7 @@ use std::ptr;
 
 use tch::Tensor;
 
-use super::{call, given};
+use super::{Counted, call, given};
 use crate::error::Result;
 use crate::sys::insight as sys;
 
@@ -112,25 +112,18 @@ pub(crate) struct ReadNumbers {
     pub(crate) is_judged: bool,
 }
 
-/// Where the next row of a history is: known to the host, or counted by an f64 tensor on the device.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum NextRow<'a> {
-    Host(usize),
-    Device(&'a Tensor),
-}
-
-/// Writes the numbers of a step to the next row of a history, or begins one of `length` rows: see
-/// `tamp_history_record`.
+/// Writes the numbers of a step to the next row of a history, the host's or that after all rows which a device has
+/// counted, or begins one of `length` rows: see `tamp_history_record`.
 pub(crate) fn history_record(
     history: Option<&Tensor>,
     length: usize,
-    next: NextRow<'_>,
+    next: Counted<usize, &Tensor>,
     numbers: StepNumbers<'_>,
 ) -> Result<Tensor> {
     let raw = raw_numbers(numbers);
     let (row, count) = match next {
-        NextRow::Host(row) => (row, ptr::null_mut()),
-        NextRow::Device(count) => (0, super::pointer(count)),
+        Counted::Host(row) => (row, ptr::null_mut()),
+        Counted::Device(count) => (0, super::pointer(count)),
     };
     assert!(row < length, "the history has this row");
     let (history, length, row) = (optional(history), length as i64, row as i64);

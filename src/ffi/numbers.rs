@@ -10,6 +10,31 @@ use crate::sys;
 /// The number of `c10::ScalarType` for i32.
 const INT: i8 = 3;
 
+/// A count of the host, with which from some step on only a device goes on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Counted<T, D = Tensor> {
+    Host(T),
+    /// Its numbers as f64.
+    Device(D),
+}
+
+impl<T> Counted<T> {
+    pub(crate) fn tensor(&self) -> Option<&Tensor> {
+        match self {
+            Self::Host(_) => None,
+            Self::Device(count) => Some(count),
+        }
+    }
+
+    /// What the host's count says of something, or the device's count.
+    pub(crate) fn map<U>(&self, of: impl FnOnce(&T) -> U) -> Counted<U, &Tensor> {
+        match self {
+            Self::Host(count) => Counted::Host(of(count)),
+            Self::Device(count) => Counted::Device(count),
+        }
+    }
+}
+
 /// Creates a tensor without dimensions that holds a value.
 pub(crate) fn number_new(value: f64, kind: Kind, device: Device) -> Result<Tensor> {
     let dtype = match kind {

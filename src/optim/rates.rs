@@ -6,8 +6,8 @@
 //! rate is another number.
 
 use std::fmt::Debug;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::mem;
+use std::sync::{Arc, Mutex};
 
 use tch::{Device, Kind, Tensor};
 
@@ -16,6 +16,7 @@ use crate::error::Result;
 use crate::ffi::{self, OptimOptions, OutsideRegions, Snapshot, Stamps};
 use crate::optim::ParamGroup;
 use crate::optim::state::{MANY_STEPS, ParameterState};
+use crate::panics::lock;
 
 /// The numbers that an optimizer and the graphs of its iterations share.
 #[derive(Debug)]
@@ -23,12 +24,6 @@ pub(crate) struct DeviceRates {
     link: GraphLink,
     numbers: Mutex<Numbers>,
     parameters: Mutex<Captured>,
-    /// Whether no step depends on what only the device knows.
-    is_ready: AtomicBool,
-    /// The largest number of steps of a parameter at the capture.
-    most_steps: AtomicU64,
-    /// The replays that the states of the parameters count.
-    counted: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -64,10 +59,12 @@ struct Captured {
     trained: Vec<bool>,
     /// Their gradients before the capture.
     gradients: Snapshot,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Whether no step depends on what only the device knows.
+    is_ready: bool,
+    /// The largest number of steps of a parameter at the capture.
+    most_steps: u64,
+    /// The replays that the states of the parameters count.
+    counted: u64,
 }
 
 fn numbers(options: &[OptimOptions]) -> Vec<f32> {
@@ -79,16 +76,9 @@ impl DeviceRates {
     pub(crate) fn new(options: &[OptimOptions], device: Device) -> Result<Arc<Self>> {
         let _own = OutsideRegions::enter();
         let block = Tensor::f_zeros([options.len() as i64, 2], (Kind::Float, device))?;
-        let numbers =
-            Numbers { block, wanted: numbers(options), written: Vec::new(), driver: None };
-        Ok(Arc::new(Self {
-            link: GraphLink::default(),
-            numbers: Mutex::new(numbers),
-            parameters: Mutex::default(),
-            is_ready: AtomicBool::new(false),
-            most_steps: AtomicU64::new(0),
-            counted: AtomicU64::new(0),
-        }))
+        let (wanted, written) = (numbers(options), Vec::new());
+        let numbers = Mutex::new(Numbers { block, wanted, written, driver: None });
+        Ok(Arc::new(Self { link: GraphLink::default(), numbers, parameters: Mutex::default() }))
     }
 
     /// Returns whether these are as many options as those that the rates are of.
@@ -123,9 +113,11 @@ impl DeviceRates {
         lock(&self.numbers).block.device()
     }
 
-    /// Sets the rates that the next step or replay is to read.
+    /// Sets the rates that the next step or replay is to read, unless these are of another number of options.
     pub(crate) fn set(&self, options: &[OptimOptions]) {
-        lock(&self.numbers).wanted = numbers(options);
+        if self.fits(options) {
+            lock(&self.numbers).wanted = numbers(options);
+        }
     }
 
     /// Copies the rates to the device if they have changed. Does not synchronize.
@@ -169,14 +161,11 @@ impl DeviceRates {
         if *have_masters {
             stamps.take(list)?;
         }
-        self.is_ready.store(is_ready, Ordering::Relaxed);
-        let (mut most, mut tensors) = (0, Vec::new());
+        (captured.is_ready, captured.most_steps) = (is_ready, 0);
         for state in states {
-            most = most.max(state.most_steps);
-            tensors.extend(state.tensors.iter().chain([&state.step, &state.master]).flatten());
+            captured.most_steps = captured.most_steps.max(state.most_steps);
+            capture::keep(state.tensors.iter().chain([&state.step, &state.master]).flatten());
         }
-        self.most_steps.store(most, Ordering::Relaxed);
-        capture::keep(tensors);
         Ok(())
     }
 
@@ -193,7 +182,7 @@ impl DeviceRates {
     /// The replays since the last call, each of which may have been a step of every parameter.
     pub(crate) fn take_replays(&self) -> u64 {
         let replays = self.link.replays();
-        replays - self.counted.swap(replays, Ordering::Relaxed)
+        replays - mem::replace(&mut lock(&self.parameters).counted, replays)
     }
 
     pub(crate) fn note_change(&self, what: &'static str) {
@@ -208,11 +197,11 @@ impl Member for DeviceRates {
 
     fn is_ready(&self) -> bool {
         let mut captured = lock(&self.parameters);
-        let Captured { list, stamps, have_masters, .. } = &mut *captured;
+        let Captured { list, stamps, have_masters, is_ready, .. } = &mut *captured;
         // A step makes masters anew where others have written to their weights; a capture would have each replay do so.
         let is_fresh =
             !*have_masters || stamps.compare(list).is_ok_and(|changed| !changed.contains(&true));
-        is_fresh && self.is_ready.load(Ordering::Relaxed)
+        is_fresh && *is_ready
     }
 
     fn before_capture(&self) -> Result<()> {
@@ -224,7 +213,7 @@ impl Member for DeviceRates {
 
     fn after_capture(&self) -> Result<()> {
         let mut captured = lock(&self.parameters);
-        let Captured { list, stamps, have_masters, trained, gradients } = &mut *captured;
+        let Captured { list, stamps, have_masters, trained, gradients, .. } = &mut *captured;
         let now = ffi::gradients_inspect(list)?;
         let mut pairs = gradients.iter().zip(&now);
         if pairs.any(|(before, now)| before.exists() && before.identity() == now.identity()) {
@@ -265,8 +254,8 @@ impl Member for DeviceRates {
         if list.iter().zip(&*trained).any(|(parameter, was)| parameter.requires_grad() != *was) {
             return Err(capture::changed_since("which parameters are trained"));
         }
-        let replays = self.link.replays() - self.counted.load(Ordering::Relaxed);
-        let most = self.most_steps.load(Ordering::Relaxed);
+        let replays = self.link.replays() - captured.counted;
+        let most = captured.most_steps;
         if most < MANY_STEPS && most.saturating_add(replays) >= MANY_STEPS {
             return Err(capture::changed_since("the number of steps, which has reached 2^24"));
         }

@@ -310,10 +310,7 @@ impl Optimizer {
         if !before.iter().map(at_rate).eq(self.groups.iter().map(at_rate)) {
             rates.note_change("the options of the optimizer");
         }
-        let options = self.step_options();
-        if rates.fits(&options) {
-            rates.set(&options);
-        }
+        rates.set(&self.step_options());
     }
 
     /// The numbers on the device that a schedule can write.
@@ -338,10 +335,7 @@ impl Optimizer {
     pub(super) fn leave_rates_to_host(&self) {
         if let Some(rates) = &self.rates {
             rates.set_driver(None);
-            let options = self.step_options();
-            if rates.fits(&options) {
-                rates.set(&options);
-            }
+            rates.set(&self.step_options());
         }
     }
 

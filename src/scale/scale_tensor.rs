@@ -292,10 +292,8 @@ impl ScaleTensor {
     ///
     /// An error if the scale is on another device.
     pub(crate) fn join_graph(&self) -> Result<()> {
-        if !capture::is_at_home(self.tensor.device()) {
-            let remedy = "make the scaler for the device of the graph";
-            capture::refuse("a scaler of another device", remedy)?;
-        }
+        let remedy = "make the scaler for the device of the graph";
+        capture::refuse_elsewhere(self.tensor.device(), "a scaler of another device", remedy)?;
         self.link.register([&self.tensor, &self.tracker].into_iter().chain(&self.counts));
         Ok(())
     }

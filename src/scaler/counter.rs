@@ -1,10 +1,14 @@
 //! Counts of what several steps did.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::capture;
-use crate::error::Error;
-use crate::error::Result;
+use tch::{Device, Kind, Tensor};
+
+use crate::capture::{self, GraphLink};
+use crate::error::{Error, Result};
+use crate::ffi::{self, Arrival, OutsideRegions};
 use crate::scaler::outcome::{Answer, StepOutcome};
 
 /// Counts the steps that were taken and those that were skipped, without ever synchronizing. Meant for learning-rate
@@ -36,7 +40,7 @@ pub struct StepCounter {
     counts: Counts,
     open: VecDeque<Answer>,
     /// From the first iteration of a graph on, a device counts.
-    device: Option<on_device::DeviceCounts>,
+    device: Option<DeviceCounts>,
     /// Why a step could not be counted.
     failure: Option<Error>,
 }
@@ -189,7 +193,7 @@ impl StepCounter {
         let device = match &mut self.device {
             Some(device) => device,
             None => {
-                let begun = on_device::DeviceCounts::begin(self.counts, &self.open)?;
+                let begun = DeviceCounts::begin(self.counts, &self.open)?;
                 self.open.clear();
                 self.device.insert(begun)
             }
@@ -204,216 +208,116 @@ impl StepCounter {
 }
 
 /// Counts that replays of graphs go on with.
-mod on_device {
-    use std::collections::VecDeque;
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicU64, Ordering};
+#[derive(Debug)]
+struct DeviceCounts {
+    /// The host's counts when the device began.
+    base: Counts,
+    /// As f64: the steps that were taken and skipped since then, those skipped in a row, and the longest row.
+    numbers: Tensor,
+    /// The sum of the first two when they last arrived.
+    known: u64,
+    arrival: Option<Arrival<4>>,
+    /// The steps that were recorded, those of each launch of a graph included.
+    recorded: Arc<AtomicU64>,
+    link: Arc<GraphLink>,
+}
 
-    use tch::{Device, Kind, Tensor};
+impl Drop for DeviceCounts {
+    fn drop(&mut self) {
+        self.link.note_change("a counter in the iteration, which was dropped");
+    }
+}
 
-    use super::Counts;
-    use crate::capture::{self, GraphLink, Member};
-    use crate::error::Result;
-    use crate::ffi::{self, Arrival, OutsideRegions};
-    use crate::scaler::outcome::Answer;
-
-    #[derive(Debug)]
-    pub(super) struct DeviceCounts {
-        /// The host's counts when the device began.
-        base: Counts,
-        /// As f64: the steps that were taken and skipped since then, those skipped in a row, and the longest row.
-        numbers: Tensor,
-        /// The sum of the first two when they last arrived.
-        known: u64,
-        arrival: Option<Arrival<4>>,
-        /// The steps that were recorded, apart from those of captured iterations.
-        recorded: u64,
-        captured: Vec<Arc<CapturedSteps>>,
+impl DeviceCounts {
+    /// Begins with the counts of the host, and the steps of which it does not know.
+    fn begin(base: Counts, open: &VecDeque<Answer>) -> Result<Self> {
+        let device = capture::device().unwrap_or(Device::Cpu);
+        if capture::is_capturing() {
+            let remedy = "record a step in the warm-up, too";
+            return Err(capture::refusal("the first step of a counter", remedy));
+        }
+        let rows = [0, 0, base.in_a_row, base.longest_row].map(|count| count as f64);
+        let numbers = Tensor::f_zeros([4], (Kind::Double, device))?;
+        for (place, count) in (0..).zip(rows).filter(|(_, count)| *count > 0.0) {
+            ffi::number_set(&numbers.f_narrow(0, place, 1)?, count)?;
+        }
+        let (recorded, link) = (Arc::default(), Arc::default());
+        let mut begun = Self { base, numbers, known: 0, arrival: None, recorded, link };
+        open.iter()
+            .filter(|answer| !answer.has_no_gradients())
+            .try_for_each(|answer| begun.record(answer))?;
+        Ok(begun)
     }
 
-    /// The steps that a captured iteration records.
-    #[derive(Debug, Default)]
-    struct CapturedSteps {
-        link: GraphLink,
-        steps: AtomicU64,
+    /// Counts a step. If memory runs out, nothing is counted.
+    fn record(&mut self, answer: &Answer) -> Result<()> {
+        self.add(answer)?;
+        if capture::is_capturing() {
+            self.link.register([&self.numbers]);
+        }
+        capture::count(&self.recorded);
+        Ok(())
     }
 
-    impl Member for CapturedSteps {
-        fn link(&self) -> &GraphLink {
-            &self.link
-        }
-
-        fn after_failure(&self) {
-            self.steps.store(0, Ordering::Relaxed);
-        }
+    fn add(&mut self, answer: &Answer) -> Result<()> {
+        let _own = OutsideRegions::enter();
+        let device = self.numbers.device();
+        let remedy = "make a counter for each device";
+        capture::refuse_elsewhere(device, "a counter of another device's steps", remedy)?;
+        let skipped = match answer.flag()? {
+            Some(flag) => ffi::number_on(&flag.f_squeeze()?, device, Kind::Double)?.f_sign()?,
+            // The host knows.
+            None => {
+                let skipped = if answer.is_stepped()? { 0.0 } else { 1.0 };
+                ffi::number_new(skipped, Kind::Double, device)?
+            }
+        };
+        let one = skipped.f_ones_like()?;
+        let numbers = self.numbers.f_unbind(0)?;
+        let taken = numbers[0].f_add(&one.f_sub(&skipped)?)?;
+        let skips = numbers[1].f_add(&skipped)?;
+        let in_a_row = numbers[2].f_add(&one)?.f_mul(&skipped)?;
+        let longest = numbers[3].f_maximum(&in_a_row)?;
+        let next = Tensor::f_stack(&[taken, skips, in_a_row, longest], 0)?;
+        self.numbers.f_copy_(&next)?;
+        Ok(())
     }
 
-    impl CapturedSteps {
-        /// The steps of all launches.
-        fn recorded(&self) -> u64 {
-            self.steps.load(Ordering::Relaxed) * self.link.launches()
+    /// Returns the counts if newer ones have arrived. Does not synchronize.
+    fn poll(&mut self) -> Result<Option<Counts>> {
+        let mut counts = None;
+        if let Some(arrival) = &self.arrival {
+            let Some(numbers) = arrival.poll_all()? else { return Ok(None) };
+            self.arrival = None;
+            counts = Some(self.take(numbers));
         }
-    }
-
-    impl Drop for DeviceCounts {
-        fn drop(&mut self) {
-            for captured in &self.captured {
-                captured.link.note_change("a counter in the iteration, which was dropped");
-            }
+        if self.pending() == 0 {
+            return Ok(counts);
         }
-    }
-
-    impl DeviceCounts {
-        /// Begins with the counts of the host, and the steps of which it does not know.
-        pub(super) fn begin(base: Counts, open: &VecDeque<Answer>) -> Result<Self> {
-            let device = capture::device().unwrap_or(Device::Cpu);
-            if capture::is_capturing() {
-                let remedy = "record a step in the warm-up, too";
-                return Err(capture::refusal("the first step of a counter", remedy));
+        let arrival = Arrival::new(&self.numbers)?;
+        match arrival.poll_all()? {
+            Some(numbers) => Ok(Some(self.take(numbers))),
+            None => {
+                self.arrival = Some(arrival);
+                Ok(counts)
             }
-            let rows = [0, 0, base.in_a_row, base.longest_row].map(|count| count as f64);
-            let numbers = Tensor::f_zeros([4], (Kind::Double, device))?;
-            for (place, count) in (0..).zip(rows).filter(|(_, count)| *count > 0.0) {
-                ffi::number_set(&numbers.f_narrow(0, place, 1)?, count)?;
-            }
-            let (arrival, captured) = (None, Vec::new());
-            let mut begun = Self { base, numbers, known: 0, arrival, recorded: 0, captured };
-            open.iter()
-                .filter(|answer| !answer.has_no_gradients())
-                .try_for_each(|answer| begun.record(answer))?;
-            Ok(begun)
-        }
-
-        /// Counts a step. If memory runs out, nothing is counted.
-        pub(super) fn record(&mut self, answer: &Answer) -> Result<()> {
-            self.add(answer)?;
-            if !capture::is_capturing() {
-                self.recorded += 1;
-                return Ok(());
-            }
-            let captured = self.captured.iter().find(|captured| capture::has_joined(captured));
-            let captured = match captured {
-                Some(captured) => Arc::clone(captured),
-                None => self.begin_capture(),
-            };
-            captured.steps.fetch_add(1, Ordering::Relaxed);
-            Ok(())
-        }
-
-        fn begin_capture(&mut self) -> Arc<CapturedSteps> {
-            // Graphs that are gone add nothing any more.
-            let recorded = &mut self.recorded;
-            self.captured.retain(|captured| {
-                let is_live = Arc::strong_count(captured) > 1;
-                *recorded += if is_live { 0 } else { captured.recorded() };
-                is_live
-            });
-            let captured = Arc::new(CapturedSteps::default());
-            capture::register(&captured);
-            capture::keep([&self.numbers]);
-            self.captured.push(Arc::clone(&captured));
-            captured
-        }
-
-        fn add(&mut self, answer: &Answer) -> Result<()> {
-            let _own = OutsideRegions::enter();
-            let device = self.numbers.device();
-            if !capture::is_at_home(device) {
-                let remedy = "make a counter for each device";
-                return Err(capture::refusal("a counter of another device's steps", remedy));
-            }
-            let skipped = match answer.flag()? {
-                Some(flag) => ffi::number_on(&flag.f_squeeze()?, device, Kind::Double)?.f_sign()?,
-                // The host knows.
-                None => {
-                    let skipped = if answer.is_stepped()? { 0.0 } else { 1.0 };
-                    ffi::number_new(skipped, Kind::Double, device)?
-                }
-            };
-            let one = skipped.f_ones_like()?;
-            let numbers = self.numbers.f_unbind(0)?;
-            let taken = numbers[0].f_add(&one.f_sub(&skipped)?)?;
-            let skips = numbers[1].f_add(&skipped)?;
-            let in_a_row = numbers[2].f_add(&one)?.f_mul(&skipped)?;
-            let longest = numbers[3].f_maximum(&in_a_row)?;
-            let next = Tensor::f_stack(&[taken, skips, in_a_row, longest], 0)?;
-            self.numbers.f_copy_(&next)?;
-            Ok(())
-        }
-
-        /// Returns the counts if newer ones have arrived. Does not synchronize.
-        pub(super) fn poll(&mut self) -> Result<Option<Counts>> {
-            let mut counts = None;
-            if let Some(arrival) = &self.arrival {
-                let Some(numbers) = arrival.poll_all()? else { return Ok(None) };
-                self.arrival = None;
-                counts = Some(self.take(numbers));
-            }
-            if self.pending() == 0 {
-                return Ok(counts);
-            }
-            let arrival = Arrival::new(&self.numbers)?;
-            match arrival.poll_all()? {
-                Some(numbers) => Ok(Some(self.take(numbers))),
-                None => {
-                    self.arrival = Some(arrival);
-                    Ok(counts)
-                }
-            }
-        }
-
-        fn take(&mut self, numbers: [f64; 4]) -> Counts {
-            let [taken, skipped, in_a_row, longest_row] = numbers.map(|number| number as u64);
-            self.known = taken + skipped;
-            Counts {
-                taken: self.base.taken.saturating_add(taken),
-                skipped: self.base.skipped + skipped,
-                in_a_row,
-                longest_row,
-            }
-        }
-
-        /// The steps that are recorded and whose counts have not arrived.
-        pub(super) fn pending(&self) -> usize {
-            let captured: u64 = self.captured.iter().map(|captured| captured.recorded()).sum();
-            (self.recorded + captured).saturating_sub(self.known) as usize
         }
     }
 
-    #[cfg(test)]
-    mod tests {
-        #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
-        use super::*;
-        use crate::scaler::outcome::{StepOutcome, StepResult};
-
-        /// However many of the steps are open when the device begins, it comes to the counts of a host that knows all.
-        #[test]
-        fn a_device_goes_on_from_what_the_host_has_counted_and_from_its_open_steps() {
-            let on_device = |found_inf: f32| StepOutcome::on_device(Tensor::from(found_inf));
-            let known = StepOutcome::known;
-            let outcomes = [
-                on_device(1.0),
-                known(StepResult::NoGradients),
-                on_device(1.0),
-                known(StepResult::Skipped),
-                known(StepResult::NoGradients),
-                on_device(0.0),
-                known(StepResult::Stepped),
-                known(StepResult::Skipped),
-                known(StepResult::NoGradients),
-            ];
-            let base = Counts { taken: 100, skipped: 9, in_a_row: 2, longest_row: 4 };
-            let open: VecDeque<_> =
-                outcomes.iter().map(|outcome| outcome.answer().clone()).collect();
-            let mut device = DeviceCounts::begin(base, &open).unwrap();
-            assert_eq!(device.pending(), 6);
-            let numbers = Vec::<f64>::try_from(&device.numbers).unwrap();
-            let counts = device.take(numbers.try_into().unwrap());
-            let Counts { taken, skipped, in_a_row, longest_row } = counts;
-            assert_eq!((taken, skipped, in_a_row, longest_row), (102, 13, 1, 5));
-            assert_eq!(device.pending(), 0);
+    fn take(&mut self, numbers: [f64; 4]) -> Counts {
+        let [taken, skipped, in_a_row, longest_row] = numbers.map(|number| number as u64);
+        self.known = taken + skipped;
+        Counts {
+            taken: self.base.taken.saturating_add(taken),
+            skipped: self.base.skipped + skipped,
+            in_a_row,
+            longest_row,
         }
+    }
+
+    /// The steps that are recorded and whose counts have not arrived.
+    fn pending(&self) -> usize {
+        self.recorded.load(Ordering::Relaxed).saturating_sub(self.known) as usize
     }
 }
 
@@ -429,5 +333,40 @@ impl std::fmt::Display for StepCounter {
             0 => Ok(()),
             open => write!(f, ", {open} pending"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use crate::scaler::outcome::{StepOutcome, StepResult};
+
+    /// However many of the steps are open when the device begins, it comes to the counts of a host that knows all.
+    #[test]
+    fn a_device_goes_on_from_what_the_host_has_counted_and_from_its_open_steps() {
+        let on_device = |found_inf: f32| StepOutcome::on_device(Tensor::from(found_inf));
+        let known = StepOutcome::known;
+        let outcomes = [
+            on_device(1.0),
+            known(StepResult::NoGradients),
+            on_device(1.0),
+            known(StepResult::Skipped),
+            known(StepResult::NoGradients),
+            on_device(0.0),
+            known(StepResult::Stepped),
+            known(StepResult::Skipped),
+            known(StepResult::NoGradients),
+        ];
+        let base = Counts { taken: 100, skipped: 9, in_a_row: 2, longest_row: 4 };
+        let open: VecDeque<_> = outcomes.iter().map(|outcome| outcome.answer().clone()).collect();
+        let mut device = DeviceCounts::begin(base, &open).unwrap();
+        assert_eq!(device.pending(), 6);
+        let numbers = Vec::<f64>::try_from(&device.numbers).unwrap();
+        let counts = device.take(numbers.try_into().unwrap());
+        let Counts { taken, skipped, in_a_row, longest_row } = counts;
+        assert_eq!((taken, skipped, in_a_row, longest_row), (102, 13, 1, 5));
+        assert_eq!(device.pending(), 0);
     }
 }

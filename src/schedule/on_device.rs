@@ -4,7 +4,7 @@
 //! those to come, so that a replay has the rates of a loop that asks for every outcome. The host renews the table from
 //! a count that it reads late, without waiting.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tch::{Kind, Tensor};
 
@@ -12,6 +12,7 @@ use crate::capture::{self, GraphLink, Member};
 use crate::error::{Error, Result};
 use crate::ffi::{self, Arrival, OutsideRegions};
 use crate::optim::{DrivesRates, ParamGroup, device_numbers};
+use crate::panics::lock;
 use crate::schedule::Schedule;
 use crate::schedule::progress::State;
 
@@ -21,7 +22,7 @@ const ROWS: usize = 1024;
 /// A schedule that a device follows.
 #[derive(Debug)]
 pub(super) struct DeviceSchedule {
-    link: Arc<GraphLink>,
+    link: GraphLink,
     inner: Mutex<Inner>,
 }
 
@@ -47,10 +48,6 @@ struct Inner {
     /// The steps for which the table has rates, and why there are no more.
     rows: usize,
     end: Option<String>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl DeviceSchedule {
@@ -83,7 +80,7 @@ impl DeviceSchedule {
         if inner.rows < 2 {
             return Err(inner.ended());
         }
-        Ok(Arc::new(Self { link: Arc::default(), inner: Mutex::new(inner) }))
+        Ok(Arc::new(Self { link: GraphLink::default(), inner: Mutex::new(inner) }))
     }
 
     /// The schedule as its optimizer knows it.

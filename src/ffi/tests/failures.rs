@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use crate::autocast::{AutocastState, autocast_dtype};
 use crate::error::ScalerError;
 #[cfg(feature = "insight")]
-use crate::ffi::exponents::{CountedGradient, NextRow, StepNumber, StepNumbers};
+use crate::ffi::exponents::{CountedGradient, StepNumber, StepNumbers};
 use crate::function::{Function, GradConfig, grad};
 use crate::gradients::ClipNorm;
 use crate::scaler::{GradScalerConfig, PerLossScalers};
@@ -193,7 +193,7 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
                 learning_rate: one,
                 is_judged: false,
             };
-            let next = NextRow::Host(0);
+            let next = ffi::Counted::Host(0);
             fails(&|| ffi::exponents::history_record(None, 1, next, numbers).map(drop));
         }
         #[cfg(feature = "distributed")]

@@ -11,8 +11,8 @@ use crate::GradScaler;
 use crate::capture::{self, IterationTensor, OwnLink};
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ensure_defined};
-use crate::ffi;
-use crate::ffi::exponents::{self, NextRow, ReadNumbers, StepNumber, StepNumbers};
+use crate::ffi::exponents::{self, ReadNumbers, StepNumber, StepNumbers};
+use crate::ffi::{self, Counted};
 use crate::scaler::{StepOutcome, StepResult};
 
 /// The most steps that a history can remember.
@@ -55,8 +55,8 @@ const COLUMNS: [&str; 5] = ["scale", "skipped", "norm", "loss", "learning_rate"]
 #[derive(Debug)]
 pub struct ScaleHistory {
     capacity: usize,
-    /// All steps that were ever recorded.
-    total: Total,
+    /// How many steps were ever recorded. From the first iteration of a graph on, the device counts.
+    total: Counted<u64>,
     /// Loaded steps, the oldest first.
     loaded: Vec<StepRecord>,
     /// Where the ring begins: the number of all steps before.
@@ -67,14 +67,6 @@ pub struct ScaleHistory {
     loss: Option<IterationTensor>,
     /// Shared with the graphs that add to it in their replays.
     link: OwnLink,
-}
-
-/// A number of steps.
-#[derive(Debug)]
-enum Total {
-    Host(u64),
-    /// From the first iteration of a graph on, the device counts, in an f64.
-    Device(Tensor),
 }
 
 /// A step in a [`HistoryReport`].
@@ -131,7 +123,7 @@ impl ScaleHistory {
         }
         Ok(Self {
             capacity,
-            total: Total::Host(0),
+            total: Counted::Host(0),
             loaded: Vec::new(),
             begun: 0,
             ring: None,
@@ -198,17 +190,14 @@ impl ScaleHistory {
             is_judged: judged.is_some(),
         };
         let total = begun.as_ref().unwrap_or(&self.total);
-        let next = match total {
-            Total::Host(total) => NextRow::Host(self.row(*total)),
-            Total::Device(total) => NextRow::Device(total),
-        };
+        let next = total.map(|total| self.row(*total));
         let ring = exponents::history_record(self.ring.as_ref(), self.capacity, next, numbers)?;
         self.link.register(std::iter::once(&ring).chain(total.tensor()));
         (self.ring, self.loss) = (Some(ring), None);
         if let Some(begun) = begun {
             self.total = begun;
         }
-        if let Total::Host(total) = &mut self.total {
+        if let Counted::Host(total) = &mut self.total {
             *total += 1;
             if *total - self.begun >= self.capacity as u64 {
                 self.loaded = Vec::new();
@@ -219,7 +208,7 @@ impl ScaleHistory {
 
     /// In the first iteration of a graph returns the number of steps for the device to count on. Refuses what replays
     /// would not follow.
-    fn begin_on_device(&self, outcome: &StepOutcome) -> Result<Option<Total>> {
+    fn begin_on_device(&self, outcome: &StepOutcome) -> Result<Option<Counted<u64>>> {
         let Some(device) = capture::device() else { return Ok(None) };
         let is_elsewhere = |tensor: &Tensor| tensor.device() != device;
         let ring = self.ring.as_ref().filter(|ring| ring.device() != Device::Cpu);
@@ -241,11 +230,11 @@ impl ScaleHistory {
             return Err(capture::refusal("a learning rate of the host in a history", remedy));
         }
         match self.total {
-            Total::Host(total) => {
+            Counted::Host(total) => {
                 let count = ffi::number_new(total as f64, Kind::Double, device)?;
-                Ok(Some(Total::Device(count)))
+                Ok(Some(Counted::Device(count)))
             }
-            Total::Device(_) => Ok(None),
+            Counted::Device(_) => Ok(None),
         }
     }
 
@@ -262,7 +251,10 @@ impl ScaleHistory {
     /// graph.
     pub fn report(&mut self) -> Result<HistoryReport> {
         capture::refuse("a report of a history", "make it after `replay`")?;
-        let total = self.total.read()?;
+        let total = match &self.total {
+            Counted::Host(total) => *total,
+            Counted::Device(total) => ffi::numbers_read(&[total])?[0] as u64,
+        };
         let first = self.begun.max(total.saturating_sub(self.capacity as u64));
         let used = total.min(self.capacity as u64) as usize;
         let read = |ring| exponents::history_read(ring, used);
@@ -278,26 +270,9 @@ impl ScaleHistory {
     fn resume(&mut self, saved: HistoryReport) {
         let HistoryReport { total, mut steps } = saved;
         self.link.note_change("a history of the scale");
-        (self.total, self.begun) = (Total::Host(total), total);
+        (self.total, self.begun) = (Counted::Host(total), total);
         self.loaded = steps.split_off(steps.len().saturating_sub(self.capacity));
         self.ring = None;
-    }
-}
-
-impl Total {
-    fn tensor(&self) -> Option<&Tensor> {
-        match self {
-            Self::Host(_) => None,
-            Self::Device(total) => Some(total),
-        }
-    }
-
-    /// Synchronizes if the device counts.
-    fn read(&self) -> Result<u64> {
-        match self {
-            Self::Host(total) => Ok(*total),
-            Self::Device(total) => Ok(ffi::numbers_read(&[total])?[0] as u64),
-        }
     }
 }
 

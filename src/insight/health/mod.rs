@@ -159,12 +159,11 @@ impl ScaleHealth {
                 let parameter = gradients.describe(index);
                 return Err(Error::Gradient(GradientError::Unsupported { parameter, problem }));
             }
-            if !capture::is_at_home(self.parameters[index].device()) {
-                let remedy = "keep the parameters on the device of the graph";
-                capture::refuse("counting gradients on another device", remedy)?;
-            }
-            let unscaled = unscaled.contains(&gradient.parameter());
             let (parameter, row) = (&self.parameters[index], self.rows[index]);
+            let remedy = "keep the parameters on the device of the graph";
+            let call = "counting gradients on another device";
+            capture::refuse_elsewhere(parameter.device(), call, remedy)?;
+            let unscaled = unscaled.contains(&gradient.parameter());
             counted.push(CountedGradient { parameter, row, unscaled });
         }
         if counted.is_empty() {
