@@ -92,11 +92,6 @@ impl TensorEntry {
         ffi::elements(&self.size)
     }
 
-    /// The size in bytes.
-    pub(crate) fn len(&self) -> usize {
-        self.numel().saturating_mul(self.kind.elt_size_in_bytes())
-    }
-
     /// Copies or reads the elements into a new tensor on the CPU. A tensor in a file that is expanded remains so,
     /// because its elements can be far more than those in the file.
     pub(crate) fn to_tensor(&self) -> Result<Tensor> {
@@ -121,21 +116,19 @@ impl TensorEntry {
 /// The elements in row-major order. What fails besides the writer is an [`Error`] within the I/O error.
 impl Storage for TensorEntry {
     fn size_in_bytes(&self) -> u64 {
-        self.len() as u64
+        self.numel().saturating_mul(self.kind.elt_size_in_bytes()) as u64
     }
 
     fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
         match &self.data {
-            Data::Memory(tensor) => write_tensor(tensor, self.len(), out),
+            Data::Memory(tensor) => write_tensor(tensor, out),
             Data::Number(number) => out.write_all(&number.to_le_bytes()),
             Data::File(location @ Location { strides: None, .. }) => {
                 let tensor = location.elements(self.kind, 0, self.numel());
                 let tensor = tensor.map_err(io::Error::other)?;
                 location.file.storage(&tensor).write_to(out)
             }
-            Data::File(_) => {
-                write_tensor(&self.to_tensor().map_err(io::Error::other)?, self.len(), out)
-            }
+            Data::File(_) => write_tensor(&self.to_tensor().map_err(io::Error::other)?, out),
         }
     }
 }
@@ -267,8 +260,9 @@ fn plain(tensor: &Tensor) -> Result<(Tensor, usize)> {
     Ok((tensor, width))
 }
 
-fn write_tensor(tensor: &Tensor, len: usize, out: &mut dyn Write) -> io::Result<()> {
+fn write_tensor(tensor: &Tensor, out: &mut dyn Write) -> io::Result<()> {
     let (tensor, width) = plain(tensor).map_err(io::Error::other)?;
+    let len = ffi::numel(&tensor) * width;
     let mut buffer = vec![0; CHUNK.min(len)];
     let mut done = 0;
     while done < len {

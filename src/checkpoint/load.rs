@@ -2,14 +2,11 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
 
 use torch_files::{FileKind, Limits, TorchFile};
 
 #[cfg(feature = "distributed")]
 use crate::checkpoint::Source;
-use crate::checkpoint::part::Archive;
-use crate::checkpoint::torch_layout::Reader;
 use crate::checkpoint::{Checkpoint, manifest, torch};
 use crate::error::{CheckpointError, Error, Result};
 
@@ -84,14 +81,10 @@ impl Checkpoint {
         Self::of_file(file.map_err(CheckpointError::reading(Path::new("(memory)")))?, limits)
     }
 
-    fn of_file(mut file: TorchFile, limits: &Limits) -> Result<Self> {
+    fn of_file(file: TorchFile, limits: &Limits) -> Result<Self> {
         let archive = match file.kind() {
             FileKind::Safetensors => manifest::read(file, limits)?,
-            FileKind::Index => {
-                let value = file.take_value();
-                let file = Arc::new(file);
-                Archive::new(Reader::new(Arc::clone(&file), limits).named(value), file)
-            }
+            FileKind::Index => manifest::read_named(file, limits),
             _ => torch::read(file, limits)?,
         };
         archive.verify()?;

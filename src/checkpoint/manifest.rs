@@ -16,7 +16,7 @@ use torch_files::{Checksum, ChecksumWriter, Dtype, Limits, Storage, TorchFile, V
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::entry::TensorEntry;
 use crate::checkpoint::part::{
-    Archive, Check, MAX_PARTS, OptimizerPart, Part, StatePart, WRITER, problem_of_name,
+    Archive, MAX_PARTS, OptimizerPart, Part, StatePart, WRITER, problem_of_name,
 };
 use crate::checkpoint::torch_layout::Reader;
 use crate::dtype::dtype_of;
@@ -243,7 +243,7 @@ fn most_values(json: &[u8]) -> u64 {
 }
 
 /// Makes parts of a safetensors file. A file from another program is a model without checksums.
-pub(crate) fn read(mut file: TorchFile, limits: &Limits) -> Result<Archive> {
+pub(crate) fn read(file: TorchFile, limits: &Limits) -> Result<Archive> {
     let path = file.path().to_owned();
     let text = file.metadata().get(KEY).cloned();
     let header = header_of(&file)?;
@@ -253,19 +253,17 @@ pub(crate) fn read(mut file: TorchFile, limits: &Limits) -> Result<Archive> {
     }
     let manifest = text.map(|text| manifest_of(&path, &header, &text, limits)).transpose()?;
     drop(header);
-    let value = file.take_value();
-    let file = Arc::new(file);
     match manifest {
-        Some(manifest) => with_manifest(file, manifest, value),
-        None => Ok(Archive::new(Reader::new(Arc::clone(&file), limits).named(value), file)),
+        Some(manifest) => with_manifest(file, manifest),
+        None => Ok(read_named(file, limits)),
     }
 }
 
-fn items_of(value: Value) -> Vec<(Value, Value)> {
-    match value {
-        Value::Dict(items) => items,
-        _ => Vec::new(),
-    }
+/// Makes a model of named tensors, in one file or in the several of an index.
+pub(crate) fn read_named(mut file: TorchFile, limits: &Limits) -> Archive {
+    let value = file.take_value();
+    let file = Arc::new(file);
+    Archive::new(Reader::new(Arc::clone(&file), limits).named(value), file)
 }
 
 /// Returns the header without the length before it.
@@ -312,7 +310,12 @@ fn manifest_of(path: &Path, header: &[u8], text: &str, limits: &Limits) -> Resul
 }
 
 /// Assigns every tensor to its part.
-fn with_manifest(file: Arc<TorchFile>, manifest: Manifest, value: Value) -> Result<Archive> {
+fn with_manifest(mut file: TorchFile, manifest: Manifest) -> Result<Archive> {
+    let items = match file.take_value() {
+        Value::Dict(items) => items,
+        _ => Vec::new(),
+    };
+    let file = Arc::new(file);
     let damaged = |problem: String| CheckpointError::damaged(file.path(), problem);
     let Manifest { checksums, parts, .. } = manifest;
     if parts.len() > MAX_PARTS {
@@ -325,7 +328,7 @@ fn with_manifest(file: Arc<TorchFile>, manifest: Manifest, value: Value) -> Resu
         }
         _ => None,
     };
-    let entries: Vec<_> = items_of(value).into_iter().filter_map(entry).collect();
+    let entries: Vec<_> = items.into_iter().filter_map(entry).collect();
     if checksums.len() != entries.len() {
         return Err(damaged("it does not have one checksum for each tensor".to_owned()).into());
     }
@@ -336,7 +339,7 @@ fn with_manifest(file: Arc<TorchFile>, manifest: Manifest, value: Value) -> Resu
         if !give(&mut built, &name, entry) {
             return Err(damaged(format!("`{}` belongs to no part", shown(&name))).into());
         }
-        checks.push(Check { name, tensor: *tensor, checksum });
+        checks.push((name, *tensor, checksum));
     }
     Ok(Archive { parts: built, checks, file })
 }
@@ -397,8 +400,7 @@ impl<'a> Layout<'a> {
     /// Lays out the parts. Returns an error for anything that the format cannot hold.
     pub(crate) fn new(parts: &'a Parts) -> Result<Self> {
         let hashed = |(name, entry): (String, &'a TensorEntry)| {
-            let hashed = Hashed { entry, checksum: Cell::default() };
-            Ok((name.clone(), dtype(&name, entry)?, entry.size.clone(), hashed))
+            described(&name, entry, Hashed { entry, checksum: Cell::default() })
         };
         let tensors = named(parts).map(hashed).collect::<Result<Vec<_>>>()?;
         let manifest = Manifest {
@@ -457,21 +459,23 @@ impl Manifest {
 pub(crate) fn layout_of_weights(
     entries: &BTreeMap<String, TensorEntry>,
 ) -> Result<Writer<&TensorEntry>> {
-    let tensor = |(name, entry)| {
-        let entry: &TensorEntry = entry;
-        Ok((String::clone(name), dtype(name, entry)?, entry.size.clone(), entry))
-    };
-    let tensors = entries.iter().map(tensor).collect::<Result<Vec<_>>>()?;
+    let tensors = entries.iter().map(|(name, entry)| described(name, entry, entry));
+    let tensors = tensors.collect::<Result<Vec<_>>>()?;
     // Other programs write this, and transformers requires it.
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     Ok(Writer::safetensors(tensors, metadata, &Limits::DEFAULT).map_err(unwritable)?)
 }
 
-/// Returns the dtype of a tensor, if safetensors has it.
-fn dtype(name: &str, entry: &TensorEntry) -> Result<Dtype> {
+/// Describes a tensor, if safetensors has its dtype.
+fn described<S>(
+    name: &str,
+    entry: &TensorEntry,
+    storage: S,
+) -> Result<(String, Dtype, Vec<i64>, S)> {
     let dtype = dtype_of(entry.kind).filter(|dtype| dtype.safetensors_name().is_some());
     let problem = || format!("safetensors has no {:?}; save it as `.pt`", entry.kind);
-    Ok(dtype.ok_or_else(|| unsaveable(name, problem()))?)
+    let dtype = dtype.ok_or_else(|| unsaveable(name, problem()))?;
+    Ok((name.to_owned(), dtype, entry.size.clone(), storage))
 }
 
 /// Makes the error of a file that cannot be laid out.
@@ -497,18 +501,14 @@ fn read_again(name: &str, part: &PartManifest) -> Result<()> {
     Ok(())
 }
 
-/// Returns all tensors by their names in the file.
-fn named(parts: &Parts) -> impl Iterator<Item = (String, &TensorEntry)> {
-    parts.iter().flat_map(|(part_name, part)| {
-        part.tensors().map(move |(name, entry)| (full_name(part_name, part, &name), entry))
-    })
-}
-
-/// Returns the name of a tensor in the file. The slash distinguishes a tensor within a part from a part that is a
+/// Returns all tensors by their names in the file. The slash distinguishes a tensor within a part from a part that is a
 /// tensor.
-fn full_name(name: &str, part: &Part, tensor: &str) -> String {
-    match part {
-        Part::Tensor(_) => name.to_owned(),
-        _ => format!("{name}/{tensor}"),
-    }
+fn named(parts: &Parts) -> impl Iterator<Item = (String, &TensorEntry)> {
+    parts.iter().flat_map(|(name, part)| {
+        let full = move |tensor: &str| match part {
+            Part::Tensor(_) => name.clone(),
+            _ => format!("{name}/{tensor}"),
+        };
+        part.tensors().map(move |(tensor, entry)| (full(&tensor), entry))
+    })
 }

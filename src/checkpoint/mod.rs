@@ -377,18 +377,17 @@ fn saved_by(
     Ok(state.finish())
 }
 
-/// The most values in all parts. A quarter of what a file may hold is left for the names and shapes of tensors, which
-/// PyTorch's format counts as well.
-const MOST_VALUES: u64 = Limits::DEFAULT.max_values / 4 * 3;
-
-/// How deep the values of a part may be nested. PyTorch's format has a few levels around them.
-const MOST_LEVELS: u64 = 60;
-
-/// The most bytes that this crate's JSON, and a header with it, may take in a safetensors file. A little is left for
-/// what surrounds the parts.
-const MOST_JSON: u64 = MAX_MANIFEST_BYTES as u64 - (1 << 16);
-const MAX_TENSORS: u64 = Limits::DEFAULT.max_tensors;
-const MOST_HEADER: u64 = Limits::DEFAULT.max_header_bytes - (1 << 16);
+/// What all parts may take of the limits of a file. A quarter of the values is left for the names and shapes of tensors,
+/// which PyTorch's format counts as well, a few levels for those around the values of a part, and a little of the header
+/// for what surrounds the parts.
+const ROOM: Limits = Limits {
+    max_values: Limits::DEFAULT.max_values / 4 * 3,
+    max_depth: 60,
+    max_header_bytes: Limits::DEFAULT.max_header_bytes - AROUND_PARTS,
+    ..Limits::DEFAULT
+};
+const MOST_JSON: u64 = MAX_MANIFEST_BYTES as u64 - AROUND_PARTS;
+const AROUND_PARTS: u64 = 1 << 16;
 
 /// The values of a group of an optimizer, and of each of its parameters.
 const PER_GROUP: u64 = 64;
@@ -403,7 +402,7 @@ const TENSOR: u64 = 256;
 /// which may be after hours of training.
 #[derive(Clone, Copy, Debug, Default)]
 struct SizeBudget {
-    parts: u64,
+    parts: usize,
     tensors: u64,
     values: u64,
     json: u64,
@@ -413,23 +412,22 @@ struct SizeBudget {
 impl SizeBudget {
     /// Adds a part. Returns an error if there is no room for it.
     fn with(mut self, name: &str, part: &Part) -> Result<Self> {
+        let Limits { max_depth, max_values, max_tensors, max_header_bytes, .. } = ROOM;
         let levels = self.add(name, part).map_err(|error| unsaveable(name, error.to_string()))?;
-        let problem = if levels > MOST_LEVELS {
-            format!("its values are nested deeper than {MOST_LEVELS} levels")
-        } else if self.values > MOST_VALUES {
-            let Self { values, .. } = self;
+        let Self { parts, tensors, values, json, header } = self;
+        let problem = if levels > max_depth {
+            format!("its values are nested deeper than {max_depth} levels")
+        } else if values > max_values {
             format!(
-                "the checkpoint would have about {values} values, more than {MOST_VALUES}; save long values as tensors"
+                "the checkpoint would have about {values} values, more than {max_values}; save long values as tensors"
             )
-        } else if self.tensors > MAX_TENSORS {
-            let Self { tensors, .. } = self;
-            format!("the checkpoint would have {tensors} tensors, more than {MAX_TENSORS}")
-        } else if self.parts > MAX_PARTS as u64 {
+        } else if tensors > max_tensors {
+            format!("the checkpoint would have {tensors} tensors, more than {max_tensors}")
+        } else if parts > MAX_PARTS {
             format!(
                 "the checkpoint would have more than {MAX_PARTS} parts; add them as one value or state"
             )
-        } else if self.json > MOST_JSON || self.header > MOST_HEADER {
-            let json = self.json;
+        } else if json > MOST_JSON || header > max_header_bytes {
             format!(
                 "the names and values of the checkpoint would take {json} bytes, too many; save long values as tensors"
             )
@@ -440,7 +438,7 @@ impl SizeBudget {
     }
 
     /// Adds what a part takes. Returns how deep its values are nested.
-    fn add(&mut self, name: &str, part: &Part) -> serde_json::Result<u64> {
+    fn add(&mut self, name: &str, part: &Part) -> serde_json::Result<usize> {
         for (tensor, _) in part.tensors() {
             self.tensors += 1;
             self.values += 1;
@@ -460,7 +458,7 @@ impl SizeBudget {
             _ => self.values += PER_GROUP,
         }
         let mut written = Written::default();
-        if levels <= MOST_LEVELS {
+        if levels <= ROOM.max_depth {
             serde_json::to_writer(&mut written, &(name, PartManifest::of(part)))?;
         }
         self.json += written.bytes;
@@ -470,7 +468,7 @@ impl SizeBudget {
 }
 
 /// Counts the values in one, and what both formats need for a non-finite float. Returns how deep it is nested.
-fn nested(value: &Value, values: &mut u64) -> u64 {
+fn nested(value: &Value, values: &mut u64) -> usize {
     *values += 1;
     match value {
         Value::Float(number) if !number.is_finite() => {

@@ -141,16 +141,8 @@ impl Part {
         kind.to_owned()
     }
 
-    /// Makes a model of its tensors, and of what is not supported.
+    /// Makes a model of its tensors, of what is not supported, and of further tensors that it may have.
     pub(crate) fn model(
-        tensors: BTreeMap<String, TensorEntry>,
-        others: BTreeMap<String, Self>,
-    ) -> Self {
-        Self::model_with(tensors, others, BTreeMap::new())
-    }
-
-    /// Makes a model that may have further tensors.
-    pub(crate) fn model_with(
         tensors: BTreeMap<String, TensorEntry>,
         others: BTreeMap<String, Self>,
         maybe: BTreeMap<String, TensorEntry>,
@@ -233,15 +225,9 @@ pub(crate) fn problem_of_name(name: &str) -> Option<&'static str> {
 /// The content of a file, and the checksums that this crate has added to it.
 pub(crate) struct Archive {
     pub(crate) parts: BTreeMap<String, Part>,
-    pub(crate) checks: Vec<Check>,
+    /// Each tensor with its name and its checksum.
+    pub(crate) checks: Vec<(String, TensorRef, Checksum)>,
     pub(crate) file: Arc<TorchFile>,
-}
-
-/// A tensor with its checksum.
-pub(crate) struct Check {
-    pub(crate) name: String,
-    pub(crate) tensor: TensorRef,
-    pub(crate) checksum: Checksum,
 }
 
 impl Archive {
@@ -254,9 +240,8 @@ impl Archive {
     pub(crate) fn verify(&self) -> Result<()> {
         let failed = CheckpointError::reading(self.file.path());
         self.file.verify().map_err(&failed)?;
-        let checks = self.checks.iter();
-        let checks: Vec<_> =
-            checks.map(|one| (one.name.as_str(), &one.tensor, one.checksum)).collect();
+        let checks = self.checks.iter().map(|(name, tensor, sum)| (name.as_str(), tensor, *sum));
+        let checks: Vec<_> = checks.collect();
         Ok(self.file.verify_tensors(&checks).map_err(&failed)?)
     }
 }

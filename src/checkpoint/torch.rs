@@ -1,10 +1,9 @@
 //! Checkpoint files in PyTorch's format, which `torch.save` and `VarStore::save` write.
 
 use std::collections::BTreeMap;
-use std::io::{self, Write};
 use std::sync::Arc;
 
-use torch_files::{Limits, Storage, TorchFile, Writer};
+use torch_files::{Limits, TorchFile, Writer};
 
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::entry::TensorEntry;
@@ -43,22 +42,6 @@ fn laid_out(layout: Layout<'_>) -> Result<Writer<StorageSource<'_>>> {
     };
     Ok(writer
         .map_err(|error| unsaveable("the checkpoint", format!("{}; {advice}", refuse(error))))?)
-}
-
-impl Storage for StorageSource<'_> {
-    fn size_in_bytes(&self) -> u64 {
-        self.len() as u64
-    }
-
-    fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
-        match self {
-            Self::Kept(entry) => entry.write_to(out),
-            Self::Made(_, make) => {
-                let made = make().and_then(|made| TensorEntry::in_memory(&made));
-                made.map_err(io::Error::other)?.write_to(out)
-            }
-        }
-    }
 }
 
 /// Makes parts of the object in a file. The storages are not read.

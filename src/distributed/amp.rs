@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use tch::{Device, Tensor, no_grad};
 use torch_files::Dtype;
 
@@ -78,29 +78,6 @@ impl Optimizer {
     }
 }
 
-/// A tensor of a state.
-#[derive(Debug, Serialize, Deserialize)]
-struct Entry {
-    parameter: String,
-    key: String,
-    dtype: String,
-    shape: Vec<i64>,
-}
-
-impl Entry {
-    fn of(parameter: &str, key: &str, tensor: &Tensor) -> Result<Self> {
-        let (kind, shape) = (tensor.f_kind()?, tensor.size());
-        let dtype = dtype_of(kind).map_or_else(|| format!("{kind:?}"), |dtype| dtype.to_string());
-        Ok(Self { parameter: parameter.to_owned(), key: key.to_owned(), dtype, shape })
-    }
-
-    fn room(&self) -> Result<Tensor> {
-        let kind = Dtype::named(&self.dtype).and_then(kind_of);
-        let kind = kind.ok_or_else(|| Error::Torch(format!("a state has dtype {}", self.dtype)))?;
-        Ok(Tensor::f_empty(&self.shape, (kind, Device::Cpu))?)
-    }
-}
-
 impl Ranks for ProcessGroup {
     fn rank(&self) -> usize {
         self.rank()
@@ -156,19 +133,19 @@ impl ProcessGroup {
         let mine = mine.collect::<std::result::Result<Vec<_>, _>>()?;
         let lists = self.gather_texts(STATE, list)?;
         for (rank, list) in lists.iter().enumerate() {
-            let list: Vec<Entry> =
+            let list: Vec<Description> =
                 serde_json::from_str(list).map_err(|error| Error::Torch(error.to_string()))?;
             let is_mine = rank == self.rank();
             let room: Vec<_> = if is_mine {
                 mine.iter().map(Tensor::shallow_clone).collect()
             } else {
-                list.iter().map(Entry::room).collect::<Result<_>>()?
+                list.iter().map(allocate).collect::<Result<_>>()?
             };
             if !room.is_empty() {
                 no_grad(|| self.run(STATE, |group| group.broadcast_all(&room, rank)))?;
             }
             if !is_mine && self.rank() == 0 {
-                for (Entry { parameter, key, .. }, tensor) in list.into_iter().zip(room) {
+                for ((parameter, key, ..), tensor) in list.into_iter().zip(room) {
                     state.state.entry(parameter).or_default().insert(key, tensor);
                 }
             }
@@ -184,11 +161,25 @@ fn tensors(state: &OptimizerState) -> impl Iterator<Item = (&str, &str, &Tensor)
     })
 }
 
-/// A list of the tensors of a state, as text.
+/// A tensor of a state: its parameter, its key, its dtype and its shape.
+type Description = (String, String, String, Vec<i64>);
+
+/// Lists the tensors of a state, as text. The tensors are sent from where they are and received where they stay; as the
+/// bytes of a checkpoint, the sender and rank 0 would need memory for a second copy of each rank's part.
 fn listed(state: &OptimizerState) -> Result<String> {
-    let entries = tensors(state).map(|(parameter, key, tensor)| Entry::of(parameter, key, tensor));
-    let entries: Vec<_> = entries.collect::<Result<_>>()?;
-    serde_json::to_string(&entries).map_err(|error| Error::Torch(error.to_string()))
+    let describe = |(parameter, key, tensor): (_, _, &Tensor)| {
+        let kind = tensor.f_kind()?;
+        let dtype = dtype_of(kind).map_or_else(|| format!("{kind:?}"), |dtype| dtype.to_string());
+        Ok((parameter, key, dtype, tensor.size()))
+    };
+    text(&tensors(state).map(describe).collect::<Result<Vec<_>>>()?)
+}
+
+/// Allocates a tensor of another rank.
+fn allocate((_, _, dtype, shape): &Description) -> Result<Tensor> {
+    let kind = Dtype::named(dtype).and_then(kind_of);
+    let kind = kind.ok_or_else(|| Error::Torch(format!("a state has dtype {dtype}")))?;
+    Ok(Tensor::f_empty(shape, (kind, Device::Cpu))?)
 }
 
 impl ProcessGroup {

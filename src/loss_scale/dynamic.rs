@@ -6,11 +6,12 @@ use tch::{Device, Kind, Tensor};
 use crate::capture;
 use crate::device::check_usable;
 use crate::error::{Error, Result, ScalerError, ensure};
-use crate::ffi::{OutsideRegions, OverflowCounts, ScaleRule};
+use crate::ffi::{OutsideRegions, ScaleRule};
 use crate::loss_scale::finite::{GRADS_FINITE, flag};
 use crate::loss_scale::{LossScale, LossScaleState};
 use crate::scale::{
-    GradScalerState, HostScale, LARGEST, SMALLEST, ScaleTensor, check_interval, required,
+    GradScalerConfig, GradScalerState, HostScale, LARGEST, SMALLEST, ScaleTensor, Trackers,
+    check_interval, required,
 };
 
 /// Multiplies the scale by `factor` after `period` consecutive finite adjustments and divides it by `factor` when
@@ -54,9 +55,7 @@ use crate::scale::{
 #[derive(Debug)]
 pub struct DynamicLossScale {
     number: ScaleTensor,
-    period: i64,
-    factor: f64,
-    min_loss_scale: f64,
+    rule: ScaleRule,
 }
 
 impl DynamicLossScale {
@@ -71,13 +70,10 @@ impl DynamicLossScale {
     }
 
     pub(super) fn from_state(device: Device, state: DynamicLossScaleState) -> Result<Self> {
-        let state = state.checked()?;
+        let (config, value) = state.checked()?.adaptive();
         check_usable(device)?;
-        let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale } = state;
-        let (scale, tracker) = (loss_scale as f32, counter as i32);
-        let value = HostScale { scale, tracker, counts: OverflowCounts::default() };
         let number = ScaleTensor::new(device, value, false, false)?;
-        Ok(Self { number, period, factor, min_loss_scale })
+        Ok(Self { number, rule: config.rule() })
     }
 
     /// Returns the complete state. Synchronizes once after each adjustment. [`state_dict`](LossScale::state_dict) is
@@ -88,35 +84,22 @@ impl DynamicLossScale {
     /// [`Error::Torch`] if the device cannot be read.
     pub fn state(&self) -> Result<DynamicLossScaleState> {
         // Destructured exhaustively, so that a new field does not compile until it is saved.
-        let Self { number, period, factor, min_loss_scale } = self;
+        let Self { number, rule } = self;
         let HostScale { scale, tracker, counts: _ } = number.value()?;
         Ok(DynamicLossScaleState {
             loss_scale: scale.into(),
             counter: tracker.into(),
-            period: *period,
-            factor: *factor,
-            min_loss_scale: *min_loss_scale,
+            period: rule.growth_interval,
+            factor: rule.growth_factor,
+            min_loss_scale: rule.min_scale,
         })
-    }
-
-    fn rule(&self) -> ScaleRule {
-        ScaleRule {
-            growth_factor: self.factor,
-            backoff_factor: 1.0 / self.factor,
-            growth_interval: self.period,
-            min_scale: self.min_loss_scale,
-            max_scale: LARGEST,
-            hysteresis: 1,
-            tolerance: 0.0,
-            consecutive: true,
-        }
     }
 }
 
 impl Clone for DynamicLossScale {
     /// Copies the loss scale. Adjusting one of the two does not change the other.
     fn clone(&self) -> Self {
-        Self { number: self.number.shallow_clone(), ..*self }
+        Self { number: self.number.shallow_clone(), rule: self.rule }
     }
 }
 
@@ -131,7 +114,7 @@ impl LossScale for DynamicLossScale {
         let found_inf = flag(GRADS_FINITE, grads_finite)?.f_logical_not()?;
         let found_inf = found_inf.f_to_kind(Kind::Float)?;
         // A new number, since graphs, clones and callers hold the old tensors.
-        self.number = self.number.changed(&found_inf, self.rule())?;
+        self.number = self.number.changed(&found_inf, self.rule)?;
         Ok(())
     }
 
@@ -217,6 +200,21 @@ impl DynamicLossScaleState {
         ensure("loss_scale", loss_scale, holds, rule)?;
         Ok(Self { counter: counter.min(period - 1), ..self })
     }
+
+    /// Returns the options of a scaler that chooses its scales in the same way, and the value of its scale.
+    fn adaptive(self) -> (GradScalerConfig, HostScale) {
+        // Destructured exhaustively, so that a new field does not compile until it is carried over.
+        let Self { loss_scale, counter, period, factor, min_loss_scale } = self;
+        let config = GradScalerConfig {
+            init_scale: loss_scale,
+            growth_factor: factor,
+            backoff_factor: 1.0 / factor,
+            growth_interval: period,
+            min_scale: min_loss_scale,
+            ..Default::default()
+        };
+        (config, HostScale { tracker: counter as i32, ..HostScale::new(&config) })
+    }
 }
 
 impl From<&DynamicLossScaleState> for GradScalerState {
@@ -225,21 +223,16 @@ impl From<&DynamicLossScaleState> for GradScalerState {
     /// `max_consecutive_skips` and `allow_fp16_gradients`, which do not affect the scale: the loading scaler keeps its
     /// own. PyTorch ignores the keys that it does not have, including the lower bound.
     fn from(state: &DynamicLossScaleState) -> Self {
-        // Destructured exhaustively, so that a new field does not compile until it is carried over.
-        let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale } = *state;
+        let (config, mirror) = state.adaptive();
         Self {
+            growth_tracker: Some(state.counter),
             // Rounded to f32, in which both compute: a scale at its lower bound must be at the bound for a scaler, too.
-            scale: Some((loss_scale as f32).into()),
-            growth_factor: Some(factor),
-            backoff_factor: Some(1.0 / factor),
-            growth_interval: Some(period),
-            growth_tracker: Some(counter),
-            min_scale: Some((min_loss_scale as f32).into()),
-            max_scale: Some(LARGEST),
-            hysteresis: Some(1),
-            tolerance: Some(0.0),
-            error_at_min_scale: Some(false),
-            ..Self::default()
+            min_scale: Some((config.min_scale as f32).into()),
+            max_scale: Some(config.max_scale),
+            hysteresis: Some(config.hysteresis),
+            tolerance: Some(config.tolerance),
+            error_at_min_scale: Some(config.error_at_min_scale),
+            ..Self::save(&config, Trackers { mirror, skips: 0 })
         }
     }
 }

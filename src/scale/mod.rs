@@ -82,10 +82,11 @@ impl AdaptiveScale {
         self.number.is_some()
     }
 
-    /// The value on the host. Synchronizes if only the device has it.
-    pub(crate) fn value(&self) -> Result<Option<HostScale>> {
+    /// The value on the host; a scale of 1 if it is disabled. Synchronizes if only the device has it.
+    pub(crate) fn value(&self) -> Result<HostScale> {
         capture::refuse("reading the scale or its state", "read it after `replay`")?;
-        self.number.as_ref().map(ScaleTensor::value).transpose()
+        let disabled = HostScale { scale: 1.0, ..HostScale::new(&self.config) };
+        self.number.as_ref().map_or(Ok(disabled), ScaleTensor::value)
     }
 
     /// Multiplies outputs by the scale, which is copied to each of their devices once.
@@ -159,11 +160,10 @@ impl AdaptiveScale {
 
     /// The state to save; empty if it is disabled.
     pub(crate) fn state_dict(&self) -> Result<GradScalerState> {
-        Ok(match self.value()? {
-            Some(mirror) => {
-                GradScalerState::save(&self.config, Trackers { mirror, skips: self.skips })
-            }
-            None => GradScalerState::default(),
+        let trackers = Trackers { mirror: self.value()?, skips: self.skips };
+        Ok(match self.is_enabled() {
+            true => GradScalerState::save(&self.config, trackers),
+            false => GradScalerState::default(),
         })
     }
 
@@ -178,12 +178,12 @@ impl AdaptiveScale {
         Ok(Some(LoadedState { number, config, skips }))
     }
 
-    pub(crate) fn set_state(&mut self, loaded: LoadedState) -> Result<()> {
-        if let Some(number) = &mut self.number {
+    pub(crate) fn set_state(&mut self, loaded: Option<LoadedState>) -> Result<()> {
+        if let Some((number, loaded)) = self.number.as_mut().zip(loaded) {
             number.note_change("the state of the scaler");
             number.set(loaded.number)?;
+            (self.config, self.skips) = (loaded.config, loaded.skips);
         }
-        (self.config, self.skips) = (loaded.config, loaded.skips);
         Ok(())
     }
 }

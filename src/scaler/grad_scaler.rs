@@ -310,7 +310,7 @@ impl GradScaler {
     /// [`Error::Torch`] if the device cannot be read; [`Error::InvalidArgument`], once, if it has refused a new scale
     /// of [`update_with_tensor`](Self::update_with_tensor).
     pub fn get_scale(&self) -> Result<f64> {
-        Ok(self.scale.value()?.map_or(1.0, |value| value.scale.into()))
+        Ok(self.scale.value()?.scale.into())
     }
 
     /// Returns the number of consecutive iterations without overflow; 0 for a disabled scaler. Synchronizes like
@@ -320,7 +320,7 @@ impl GradScaler {
     ///
     /// The same as [`get_scale`](Self::get_scale).
     pub fn get_growth_tracker(&self) -> Result<i64> {
-        Ok(self.scale.value()?.map_or(0, |value| value.tracker.into()))
+        Ok(self.scale.value()?.tracker.into())
     }
 
     /// Returns the factor by which the scale is multiplied when it grows.
@@ -403,24 +403,23 @@ impl GradScaler {
     /// scaler can have saved; [`ScalerError::OtherPrecision`] if only one of the two scalers scales;
     /// [`ScalerError::IterationOpen`] between `unscale_` or `step` and `update`. Nothing is changed then.
     pub fn load_state_dict(&mut self, state: &GradScalerState) -> Result<()> {
-        match self.prepare_state(state)? {
-            Some(loaded) => self.set_state(loaded),
-            None => Ok(()),
-        }
+        let loaded = self.prepare_state(state)?;
+        self.set_state(loaded)
     }
 
     /// Checks a state and allocates what loading it needs; `None` for a disabled scaler, which loads nothing.
-    pub(crate) fn prepare_state(&self, state: &GradScalerState) -> Result<Option<LoadedState>> {
+    fn prepare_state(&self, state: &GradScalerState) -> Result<Option<LoadedState>> {
         self.check_closed("load_state_dict")?;
         self.scale.prepare_state(state)
     }
 
-    pub(crate) fn set_state(&mut self, loaded: LoadedState) -> Result<()> {
+    fn set_state(&mut self, loaded: Option<LoadedState>) -> Result<()> {
+        let Some(present) = self.scale.number() else { return Ok(()) };
         let iteration = self.iteration.get_mut();
-        let ending = self.scale.number().map(|present| iteration.ending(present, true));
+        let ending = iteration.ending(present, true);
         self.scale.set_state(loaded)?;
         // Without memory, the gradients that are left count as gradients of the new scale: loading goes on.
-        iteration.carried().end(ending.and_then(Result::ok).unwrap_or_default());
+        iteration.carried().end(ending.unwrap_or_default());
         Ok(())
     }
 
@@ -492,7 +491,6 @@ impl Stateful for GradScaler {
     /// Prepares to load a state. A disabled scaler is left as it is.
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
         let loaded = self.prepare_state(&saved.scaler(None)?)?;
-        let set = |loaded| Prepared::step(move || self.set_state(loaded));
-        Ok(loaded.map_or_else(Prepared::default, set))
+        Ok(Prepared::step(move || self.set_state(loaded)))
     }
 }

@@ -8,11 +8,9 @@ use tch::{Device, Tensor};
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ScalerError, ensure, ensure_defined};
 use crate::ffi::{self, FoundInf, Gradient};
-use crate::gradients::{
-    ClipNorm, Gradients, IdentityMap, Plan, StashedGradients, drop_frozen, overflow,
-};
+use crate::gradients::{ClipNorm, Gradients, IdentityMap, Plan, StashedGradients, overflow};
 use crate::optim::AmpOptimizer;
-use crate::scale::{AdaptiveScale, End, LoadedState, end_all};
+use crate::scale::{AdaptiveScale, LoadedState, end_all};
 use crate::scaler::first_steps::FirstSteps;
 use crate::scaler::record::Stage;
 use crate::scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome};
@@ -50,7 +48,10 @@ use crate::scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome};
 /// ```
 #[derive(Debug)]
 pub struct PerLossScalers {
-    losses: Vec<Loss>,
+    /// The scale of each loss.
+    scales: Vec<AdaptiveScale>,
+    /// The backwards since the last update, in the order of the losses.
+    passes: Vec<Pass>,
     /// Checks the sums of the unscaled gradients, and steps.
     sums: GradScaler,
 }
@@ -77,15 +78,14 @@ impl PerLossScalers {
         }
         let enabled = configs.iter().all(|config| config.enabled);
         let new = |config: &GradScalerConfig| {
-            let config = GradScalerConfig { enabled, ..*config };
-            Ok(Loss::new(AdaptiveScale::new(device, config)?))
+            AdaptiveScale::new(device, GradScalerConfig { enabled, ..*config })
         };
-        let losses = configs.iter().map(new).collect::<Result<_>>()?;
+        let scales = configs.iter().map(new).collect::<Result<_>>()?;
         let mut sums =
             if enabled { GradScaler::skip_only(device)? } else { GradScaler::disabled() };
         let warns = enabled && configs.iter().all(|config| config.warn_of_skips);
         sums.first = RefCell::new(FirstSteps::new(warns));
-        Ok(Self { losses, sums })
+        Ok(Self { scales, passes: Vec::new(), sums })
     }
 
     /// Returns whether the scalers are enabled.
@@ -95,7 +95,7 @@ impl PerLossScalers {
 
     /// Returns the number of losses.
     pub fn loss_count(&self) -> usize {
-        self.losses.len()
+        self.scales.len()
     }
 
     /// Returns the scale of a loss; 1 if the scalers are disabled. Synchronizes like [`GradScaler::get_scale`].
@@ -104,7 +104,7 @@ impl PerLossScalers {
     ///
     /// [`ScalerError::NoSuchLoss`]; otherwise the same as [`GradScaler::get_scale`].
     pub fn get_scale(&self, loss_id: usize) -> Result<f64> {
-        Ok(self.loss(loss_id)?.scale.value()?.map_or(1.0, |value| value.scale.into()))
+        Ok(self.scale(loss_id)?.value()?.scale.into())
     }
 
     /// Returns the number of consecutive iterations in which a loss had a backward and no overflow; 0 if the scalers
@@ -114,7 +114,7 @@ impl PerLossScalers {
     ///
     /// The same as [`get_scale`](Self::get_scale).
     pub fn get_growth_tracker(&self, loss_id: usize) -> Result<i64> {
-        Ok(self.loss(loss_id)?.scale.value()?.map_or(0, |value| value.tracker.into()))
+        Ok(self.scale(loss_id)?.value()?.tracker.into())
     }
 
     /// Returns the current options of the scaler of a loss.
@@ -123,7 +123,7 @@ impl PerLossScalers {
     ///
     /// [`ScalerError::NoSuchLoss`].
     pub fn config(&self, loss_id: usize) -> Result<&GradScalerConfig> {
-        Ok(self.loss(loss_id)?.scale.config())
+        Ok(self.scale(loss_id)?.config())
     }
 
     /// Changes the growth factor, the backoff factor and the growth interval of the scaler of a loss to those of
@@ -147,17 +147,13 @@ impl PerLossScalers {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn set_config(&mut self, loss_id: usize, config: GradScalerConfig) -> Result<()> {
-        self.loss_mut(loss_id)?.scale.set_config(config)
+        self.scale(loss_id)?;
+        self.scales[loss_id].set_config(config)
     }
 
-    fn loss(&self, loss_id: usize) -> Result<&Loss> {
-        let losses = self.losses.len();
-        Ok(self.losses.get(loss_id).ok_or(ScalerError::NoSuchLoss { loss_id, losses })?)
-    }
-
-    fn loss_mut(&mut self, loss_id: usize) -> Result<&mut Loss> {
-        let losses = self.losses.len();
-        Ok(self.losses.get_mut(loss_id).ok_or(ScalerError::NoSuchLoss { loss_id, losses })?)
+    fn scale(&self, loss_id: usize) -> Result<&AdaptiveScale> {
+        let losses = self.scales.len();
+        Ok(self.scales.get(loss_id).ok_or(ScalerError::NoSuchLoss { loss_id, losses })?)
     }
 
     /// Uses the names of a `VarStore`'s variables in messages, like [`GradScaler::name_parameters`].
@@ -208,12 +204,12 @@ impl PerLossScalers {
 
     /// Begins anew if the capture of an iteration has failed.
     fn forget_failed_capture(&mut self) {
-        let numbers = self.losses.iter().map(|loss| &loss.scale).chain([&self.sums.scale]);
+        let numbers = self.scales.iter().chain([&self.sums.scale]);
         // Each of them has to be told.
         let lost = numbers.filter_map(AdaptiveScale::number).filter(|number| number.take_loss());
         if lost.count() > 0 {
             self.sums.iteration.get_mut().close();
-            self.losses.iter_mut().for_each(Loss::close);
+            self.passes.clear();
         }
     }
 
@@ -224,7 +220,7 @@ impl PerLossScalers {
         optimizer: &mut dyn AmpOptimizer,
         retain_graph: bool,
     ) -> Result<()> {
-        self.loss_mut(loss_id)?;
+        self.scale(loss_id)?;
         ensure_defined("loss", loss)?;
         self.forget_failed_capture();
         self.sums.iteration.get_mut().record_leftovers()?;
@@ -235,11 +231,42 @@ impl PerLossScalers {
             // A step has failed. The next one checks the new sums.
             self.sums.abandon(optimizer)?;
         }
-        let Self { losses, sums } = self;
-        let count = losses.len();
-        let its = losses.get_mut(loss_id);
-        let its = its.ok_or(ScalerError::NoSuchLoss { loss_id, losses: count })?;
-        its.backward(loss, optimizer, retain_graph, sums)
+        if !self.is_enabled() {
+            return ffi::backward(loss, retain_graph);
+        }
+        if let Some(pass) = self.pass(loss_id, loss, optimizer, retain_graph)? {
+            let later = self.passes.partition_point(|known| known.loss_id <= loss_id);
+            self.passes.insert(later, pass);
+        }
+        Ok(())
+    }
+
+    /// Takes the optimizer's gradients away, runs backward on the scaled loss, unscales the new gradients, and adds
+    /// those from before. If it fails, the gradients from before are put back.
+    fn pass(
+        &self,
+        loss_id: usize,
+        loss: &Tensor,
+        optimizer: &mut dyn AmpOptimizer,
+        retain_graph: bool,
+    ) -> Result<Option<Pass>> {
+        let scale = &self.scales[loss_id];
+        let owner = Identity::of(optimizer)?;
+        let mut before = StashedGradients::from(optimizer.parameters().into_owned())?;
+        ffi::backward(&scale.apply(loss)?, retain_graph)?;
+        if optimizer.wants_f32_gradients() {
+            // Checks before it changes.
+            let _plan = Plan::new(&self.sums.gradients(optimizer)?, true)?;
+            before.widen()?;
+        }
+        let mut gradients = self.sums.gradients(optimizer)?;
+        gradients.separate()?;
+        let flags = unscale(scale, &gradients)?;
+        before.add()?;
+        before.settle();
+        let has_gradient = gradients.snapshot().iter().map(Gradient::is_used).collect();
+        let pass = Pass { loss_id, owner, has_gradient, flags, is_stepped: false };
+        Ok(Some(pass).filter(|pass| !pass.flags.is_empty()))
     }
 
     /// Steps the optimizer if the gradients of all losses and their sums are finite. Synchronizes like
@@ -290,7 +317,9 @@ impl PerLossScalers {
         let identity = Identity::of(optimizer)?;
         self.look(optimizer, &identity)?;
         let outcome = step(&mut self.sums, optimizer)?;
-        self.losses.iter_mut().for_each(|loss| loss.set_stepped(&identity));
+        for pass in &mut self.passes {
+            pass.is_stepped |= pass.concerns(&identity);
+        }
         Ok(outcome)
     }
 
@@ -303,10 +332,9 @@ impl PerLossScalers {
         let Some(record) = self.sums.open(optimizer)? else {
             return Ok(());
         };
-        let iteration = self.sums.iteration.get_mut();
-        for flag in self.losses.iter().flat_map(|loss| loss.found(identity)) {
-            iteration[record].found.push(flag.shallow_clone());
-        }
+        let its = self.passes.iter().filter(|pass| pass.concerns(identity));
+        let flags = its.flat_map(|pass| &pass.flags).map(FoundInf::shallow_clone);
+        self.sums.iteration.get_mut()[record].found.extend(flags);
         Ok(())
     }
 
@@ -324,18 +352,20 @@ impl PerLossScalers {
         if !self.is_enabled() {
             return Ok(());
         }
-        let sums = self.sums.iteration.get_mut();
-        if !sums.is_open() && self.losses.iter().all(Loss::is_closed) {
+        let Self { scales, passes, sums } = self;
+        let iteration = sums.iteration.get_mut();
+        if !iteration.is_open() && passes.is_empty() {
             return Err(Error::Scaler(ScalerError::NoInfChecks));
         }
-        sums.check_broken()?;
-        let ends: Result<Vec<_>> =
-            self.losses.iter_mut().filter_map(|loss| loss.end().transpose()).collect();
-        let given_up = end_all(&mut ends?)?;
-        sums.close();
-        self.losses.iter_mut().for_each(Loss::close);
-        let scales = self.losses.iter().filter_map(|loss| loss.scale.number());
-        self.sums.first.get_mut().end_iteration(scales);
+        iteration.check_broken()?;
+        let used = scales.iter_mut().enumerate();
+        let used = used.filter(|(id, _)| flags_of(passes, *id).next().is_some());
+        let ends = used.map(|(id, scale)| scale.end(flags_of(passes, id)));
+        let mut ends: Vec<_> = ends.filter_map(Result::transpose).collect::<Result<_>>()?;
+        let given_up = end_all(&mut ends)?;
+        iteration.close();
+        passes.clear();
+        sums.first.get_mut().end_iteration(scales.iter().filter_map(AdaptiveScale::number));
         given_up.map_or(Ok(()), Err)
     }
 
@@ -365,7 +395,14 @@ impl PerLossScalers {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn overflowed(&self) -> Result<Vec<bool>> {
-        self.losses.iter().map(Loss::overflowed).collect()
+        let overflowed = |id| {
+            let flags = || flags_of(&self.passes, id);
+            match overflow(flags()) {
+                Some(known) => Ok(known),
+                None => ffi::any_nonzero(&flags().map(|flag| &flag.tensor).collect::<Vec<_>>()),
+            }
+        };
+        (0..self.loss_count()).map(overflowed).collect()
     }
 
     /// Removes an optimizer from this iteration, like [`GradScaler::abandon`].
@@ -376,10 +413,11 @@ impl PerLossScalers {
     pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         let identity = Identity::of(optimizer)?;
         self.sums.abandon(optimizer)?;
-        if let Some(known) = self.losses.iter().filter_map(|loss| loss.most_known(&identity)).max()
-        {
-            self.losses.iter_mut().for_each(|loss| loss.abandon(&identity, known));
-        }
+        let is_open = |pass: &Pass| !pass.is_stepped && pass.owner.begins(&identity);
+        // Its backwards that knew most of its parameters: the list may have grown since.
+        let known = |pass: &Pass| pass.owner.parameters.len();
+        let most = self.passes.iter().filter(|pass| is_open(pass)).map(known).max();
+        self.passes.retain(|pass| !is_open(pass) || Some(known(pass)) != most);
         Ok(())
     }
 
@@ -391,7 +429,7 @@ impl PerLossScalers {
     /// [`GradScaler::state_dict`].
     pub fn state_dict(&self) -> Result<Vec<GradScalerState>> {
         self.check_closed("state_dict")?;
-        self.losses.iter().map(|loss| loss.scale.state_dict()).collect()
+        self.scales.iter().map(AdaptiveScale::state_dict).collect()
     }
 
     /// Loads saved states.
@@ -406,61 +444,66 @@ impl PerLossScalers {
     }
 
     /// Checks states and allocates what loading them needs; `None` for each if the scalers are disabled.
-    pub(crate) fn prepare_states(
-        &self,
-        states: &[GradScalerState],
-    ) -> Result<Vec<Option<LoadedState>>> {
+    fn prepare_states(&self, states: &[GradScalerState]) -> Result<Vec<Option<LoadedState>>> {
         let (name, value) = ("the number of states", states.len() as f64);
-        ensure(name, value, states.len() == self.losses.len(), "that of the losses")?;
+        ensure(name, value, states.len() == self.scales.len(), "that of the losses")?;
         self.check_closed("load_state_dict")?;
-        let both = self.losses.iter().zip(states);
-        both.map(|(loss, state)| loss.scale.prepare_state(state)).collect()
+        let both = self.scales.iter().zip(states);
+        both.map(|(scale, state)| scale.prepare_state(state)).collect()
     }
 
-    pub(crate) fn set_states(&mut self, loaded: Vec<Option<LoadedState>>) -> Result<()> {
-        let both = self.losses.iter_mut().zip(loaded);
-        let mut both = both.filter_map(|(loss, loaded)| Some((loss, loaded?)));
-        both.try_for_each(|(loss, loaded)| loss.scale.set_state(loaded))
+    fn set_states(&mut self, loaded: Vec<Option<LoadedState>>) -> Result<()> {
+        let mut both = self.scales.iter_mut().zip(loaded);
+        both.try_for_each(|(scale, loaded)| scale.set_state(loaded))
     }
 
     fn check_closed(&self, call: &'static str) -> Result<()> {
-        if self.losses.iter().all(Loss::is_closed) {
-            return Ok(());
-        }
-        Err(ScalerError::IterationOpen { call }.into())
+        let open = ScalerError::IterationOpen { call };
+        if self.passes.is_empty() { Ok(()) } else { Err(open.into()) }
     }
 }
 
-/// A loss, its scale, and its backwards since the last update. A backward takes the optimizer's gradients away, runs,
-/// unscales the new ones by the scale of this loss, and adds those from before. If it fails, the gradients from before
-/// are put back.
-#[derive(Debug)]
-pub(super) struct Loss {
-    pub(super) scale: AdaptiveScale,
-    passes: Vec<Pass>,
-}
-
-/// A backward of the loss for an optimizer.
+/// A backward of a loss for an optimizer.
 #[derive(Debug)]
 struct Pass {
+    loss_id: usize,
     owner: Identity,
     /// Whether the loss has given each of the optimizer's parameters a gradient.
     has_gradient: Vec<bool>,
     flags: Vec<FoundInf>,
-    /// Whether a step has been taken or skipped with its gradients.
+    /// Whether a step has been taken or skipped with its gradients, so that no later one depends on its flags.
     is_stepped: bool,
+}
+
+/// The flags of the backwards of a loss.
+fn flags_of(passes: &[Pass], loss_id: usize) -> impl Iterator<Item = &FoundInf> {
+    passes.iter().filter(move |pass| pass.loss_id == loss_id).flat_map(|pass| &pass.flags)
+}
+
+/// Unscales the gradients, those of one loss alone.
+fn unscale(scale: &AdaptiveScale, gradients: &Gradients<'_>) -> Result<Vec<FoundInf>> {
+    let Some(number) = scale.number() else {
+        return Ok(Vec::new());
+    };
+    let plan = Plan::new(gradients, scale.config().may_unscale_fp16())?;
+    gradients.drop_frozen()?;
+    if plan.groups.is_empty() {
+        return Ok(Vec::new());
+    }
+    let found = plan.unscale(gradients.parameters(), number.tensor(), number.unscaling());
+    found.map_err(|interrupted| interrupted.error)
 }
 
 /// An optimizer, identified by its parameters, which are kept alive so that no other tensors get their identities.
 #[derive(Debug)]
-pub(super) struct Identity {
+struct Identity {
     parameters: Vec<Tensor>,
     identities: Vec<usize>,
     known: IdentityMap<()>,
 }
 
 impl Identity {
-    pub(super) fn of(optimizer: &dyn AmpOptimizer) -> Result<Self> {
+    fn of(optimizer: &dyn AmpOptimizer) -> Result<Self> {
         let parameters = optimizer.parameters().into_owned();
         let identities = ffi::identities(&parameters)?;
         let known = identities.iter().map(|identity| (*identity, ())).collect();
@@ -479,115 +522,6 @@ impl Pass {
         let given = self.owner.identities.iter().zip(&self.has_gradient);
         let mut given = given.filter_map(|(identity, has)| has.then_some(identity));
         !self.is_stepped && given.any(|identity| optimizer.known.contains_key(identity))
-    }
-}
-
-impl Loss {
-    pub(super) fn new(scale: AdaptiveScale) -> Self {
-        Self { scale, passes: Vec::new() }
-    }
-
-    /// Returns whether there was no backward since the last update.
-    pub(super) fn is_closed(&self) -> bool {
-        self.passes.is_empty()
-    }
-
-    fn flags(&self) -> impl Iterator<Item = &FoundInf> {
-        self.passes.iter().flat_map(|pass| &pass.flags)
-    }
-
-    /// The flags on which the step of an optimizer depends.
-    pub(super) fn found(&self, optimizer: &Identity) -> impl Iterator<Item = &FoundInf> {
-        self.passes.iter().filter(|pass| pass.concerns(optimizer)).flat_map(|pass| &pass.flags)
-    }
-
-    /// Records that the optimizer's step was taken or skipped, so that no later one depends on the same flags.
-    pub(super) fn set_stepped(&mut self, optimizer: &Identity) {
-        for pass in &mut self.passes {
-            pass.is_stepped |= pass.concerns(optimizer);
-        }
-    }
-
-    /// Scales the loss, runs backward on it, and adds the unscaled gradients to those of the optimizer's parameters.
-    /// `sums` names the parameters in errors.
-    pub(super) fn backward(
-        &mut self,
-        loss: &Tensor,
-        optimizer: &mut dyn AmpOptimizer,
-        retain_graph: bool,
-        sums: &GradScaler,
-    ) -> Result<()> {
-        if !self.scale.is_enabled() {
-            return ffi::backward(loss, retain_graph);
-        }
-        let owner = Identity::of(optimizer)?;
-        let mut before = StashedGradients::from(optimizer.parameters().into_owned())?;
-        ffi::backward(&self.scale.apply(loss)?, retain_graph)?;
-        if optimizer.wants_f32_gradients() {
-            // Checks before it changes.
-            let _plan = Plan::new(&sums.gradients(optimizer)?, true)?;
-            before.widen()?;
-        }
-        let mut gradients = sums.gradients(optimizer)?;
-        gradients.separate()?;
-        let flags = self.unscale(&gradients)?;
-        before.add()?;
-        before.settle();
-        if !flags.is_empty() {
-            let has_gradient = gradients.snapshot().iter().map(Gradient::is_used).collect();
-            self.passes.push(Pass { owner, has_gradient, flags, is_stepped: false });
-        }
-        Ok(())
-    }
-
-    /// Unscales the gradients, those of this loss alone.
-    fn unscale(&self, gradients: &Gradients<'_>) -> Result<Vec<FoundInf>> {
-        let Some(scale) = self.scale.number() else {
-            return Ok(Vec::new());
-        };
-        let plan = Plan::new(gradients, self.scale.config().may_unscale_fp16())?;
-        drop_frozen(gradients.parameters(), gradients.snapshot())?;
-        if plan.groups.is_empty() {
-            return Ok(Vec::new());
-        }
-        let found = plan.unscale(gradients.parameters(), scale.tensor(), scale.unscaling());
-        found.map_err(|interrupted| interrupted.error)
-    }
-
-    /// Returns whether any of its gradients was non-finite. Synchronizes if only the device has the answer.
-    pub(super) fn overflowed(&self) -> Result<bool> {
-        match overflow(self.flags()) {
-            Some(known) => Ok(known),
-            None => ffi::any_nonzero(&self.flags().map(|flag| &flag.tensor).collect::<Vec<_>>()),
-        }
-    }
-
-    /// The most parameters with which a backward that was not stepped with has begun the optimizer's list, which may
-    /// have grown since.
-    pub(super) fn most_known(&self, optimizer: &Identity) -> Option<usize> {
-        let open = self.passes.iter().filter(|pass| !pass.is_stepped);
-        let known = open.map(|pass| &pass.owner).filter(|owner| owner.begins(optimizer));
-        known.map(|owner| owner.parameters.len()).max()
-    }
-
-    /// Removes the backwards for an optimizer, of whose parameters they knew this many.
-    pub(super) fn abandon(&mut self, optimizer: &Identity, known: usize) {
-        self.passes.retain(|pass| {
-            let is_its = pass.owner.parameters.len() == known && pass.owner.begins(optimizer);
-            pass.is_stepped || !is_its
-        });
-    }
-
-    /// Prepares the end of its iteration; `None` if there was no backward.
-    pub(super) fn end(&mut self) -> Result<Option<End<'_>>> {
-        let Self { scale, passes } = self;
-        let flags = passes.iter().flat_map(|pass| &pass.flags);
-        if passes.is_empty() { Ok(None) } else { scale.end(flags) }
-    }
-
-    /// Forgets all backwards.
-    pub(super) fn close(&mut self) {
-        self.passes.clear();
     }
 }
 

@@ -32,17 +32,13 @@ pub struct Restore<'a> {
 impl Checkpoint {
     /// Starts a restore of parts of the checkpoint; see [`Restore`].
     pub fn restore(&self) -> Restore<'_> {
-        Restore::new(self)
+        let names = Renames::default();
+        let options = Options { strict: true, cast: false, averages_updates: None, names };
+        Restore { checkpoint: self, options, targets: Vec::new() }
     }
 }
 
 impl<'a> Restore<'a> {
-    fn new(checkpoint: &'a Checkpoint) -> Self {
-        let names = Renames::default();
-        let options = Options { strict: true, cast: false, averages_updates: None, names };
-        Self { checkpoint, options, targets: Vec::new() }
-    }
-
     /// Restores anything that is [`Stateful`]: models, optimizers, scalers, loss scales, random number generators and
     /// types of your own. A model is passed as `&vs`, a generator as [`Rng(device)`](crate::checkpoint::Rng), and
     /// anything else as a mutable reference. A precision is restored first, because the scaler is made for it.

@@ -366,11 +366,6 @@ impl<'a> SaveState<'a> {
         self.parts.push((part_name(self.name, id), Part::Scaler(scaler)));
     }
 
-    /// Takes the tensors that were recorded.
-    pub(super) fn take_tensors(&mut self) -> BTreeMap<String, TensorEntry> {
-        std::mem::take(&mut self.tensors)
-    }
-
     /// Returns the parts with their names. A state without tensors becomes a value.
     pub(crate) fn finish(self) -> Vec<(String, Part)> {
         let Self { name, tensors, values, beside_averages, mut parts } = self;
@@ -434,19 +429,6 @@ pub(crate) fn entry(name: &str, tensor: &Tensor) -> Result<TensorEntry> {
     Ok(entry)
 }
 
-/// Records all variables, and the batch counts that PyTorch's norms have.
-fn save(model: &VarStore, state: &mut SaveState<'_>) -> Result<()> {
-    let variables = model.variables();
-    state.tensors(&variables)?;
-    let known: HashSet<_> = variables.keys().map(String::as_str).collect();
-    let mut tensors = state.take_tensors();
-    for name in batch_counts(&known) {
-        tensors.insert(name, TensorEntry::in_memory(&Tensor::from(0i64))?);
-    }
-    state.whole(Part::Model(tensors));
-    Ok(())
-}
-
 fn prepare<'a>(model: &VarStore, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
     match saved.checkpoint.find(saved.name)? {
         NamedPart::Part(Part::Model(_) | Part::Empty) => {}
@@ -465,7 +447,7 @@ fn prepare<'a>(model: &VarStore, saved: &SavedState<'a>) -> Result<Prepared<'a>>
 /// so 0 is saved.
 impl Stateful for VarStore {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
-        save(self, state)
+        (&*self).save_state(state)
     }
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
@@ -476,7 +458,15 @@ impl Stateful for VarStore {
 /// A shared reference is enough, because restoring writes to the tensors and not to the `VarStore`.
 impl Stateful for &VarStore {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
-        save(self, state)
+        let variables = self.variables();
+        state.tensors(&variables)?;
+        let known: HashSet<_> = variables.keys().map(String::as_str).collect();
+        let mut tensors = std::mem::take(&mut state.tensors);
+        for name in batch_counts(&known) {
+            tensors.insert(name, TensorEntry::in_memory(&Tensor::from(0i64))?);
+        }
+        state.whole(Part::Model(tensors));
+        Ok(())
     }
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {

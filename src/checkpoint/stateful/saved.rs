@@ -377,11 +377,11 @@ impl<'a> SavedState<'a> {
         }
         let dict = self.dict()?;
         let (mut unexpected, mut left_out) = (Vec::new(), Vec::new());
-        let tensors = dict.tensor_names().map(|names| (names, true));
+        let tensors = dict.tensors.iter().map(|(here, (saved, _))| (&**here, *saved, true));
         let is_of_no_use = |name: &str| values_are_left_out || of_no_use.contains(&name);
-        let values = dict.value_names().map(|names| (names, !is_of_no_use(names.0)));
-        let others = dict.other_names().map(|names| (names, false));
-        for ((here, saved), is_expected) in tensors.chain(values).chain(others) {
+        let values = dict.values.iter().map(|(name, _)| (&**name, &**name, !is_of_no_use(name)));
+        let others = dict.others.iter().map(|(here, (saved, _))| (&**here, *saved, false));
+        for (here, saved, is_expected) in tensors.chain(values).chain(others) {
             if used.contains(here) {
                 continue;
             }
@@ -443,9 +443,9 @@ impl<'a> SavedState<'a> {
 }
 
 /// The tensors and values of a part.
-pub(super) struct Dict<'a> {
+struct Dict<'a> {
     /// By their names in the target, each with its name in the checkpoint.
-    pub(super) tensors: BTreeMap<String, (&'a str, &'a TensorEntry)>,
+    tensors: BTreeMap<String, (&'a str, &'a TensorEntry)>,
     /// Tensors that count only if they are asked for.
     maybe: BTreeMap<String, (&'a str, &'a TensorEntry)>,
     /// Sorted by name.
@@ -456,7 +456,7 @@ pub(super) struct Dict<'a> {
 
 impl<'a> Dict<'a> {
     /// Reads a part as a dict, and returns an error if it is not one.
-    pub(super) fn of(checkpoint: &'a Checkpoint, name: &str, options: &Options) -> Result<Self> {
+    fn of(checkpoint: &'a Checkpoint, name: &str, options: &Options) -> Result<Self> {
         const NONE: &BTreeMap<String, TensorEntry> = &BTreeMap::new();
         const NO_OTHERS: &BTreeMap<String, Part> = &BTreeMap::new();
         let (entries, values, others, more): (_, &[_], _, _) = match checkpoint.find(name)? {
@@ -490,48 +490,33 @@ impl<'a> Dict<'a> {
     }
 
     /// Removes a prefix from the names of the tensors that have it.
-    pub(super) fn remove_prefix(&mut self, prefix: &str) {
+    fn remove_prefix(&mut self, prefix: &str) {
         let old = std::mem::take(&mut self.tensors);
         let plain = |name: String| name.strip_prefix(prefix).map(str::to_owned).unwrap_or(name);
         self.tensors = old.into_iter().map(|(name, saved)| (plain(name), saved)).collect();
     }
 
     /// Returns a tensor by its name in the target, with that and its name in the checkpoint.
-    pub(super) fn tensor(&self, name: &str) -> Option<(&String, &(&'a str, &'a TensorEntry))> {
+    fn tensor(&self, name: &str) -> Option<(&String, &(&'a str, &'a TensorEntry))> {
         self.tensors.get_key_value(name).or_else(|| self.maybe.get_key_value(name))
     }
 
     /// Returns what is under a name that no tensor has.
-    pub(super) fn other(&self, name: &str) -> Option<NamedPart<'a>> {
+    fn other(&self, name: &str) -> Option<NamedPart<'a>> {
         let other = self.others.get(name).map(|(_, part)| NamedPart::Part(part));
         other.or_else(|| self.value(name).map(NamedPart::Value))
     }
 
     /// Returns whether there is a single number under a name.
-    pub(super) fn is_number(&self, name: &str) -> bool {
+    fn is_number(&self, name: &str) -> bool {
         let number =
             |value: &Value| matches!(value, Value::Int(_) | Value::Uint(_) | Value::Float(_));
         self.tensors.get(name).is_some_and(|(_, entry)| entry.numel() == 1)
             || self.value(name).is_some_and(number)
     }
 
-    pub(super) fn value(&self, name: &str) -> Option<&'a Value> {
+    fn value(&self, name: &str) -> Option<&'a Value> {
         let found = self.values.binary_search_by(|(key, _)| (**key).cmp(name));
         found.ok().map(|at| &self.values[at].1)
-    }
-
-    /// The names of the tensors in the target, each with the name in the checkpoint.
-    pub(super) fn tensor_names(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.tensors.iter().map(|(here, (saved, _))| (here.as_str(), *saved))
-    }
-
-    /// The names of the values.
-    pub(super) fn value_names(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.values.iter().map(|(name, _)| (&**name, &**name))
-    }
-
-    /// The names of the others, as in [`tensor_names`](Self::tensor_names).
-    pub(super) fn other_names(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.others.iter().map(|(here, (saved, _))| (here.as_str(), *saved))
     }
 }

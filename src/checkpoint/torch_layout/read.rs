@@ -70,7 +70,7 @@ impl Reader {
             };
             others.insert(name_of(&key), other);
         }
-        BTreeMap::from([(MODEL.to_owned(), Part::model(tensors, others))])
+        BTreeMap::from([(MODEL.to_owned(), Part::model(tensors, others, BTreeMap::new()))])
     }
 
     fn parts_of(&self, mut items: Vec<(Value, Value)>) -> Result<Parts, Problem> {
@@ -214,7 +214,7 @@ impl Reader {
         let updates = tensors.get(UPDATES).filter(|updates| updates.numel() == 1);
         let updates = updates.and_then(|updates| updates.item().ok());
         if updates != values.get(UPDATES).and_then(|updates| updates.to().ok()) {
-            return Ok(Part::model(tensors, others));
+            return Ok(Part::model(tensors, others, BTreeMap::new()));
         }
         let own = |name: String| name.strip_prefix(MODULE).map(str::to_owned).unwrap_or(name);
         let averages = tensors.into_iter().filter(|(name, _)| !beside.contains(name));
@@ -237,7 +237,7 @@ impl Reader {
             return None;
         }
         self.count(items.len())?;
-        Some(Part::model(BTreeMap::new(), self.items_of(items)))
+        Some(Part::model(BTreeMap::new(), self.items_of(items), BTreeMap::new()))
     }
 
     /// Converts a dict of variables and of other entries, which become parts beside the model. A tensor among those may
@@ -263,7 +263,7 @@ impl Reader {
             self.count(1)?;
             parts.insert(name, self.guess(value));
         }
-        parts.insert(MODEL.to_owned(), Part::model_with(tensors, unsupported, maybe));
+        parts.insert(MODEL.to_owned(), Part::model(tensors, unsupported, maybe));
         Some(parts)
     }
 

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io::{self, Write};
 
 use tch::{Device, Kind, Tensor};
-use torch_files::{Dtype, TensorRef, Value};
+use torch_files::{Dtype, Storage, TensorRef, Value};
 
 use super::KEY;
 use super::optimizer::{ADAMW, MUON, split};
@@ -22,13 +23,22 @@ pub(crate) enum StorageSource<'a> {
     Made(Vec<i64>, Box<dyn Fn() -> Result<Tensor> + 'a>),
 }
 
-impl StorageSource<'_> {
-    /// The size in bytes.
-    pub(crate) fn len(&self) -> usize {
+impl Storage for StorageSource<'_> {
+    fn size_in_bytes(&self) -> u64 {
         match self {
-            Self::Kept(entry) => entry.len(),
+            Self::Kept(entry) => entry.size_in_bytes(),
             Self::Made(size, _) => {
-                ffi::elements(size).saturating_mul(Kind::Float.elt_size_in_bytes())
+                ffi::elements(size).saturating_mul(Kind::Float.elt_size_in_bytes()) as u64
+            }
+        }
+    }
+
+    fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
+        match self {
+            Self::Kept(entry) => entry.write_to(out),
+            Self::Made(_, make) => {
+                let made = make().and_then(|made| TensorEntry::in_memory(&made));
+                made.map_err(io::Error::other)?.write_to(out)
             }
         }
     }
