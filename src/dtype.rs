@@ -1,4 +1,4 @@
-//! libtorch's dtypes as those of files.
+//! libtorch's dtypes as those of files, and their ranges.
 
 use tch::Kind;
 use torch_files::Dtype;
@@ -32,4 +32,18 @@ pub(crate) fn dtype_of(kind: Kind) -> Option<Dtype> {
 /// Returns the dtype of tch; `None` for the unsigned ones that it does not have.
 pub(crate) fn kind_of(dtype: Dtype) -> Option<Kind> {
     KINDS.iter().find(|(_, other)| *other == dtype).map(|(kind, _)| *kind)
+}
+
+/// The largest finite number of a dtype, and infinity for integers, which have no infinite numbers.
+pub(crate) fn largest(kind: Kind) -> f64 {
+    match kind {
+        Kind::Half | Kind::ComplexHalf => 65504.0,
+        Kind::BFloat16 => (2.0 - 2f64.powi(-7)) * 2f64.powi(127),
+        Kind::Float | Kind::ComplexFloat => f64::from(f32::MAX),
+        Kind::Float8e5m2 | Kind::Float8e5m2fnuz => 57344.0,
+        Kind::Float8e4m3fn => 448.0,
+        Kind::Float8e4m3fnuz => 240.0,
+        Kind::Double | Kind::ComplexDouble => f64::MAX,
+        _ => f64::INFINITY,
+    }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 use torch_files::{Storage, TensorRef, TorchFile};
 
-use crate::dtype::{dtype_of, kind_of};
+use crate::dtype::{dtype_of, kind_of, largest};
 use crate::error::{CheckpointError, Error, Result};
 use crate::ffi::{self, OutsideRegions};
 use crate::optim::Saved;
@@ -194,20 +194,6 @@ fn integers(kind: Kind) -> Option<f64> {
         Kind::Int64 => 2f64.powi(63),
         _ => return None,
     })
-}
-
-/// The largest finite number of a dtype, and infinity for integers, which have no infinite numbers.
-fn largest(kind: Kind) -> f64 {
-    match kind {
-        Kind::Half | Kind::ComplexHalf => 65504.0,
-        Kind::BFloat16 => (2.0 - 2f64.powi(-7)) * 2f64.powi(127),
-        Kind::Float | Kind::ComplexFloat => f64::from(f32::MAX),
-        Kind::Float8e5m2 | Kind::Float8e5m2fnuz => 57344.0,
-        Kind::Float8e4m3fn => 448.0,
-        Kind::Float8e4m3fnuz => 240.0,
-        Kind::Double | Kind::ComplexDouble => f64::MAX,
-        _ => f64::INFINITY,
-    }
 }
 
 /// Returns how many elements lie between the first and the last one in memory, including both.

@@ -42,29 +42,35 @@ pub enum Dtype {
     Uint8,
 }
 
-/// The names, in their order, and libtorch's numbers.
-const ALL: [(Dtype, &str, Option<i8>); 14] = [
-    (Dtype::BF16, "bf16", Some(15)),
-    (Dtype::Bool, "bool", Some(11)),
-    (Dtype::Complex128, "complex128", Some(10)),
-    (Dtype::Complex32, "complex32", Some(8)),
-    (Dtype::Complex64, "complex64", Some(9)),
-    (Dtype::F16, "fp16", Some(5)),
-    (Dtype::F32, "fp32", Some(6)),
-    (Dtype::F64, "fp64", Some(7)),
-    (Dtype::Int16, "int16", Some(2)),
-    (Dtype::Int32, "int32", Some(3)),
-    (Dtype::Int64, "int64", Some(4)),
-    (Dtype::Int8, "int8", Some(1)),
+/// A dtype, its name, and libtorch's number and tch's name for it.
+type Row = (Dtype, &'static str, Option<(i8, Kind)>);
+
+/// In the order of the names.
+const ALL: [Row; 14] = [
+    (Dtype::BF16, "bf16", Some((15, Kind::BFloat16))),
+    (Dtype::Bool, "bool", Some((11, Kind::Bool))),
+    (Dtype::Complex128, "complex128", Some((10, Kind::ComplexDouble))),
+    (Dtype::Complex32, "complex32", Some((8, Kind::ComplexHalf))),
+    (Dtype::Complex64, "complex64", Some((9, Kind::ComplexFloat))),
+    (Dtype::F16, "fp16", Some((5, Kind::Half))),
+    (Dtype::F32, "fp32", Some((6, Kind::Float))),
+    (Dtype::F64, "fp64", Some((7, Kind::Double))),
+    (Dtype::Int16, "int16", Some((2, Kind::Int16))),
+    (Dtype::Int32, "int32", Some((3, Kind::Int))),
+    (Dtype::Int64, "int64", Some((4, Kind::Int64))),
+    (Dtype::Int8, "int8", Some((1, Kind::Int8))),
     (Dtype::Other, "other", None),
-    (Dtype::Uint8, "uint8", Some(0)),
+    (Dtype::Uint8, "uint8", Some((0, Kind::Uint8))),
 ];
 
 impl Dtype {
     /// The dtype of a tensor.
     pub(super) fn of(tensor: &RecordedTensor) -> Self {
-        let known = ALL.iter().find(|(_, _, code)| *code == Some(tensor.dtype));
-        known.map_or(Self::Other, |(dtype, ..)| *dtype)
+        Self::known(|(.., of_libtorch)| of_libtorch.is_some_and(|(code, _)| code == tensor.dtype))
+    }
+
+    fn known(is: impl Fn(&&Row) -> bool) -> Self {
+        ALL.iter().find(is).map_or(Self::Other, |(dtype, ..)| *dtype)
     }
 
     /// Returns the name.
@@ -80,22 +86,7 @@ impl Dtype {
 
 impl From<Kind> for Dtype {
     fn from(kind: Kind) -> Self {
-        match kind {
-            Kind::BFloat16 => Self::BF16,
-            Kind::Bool => Self::Bool,
-            Kind::ComplexDouble => Self::Complex128,
-            Kind::ComplexHalf => Self::Complex32,
-            Kind::ComplexFloat => Self::Complex64,
-            Kind::Half => Self::F16,
-            Kind::Float => Self::F32,
-            Kind::Double => Self::F64,
-            Kind::Int16 => Self::Int16,
-            Kind::Int => Self::Int32,
-            Kind::Int64 => Self::Int64,
-            Kind::Int8 => Self::Int8,
-            Kind::Uint8 => Self::Uint8,
-            _ => Self::Other,
-        }
+        Self::known(|(.., of_libtorch)| of_libtorch.is_some_and(|(_, known)| known == kind))
     }
 }
 
@@ -121,8 +112,7 @@ impl Serialize for Dtype {
 impl<'de> Deserialize<'de> for Dtype {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let written = String::deserialize(deserializer)?;
-        let known = ALL.iter().find(|(_, name, _)| *name == written);
-        Ok(known.map_or(Self::Other, |(dtype, ..)| *dtype))
+        Ok(Self::known(|(_, name, _)| *name == written))
     }
 }
 

@@ -195,57 +195,40 @@ impl Culprit {
 
     /// Returns the advice for values that overflow or are undefined whatever the scale.
     fn advice(&self) -> String {
-        let place = self.place();
         let operator = self.operator.trim_start_matches("aten::").trim_end_matches('_');
         let f32_is_finite = self.largest_in_f32.is_some_and(f64::is_finite);
         let is_cast = ["_to_copy", "to", "copy"].contains(&operator);
-        if self.dtype == Dtype::F16 && is_cast {
-            return format!(
+        let is = |dtype| self.dtype == dtype;
+        let advice = match operator {
+            _ if is(Dtype::F16) && is_cast => {
                 "use bf16, or keep {place} in f32: its numbers exceed 65504 before they are cast to fp16"
-            );
-        }
-        if self.dtype == Dtype::F16 && f32_is_finite {
-            return match operator {
-                "bmm" | "matmul" | "baddbmm" => {
-                    format!(
-                        "scale one factor before the product (in attention, q by 1/sqrt(d)), keep {place} in f32, or use bf16"
-                    )
-                }
-                _ => format!("keep {place} in f32, or use bf16"),
-            };
-        }
-        match operator {
+            }
+            "bmm" | "matmul" | "baddbmm" if is(Dtype::F16) && f32_is_finite => {
+                "scale one factor before the product (in attention, q by 1/sqrt(d)), keep {place} in f32, or use bf16"
+            }
+            _ if is(Dtype::F16) && f32_is_finite => "keep {place} in f32, or use bf16",
             "log" | "log2" | "log10" | "_log_softmax" => {
-                format!(
-                    "keep the argument of the logarithm in {place} above zero, for example by clamping it"
-                )
+                "keep the argument of the logarithm in {place} above zero, for example by clamping it"
             }
             "div" | "reciprocal" | "rsqrt" => {
-                format!(
-                    "keep the divisor in {place} away from zero, for example by adding an epsilon"
-                )
+                "keep the divisor in {place} away from zero, for example by adding an epsilon"
             }
             "sqrt" | "norm" | "linalg_vector_norm" | "pow" if self.pass == Pass::Backward => {
-                format!("the derivative in {place} is infinite at zero: add an epsilon before it")
+                "the derivative in {place} is infinite at zero: add an epsilon before it"
             }
             "_softmax" | "softmax" => {
-                format!(
-                    "in {place}, a row of the softmax is masked as a whole; leave such rows out"
-                )
+                "in {place}, a row of the softmax is masked as a whole; leave such rows out"
             }
-            "exp" | "expm1" | "sinh" | "cosh" => {
-                format!("limit the argument of the exponential in {place}")
+            "exp" | "expm1" | "sinh" | "cosh" => "limit the argument of the exponential in {place}",
+            _ if is(Dtype::F16) && self.largest_in_f32.is_none() => {
+                "look at {place}, and try it in f32 or bf16"
             }
-            _ if self.dtype == Dtype::F16 && self.largest_in_f32.is_none() => {
-                format!("look at {place}, and try it in f32 or bf16")
+            _ if is(Dtype::BF16) && self.largest_in_f32.is_none() => {
+                "look at {place}, and try it in f32"
             }
-            _ if self.dtype == Dtype::BF16 && self.largest_in_f32.is_none() => {
-                format!("look at {place}, and try it in f32")
-            }
-            _ => format!(
-                "look at {place}: it is not finite in f32 either, so precision is not the reason"
-            ),
-        }
+            _ => "look at {place}: it is not finite in f32 either, so precision is not the reason",
+        };
+        advice.replace("{place}", self.place())
     }
 }
 

@@ -33,6 +33,7 @@ mod budget;
 mod dtype;
 mod explanation;
 mod health;
+mod measure;
 mod numbers;
 mod operators;
 mod page;

@@ -33,6 +33,15 @@ impl fmt::Display for Pass {
     }
 }
 
+/// The part of the model, or else the module before, in a line on an operator; nothing if neither is known.
+pub(super) fn placed(path: Option<&str>, after: Option<&str>) -> String {
+    match (path, after) {
+        (Some(path), _) => format!(" in {path}"),
+        (None, Some(module)) => format!(" after {module}"),
+        (None, None) => String::new(),
+    }
+}
+
 /// How many recordings run in this process. The threads of a backward pass take part in that of another thread.
 static RECORDINGS: AtomicUsize = AtomicUsize::new(0);
 
@@ -281,38 +290,35 @@ impl Recording {
         results
     }
 
-    /// The nanoseconds of each event without those that it ran, and with them.
+    /// The nanoseconds of each event without those that it ran, and with them. What the recording itself did counts for
+    /// nobody.
     pub(super) fn times(&self) -> (Vec<i64>, Vec<i64>) {
-        times(&self.events)
+        let events = &self.events;
+        let is_timed = |event: &RecordedEvent| event.ended.is_some();
+        let mut own: Vec<i64> = events
+            .iter()
+            .map(|event| if is_timed(event) { event.times.ended - event.times.started } else { 0 })
+            .collect();
+        for event in events.iter().filter(|event| is_timed(event)) {
+            if let Some(parent) = event.parent {
+                own[parent] -= event.times.left - event.times.entered;
+            }
+        }
+        own.iter_mut().for_each(|time| *time = (*time).max(0));
+        let mut total = own.clone();
+        // An event comes after the one in which it ran.
+        for index in (0..events.len()).rev() {
+            if let Some(parent) = events[index].parent {
+                total[parent] += total[index];
+            }
+        }
+        (own, total)
     }
 
     /// The last module before an event whose own part is unknown.
     pub(super) fn module_before(&self, index: usize) -> Option<String> {
         (0..index).rev().find_map(|before| self.module_of(&self.events[before]))
     }
-}
-
-/// The own and the total nanoseconds of each event. What the recording itself did counts for nobody.
-fn times(events: &[RecordedEvent]) -> (Vec<i64>, Vec<i64>) {
-    let is_timed = |event: &RecordedEvent| event.ended.is_some();
-    let mut own: Vec<i64> = events
-        .iter()
-        .map(|event| if is_timed(event) { event.times.ended - event.times.started } else { 0 })
-        .collect();
-    for event in events.iter().filter(|event| is_timed(event)) {
-        if let Some(parent) = event.parent {
-            own[parent] -= event.times.left - event.times.entered;
-        }
-    }
-    own.iter_mut().for_each(|time| *time = (*time).max(0));
-    let mut total = own.clone();
-    // An event comes after the one in which it ran.
-    for index in (0..events.len()).rev() {
-        if let Some(parent) = events[index].parent {
-            total[parent] += total[index];
-        }
-    }
-    (own, total)
 }
 
 /// Returns whether the event is the call of a custom function: a name with a backward node. Nothing runs in it.

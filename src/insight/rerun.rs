@@ -7,8 +7,9 @@ use super::explanation::{Cause, Culprit, Origin, Search, Values};
 use super::operators::AutocastList;
 use super::recording::{Pass, RecordedModel, Recording, named};
 use crate::buffers::{self, BufferSnapshot};
+use crate::dtype::largest;
 use crate::error::{Result, ensure_defined};
-use crate::ffi::emulation::Emulated;
+use crate::ffi::emulation::{Emulated, Emulation, Regions, Rounding};
 use crate::ffi::insight::RecordingMode;
 use crate::ffi::{self, OutsideRegions};
 use crate::gradients::StashedGradients;
@@ -145,6 +146,52 @@ impl Rerun<'_> {
     }
 }
 
+/// Runs of one loss in regions, at one scale. They are counted.
+pub(super) struct Runs<'a, F> {
+    rerun: Rerun<'a>,
+    pub(super) scale: f64,
+    loss: F,
+    pub(super) count: u64,
+}
+
+impl<'a, F: FnMut(Autocast) -> Result<Tensor>> Runs<'a, F> {
+    pub(super) fn new(rerun: Rerun<'a>, scale: f64, loss: F) -> Self {
+        Self { rerun, scale, loss, count: 0 }
+    }
+
+    /// Runs forward and backward, with another scale if it is given.
+    pub(super) fn run(&mut self, region: Autocast, scale: Option<f64>) -> Result<Passes> {
+        self.count += 1;
+        self.rerun.run(scale.unwrap_or(self.scale), &mut || (self.loss)(region))
+    }
+
+    /// Runs forward and backward, and records them.
+    pub(super) fn record(
+        &mut self,
+        mode: RecordingMode<'_>,
+        region: Autocast,
+    ) -> Result<(Recording, Passes)> {
+        self.count += 1;
+        self.rerun.record(mode, self.scale, &mut || (self.loss)(region))
+    }
+
+    /// Records a run in f32 that rounds at random what the region would round.
+    pub(super) fn record_noise(
+        &mut self,
+        mode: RecordingMode<'_>,
+        region: Autocast,
+        seed: u64,
+    ) -> Result<(Recording, Passes)> {
+        self.count += 1;
+        let (emulated, rounding) = (emulated(&region)?, Rounding::Random { seed });
+        let mut emulation = None;
+        self.rerun.record(mode, self.scale, &mut || {
+            emulation = Some(Emulation::begin(&emulated, Regions::Emulated, rounding)?);
+            (self.loss)(region)
+        })
+    }
+}
+
 impl Drop for Rerun<'_> {
     fn drop(&mut self) {
         // The same copies were possible the other way round.
@@ -188,19 +235,19 @@ const TRIES: usize = 3;
 pub(super) fn explain(
     rerun: Rerun<'_>,
     scale: f64,
-    loss: &mut impl FnMut() -> Result<Tensor>,
+    loss: impl FnMut() -> Result<Tensor>,
 ) -> Result<(Cause, Option<Culprit>, Vec<String>)> {
-    let mut replay = Replay(rerun);
-    let replayed = replay.record(scale, loss)?;
+    let mut replay = Replay { rerun, loss };
+    let replayed = replay.record(scale)?;
     if replayed.finite {
         return Ok((Cause::Finite, None, Vec::new()));
     }
     let (mut cause, mut culprit) = replay.origin(&replayed);
     if scale != 1.0 && culprit.as_ref().is_some_and(depends_on_scale) {
-        let unscaled = replay.record(1.0, loss)?;
+        let unscaled = replay.record(1.0)?;
         // Otherwise the scale had only hidden the values that overflow without it.
         if unscaled.finite {
-            cause = Cause::Scale { largest_finite: replay.largest_finite(scale, &unscaled, loss)? };
+            cause = Cause::Scale { largest_finite: replay.largest_finite(scale, &unscaled)? };
         } else {
             (cause, culprit) = replay.origin(&unscaled);
         }
@@ -208,7 +255,10 @@ pub(super) fn explain(
     Ok((cause, culprit, replayed.gradients))
 }
 
-struct Replay<'a>(Rerun<'a>);
+struct Replay<'a, L> {
+    rerun: Rerun<'a>,
+    loss: L,
+}
 
 /// A recorded run of the iteration.
 struct Replayed {
@@ -222,7 +272,7 @@ struct Replayed {
     finite: bool,
 }
 
-impl Replay<'_> {
+impl<L: FnMut() -> Result<Tensor>> Replay<'_, L> {
     /// Where the non-finite numbers of a run began, whatever the scale.
     fn origin(&self, replayed: &Replayed) -> (Cause, Option<Culprit>) {
         let mut search = Search::new(&replayed.recording.events);
@@ -244,15 +294,11 @@ impl Replay<'_> {
     }
 
     /// Runs forward and backward with the iteration's random numbers, and records them.
-    fn record(
-        &mut self,
-        scale: f64,
-        loss: &mut impl FnMut() -> Result<Tensor>,
-    ) -> Result<Replayed> {
+    fn record(&mut self, scale: f64) -> Result<Replayed> {
         let (recording, Passes { scaled, gradients, others }) =
-            self.0.record(RecordingMode::Numbers, scale, loss)?;
+            self.rerun.record(RecordingMode::Numbers, scale, &mut self.loss)?;
         let (mut targets, mut names) = (Vec::new(), Vec::new());
-        for ((name, _), gradient) in self.0.parameters().iter().zip(&gradients) {
+        for ((name, _), gradient) in self.rerun.parameters().iter().zip(&gradients) {
             if let Some(gradient) = gradient
                 && !is_finite(gradient)?
             {
@@ -274,12 +320,8 @@ impl Replay<'_> {
     }
 
     /// Returns whether the gradients are finite at a scale. Runs forward and backward, and records nothing.
-    fn is_finite_at(
-        &mut self,
-        scale: f64,
-        loss: &mut impl FnMut() -> Result<Tensor>,
-    ) -> Result<bool> {
-        let Passes { scaled, gradients, others } = self.0.run(scale, loss)?;
+    fn is_finite_at(&mut self, scale: f64) -> Result<bool> {
+        let Passes { scaled, gradients, others } = self.rerun.run(scale, &mut self.loss)?;
         let mut all = gradients.iter().flatten().chain(&others).chain([&scaled]).map(is_finite);
         all.try_fold(true, |all, finite| Ok(all && finite?))
     }
@@ -287,7 +329,7 @@ impl Replay<'_> {
     fn given(&self, recording: &Recording, index: usize, place: usize) -> Cause {
         let event = &recording.events[index];
         let tensor = &event.inputs[place];
-        match tensor.parameter.and_then(|index| self.0.parameters().get(index)) {
+        match tensor.parameter.and_then(|index| self.rerun.parameters().get(index)) {
             Some((name, _)) => Cause::Parameter { name: name.clone() },
             None => Cause::Input {
                 operator: event.name.clone(),
@@ -299,17 +341,12 @@ impl Replay<'_> {
     }
 
     /// The largest power of two that is finite as a scale, if 1 is and `scale` is not.
-    fn largest_finite(
-        &mut self,
-        scale: f64,
-        unscaled: &Replayed,
-        loss: &mut impl FnMut() -> Result<Tensor>,
-    ) -> Result<f64> {
+    fn largest_finite(&mut self, scale: f64, unscaled: &Replayed) -> Result<f64> {
         // The largest for which no number of the run exceeds its dtype.
         let limits =
             unscaled.recording.grown_from(unscaled.scaled).into_iter().filter_map(|tensor| {
                 let numbers = tensor.numbers.filter(|numbers| numbers.largest > 0.0)?;
-                Some(most(tensor.kind?)? / numbers.largest)
+                Some(largest(tensor.kind?) / numbers.largest)
             });
         let estimate = limits.fold(f64::MAX, f64::min).log2().floor();
         let (mut finite, mut infinite) = (0.0, scale.log2().ceil());
@@ -317,7 +354,7 @@ impl Replay<'_> {
         let mut tries = 0;
         while infinite - finite > 1.0 {
             exponent = exponent.max(finite + 1.0);
-            if self.is_finite_at(exponent.exp2(), loss)? {
+            if self.is_finite_at(exponent.exp2())? {
                 finite = exponent;
                 if tries < TRIES {
                     break;
@@ -337,15 +374,4 @@ impl Replay<'_> {
 /// Returns whether a culprit's numbers grow with the scale.
 fn depends_on_scale(culprit: &Culprit) -> bool {
     culprit.pass == Pass::Backward || culprit.path.as_deref() == Some(SCALED_LOSS)
-}
-
-/// The largest finite number of a dtype.
-fn most(kind: Kind) -> Option<f64> {
-    match kind {
-        Kind::Half => Some(65504.0),
-        Kind::BFloat16 => Some(f64::from(half::bf16::MAX)),
-        Kind::Float => Some(f64::from(f32::MAX)),
-        Kind::Double => Some(f64::MAX),
-        _ => None,
-    }
 }

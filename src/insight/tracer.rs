@@ -4,8 +4,7 @@ use tch::Tensor;
 use tch::nn::VarStore;
 
 use super::explanation::{Cause, Culprit, Explanation};
-use super::rerun;
-use super::rerun::{Beginning, Repeatable};
+use super::rerun::{self, Beginning, Repeatable};
 use crate::GradScaler;
 use crate::capture;
 use crate::error::{Error, Result};
@@ -192,7 +191,7 @@ impl Tracer {
     pub fn explain(
         &mut self,
         scaler: &GradScaler,
-        mut loss: impl FnMut() -> Result<Tensor>,
+        loss: impl FnMut() -> Result<Tensor>,
     ) -> Result<Option<Explanation>> {
         let Some(Began { beginning, scale }) = &mut self.began else {
             let problem = "has no iteration: call begin before the forward pass".to_owned();
@@ -206,7 +205,7 @@ impl Tracer {
             Some(scale) => ffi::numbers_read(&[&*scale])?[0],
         };
         let rerun = self.repeatable.rerun(beginning)?;
-        let (cause, culprit, gradients) = rerun::explain(rerun, scale, &mut loss)?;
+        let (cause, culprit, gradients) = rerun::explain(rerun, scale, loss)?;
         self.left -= 1;
         let (iteration, scale_now) = (self.iteration, scaler.get_scale()?);
         let last = self.overflow.take();

@@ -68,6 +68,9 @@ type Table = BTreeMap<Entry, BTreeSet<String>>;
 
 const LINE: usize = 120;
 
+/// What is before the names in the table.
+const NAMES: &str = "        ";
+
 #[test]
 fn the_table_has_the_lists_of_this_libtorch() {
     let Some(answers) = oracle::answers() else {
@@ -231,37 +234,46 @@ fn parts<'a>(text: &'a str, device: &str) -> [&'a str; 3] {
     [&text[..start], &text[start..end], &text[end..]]
 }
 
-/// The rows of the table, each of which is a line.
-fn rows(text: &str) -> impl Iterator<Item = &str> {
-    text.lines().map(str::trim).filter(|line| line.starts_with("(\""))
-}
-
 fn read(text: &str) -> Table {
-    let entry = |row: &str| {
-        let row = row.trim_start_matches('(').trim_end_matches("),");
-        let cells: Vec<&str> = row.splitn(4, ", ").collect();
-        let [device, op, list, on] = cells[..] else { panic!("{TABLE} has the row {row}: {HOW}") };
+    let mut table = Table::new();
+    for list in text.split("    (\"").skip(1) {
+        let (head, names) = list.split_once(", &[\n").expect("a list has names");
+        let cells: Vec<&str> = head.splitn(3, ", ").collect();
+        let [device, list, on] = cells[..] else { panic!("{TABLE} has the list {head}: {HOW}") };
         let is_on = |version: &&str| on == ALL || on.contains(version);
-        let on = VERSIONS.into_iter().filter(is_on).map(str::to_owned).collect();
-        ((device.replace('"', ""), op.replace('"', ""), list.to_owned()), on)
-    };
-    rows(text).map(entry).collect()
+        let on: BTreeSet<_> = VERSIONS.into_iter().filter(is_on).map(str::to_owned).collect();
+        for op in names.split('"').skip(1).step_by(2) {
+            let entry = (device.trim_end_matches('"').to_owned(), op.to_owned(), list.to_owned());
+            table.insert(entry, on.clone());
+        }
+    }
+    table
 }
 
 /// The file of the table, with these entries.
 fn write(text: &str, table: &Table) -> String {
     let (before, _) = text.split_once("&[\n").expect("the table has a beginning");
-    let row = |((device, op, list), on): (&Entry, &BTreeSet<String>)| {
-        let on: Vec<_> = on.iter().map(|version| format!("\"{version}\"")).collect();
-        let on = if on.len() == VERSIONS.len() {
-            ALL.to_owned()
-        } else {
-            format!("&[{}]", on.join(", "))
-        };
-        format!("    (\"{device}\", \"{op}\", {list}, {on}),\n")
-    };
-    let rows: String = table.iter().map(row).collect();
-    format!("{before}&[\n{rows}];\n")
+    let mut lists = String::new();
+    for (device, (list, _)) in DEVICES.iter().flat_map(|device| HEADINGS.map(|list| (device, list)))
+    {
+        let mut names: BTreeMap<_, Vec<_>> = BTreeMap::new();
+        for ((on_device, op, on_list), on) in table {
+            if on_device == device && on_list == list {
+                names.entry(on).or_default().push(format!("\"{op}\""));
+            }
+        }
+        for (on, names) in names {
+            let on: Vec<_> = on.iter().map(|version| format!("\"{version}\"")).collect();
+            let on = match on.len() == VERSIONS.len() {
+                true => ALL.to_owned(),
+                false => format!("&[{}]", on.join(", ")),
+            };
+            let names =
+                wrapped(&names, LINE - NAMES.len() - 1).replace('\n', &format!("\n{NAMES}"));
+            lists += &format!("    (\"{device}\", {list}, {on}, &[\n{NAMES}{names},\n    ]),\n");
+        }
+    }
+    format!("{before}&[\n{lists}];\n")
 }
 
 /// The page, with the lists of the table.
@@ -275,7 +287,7 @@ fn page(text: &str, table: &Table) -> String {
             };
             let words: Vec<_> = table.iter().filter_map(of).collect();
             if !words.is_empty() {
-                generated += &format!("\n### {heading}\n\n{}\n", wrapped(&words));
+                generated += &format!("\n### {heading}\n\n{}\n", wrapped(&words, LINE));
             }
         }
         let [before, _, after] = parts(&text, device);
@@ -293,14 +305,14 @@ fn word(op: &str, on: &BTreeSet<String>) -> String {
     }
 }
 
-fn wrapped(words: &[String]) -> String {
+fn wrapped(words: &[String], most: usize) -> String {
     let mut lines = vec![String::new()];
     for (i, word) in words.iter().enumerate() {
         let word = if i + 1 == words.len() { word.clone() } else { format!("{word},") };
         let line = lines.last_mut().expect("there is a line");
         if line.is_empty() {
             line.push_str(&word);
-        } else if line.len() + 1 + word.len() <= LINE {
+        } else if line.len() + 1 + word.len() <= most {
             line.push(' ');
             line.push_str(&word);
         } else {

@@ -5,24 +5,22 @@ mod parts;
 use std::collections::BTreeMap;
 use std::fmt;
 
-use parts::needs_f32;
+use parts::{Scaled, needs_f32};
 use run_report::{Column, Table};
 use serde::{Deserialize, Serialize};
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
-use self::parts::UnscaledGradients;
 use super::numbers;
 use crate::error::{Error, Number, Result};
 use crate::ffi::OutsideRegions;
-use crate::ffi::emulation::{Emulation, Regions, Rounding};
 use crate::ffi::insight::{RecordingMode, Reference};
 use crate::insight::dtype::Dtype;
 use crate::insight::recording::Recording;
-use crate::insight::rerun::{Passes, Repeatable, Rerun, SCALED_LOSS, emulated};
+use crate::insight::rerun::{Passes, Repeatable, Runs, SCALED_LOSS};
 use crate::{Autocast, GradScaler, capture};
 
-pub(super) use parts::{place, relative};
+pub(super) use parts::place;
 
 /// How many parts without suspicions are listed.
 const MOST_CLEAN: usize = 20;
@@ -396,27 +394,45 @@ type PartTimes = BTreeMap<String, f64>;
 struct AuditedRun {
     recording: Recording,
     loss: f64,
-    gradients: UnscaledGradients,
+    gradients: Vec<Option<Tensor>>,
+    scale: f64,
+}
+
+impl AuditedRun {
+    fn new((recording, passes): (Recording, Passes), scale: f64) -> Result<Self> {
+        if recording.differs() {
+            let problem =
+                "calls other operators in f32 than in the region, so they cannot be compared: use the region that \
+                 the closure is given, and nothing that depends on the dtype"
+                    .to_owned();
+            return Err(Error::InvalidArgument { name: "loss", problem });
+        }
+        let _own = OutsideRegions::enter();
+        let loss = passes.scaled.f_double_value(&[])? / scale;
+        Ok(Self { recording, loss, gradients: passes.gradients, scale })
+    }
+
+    fn gradients(&self) -> Scaled<'_> {
+        (&self.gradients, self.scale)
+    }
 }
 
 fn audited(
     vs: &VarStore,
     region: Autocast,
     scale: f64,
-    mut loss: impl FnMut(Autocast) -> Result<Tensor>,
+    loss: impl FnMut(Autocast) -> Result<Tensor>,
 ) -> Result<Audit> {
     let repeatable = Repeatable::new(vs)?;
     check_parameters(&repeatable)?;
     let mut beginning = repeatable.begin()?;
-    let mut rerun = repeatable.rerun(&mut beginning)?;
-    let off = region.enabled(false);
-    let reference = Reference::new()?;
-    let f32 = record(&mut rerun, RecordingMode::Reference(&reference), scale, &mut || loss(off))?;
-    let mut audit = beside(&mut rerun, (&reference, &f32), region, scale, NOISY, &mut loss)?;
+    let mut runs = Runs::new(repeatable.rerun(&mut beginning)?, scale, loss);
+    let mut f32 = InF32::record(&mut runs, region)?;
+    let mut audit = f32.audit(region, NOISY)?;
     let mut measured = [PartTimes::new(), PartTimes::new()];
     for _ in 0..ROUNDS {
-        for (fastest, region) in measured.iter_mut().zip([off, region]) {
-            let (recording, _) = rerun.record(RecordingMode::Times, scale, &mut || loss(region))?;
+        for (fastest, region) in measured.iter_mut().zip([f32.off, region]) {
+            let (recording, _) = f32.runs.record(RecordingMode::Times, region)?;
             keep_fastest(fastest, times(&recording));
         }
     }
@@ -426,74 +442,55 @@ fn audited(
 }
 
 /// The audits of regions, without times. It runs the loss once in f32, and two or three times for each region.
-pub(in crate::insight) fn without_times(
-    rerun: &mut Rerun<'_>,
-    regions: [Autocast; 2],
-    scale: f64,
-    loss: &mut impl FnMut(Autocast) -> Result<Tensor>,
+pub(in crate::insight) fn without_times<F: FnMut(Autocast) -> Result<Tensor>>(
+    runs: &mut Runs<'_, F>,
+    [one, other]: [Autocast; 2],
 ) -> Result<[Audit; 2]> {
-    let off = regions[0].enabled(false);
-    let reference = Reference::new()?;
-    let f32 = record(rerun, RecordingMode::Reference(&reference), scale, &mut || loss(off))?;
-    let mut of = |region| beside(rerun, (&reference, &f32), region, scale, 0, loss);
-    Ok([of(regions[0])?, of(regions[1])?])
+    let mut f32 = InF32::record(runs, one)?;
+    Ok([f32.audit(one, 0)?, f32.audit(other, 0)?])
 }
 
-/// The audit of a region beside a run in f32, without times, and with so many runs that round at random.
-fn beside(
-    rerun: &mut Rerun<'_>,
-    (reference, f32): (&Reference, &AuditedRun),
-    region: Autocast,
-    scale: f64,
-    noisy: u64,
-    loss: &mut impl FnMut(Autocast) -> Result<Tensor>,
-) -> Result<Audit> {
-    let lower = record(rerun, RecordingMode::Compared(reference), scale, &mut || loss(region))?;
-    let kind = parts::lower_kind(&lower.recording);
-    let off = region.enabled(false);
-    let rounded = kind.map(|kind| {
-        record(rerun, RecordingMode::Rounded(reference, kind), scale, &mut || loss(off))
-    });
-    let rounded = rounded.transpose()?;
-    let noisy = if kind.is_some() { noisy } else { 0 };
-    let noisy = (0..noisy).map(|seed| with_noise(rerun, reference, region, scale, seed, loss));
-    let noisy = noisy.collect::<Result<Vec<_>>>()?;
-    let unscaled = match scale == 1.0 {
-        true => None,
-        false => {
-            let Passes { gradients, .. } = rerun.run(1.0, &mut || loss(region))?;
-            Some(UnscaledGradients::new(gradients, 1.0))
-        }
-    };
-    let gradients = parts::compare(
-        &f32.gradients,
-        &lower.gradients,
-        rounded.as_ref().map(|run| &run.gradients),
-        unscaled.as_ref().unwrap_or(&lower.gradients),
-    )?;
-    let rounded = rounded.as_ref().map(|run| &run.recording);
-    let parts = parts::parts(&lower.recording, rounded, &noisy, kind, &gradients);
-    let dtype = kind.map_or(Dtype::F32, Dtype::from);
-    Ok(Audit { dtype, scale, seconds: [0.0; 2], losses: [f32.loss, lower.loss], parts })
+/// A run in f32, recorded once, and the runs that are compared with it.
+struct InF32<'r, 'a, F> {
+    runs: &'r mut Runs<'a, F>,
+    off: Autocast,
+    reference: Reference,
+    run: AuditedRun,
 }
 
-/// A run in f32 that rounds at random what the region would round.
-fn with_noise(
-    rerun: &mut Rerun<'_>,
-    reference: &Reference,
-    region: Autocast,
-    scale: f64,
-    seed: u64,
-    loss: &mut impl FnMut(Autocast) -> Result<Tensor>,
-) -> Result<Recording> {
-    let emulated = emulated(&region)?;
-    let mut emulation = None;
-    let mut emulating = || {
-        emulation =
-            Some(Emulation::begin(&emulated, Regions::Emulated, Rounding::Random { seed })?);
-        loss(region)
-    };
-    Ok(record(rerun, RecordingMode::Compared(reference), scale, &mut emulating)?.recording)
+impl<'r, 'a, F: FnMut(Autocast) -> Result<Tensor>> InF32<'r, 'a, F> {
+    fn record(runs: &'r mut Runs<'a, F>, region: Autocast) -> Result<Self> {
+        let (off, reference) = (region.enabled(false), Reference::new()?);
+        let run = runs.record(RecordingMode::Reference(&reference), off)?;
+        Ok(Self { off, run: AuditedRun::new(run, runs.scale)?, runs, reference })
+    }
+
+    /// The audit of a region, without times, and with so many runs that round at random.
+    fn audit(&mut self, region: Autocast, noisy: u64) -> Result<Audit> {
+        let Self { runs, off, reference, run: f32 } = self;
+        let scale = runs.scale;
+        let lower = runs.record(RecordingMode::Compared(reference), region)?;
+        let lower = AuditedRun::new(lower, scale)?;
+        let kind = parts::lower_kind(&lower.recording);
+        let rounded = kind.map(|kind| runs.record(RecordingMode::Rounded(reference, kind), *off));
+        let rounded = rounded.transpose()?.map(|run| AuditedRun::new(run, scale)).transpose()?;
+        let noisy = (0..if kind.is_some() { noisy } else { 0 }).map(|seed| {
+            let run = runs.record_noise(RecordingMode::Compared(reference), region, seed)?;
+            Ok(AuditedRun::new(run, scale)?.recording)
+        });
+        let noisy = noisy.collect::<Result<Vec<_>>>()?;
+        let at_one = (scale != 1.0).then(|| runs.run(region, Some(1.0))).transpose()?;
+        let at_one = at_one.as_ref().map(|run| (run.gradients.as_slice(), 1.0));
+        let gradients = parts::compare(
+            lower.recording.modules(),
+            [f32.gradients(), lower.gradients(), at_one.unwrap_or(lower.gradients())],
+            rounded.as_ref().map(AuditedRun::gradients),
+        )?;
+        let rounded = rounded.as_ref().map(|run| &run.recording);
+        let parts = parts::parts(&lower.recording, rounded, &noisy, kind, gradients);
+        let dtype = kind.map_or(Dtype::F32, Dtype::from);
+        Ok(Audit { dtype, scale, seconds: [0.0; 2], losses: [f32.loss, lower.loss], parts })
+    }
 }
 
 pub(in crate::insight) fn check_parameters(repeatable: &Repeatable) -> Result<()> {
@@ -506,25 +503,6 @@ pub(in crate::insight) fn check_parameters(repeatable: &Repeatable) -> Result<()
         }
     }
     Ok(())
-}
-
-fn record(
-    rerun: &mut Rerun<'_>,
-    mode: RecordingMode<'_>,
-    scale: f64,
-    loss: &mut impl FnMut() -> Result<Tensor>,
-) -> Result<AuditedRun> {
-    let (recording, Passes { scaled, gradients, .. }) = rerun.record(mode, scale, loss)?;
-    if recording.differs() {
-        let problem =
-            "calls other operators in f32 than in the region, so they cannot be compared: use the region that \
-             the closure is given, and nothing that depends on the dtype"
-                .to_owned();
-        return Err(Error::InvalidArgument { name: "loss", problem });
-    }
-    let _own = OutsideRegions::enter();
-    let loss = scaled.f_double_value(&[])? / scale;
-    Ok(AuditedRun { recording, loss, gradients: UnscaledGradients::new(gradients, scale) })
 }
 
 /// Adds up the own times of the operators of each part.

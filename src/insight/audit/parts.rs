@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::ffi::OutsideRegions;
 use crate::ffi::insight::{self as ffi, EventKind, RecordedEvent, Usage};
 use crate::insight::dtype::Dtype;
+use crate::insight::measure::{dense, ratio, relative, squares, sum};
 use crate::insight::recording::{Recording, is_bad};
 use crate::insight::rerun::SCALED_LOSS;
 
@@ -64,7 +65,7 @@ pub(super) fn parts(
     rounded: Option<&Recording>,
     noisy: &[Recording],
     dtype: Option<Kind>,
-    gradients: &[Option<ComparedGradient>],
+    gradients: BTreeMap<String, GradientSums>,
 ) -> Vec<AuditedPart> {
     let order = compared(lower);
     let beside = rounded.map_or_else(Vec::new, compared);
@@ -89,7 +90,10 @@ pub(super) fn parts(
     for index in lower.ended() {
         parts.add(index);
     }
-    parts.add_gradients(gradients);
+    for (path, sums) in gradients {
+        let place = parts.place(path);
+        parts.found[place].gradient = Some(gradient(sums));
+    }
     let underflows = dtype == Some(Kind::Half);
     for part in &mut parts.found {
         part.suspicions = of_output(part).into_iter().collect();
@@ -230,19 +234,6 @@ impl Parts<'_> {
         parts.dedup();
         parts.into_iter().map(|part| self.found[part].path.clone()).collect()
     }
-
-    fn add_gradients(&mut self, gradients: &[Option<ComparedGradient>]) {
-        let mut sums: BTreeMap<String, ComparedGradient> = BTreeMap::new();
-        for (module, gradient) in self.lower.modules().iter().zip(gradients) {
-            if let Some(gradient) = gradient {
-                *sums.entry(module.clone()).or_default() += *gradient;
-            }
-        }
-        for (path, sum) in sums {
-            let place = self.place(path);
-            self.found[place].gradient = Some(gradient(sum));
-        }
-    }
 }
 
 impl AuditedOutput {
@@ -252,20 +243,7 @@ impl AuditedOutput {
     }
 }
 
-pub(in crate::insight) fn relative(compared: ffi::Compared) -> f64 {
-    // There is nothing to be relative to.
-    if compared.norm == 0.0 && compared.difference.is_finite() {
-        return 0.0;
-    }
-    let ratio = ratio(compared.difference, compared.norm);
-    if ratio.is_nan() { f64::INFINITY } else { ratio }
-}
-
-fn ratio(a: f64, b: f64) -> f64 {
-    if a == 0.0 { 0.0 } else { a / b }
-}
-
-fn gradient(sum: ComparedGradient) -> AuditedGradient {
+fn gradient(sum: GradientSums) -> AuditedGradient {
     let error = ratio(sum.difference, sum.norm).sqrt();
     AuditedGradient {
         error: if error.is_nan() { f64::INFINITY } else { error },
@@ -318,93 +296,59 @@ pub(super) fn needs_f32(parts: &[AuditedPart]) -> Vec<&str> {
 }
 
 /// The gradients of a run, and the scale by which they are divided before they are compared.
-pub(super) struct UnscaledGradients {
-    gradients: Vec<Option<Tensor>>,
-    scale: f64,
-}
+pub(super) type Scaled<'a> = (&'a [Option<Tensor>], f64);
 
-/// The gradient of a parameter in the region, beside that in f32. Sums of squares of several can be added.
+/// Sums over the gradients of a part in the region, beside those in f32.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct ComparedGradient {
-    pub(super) difference: f64,
-    pub(super) rounded_difference: f64,
-    pub(super) norm: f64,
-    pub(super) own: f64,
-    pub(super) product: f64,
+pub(super) struct GradientSums {
+    difference: f64,
+    rounded_difference: f64,
+    norm: f64,
+    own: f64,
+    product: f64,
     /// Elements that are not zero in f32.
-    pub(super) elements: f64,
+    elements: f64,
     /// Those of them that are zero in the region, and with a scale of 1.
-    pub(super) zeros: f64,
-    pub(super) zeros_unscaled: f64,
+    zeros: f64,
+    zeros_unscaled: f64,
 }
 
-impl UnscaledGradients {
-    pub(super) fn new(gradients: Vec<Option<Tensor>>, scale: f64) -> Self {
-        Self { gradients, scale }
-    }
-
-    /// A gradient as it would be without the scale, in f64; `None` if there is none.
-    fn get(&self, index: usize) -> Result<Option<Tensor>> {
-        let Some(gradient) = self.gradients.get(index).and_then(Option::as_ref) else {
-            return Ok(None);
-        };
-        let dense = if gradient.is_sparse() {
-            gradient.f_to_dense(None, false)?
-        } else {
-            gradient.f_detach()?
-        };
-        let scale = crate::ffi::number_new(self.scale, Kind::Double, dense.device())?;
-        Ok(Some(dense.f_to_kind(Kind::Double)?.f_div(&scale)?))
-    }
+/// A gradient as it would be without the scale, in f64; `None` if there is none.
+fn unscaled((gradients, scale): Scaled<'_>, index: usize) -> Result<Option<Tensor>> {
+    let Some(Some(gradient)) = gradients.get(index) else { return Ok(None) };
+    let dense = dense(gradient)?;
+    let scale = crate::ffi::number_new(scale, Kind::Double, dense.device())?;
+    Ok(Some(dense.f_to_kind(Kind::Double)?.f_div(&scale)?))
 }
 
-/// Compares the gradients of every parameter; `None` for a parameter without one in f32 or in the region.
+/// Compares the gradients of every parameter that has one in f32 and in the region, and adds them up by its module.
 pub(super) fn compare(
-    f32: &UnscaledGradients,
-    lower: &UnscaledGradients,
-    rounded: Option<&UnscaledGradients>,
-    unscaled: &UnscaledGradients,
-) -> Result<Vec<Option<ComparedGradient>>> {
+    modules: &[String],
+    [f32, lower, at_one]: [Scaled<'_>; 3],
+    rounded: Option<Scaled<'_>>,
+) -> Result<BTreeMap<String, GradientSums>> {
     let _own = OutsideRegions::enter();
-    let one = |index| {
-        let (Some(f32), Some(lower)) = (f32.get(index)?, lower.get(index)?) else {
-            return Ok(None);
+    let mut found = BTreeMap::<_, GradientSums>::new();
+    for (index, module) in modules.iter().enumerate() {
+        let (Some(f32), Some(lower)) = (unscaled(f32, index)?, unscaled(lower, index)?) else {
+            continue;
         };
-        let rounded = rounded.map(|run| run.get(index)).transpose()?.flatten();
-        let unscaled = unscaled.get(index)?;
+        let rounded = rounded.map(|run| unscaled(run, index)).transpose()?.flatten();
+        let at_one = unscaled(at_one, index)?;
         let nonzero = f32.f_ne_tensor(&f32.f_zeros_like()?)?;
         let zeros = |other: &Tensor| {
-            number(&other.f_eq_tensor(&other.f_zeros_like()?)?.f_logical_and(&nonzero)?)
+            sum(&other.f_eq_tensor(&other.f_zeros_like()?)?.f_logical_and(&nonzero)?)
         };
-        let difference = |other: &Tensor| number(&other.f_sub(&f32)?.f_square()?);
-        Ok(Some(ComparedGradient {
-            difference: difference(&lower)?,
-            rounded_difference: rounded.as_ref().map_or(Ok(0.0), difference)?,
-            norm: number(&f32.f_square()?)?,
-            own: number(&lower.f_square()?)?,
-            product: number(&lower.f_mul(&f32)?)?,
-            elements: number(&nonzero)?,
-            zeros: zeros(&lower)?,
-            zeros_unscaled: unscaled.as_ref().map_or(Ok(0.0), zeros)?,
-        }))
-    };
-    (0..f32.gradients.len()).map(one).collect()
-}
-
-/// The sum of a tensor.
-fn number(tensor: &Tensor) -> Result<f64> {
-    Ok(tensor.f_sum(Kind::Double)?.f_double_value(&[])?)
-}
-
-impl std::ops::AddAssign for ComparedGradient {
-    fn add_assign(&mut self, other: Self) {
-        self.difference += other.difference;
-        self.rounded_difference += other.rounded_difference;
-        self.norm += other.norm;
-        self.own += other.own;
-        self.product += other.product;
-        self.elements += other.elements;
-        self.zeros += other.zeros;
-        self.zeros_unscaled += other.zeros_unscaled;
+        let difference = |other: &Tensor| squares(&other.f_sub(&f32)?);
+        let sums = found.entry(module.clone()).or_default();
+        sums.difference += difference(&lower)?;
+        sums.rounded_difference += rounded.as_ref().map_or(Ok(0.0), difference)?;
+        sums.norm += squares(&f32)?;
+        sums.own += squares(&lower)?;
+        sums.product += sum(&lower.f_mul(&f32)?)?;
+        sums.elements += sum(&nonzero)?;
+        sums.zeros += zeros(&lower)?;
+        sums.zeros_unscaled += at_one.as_ref().map_or(Ok(0.0), zeros)?;
     }
+    Ok(found)
 }

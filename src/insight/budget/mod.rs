@@ -1,7 +1,5 @@
 //! The budget of rounding that an iteration in half precision may use.
 
-mod blame;
-mod deviation;
 mod program;
 mod report;
 mod unrounded;
@@ -9,8 +7,7 @@ mod unrounded;
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 
-use deviation::{Deviation, root_mean_square};
-use program::{Iterate, Iterated, Mode, Observed, Program};
+use program::{Iterate, Iterated, Mode, Observed, Program, Value};
 use report::{KEPT, Measured, MeasuredQuantity};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
@@ -19,8 +16,11 @@ use unrounded::Unrounded;
 use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
 use crate::ffi::emulation::Rounding;
-use crate::ffi::insight::RecordingMode;
+use crate::ffi::insight::{Compared, EventKind, RecordingMode, Reference};
+use crate::insight::audit::place;
 use crate::insight::dtype::Dtype;
+use crate::insight::measure::{self, Deviation, multiple, relative, root_mean_square};
+use crate::insight::recording::Recording;
 use crate::optim::AmpOptimizer;
 use crate::patterns::matches_any;
 use crate::{Autocast, GradScaler, capture};
@@ -322,7 +322,7 @@ impl<'a> Runner<'a> {
         let is_forward = |row: &&BudgetRow| row.quantity <= BudgetQuantity::Buffer;
         let mut first_operator = None;
         if problems.is_empty() && rows.iter().filter(is_forward).any(BudgetRow::is_over) {
-            first_operator = blame::first_operator(self, half.scale)?;
+            first_operator = self.first_operator(half.scale)?;
         }
         let report = self.report([&f32, &half], problems, rows, measured);
         Ok(BudgetReport { first_operator, ..report })
@@ -363,8 +363,16 @@ impl<'a> Runner<'a> {
     ) -> Vec<BudgetProblem> {
         let branches = unrounded.branches(measured);
         let mut problems = unrounded.problems;
-        let budget = self.budget;
-        problems.extend(found_problems(f32, half, self.program.dtype(), budget, measured));
+        problems.extend(of_operators(f32, half, self.program.dtype()));
+        problems.extend(of_dtypes(f32, half));
+        problems.extend(of_gradients(f32, half, &self.budget.underflow, measured));
+        problems.extend(untrained(f32, half, &self.budget.unused));
+        problems.extend(of_steps(f32, half));
+        problems.extend((f32.random != half.random).then_some(BudgetProblem::RandomNumbers));
+        let not_finite = names(half.not_finite.difference(&f32.not_finite));
+        problems.extend((!not_finite.is_empty()).then_some(BudgetProblem::NotFinite(not_finite)));
+        let is_power = half.scale.log2().fract() == 0.0;
+        problems.extend((!is_power).then_some(BudgetProblem::Scale(half.scale)));
         problems.extend(branches);
         problems
     }
@@ -376,8 +384,7 @@ impl<'a> Runner<'a> {
         measured: &Measured,
         allowance: f64,
     ) -> Result<Vec<BudgetRow>> {
-        let is_allowed = |name: &str| matches_any(&self.budget.underflow, name);
-        let lost = lost(f32, half, measured, is_allowed)?;
+        let lost = lost(f32, half, measured, &self.budget.underflow)?;
         Ok(report::rows(self.program.dtype(), measured, &compared(f32, half)?, &lost, allowance))
     }
 
@@ -391,13 +398,17 @@ impl<'a> Runner<'a> {
         self.program.run(mode, scaler, recorded, self.iterate)
     }
 
-    /// Runs an iteration that begins as the program does.
+    /// Runs an iteration that begins as the program does, without a scaler if there is no scale.
     fn run_afresh(
         &mut self,
         mode: Mode,
-        scaler: GradScaler,
+        scale: Option<f64>,
         recorded: Option<RecordingMode<'_>>,
     ) -> Result<Observed> {
+        let scaler = match scale {
+            Some(scale) => self.program.scaler(scale)?,
+            None => GradScaler::disabled(),
+        };
         self.program.restore(mode)?;
         self.program.clear_gradients()?;
         Ok(self.run(mode, scaler, recorded)?.0)
@@ -410,17 +421,8 @@ impl<'a> Runner<'a> {
         recorded: Option<RecordingMode<'_>>,
     ) -> Result<Observed> {
         self.seed += 1;
-        self.run_emulated(Rounding::Random { seed: self.seed }, scale, recorded)
-    }
-
-    fn run_emulated(
-        &mut self,
-        rounding: Rounding,
-        scale: f64,
-        recorded: Option<RecordingMode<'_>>,
-    ) -> Result<Observed> {
-        let scaler = self.program.scaler(scale)?;
-        self.run_afresh(Mode::Emulated(rounding), scaler, recorded)
+        let mode = Mode::Emulated(Rounding::Random { seed: self.seed });
+        self.run_afresh(mode, Some(scale), recorded)
     }
 
     /// Runs two iterations in half precision, the first with other parameters.
@@ -459,22 +461,17 @@ impl<'a> Runner<'a> {
             }
             self.scale /= 2.0;
         };
-        let f32 = self.run_afresh(Mode::F32, GradScaler::disabled(), None)?;
+        let f32 = self.run_afresh(Mode::F32, None, None)?;
         Ok((half, problems, f32))
     }
 
     /// The norms in f32, as yet without noise.
     fn measured(&self, f32: &Observed) -> Result<Measured> {
         let _own = OutsideRegions::enter();
-        let quantity = |(quantity, name, value): &(BudgetQuantity, String, Tensor)| {
-            let norm = value.f_to_kind(Kind::Double)?.f_norm()?.f_double_value(&[])?;
-            Ok(MeasuredQuantity {
-                quantity: *quantity,
-                name: name.clone(),
-                norm,
-                noise: Vec::new(),
-                unbounded: None,
-            })
+        let quantity = |(quantity, name, value): &Value| {
+            let norm = measure::norm(&value.f_to_kind(Kind::Double)?)?;
+            let (noise, unbounded) = (Vec::new(), None);
+            Ok(MeasuredQuantity { quantity: *quantity, name: name.clone(), norm, noise, unbounded })
         };
         Ok(Measured { quantities: f32.values.iter().map(quantity).collect::<Result<_>>()? })
     }
@@ -516,14 +513,30 @@ impl<'a> Runner<'a> {
         let mut runs = Vec::new();
         for _ in 0..UNBOUNDED_RUNS {
             self.seed += 1;
-            let rounding = Rounding::Unbounded { seed: self.seed };
-            runs.push(compared(f32, &self.run_emulated(rounding, scale, None)?)?);
+            let mode = Mode::Emulated(Rounding::Unbounded { seed: self.seed });
+            runs.push(compared(f32, &self.run_afresh(mode, Some(scale), None)?)?);
         }
         for (index, quantity) in measured.quantities.iter_mut().enumerate() {
             let errors = runs.iter().map(|deviations| deviations[index].error);
             quantity.unbounded = Some(root_mean_square(errors));
         }
         Ok(())
+    }
+
+    /// Records the iteration in f32, in half precision and with noise, compares operator by operator, and returns the
+    /// first one whose results rounding does not explain.
+    fn first_operator(&mut self, scale: f64) -> Result<Option<BudgetOperator>> {
+        let reference = Reference::new()?;
+        let recorded = RecordingMode::Reference(&reference);
+        // With a scale in f32 as well, so that all runs call the same operators.
+        let _f32 = self.run_afresh(Mode::F32, Some(scale), Some(recorded))?;
+        let beside = RecordingMode::Compared(&reference);
+        let half = self.run_afresh(Mode::Half, Some(scale), Some(beside))?.recording;
+        let mut noisy = Vec::new();
+        for _ in 0..RUNS {
+            noisy.extend(self.run_with_noise(scale, Some(beside))?.recording);
+        }
+        Ok(half.and_then(|half| first_over(&half, &noisy)))
     }
 
     fn report(
@@ -549,14 +562,42 @@ impl<'a> Runner<'a> {
 
 /// How far each quantity of another run is from that in f32. One that the other run lacks is infinitely far.
 fn compared(f32: &Observed, other: &Observed) -> Result<Vec<Deviation>> {
-    let others = other.by_name();
-    let deviation = |(quantity, name, value): &(BudgetQuantity, String, Tensor)| match others
-        .get(&(*quantity, name.as_str()))
-    {
-        Some(other) => Deviation::of(other, value),
-        None => Ok(Deviation::MISSING),
+    let beside = f32.values.iter().zip(f32.beside(other));
+    let deviation = |((.., f), h): (&Value, Option<&Tensor>)| {
+        h.map_or(Ok(Deviation::MISSING), |h| Deviation::of(h, f))
     };
-    f32.values.iter().map(deviation).collect()
+    beside.map(deviation).collect()
+}
+
+fn first_over(half: &Recording, noisy: &[Recording]) -> Option<BudgetOperator> {
+    let noise: Vec<Vec<Option<Compared>>> = noisy
+        .iter()
+        .map(|run| forward(run).map(|index| run.events[index].compared).collect())
+        .collect();
+    for (position, index) in forward(half).enumerate() {
+        let event = &half.events[index];
+        let found = |multiple| BudgetOperator {
+            part: half.path(index).unwrap_or_else(|| place(half, index)),
+            operator: event.name.trim_start_matches("aten::").to_owned(),
+            multiple,
+        };
+        let Some(compared) = event.compared else { return Some(found(None)) };
+        let errors = noise.iter().map(|run| Some(relative((*run.get(position)?)?)));
+        let errors = errors.collect::<Option<Vec<f64>>>()?;
+        let multiple = multiple(relative(compared), root_mean_square(errors.into_iter()));
+        if multiple > BudgetQuantity::Output.limit() {
+            return Some(found(Some(multiple)));
+        }
+    }
+    None
+}
+
+/// The operators that the program called before the backward pass and that are compared.
+fn forward(recording: &Recording) -> impl Iterator<Item = usize> {
+    let backward = recording.events.iter().position(|event| event.kind == EventKind::Node);
+    let end = backward.unwrap_or(recording.events.len());
+    let ended = recording.ended().into_iter();
+    ended.filter(move |&index| index < end && recording.events[index].is_counted)
 }
 
 fn device_name(device: Device) -> String {
@@ -564,32 +605,6 @@ fn device_name(device: Device) -> String {
         Device::Cuda(_) => "cuda".to_owned(),
         other => format!("{other:?}").to_lowercase(),
     }
-}
-
-/// Returns the differences between an iteration in half precision and the same in f32.
-fn found_problems(
-    f32: &Observed,
-    half: &Observed,
-    dtype: Kind,
-    budget: &Budget<'_>,
-    measured: &Measured,
-) -> Vec<BudgetProblem> {
-    let mut problems = of_operators(f32, half, dtype);
-    problems.extend(of_dtypes(f32, half));
-    problems.extend(of_gradients(f32, half, budget, measured));
-    problems.extend(untrained(f32, half, &budget.unused));
-    problems.extend(of_steps(f32, half));
-    if f32.random != half.random {
-        problems.push(BudgetProblem::RandomNumbers);
-    }
-    let not_finite = names(half.not_finite.difference(&f32.not_finite));
-    if !not_finite.is_empty() {
-        problems.push(BudgetProblem::NotFinite(not_finite));
-    }
-    if half.scale.log2().fract() != 0.0 {
-        problems.push(BudgetProblem::Scale(half.scale));
-    }
-    problems
 }
 
 fn of_operators(f32: &Observed, half: &Observed, dtype: Kind) -> Vec<BudgetProblem> {
@@ -615,14 +630,14 @@ fn of_dtypes(f32: &Observed, half: &Observed) -> Vec<BudgetProblem> {
 fn of_gradients(
     f32: &Observed,
     half: &Observed,
-    budget: &Budget<'_>,
+    underflow: &[String],
     measured: &Measured,
 ) -> Vec<BudgetProblem> {
     let alone = |one: &BTreeSet<String>, other: &BTreeSet<String>| names(one.difference(other));
     let exact = |one: &BTreeSet<String>, other: &BTreeSet<String>| {
         let mut names = alone(one, other);
         names.retain(|name| {
-            let is_allowed = matches_any(&budget.underflow, name);
+            let is_allowed = matches_any(underflow, name);
             let known = measured.gradient(name);
             !known.is_some_and(|known| known.is_only_noise() && (is_allowed || !known.underflows()))
         });
@@ -680,28 +695,25 @@ fn lost(
     f32: &Observed,
     half: &Observed,
     measured: &Measured,
-    is_allowed: impl Fn(&str) -> bool,
+    underflow: &[String],
 ) -> Result<Vec<Option<f64>>> {
-    let halves = half.by_name();
-    let share = |(known, f): (&MeasuredQuantity, &(BudgetQuantity, String, Tensor))| {
+    let share = |((known, (.., f)), half): ((&MeasuredQuantity, &Value), Option<&Tensor>)| {
         let is_judged = !matches!(known.quantity, BudgetQuantity::Update | BudgetQuantity::Loss);
-        if !is_judged || !known.underflows() || is_allowed(&known.name) {
+        if !is_judged || !known.underflows() || matches_any(underflow, &known.name) {
             return Ok(None);
         }
-        let half = halves.get(&(known.quantity, known.name.as_str()));
-        half.map(|half| share_of_zeros(&f.2, half)).transpose()
+        half.map(|half| share_of_zeros(f, half)).transpose()
     };
-    measured.quantities.iter().zip(&f32.values).map(share).collect()
+    measured.quantities.iter().zip(&f32.values).zip(f32.beside(half)).map(share).collect()
 }
 
 /// The share of the numbers of `f` that are not zero and are in `h`.
 fn share_of_zeros(f: &Tensor, h: &Tensor) -> Result<f64> {
     let _own = OutsideRegions::enter();
-    let count = |t: Tensor| -> Result<f64> { Ok(t.f_sum(Kind::Double)?.f_double_value(&[])?) };
     if f.size() != h.size() {
         return Ok(0.0);
     }
     let is_number = f.f_to_kind(Kind::Bool)?;
-    let zeros = count(is_number.f_logical_and(&h.f_logical_not()?)?)?;
-    Ok(zeros / count(is_number)?.max(1.0))
+    let zeros = measure::sum(&is_number.f_logical_and(&h.f_logical_not()?)?)?;
+    Ok(zeros / measure::sum(&is_number)?.max(1.0))
 }

@@ -14,6 +14,7 @@ use crate::ffi::insight::RecordingMode;
 use crate::ffi::{self, OutsideRegions};
 use crate::gradients::StashedGradients;
 use crate::insight::dtype::Dtype;
+use crate::insight::measure::dense;
 use crate::insight::recording::Recording;
 use crate::insight::rerun::{Repeatable, emulated, is_finite};
 use crate::optim::{AmpOptimizer, Step, watched};
@@ -77,11 +78,14 @@ pub(super) struct Program {
     _gradients: StashedGradients,
 }
 
+/// A quantity of an iteration, its name and its numbers.
+pub(super) type Value = (BudgetQuantity, String, Tensor);
+
 /// The state that an iteration left.
 #[derive(Debug, Default)]
 pub(super) struct Observed {
     /// The quantities in f32, in the order of the program.
-    pub(super) values: Vec<(BudgetQuantity, String, Tensor)>,
+    pub(super) values: Vec<Value>,
     pub(super) loss: f64,
     pub(super) dtypes: BTreeMap<String, Dtype>,
     pub(super) without_gradient: BTreeSet<String>,
@@ -153,8 +157,7 @@ impl Watched {
 /// A copy in f32, or f64, that is dense.
 fn widened(tensor: &Tensor) -> Result<Tensor> {
     let _own = OutsideRegions::enter();
-    let dense =
-        if tensor.is_sparse() { tensor.f_to_dense(None, false)? } else { tensor.f_detach()? };
+    let dense = dense(tensor)?;
     let kind = if dense.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     Ok(dense.f_to_dtype(kind, false, true)?)
 }
@@ -454,10 +457,13 @@ impl Observed {
         Ok(())
     }
 
-    /// The quantities by what they are.
-    pub(super) fn by_name(&self) -> HashMap<(BudgetQuantity, &str), &Tensor> {
-        let values = self.values.iter();
-        values.map(|(quantity, name, value)| ((*quantity, name.as_str()), value)).collect()
+    /// The numbers that another run has for each quantity of this one, if it has some.
+    pub(super) fn beside<'o>(&self, other: &'o Self) -> Vec<Option<&'o Tensor>> {
+        let all = other.values.iter();
+        let all: HashMap<_, _> =
+            all.map(|(quantity, name, value)| ((*quantity, name.as_str()), value)).collect();
+        let find = |(quantity, name, _): &Value| all.get(&(*quantity, name.as_str())).copied();
+        self.values.iter().map(find).collect()
     }
 
     /// Returns whether a parameter was stepped, as far as that is known.

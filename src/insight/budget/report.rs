@@ -6,9 +6,9 @@ use run_report::Table;
 use serde::{Deserialize, Serialize};
 use tch::Kind;
 
-use super::deviation::{Deviation, Noise, of_factors};
 use crate::error::{Number, list};
 use crate::insight::dtype::Dtype;
+use crate::insight::measure::{Deviation, Noise, of_factors};
 use crate::insight::numbers;
 
 /// How many lines of a kind are printed.
@@ -187,14 +187,20 @@ pub enum ScaleFault {
 }
 
 impl BudgetProblem {
+    /// The parameters of a difference that is in one run: in half precision and in f32, and how it is called.
+    fn in_one_run(&self) -> Option<([&str; 2], [&[String]; 2])> {
+        let (words, half, f32) = match self {
+            Self::Gradients { missing, added } => (["no gradient", "in"], missing, added),
+            Self::ZeroGradients { half, f32 } => (["a gradient of zeros", "not in"], half, f32),
+            Self::Unchanged { half, f32 } => (["left unchanged by the step", "not in"], half, f32),
+            _ => return None,
+        };
+        Some((words, [half, f32]))
+    }
+
     /// Returns whether it is about parameters, but none.
     pub(super) fn is_empty(&self) -> bool {
-        match self {
-            Self::Gradients { missing: one, added: other }
-            | Self::ZeroGradients { half: one, f32: other }
-            | Self::Unchanged { half: one, f32: other } => one.is_empty() && other.is_empty(),
-            _ => false,
-        }
+        self.in_one_run().is_some_and(|(_, names)| names.concat().is_empty())
     }
 }
 
@@ -281,14 +287,8 @@ impl MeasuredQuantity {
 }
 
 /// A quantity with its name, if it has one.
-pub(super) struct Named<'a>(pub(super) BudgetQuantity, pub(super) &'a str);
-
-impl fmt::Display for Named<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(quantity, name) = self;
-        let space = if name.is_empty() { "" } else { " " };
-        write!(f, "{quantity}{space}{name}")
-    }
+pub(super) fn named(quantity: BudgetQuantity, name: &str) -> String {
+    if name.is_empty() { quantity.to_string() } else { format!("{quantity} {name}") }
 }
 
 /// The noise of an iteration, with which later runs of the same program are compared. It replaces a file of expected
@@ -457,14 +457,14 @@ pub(super) fn rows(
     let mut rows: Vec<BudgetRow> = Vec::new();
     for ((known, deviation), &lost) in pairs().zip(lost) {
         let noise = Noise::of(&known.noise);
+        let of_error = noise.of_error(deviation);
         let multiple = match known.quantity {
+            // Both limits in one number.
             BudgetQuantity::Gradient => {
-                // Both limits in one number.
-                let of_error = noise.of_error(deviation) / LIMIT_OF_ERROR * known.quantity.limit();
-                noise.of_gradient(deviation).max(of_error)
+                noise.of_gradient(deviation).max(of_error / LIMIT_OF_ERROR * known.quantity.limit())
             }
             BudgetQuantity::Update => noise.of_update(deviation),
-            _ => noise.of_error(deviation),
+            _ => of_error,
         };
         let of = (deviation.error, deviation.factor, multiple);
         rows.push(BudgetRow { lost, ..row(known.quantity, &known.name, of) });
@@ -504,11 +504,19 @@ impl fmt::Display for BudgetQuantity {
 
 impl fmt::Display for BudgetProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(([what, but], [half, f32])) = self.in_one_run() {
+            let sides = [(half, "half precision", "f32"), (f32, "f32", "half precision")];
+            let said = sides.iter().filter(|(names, ..)| !names.is_empty());
+            let said = said.map(|(names, here, there)| {
+                format!("{what} in {here}, but {but} {there}: {}", list(names))
+            });
+            return f.write_str(&said.collect::<Vec<_>>().join("; "));
+        }
         match self {
-            Self::NothingInHalf => write!(
-                f,
+            Self::Gradients { .. } | Self::ZeroGradients { .. } | Self::Unchanged { .. } => Ok(()),
+            Self::NothingInHalf => f.write_str(
                 "nothing is in half precision: the region was not opened, it has another device, or its rules keep every \
-                 operator in f32"
+                 operator in f32",
             ),
             Self::OtherHalf(dtype) => {
                 write!(
@@ -522,38 +530,16 @@ impl fmt::Display for BudgetProblem {
                  `tch::autocast`"
             ),
             Self::Dtype { name, f32, half } => write!(f, "{name} is {half} instead of {f32}"),
-            Self::Gradients { missing, added } => in_one_run(
-                f,
-                [
-                    ("no gradient in half precision, but in f32", missing),
-                    ("no gradient in f32, but in half precision", added),
-                ],
-            ),
-            Self::ZeroGradients { half, f32 } => in_one_run(
-                f,
-                [
-                    ("a gradient of zeros in half precision, but not in f32", half),
-                    ("a gradient of zeros in f32, but not in half precision", f32),
-                ],
-            ),
             Self::Untrained(names) => write!(
                 f,
                 "no gradient, or a zero one, in both runs: {} (`allow_unused` allows it)",
                 list(names)
             ),
-            Self::Unchanged { half, f32 } => in_one_run(
-                f,
-                [
-                    ("left unchanged by the step in half precision, but not in f32", half),
-                    ("left unchanged by the step in f32, but not in half precision", f32),
-                ],
-            ),
             Self::Steps { name, f32, half } => {
                 write!(f, "{name} was stepped {half} times instead of {f32}")
             }
-            Self::NotStepped => write!(
-                f,
-                "no step was seen, and no parameter changed, in f32 and in half precision"
+            Self::NotStepped => f.write_str(
+                "no step was seen, and no parameter changed, in f32 and in half precision",
             ),
             Self::Scaling { scale, fault, names } => write_fault(f, *scale, *fault, names),
             Self::OtherThanRounding(names) => write!(
@@ -562,9 +548,9 @@ impl fmt::Display for BudgetProblem {
                  scaler, but without any rounding, it moves {}",
                 list(names)
             ),
-            Self::NotCleared => write!(f, "the gradients of the iteration before were not cleared"),
+            Self::NotCleared => f.write_str("the gradients of the iteration before were not cleared"),
             Self::RandomNumbers => {
-                write!(f, "the runs drew different random numbers: is dropout off in one of them?")
+                f.write_str("the runs drew different random numbers: is dropout off in one of them?")
             }
             Self::NotFinite(names) => {
                 write!(f, "not finite, though finite in f32: {}", list(names))
@@ -572,9 +558,8 @@ impl fmt::Display for BudgetProblem {
             Self::Scale(scale) => {
                 write!(f, "the scale {} is not a power of two, so scaling rounds", Number(*scale))
             }
-            Self::Skipped => write!(
-                f,
-                "infinite or NaN gradients at every scale down to 2^-8, so that the step is always skipped"
+            Self::Skipped => f.write_str(
+                "infinite or NaN gradients at every scale down to 2^-8, so that the step is always skipped",
             ),
         }
     }
@@ -601,18 +586,12 @@ fn write_fault(
         ScaleFault::NotUnscaled => {
             write!(f, "{scale} × too large: not unscaled, or the loss is scaled twice")
         }
-        ScaleFault::ScaledTwice => {
-            write!(
-                f,
-                "too large by the square of the scale: the loss is scaled twice, and they are not unscaled"
-            )
-        }
+        ScaleFault::ScaledTwice => f.write_str(
+            "too large by the square of the scale: the loss is scaled twice, and they are not unscaled",
+        ),
         ScaleFault::UnscaledByAnother(other) => {
-            write!(
-                f,
-                "divided by {} instead: the scale of another iteration, or a constant",
-                Number(other)
-            )
+            let other = Number(other);
+            write!(f, "divided by {other} instead: the scale of another iteration, or a constant")
         }
         ScaleFault::UnscaledTwice => write!(
             f,
@@ -630,16 +609,9 @@ fn write_fault(
             percent(share)
         ),
         ScaleFault::ChangedBeforeUnscaling | ScaleFault::Other => {
-            write!(f, "clipped, or changed otherwise, before they are unscaled")
+            f.write_str("clipped, or changed otherwise, before they are unscaled")
         }
     }
-}
-
-/// Writes in which parameters the runs differ, and how.
-fn in_one_run(f: &mut fmt::Formatter<'_>, sides: [(&str, &[String]); 2]) -> fmt::Result {
-    let said = sides.iter().filter(|(_, names)| !names.is_empty());
-    let said = said.map(|(what, names)| format!("{what}: {}", list(names)));
-    f.write_str(&said.collect::<Vec<_>>().join("; "))
 }
 
 impl fmt::Display for BudgetReport {
@@ -713,7 +685,7 @@ impl BudgetRow {
 impl fmt::Display for BudgetRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { quantity, name, error, factor, multiple, limit, lost } = self;
-        write!(f, "{}: ", Named(*quantity, name))?;
+        write!(f, "{}: ", named(*quantity, name))?;
         if let Some(lost) = lost {
             return write!(
                 f,

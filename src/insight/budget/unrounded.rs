@@ -3,14 +3,13 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::deviation::{Deviation, LEAST_NOISE, Noise};
-use super::program::{Mode, Observed};
-use super::report::{Measured, Named};
+use super::program::{Mode, Observed, Value};
+use super::report::{Measured, named};
 use super::{BudgetProblem, BudgetQuantity, Runner, ScaleFault, compared};
-use crate::GradScaler;
 use crate::error::Result;
 use crate::ffi::emulation::Rounding;
 use crate::ffi::{self, OutsideRegions};
+use crate::insight::measure::{Deviation, LEAST_NOISE, Noise, norm};
 
 /// The first scale that is tried is so many times that of the run in half precision, so that it is none of those that
 /// the program has seen, and each further one is so many times smaller.
@@ -49,9 +48,9 @@ pub(super) fn look(runner: &mut Runner<'_>, f32: &Observed, half: &Observed) -> 
     // A program without a scaler is not concerned.
     let scales = scales(half);
     let inside = Mode::Emulated(Rounding::None);
-    let mut exact = run(runner, inside, Some(scales[0]))?;
+    let mut exact = runner.run_afresh(inside, Some(scales[0]), None)?;
     if overflows(f32, &exact) {
-        exact = run(runner, inside, Some(scales[SCALES - 1]))?;
+        exact = runner.run_afresh(inside, Some(scales[SCALES - 1]), None)?;
     }
     if differing(f32, &exact)?.is_empty() {
         return Ok(Unrounded::default());
@@ -59,9 +58,12 @@ pub(super) fn look(runner: &mut Runner<'_>, f32: &Observed, half: &Observed) -> 
     if half.is_scaled {
         // A fault in a branch that the program takes in half precision shows there alone.
         for mode in [Mode::F32, inside] {
-            let unscaled = if mode == inside { Some(run(runner, mode, None)?) } else { None };
+            let unscaled = match mode {
+                Mode::F32 => None,
+                _ => Some(runner.run_afresh(mode, None, None)?),
+            };
             let unscaled = unscaled.as_ref().unwrap_or(f32);
-            let steady = Steady { unscaled, again: run(runner, mode, None)? };
+            let steady = Steady { unscaled, again: runner.run_afresh(mode, None, None)? };
             if let Some(problem) = of_scale(runner, mode, &steady, &scales)? {
                 return Ok(Unrounded { problems: vec![problem], deviations: None });
             }
@@ -84,7 +86,7 @@ impl Unrounded {
                 known.quantity != BudgetQuantity::Update
                     && is_far(&Noise::of(&known.noise), deviation)
             })
-            .map(|(known, _)| Named(known.quantity, &known.name).to_string())
+            .map(|(known, _)| named(known.quantity, &known.name))
             .collect();
         (!names.is_empty()).then_some(BudgetProblem::OtherThanRounding(names))
     }
@@ -100,14 +102,6 @@ fn scales(half: &Observed) -> [f64; SCALES] {
     })
 }
 
-fn run(runner: &mut Runner<'_>, mode: Mode, scale: Option<f64>) -> Result<Observed> {
-    let scaler = match scale {
-        Some(scale) => runner.program.scaler(scale)?,
-        None => GradScaler::disabled(),
-    };
-    runner.run_afresh(mode, scaler, None)
-}
-
 fn overflows(f32: &Observed, other: &Observed) -> bool {
     other.is_skipped || !other.not_finite.is_subset(&f32.not_finite)
 }
@@ -115,10 +109,9 @@ fn overflows(f32: &Observed, other: &Observed) -> bool {
 /// The places of the quantities that are not bit for bit those in f32. Differences below f32's smallest normal number,
 /// where scaling is not exact, do not count, and an update does only if the gradients are the same.
 fn differing(f32: &Observed, other: &Observed) -> Result<Vec<usize>> {
-    let others = other.by_name();
     let (mut found, mut is_moved) = (Vec::new(), false);
-    for (index, (quantity, name, f)) in f32.values.iter().enumerate() {
-        let h = others.get(&(*quantity, name.as_str()));
+    let beside = f32.values.iter().zip(f32.beside(other));
+    for (index, ((quantity, _, f), h)) in beside.enumerate() {
         let (is_same, is_near) = h.map_or(Ok((false, false)), |h| same(h, f))?;
         if !(is_near || is_moved && *quantity == BudgetQuantity::Update) {
             found.push(index);
@@ -180,7 +173,7 @@ fn of_scale(
 ) -> Result<Option<BudgetProblem>> {
     let mut at = Vec::new();
     for &scale in scales {
-        let scaled = run(runner, mode, Some(scale))?;
+        let scaled = runner.run_afresh(mode, Some(scale), None)?;
         if !overflows(steady.unscaled, &scaled) {
             at.push((scale, scaled));
         }
@@ -220,8 +213,8 @@ fn of_scale(
 }
 
 /// A quantity and its name.
-fn text((quantity, name, _): &(BudgetQuantity, String, Tensor)) -> String {
-    Named(*quantity, name).to_string()
+fn text((quantity, name, _): &Value) -> String {
+    named(*quantity, name)
 }
 
 /// Recognizes a fault by how the gradients at two scales follow from those in f32; returns `None` for a difference that
@@ -266,11 +259,9 @@ fn fault(
 /// The numbers of gradients in f64, on the CPU; `None` if one is missing or not finite.
 fn gradients(of: &Observed, f32: &Observed, indices: &[usize]) -> Result<Option<Vec<Tensor>>> {
     let _own = OutsideRegions::enter();
-    let known = of.by_name();
-    let mut flat = Vec::new();
+    let (known, mut flat) = (f32.beside(of), Vec::new());
     for &index in indices {
-        let (quantity, name, _) = &f32.values[index];
-        let Some(gradient) = known.get(&(*quantity, name.as_str())) else { return Ok(None) };
+        let Some(gradient) = known[index] else { return Ok(None) };
         let wide = gradient.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?.f_flatten(0, -1)?;
         if wide.f_isfinite()?.f_all()?.f_int64_value(&[])? == 0 {
             return Ok(None);
@@ -310,7 +301,6 @@ fn is_near(a: f64, b: f64) -> bool {
 fn pattern(f: &Tensor, [h1, h2]: [&Tensor; 2], [s1, s2]: [f64; 2]) -> Result<Option<ScaleFault>> {
     let _own = OutsideRegions::enter();
     let (d1, d2) = (Deviation::of(h1, f)?, Deviation::of(h2, f)?);
-    let norm = |t: &Tensor| -> Result<f64> { Ok(t.f_norm()?.f_double_value(&[])?) };
     if norm(&h2.f_sub(h1)?)? <= SAME * norm(&h1.f_sub(f)?)? {
         return Ok(None);
     }

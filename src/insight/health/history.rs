@@ -3,10 +3,9 @@
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
-use tch::Device;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use super::report::{PowerOfTwo, Verdict};
+use super::report::{Verdict, power_of_two};
 use crate::GradScaler;
 use crate::capture::{self, IterationTensor, OwnLink};
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
@@ -331,6 +330,11 @@ impl StepRecord {
     }
 }
 
+fn not_the_last(steps: usize, total: u64) -> Error {
+    let problem = format!("is damaged: its {steps} steps are not the last of {total}");
+    Error::InvalidArgument { name: "the saved history of the scale", problem }
+}
+
 impl HistoryReport {
     /// Makes a report of saved steps, which must be the last ones, in their order.
     fn checked(total: u64, steps: Vec<StepRecord>) -> Result<Self> {
@@ -339,8 +343,7 @@ impl HistoryReport {
         if first.is_some_and(|first| numbers.eq((first..total).map(|step| step + 1))) {
             return Ok(Self { total, steps });
         }
-        let problem = format!("is damaged: its {} steps are not the last of {total}", steps.len());
-        Err(Error::InvalidArgument { name: "the saved history of the scale", problem })
+        Err(not_the_last(steps.len(), total))
     }
 
     /// The numbers of the steps, a list for each of [`COLUMNS`].
@@ -361,27 +364,19 @@ impl HistoryReport {
 
     /// Makes a report of the columns of the last steps.
     fn of_columns(total: u64, columns: [Vec<f64>; COLUMNS.len()]) -> Result<Self> {
-        let [scales, skips, norms, losses, learning_rates] = columns;
-        let steps = scales.len();
-        let lengths = [&skips, &norms, &losses, &learning_rates].map(Vec::len);
-        let causes = skips.iter().map(|skip| match skip {
-            0.0 => Some(None),
-            1.0 => Some(Some(SkipCause::Overflow)),
-            2.0 => Some(Some(SkipCause::Spike)),
-            _ => None,
-        });
-        let causes: Option<Vec<_>> = causes.collect();
-        let first = total.checked_sub(steps as u64);
-        let (Some(first), Some(causes), true) = (first, causes, lengths == [steps; 4]) else {
-            let problem = format!("is damaged: its {steps} steps are not the last of {total}");
-            return Err(Error::InvalidArgument { name: "the saved history of the scale", problem });
-        };
+        let steps = columns[0].len();
+        let is_whole = columns.iter().all(|column| column.len() == steps)
+            && columns[1].iter().all(|skip| [0.0, 1.0, 2.0].contains(skip));
+        let first = total.checked_sub(steps as u64).filter(|_| is_whole);
+        let first = first.ok_or_else(|| not_the_last(steps, total))?;
         let finite = |number: f64| Some(number).filter(|number| number.is_finite());
-        let numbers = norms.into_iter().zip(losses).zip(scales).zip(learning_rates);
-        let records = numbers.zip(causes).zip(first..).map(|(numbers, before)| {
-            let ((((norm, loss), scale), learning_rate), skipped) = numbers;
-            let (norm, loss) = (finite(norm), finite(loss));
-            StepRecord { step: before + 1, scale, skipped, norm, loss, learning_rate }
+        let records = (0..steps).map(|row| {
+            let [scale, skip, norm, loss, learning_rate] =
+                columns.each_ref().map(|column| column[row]);
+            let cause = if skip == 1.0 { SkipCause::Overflow } else { SkipCause::Spike };
+            let skipped = (skip != 0.0).then_some(cause);
+            let (step, norm, loss) = (first + row as u64 + 1, finite(norm), finite(loss));
+            StepRecord { step, scale, skipped, norm, loss, learning_rate }
         });
         Self::checked(total, records.collect())
     }
@@ -415,16 +410,16 @@ impl fmt::Display for HistoryReport {
         let (Some(first), Some(last)) = (self.steps.first(), self.steps.last()) else {
             return Ok(());
         };
-        write!(f, ", scale {}", PowerOfTwo(first.scale))?;
+        write!(f, ", scale {}", power_of_two(first.scale))?;
         if last.scale != first.scale {
-            write!(f, " → {}", PowerOfTwo(last.scale))?;
+            write!(f, " → {}", power_of_two(last.scale))?;
         }
         match self.lowest_scale() {
             Some(lowest) if lowest < 1.0 && overflows > 0 => {
-                write!(f, ", lowest {}: {}", PowerOfTwo(lowest), Verdict::BelowOne)
+                write!(f, ", lowest {}: {}", power_of_two(lowest), Verdict::BelowOne)
             }
             Some(lowest) if lowest < first.scale.min(last.scale) => {
-                write!(f, ", lowest {}", PowerOfTwo(lowest))
+                write!(f, ", lowest {}", power_of_two(lowest))
             }
             _ => Ok(()),
         }

@@ -262,69 +262,52 @@ fn add(sum: &mut ExponentRow, row: &ExponentRow) {
 }
 
 /// A scale, as a power of two if it is one.
-pub(super) struct PowerOfTwo(pub(super) f64);
-
-impl fmt::Display for PowerOfTwo {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(scale) = *self;
-        let power = exponent(scale);
-        if scale == 2f64.powi(power) && power != 0 {
-            write!(f, "2^{power}")
-        } else {
-            write!(f, "{}", Number(scale))
-        }
+pub(super) fn power_of_two(scale: f64) -> String {
+    match exponent(scale) {
+        power if power != 0 && scale == 2f64.powi(power) => format!("2^{power}"),
+        _ => Number(scale).to_string(),
     }
 }
 
 /// A share in percent, with two digits that count.
-struct Percent(f64);
-
-impl fmt::Display for Percent {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let percent = 100.0 * self.0;
-        match percent {
-            0.0 => write!(f, "0 %"),
-            _ if percent < 0.01 => write!(f, "<0.01 %"),
-            _ if percent < 1.0 => write!(f, "{percent:.2} %"),
-            _ if percent < 10.0 => write!(f, "{percent:.1} %"),
-            _ if percent < 100.0 && percent > 99.0 => write!(f, ">99 %"),
-            _ => write!(f, "{percent:.0} %"),
-        }
+fn percent(share: f64) -> String {
+    match 100.0 * share {
+        0.0 => "0 %".to_owned(),
+        percent if percent < 0.01 => "<0.01 %".to_owned(),
+        percent if percent < 1.0 => format!("{percent:.2} %"),
+        percent if percent < 10.0 => format!("{percent:.1} %"),
+        percent if percent < 100.0 && percent > 99.0 => ">99 %".to_owned(),
+        percent => format!("{percent:.0} %"),
     }
 }
 
 /// The numbers of an `AtScale` without the scale.
-struct Shares<'a>(&'a AtScale);
-
-impl fmt::Display for Shares<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let AtScale { lost, edge, overflowing, headroom, .. } = *self.0;
-        let Some(headroom) = headroom else {
-            return write!(f, "no gradient that is neither zero nor infinite");
-        };
-        write!(f, "{} underflow", Percent(lost))?;
-        if edge > lost {
-            write!(f, " and {} at its edge", Percent(edge))?;
-        }
-        match headroom {
-            1 => write!(f, ", 1 binade of headroom"),
-            0.. => write!(f, ", {headroom} binades of headroom"),
-            _ => write!(f, ", {} overflow", Percent(overflowing)),
-        }
-    }
+fn shares(at: &AtScale) -> String {
+    let AtScale { lost, edge, overflowing, headroom, .. } = *at;
+    let Some(headroom) = headroom else {
+        return "no gradient that is neither zero nor infinite".to_owned();
+    };
+    let is_at_edge =
+        if edge > lost { format!(" and {} at its edge", percent(edge)) } else { String::new() };
+    let room = match headroom {
+        1 => "1 binade of headroom".to_owned(),
+        0.. => format!("{headroom} binades of headroom"),
+        _ => format!("{} overflow", percent(overflowing)),
+    };
+    format!("{} underflow{is_at_edge}, {room}", percent(lost))
 }
 
 /// Prints such as `at 2^13: 0.02 % underflow, 3 binades of headroom`.
 impl fmt::Display for AtScale {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "at {}: {}", PowerOfTwo(self.scale), Shares(self))
+        write!(f, "at {}: {}", power_of_two(self.scale), shares(self))
     }
 }
 
 /// Prints such as `layers.3.q: 31 % underflow, 5 binades of headroom, 12 % zeros`.
 impl fmt::Display for LayerHealth {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}, {} zeros", self.name, Shares(&self.now), Percent(self.zeros))
+        write!(f, "{}: {}, {} zeros", self.name, shares(&self.now), percent(self.zeros))
     }
 }
 
@@ -332,23 +315,19 @@ impl fmt::Display for LayerHealth {
 impl fmt::Display for Verdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Unknown => write!(f, "nothing to judge"),
-            Self::Healthy => write!(f, "healthy"),
             Self::TooLow { scale } => {
-                write!(f, "too low, raise init_scale to at least {}", PowerOfTwo(*scale))
+                write!(f, "too low, raise init_scale to at least {}", power_of_two(*scale))
             }
-            Self::TooWide => {
-                write!(
-                    f,
-                    "no scale fits: use bf16, or keep the layers in f32 whose gradients differ most"
-                )
-            }
+            Self::Unknown => f.write_str("nothing to judge"),
+            Self::Healthy => f.write_str("healthy"),
+            Self::TooWide => f.write_str(
+                "no scale fits: use bf16, or keep the layers in f32 whose gradients differ most",
+            ),
             Self::Overflowing => {
-                write!(f, "most iterations overflow: a Tracer names the operation, or use bf16")
+                f.write_str("most iterations overflow: a Tracer names the operation, or use bf16")
             }
-            Self::BelowOne => write!(
-                f,
-                "the scale keeps falling below 1: the model itself overflows fp16, use bf16"
+            Self::BelowOne => f.write_str(
+                "the scale keeps falling below 1: the model itself overflows fp16, use bf16",
             ),
         }
     }

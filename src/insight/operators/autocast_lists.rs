@@ -8,7 +8,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use tch::Device;
 
-use table::ROWS;
+use table::{LISTS, List};
 
 /// The dtype in which autocast runs an operator inside of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -50,25 +50,30 @@ pub(super) const LINKED: &str = match option_env!("TAMP_LIBTORCH") {
     None => VERSIONS[VERSIONS.len() - 1],
 };
 
+/// The lists of a device in a version.
+fn lists_in(version: &str, on_cuda: bool) -> impl Iterator<Item = &'static List> {
+    let wanted = if on_cuda { "cuda" } else { "cpu" };
+    let is_here = move |(device, _, on, _): &&List| {
+        *device == wanted && (on.len() == VERSIONS.len() || on.contains(&version))
+    };
+    LISTS.iter().filter(is_here)
+}
+
 /// The list of an operator in a version.
 pub(super) fn list_in(version: &str, on_cuda: bool, operator: &str) -> AutocastList {
     let name = operator.trim_start_matches("aten::");
-    let wanted = (if on_cuda { "cuda" } else { "cpu" }, name);
-    let first = ROWS.partition_point(|(device, name, ..)| (*device, *name) < wanted);
-    let rows = ROWS[first..].iter().take_while(|(device, name, ..)| (*device, *name) == wanted);
-    let mut holding = rows.filter(|(.., on)| on.len() == VERSIONS.len() || on.contains(&version));
-    holding.next().map_or(AutocastList::Untouched, |(_, _, list, _)| *list)
+    let mut lists = lists_in(version, on_cuda);
+    let holding = lists.find(|(.., names)| names.binary_search(&name).is_ok());
+    holding.map_or(AutocastList::Untouched, |(_, list, ..)| *list)
 }
 
 impl AutocastList {
     /// The operators of the list on a device, with libtorch's namespace.
     pub(crate) fn names(self, device: Device) -> Vec<CString> {
-        let wanted = if matches!(device, Device::Cuda(_)) { "cuda" } else { "cpu" };
-        let here = ROWS.iter().filter(|(device, ..)| *device == wanted);
-        let names = here.map(|(_, name, ..)| *name);
-        let listed = names.filter(|name| list_in(LINKED, wanted == "cuda", name) == self);
+        let lists = lists_in(LINKED, matches!(device, Device::Cuda(_)));
+        let names = lists.filter(|(_, list, ..)| *list == self).flat_map(|(.., names)| *names);
         // No name has a NUL.
-        listed.filter_map(|name| CString::new(format!("aten::{name}")).ok()).collect()
+        names.filter_map(|name| CString::new(format!("aten::{name}")).ok()).collect()
     }
 
     /// Returns the list of an operator on a device, for the libtorch that is linked. Known are the lists of 2.11 and
@@ -107,9 +112,9 @@ mod tests {
 
     #[test]
     fn every_row_is_found_by_its_name() {
-        assert!(ROWS.is_sorted_by_key(|(device, name, ..)| (*device, *name)));
-        for (device, name, list, on) in ROWS {
-            for version in *on {
+        for (device, list, on, names) in LISTS {
+            assert!(names.is_sorted(), "{device} {list}");
+            for (version, name) in on.iter().flat_map(|v| names.iter().map(move |name| (v, name))) {
                 assert_eq!(list_in(version, *device == "cuda", name), *list, "{device} {name}");
             }
         }

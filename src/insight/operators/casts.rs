@@ -6,9 +6,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use tch::{Kind, Tensor};
 
-use super::report::{
-    CastReason, CastRow, Gain, OperatorReport, Padding, ProductKind, ProductRow, seconds,
-};
+use super::report::{CastReason, CastRow, Gain, OperatorReport, Padding, ProductKind, ProductRow};
 use super::work::{Work, written};
 use crate::ffi::insight::{EventKind, RecordedEvent, RecordedTensor};
 use crate::insight::dtype::Dtype;
@@ -25,31 +23,14 @@ const CASTS: &[&str] = &[
     "aten::_autocast_to_full_precision",
 ];
 
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct CastKey {
-    from: Dtype,
-    to: Dtype,
-    reason: CastReason,
-    operator: Option<String>,
-    path: Option<String>,
-    parameter: Option<String>,
-    pass: Pass,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct CastSums {
-    calls: u64,
-    bytes: i64,
-    nanoseconds: i64,
-    repeats: u64,
-    cacheable: u64,
-    repeat_nanoseconds: i64,
-}
+/// The dtypes, the reason, the operator, the part of the model, the parameter and the pass.
+type CastKey = (Dtype, Dtype, CastReason, Option<String>, Option<String>, Option<String>, Pass);
 
 /// The identity of a cast of a memory: where the numbers begin, the version, the sizes and the dtype.
 type CastPart = (i64, i64, Vec<i64>, i8);
 
-pub(super) type CastRows = BTreeMap<CastKey, CastSums>;
+/// Their seconds are nanoseconds as yet.
+pub(super) type CastRows = BTreeMap<CastKey, CastRow>;
 
 /// Adds the casts of one run.
 pub(super) fn add(work: &Work<'_>, parameters: &[(String, Tensor)], rows: &mut CastRows) {
@@ -61,22 +42,24 @@ pub(super) fn add(work: &Work<'_>, parameters: &[(String, Tensor)], rows: &mut C
             seen.remove(&memory);
         }
         let Some((to, from)) = cast(event) else { continue };
-        let (key, forward) = key(work, index, (to, from), parameters);
+        let row = row(work, index, (to, from), parameters);
         let again = from.memory.is_some_and(|memory| {
             let part = (from.version, from.offset, from.sizes().to_vec(), to.dtype);
             !seen.entry(memory).or_default().insert(part)
         });
         let cacheable =
-            again && key.reason == CastReason::Autocast && is_cached(from, to, parameters);
-        let sums = rows.entry(CastKey { operator: forward, ..key }).or_default();
-        sums.calls += 1;
-        sums.bytes += from.bytes() + to.bytes();
-        sums.nanoseconds += work.own[index];
+            again && row.reason == CastReason::Autocast && is_cached(from, to, parameters);
+        let (operator, path) = (row.operator.clone(), row.path.clone());
+        let key = (row.from, row.to, row.reason, operator, path, row.parameter.clone(), row.pass);
+        let row = rows.entry(key).or_insert(row);
+        row.calls += 1;
+        row.bytes += u64::try_from(from.bytes() + to.bytes()).unwrap_or(0);
+        row.seconds += work.own[index] as f64;
         if again {
-            sums.repeats += 1;
-            sums.repeat_nanoseconds += work.own[index];
+            row.repeats += 1;
+            row.repeat_seconds += work.own[index] as f64;
         }
-        sums.cacheable += u64::from(cacheable);
+        row.cacheable += u64::from(cacheable);
     }
 }
 
@@ -92,14 +75,14 @@ fn cast(event: &RecordedEvent) -> Option<(&RecordedTensor, &RecordedTensor)> {
     (differ && !is_number).then_some((to, from))
 }
 
-/// Describes a cast, and names the operator that asked for it.
-fn key(
+/// The row of a cast, as yet without numbers, with the operator that asked for it.
+fn row(
     work: &Work<'_>,
     index: usize,
     (to, from): (&RecordedTensor, &RecordedTensor),
     parameters: &[(String, Tensor)],
-) -> (CastKey, Option<String>) {
-    let (at, path) = work.place(index);
+) -> CastRow {
+    let (pass, path) = work.place(index);
     let asked_by = asking(work, index);
     let (reason, operator) = match asked_by.map(|index| &work.recording.events[index]) {
         Some(event) => {
@@ -108,7 +91,7 @@ fn key(
             let reason = if by_autocast { CastReason::Autocast } else { CastReason::Operator };
             (reason, Some(event.name.clone()))
         }
-        None if at == Pass::Backward => {
+        None if pass == Pass::Backward => {
             let forward = work.recording.pass(index).1;
             let forward = forward.and_then(|index| asking(work, index));
             let name = |index: usize| work.recording.events[index].name.clone();
@@ -117,16 +100,21 @@ fn key(
         None => (CastReason::Program, None),
     };
     let parameter = from.parameter.and_then(|index| parameters.get(index));
-    let key = CastKey {
+    CastRow {
         from: Dtype::of(from),
         to: Dtype::of(to),
         reason,
-        operator: None,
+        operator,
         path,
         parameter: parameter.map(|(name, _)| name.clone()),
-        pass: at,
-    };
-    (key, operator)
+        pass,
+        calls: 0,
+        bytes: 0,
+        seconds: 0.0,
+        repeats: 0,
+        cacheable: 0,
+        repeat_seconds: 0.0,
+    }
 }
 
 /// The operator that a cast belongs to, if it ran in one.
@@ -148,27 +136,13 @@ fn is_cached(from: &RecordedTensor, to: &RecordedTensor, parameters: &[(String, 
 
 /// The rows of the report, by time.
 pub(super) fn rows(rows: CastRows) -> Vec<CastRow> {
-    let mut rows: Vec<_> = rows.into_iter().map(row).collect();
+    let mut rows: Vec<_> = rows.into_values().collect();
+    for row in &mut rows {
+        row.seconds /= 1e9;
+        row.repeat_seconds /= 1e9;
+    }
     rows.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
     rows
-}
-
-fn row((key, sums): (CastKey, CastSums)) -> CastRow {
-    CastRow {
-        from: key.from,
-        to: key.to,
-        reason: key.reason,
-        operator: key.operator,
-        path: key.path,
-        parameter: key.parameter,
-        pass: key.pass,
-        calls: sums.calls,
-        bytes: u64::try_from(sums.bytes).unwrap_or(0),
-        seconds: seconds(sums.nanoseconds),
-        repeats: sums.repeats,
-        cacheable: sums.cacheable,
-        repeat_seconds: seconds(sums.repeat_nanoseconds),
-    }
 }
 
 /// From NVIDIA's "Matrix Multiplication Background User's Guide", for numbers of 16 bits.

@@ -157,22 +157,13 @@ type ProductKey = (String, Option<String>, Pass, Dtype, Product);
 /// An operator, the part of the model, the module before, and the list.
 type MovedKey = (String, Option<String>, Option<String>, AutocastList);
 
-/// The sums that rows of all kinds have.
-#[derive(Clone, Copy, Debug, Default)]
-struct Sums {
-    calls: u64,
-    nanoseconds: i64,
-    read: u64,
-    written: u64,
-    flops: u64,
-}
-
-/// The sums of all recorded runs.
+/// The rows of all recorded runs. Their seconds are nanoseconds as yet, whose sums are exact.
 #[derive(Debug, Default)]
 pub(super) struct Rows {
-    operators: BTreeMap<OperatorKey, Sums>,
-    products: BTreeMap<ProductKey, Sums>,
-    wrappers: Sums,
+    operators: BTreeMap<OperatorKey, OperatorRow>,
+    products: BTreeMap<ProductKey, ProductRow>,
+    wrapper_calls: u64,
+    wrapper_nanoseconds: i64,
     casts: CastRows,
     /// The calls and the nanoseconds.
     moved: BTreeMap<MovedKey, (u64, i64)>,
@@ -187,8 +178,8 @@ impl Rows {
             if work.computes[index] {
                 self.add_operator(work, index, event);
             } else {
-                self.wrappers.calls += 1;
-                self.wrappers.nanoseconds += work.own[index];
+                self.wrapper_calls += 1;
+                self.wrapper_nanoseconds += work.own[index];
             }
         }
         casts::add(work, parameters, &mut self.casts);
@@ -201,20 +192,44 @@ impl Rows {
         let dtype = tensor.map_or(Dtype::Other, Dtype::of);
         let device = tensor.map_or_else(|| "cpu".to_owned(), device);
         let (read, written) = bytes(event);
-        let product = work.products[index];
-        let sums = Sums {
-            calls: 1,
-            nanoseconds: work.own[index],
-            read,
-            written,
-            flops: product.map_or(0, |product| product.flops),
-        };
+        let (product, nanoseconds) = (work.products[index], work.own[index] as f64);
         let key = (event.name.clone(), dtype, device, pass);
-        self.operators.entry(key).or_default().add(sums);
-        if let Some(product) = product {
-            let key = (event.name.clone(), path, pass, dtype, product);
-            self.products.entry(key).or_default().add(sums);
-        }
+        let row =
+            self.operators.entry(key).or_insert_with_key(|(operator, _, device, _)| OperatorRow {
+                operator: operator.clone(),
+                dtype,
+                device: device.clone(),
+                pass,
+                calls: 0,
+                seconds: 0.0,
+                bytes_read: 0,
+                bytes_written: 0,
+                flops: 0,
+            });
+        row.calls += 1;
+        row.seconds += nanoseconds;
+        row.bytes_read += read;
+        row.bytes_written += written;
+        row.flops = row.flops.saturating_add(product.map_or(0, |product| product.flops));
+        let Some(product) = product else { return };
+        let key = (event.name.clone(), path, pass, dtype, product);
+        let row = self.products.entry(key).or_insert_with_key(|(operator, path, ..)| ProductRow {
+            operator: operator.clone(),
+            kind: product.kind,
+            path: path.clone(),
+            pass,
+            dtype,
+            batch: product.batch,
+            m: product.m,
+            n: product.n,
+            k: product.k,
+            calls: 0,
+            seconds: 0.0,
+            flops: 0,
+        });
+        row.calls += 1;
+        row.seconds += nanoseconds;
+        row.flops = row.flops.saturating_add(product.flops);
     }
 
     fn add_to_lists(&mut self, event: &RecordedEvent, computes: bool) {
@@ -258,9 +273,11 @@ impl Rows {
 
     /// The sums as a report.
     pub(super) fn report(self) -> OperatorReport {
-        let mut operators: Vec<_> = self.operators.into_iter().map(operator_row).collect();
+        let mut operators: Vec<_> = self.operators.into_values().collect();
+        operators.iter_mut().for_each(|row| row.seconds /= 1e9);
         operators.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
-        let mut products: Vec<_> = self.products.into_iter().map(product_row).collect();
+        let mut products: Vec<_> = self.products.into_values().collect();
+        products.iter_mut().for_each(|row| row.seconds /= 1e9);
         products.sort_by_key(|row| std::cmp::Reverse(row.flops));
         let mut lists: Vec<_> = self.lists.into_iter().map(listed_operator).collect();
         lists.sort_by_key(|listed| (listed.list, std::cmp::Reverse(listed.calls)));
@@ -269,56 +286,13 @@ impl Rows {
         OperatorReport {
             operators,
             products,
-            wrapper_calls: self.wrappers.calls,
-            wrapper_seconds: seconds(self.wrappers.nanoseconds),
+            wrapper_calls: self.wrapper_calls,
+            wrapper_seconds: seconds(self.wrapper_nanoseconds),
             lists,
             casts: casts::rows(self.casts),
             moved_to_f32: moved,
             ..Default::default()
         }
-    }
-}
-
-impl Sums {
-    fn add(&mut self, other: Self) {
-        self.calls += other.calls;
-        self.nanoseconds += other.nanoseconds;
-        self.read += other.read;
-        self.written += other.written;
-        self.flops = self.flops.saturating_add(other.flops);
-    }
-}
-
-fn operator_row((key, sums): (OperatorKey, Sums)) -> OperatorRow {
-    let (operator, dtype, device, pass) = key;
-    OperatorRow {
-        operator,
-        dtype,
-        device,
-        pass,
-        calls: sums.calls,
-        seconds: seconds(sums.nanoseconds),
-        bytes_read: sums.read,
-        bytes_written: sums.written,
-        flops: sums.flops,
-    }
-}
-
-fn product_row((key, sums): (ProductKey, Sums)) -> ProductRow {
-    let (operator, path, pass, dtype, product) = key;
-    ProductRow {
-        operator,
-        kind: product.kind,
-        path,
-        pass,
-        dtype,
-        batch: product.batch,
-        m: product.m,
-        n: product.n,
-        k: product.k,
-        calls: sums.calls,
-        seconds: seconds(sums.nanoseconds),
-        flops: sums.flops,
     }
 }
 

@@ -1,6 +1,7 @@
 //! The findings of a profiler.
 
-use std::fmt::{self, Display, Formatter, Write};
+use std::collections::BTreeMap;
+use std::fmt::{self, Display, Formatter};
 
 use run_report::{Column, Table};
 use serde::{Deserialize, Serialize};
@@ -8,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::autocast_lists::{AutocastList, LINKED};
 use crate::insight::dtype::Dtype;
 use crate::insight::numbers::total;
-use crate::insight::recording::Pass;
+use crate::insight::recording::{Pass, placed};
 
 /// The operators that a stretch of a program ran, and their costs. Made by a [`Profiler`](super::Profiler). Its text,
 /// by `Display`, is meant for a terminal; its fields for programs. All numbers are sums over the recorded runs.
@@ -255,9 +256,8 @@ const MOST: usize = 6;
 
 impl Display for OperatorReport {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        write!(f, "{}\n{}", self.summary(), self.table(MOST_OPERATORS).plain())?;
-        self.write_others(f)?;
-        f.write_str(&self.sections())
+        let table = self.table(MOST_OPERATORS).plain();
+        write!(f, "{}\n{table}{}{}", self.summary(), self.others(), self.sections())
     }
 }
 
@@ -281,7 +281,21 @@ fn columns() -> [Column; 10] {
 impl OperatorReport {
     /// The lines above the table of operators.
     pub(in crate::insight) fn summary(&self) -> String {
-        text(|out| self.write_summary(out))
+        let plain = self.unrecorded_seconds.map(|seconds| seconds * 1e3);
+        let plain = plain.map(|ms| format!(", {ms:.2} ms when it is not recorded"));
+        let (own, plain) = (self.ms(self.own_seconds()), plain.unwrap_or_default());
+        let mut text = format!("a run takes {own:.2} ms in operators{plain}\n");
+        if let Some(share) = self.half_share(None) {
+            let of = |pass| self.half_share(Some(pass)).map_or("none".to_owned(), percent);
+            text += &format!(
+                "matrix products: {:.3} MFLOP, {} of it in half precision (forward {}, backward {})\n",
+                self.mega(self.flops() as f64),
+                percent(share),
+                of(Pass::Forward),
+                of(Pass::Backward)
+            );
+        }
+        text
     }
 
     /// The table of the operators that took longest.
@@ -292,13 +306,8 @@ impl OperatorReport {
 
     /// The sections below the table of operators.
     pub(in crate::insight) fn sections(&self) -> String {
-        text(|out| {
-            self.cast_lines(out)?;
-            self.moved_lines(out)?;
-            self.padding_lines(out)?;
-            self.list_lines(out)?;
-            self.gain_lines(out)
-        })
+        let of_casts = self.cast_section() + &self.moved_section();
+        of_casts + &self.padding_section() + &self.list_section() + &self.gain_section()
     }
 
     /// The share of the time of all operators.
@@ -315,42 +324,29 @@ impl OperatorReport {
         calls.div_ceil(self.runs.max(1))
     }
 
-    fn write_summary(&self, f: &mut String) -> fmt::Result {
-        let plain = match self.unrecorded_seconds {
-            Some(seconds) => format!(", {:.2} ms when it is not recorded", seconds * 1e3),
-            None => String::new(),
-        };
-        let own = self.own_seconds();
-        writeln!(f, "a run takes {:.2} ms in operators{plain}", self.ms(own))?;
-        if let Some(share) = self.half_share(None) {
-            let of = |pass| self.half_share(Some(pass)).map_or("none".to_owned(), percent);
-            writeln!(
-                f,
-                "matrix products: {:.3} MFLOP, {} of it in half precision (forward {}, backward {})",
-                self.flops() as f64 / 1e6 / self.runs.max(1) as f64,
-                percent(share),
-                of(Pass::Forward),
-                of(Pass::Backward)
-            )?;
-        }
-        Ok(())
+    /// Millions of one run.
+    fn mega(&self, amount: f64) -> f64 {
+        amount / 1e6 / self.runs.max(1) as f64
     }
 
-    /// Writes the lines of what the table leaves out.
-    fn write_others(&self, f: &mut Formatter<'_>) -> fmt::Result {
+    /// The lines of what the table leaves out.
+    fn others(&self) -> String {
+        let line = |what: &str, calls: u64, seconds: f64| {
+            let (calls, ms) = (self.calls(calls), self.ms(seconds));
+            let share = 100.0 * self.share(seconds);
+            format!("{what:<61} {calls:>6} {ms:>9.3} {share:>5.1}\n")
+        };
         let rest = &self.operators[self.operators.len().min(MOST_OPERATORS)..];
-        if !rest.is_empty() {
-            let seconds = rest.iter().map(|row| row.seconds).sum();
-            let calls = total(rest.iter().map(|row| row.calls));
-            self.other_line(f, &others(rest.len()), calls, seconds)?;
-        }
+        let calls = total(rest.iter().map(|row| row.calls));
+        let rest = (!rest.is_empty())
+            .then(|| line(&others(rest.len()), calls, rest.iter().map(|row| row.seconds).sum()));
         let wrappers = "calls of other operators, views, allocations";
-        self.other_line(f, wrappers, self.wrapper_calls, self.wrapper_seconds)
+        rest.unwrap_or_default() + &line(wrappers, self.wrapper_calls, self.wrapper_seconds)
     }
 
     /// A row of the table of operators.
     fn cells(&self, row: &OperatorRow) -> [String; 10] {
-        let mega = |bytes: u64| format!("{:.3}", bytes as f64 / 1e6 / self.runs.max(1) as f64);
+        let mega = |bytes: u64| format!("{:.3}", self.mega(bytes as f64));
         let has_speed = row.flops > 0 && row.seconds > 0.0;
         let speed = has_speed.then(|| format!("{:.1}", row.flops as f64 / 1e9 / row.seconds));
         [
@@ -366,26 +362,6 @@ impl OperatorReport {
             speed.unwrap_or_default(),
         ]
     }
-
-    fn other_line(
-        &self,
-        f: &mut Formatter<'_>,
-        what: &str,
-        calls: u64,
-        seconds: f64,
-    ) -> fmt::Result {
-        let share = 100.0 * self.share(seconds);
-        let (calls, ms) = (self.calls(calls), self.ms(seconds));
-        writeln!(f, "{what:<61} {calls:>6} {ms:>9.3} {share:>5.1}")
-    }
-}
-
-/// The text that is written.
-fn text(write: impl FnOnce(&mut String) -> fmt::Result) -> String {
-    let mut text = String::new();
-    // A text in memory takes everything.
-    write(&mut text).unwrap_or_default();
-    text
 }
 
 pub(in crate::insight) fn percent(share: f64) -> String {
@@ -393,169 +369,127 @@ pub(in crate::insight) fn percent(share: f64) -> String {
 }
 
 impl OperatorReport {
-    fn cast_lines(&self, f: &mut String) -> fmt::Result {
-        let sum = |of: fn(&CastRow) -> f64| self.casts.iter().map(of).sum::<f64>();
+    fn cast_section(&self) -> String {
         if self.casts.is_empty() {
-            return writeln!(f, "\ncasts: none");
+            return "\ncasts: none\n".to_owned();
         }
-        let seconds = sum(|row| row.seconds);
-        writeln!(
-            f,
-            "\ncasts: {} of {:.3} MB, {:.3} ms ({})",
-            self.calls(total(self.casts.iter().map(|row| row.calls))),
-            sum(|row| row.bytes as f64) / 1e6 / self.runs.max(1) as f64,
+        let rows = || self.casts.iter();
+        let seconds = rows().map(|row| row.seconds).sum();
+        let title = format!(
+            "casts: {} of {:.3} MB, {:.3} ms ({})",
+            self.calls(total(rows().map(|row| row.calls))),
+            self.mega(rows().map(|row| row.bytes as f64).sum()),
             self.ms(seconds),
             percent(self.share(seconds))
-        )?;
-        for row in self.casts.iter().take(MOST) {
-            writeln!(
-                f,
-                "  {:>4} {} → {}  {:.3} ms  {}",
-                self.calls(row.calls),
-                row.from,
-                row.to,
-                self.ms(row.seconds),
-                Reason(row)
-            )?;
-        }
-        more(f, self.casts.len())?;
-        let cacheable = total(self.casts.iter().map(|row| row.cacheable));
-        let repeats = total(self.casts.iter().map(|row| row.repeats));
-        if cacheable > 0 {
-            writeln!(
-                f,
-                "  {} cast a parameter again: leave the cache on, and use one region for all of them",
-                self.calls(cacheable)
-            )?;
-        }
-        if repeats > cacheable {
-            let others = self.calls(repeats - cacheable);
-            writeln!(
-                f,
-                "  {others} cast another tensor again: cast it once, before the operators that share it"
-            )?;
-        }
-        Ok(())
-    }
-
-    fn moved_lines(&self, f: &mut String) -> fmt::Result {
-        if self.moved_to_f32.is_empty() {
-            return Ok(());
-        }
-        writeln!(f, "\nrun in f32 by autocast, with inputs in half precision:")?;
-        for row in self.moved_to_f32.iter().take(MOST) {
-            let place = match &row.after {
-                Some(module) => format!(" after {module}"),
-                None => In(row.path.as_deref()).to_string(),
-            };
+        );
+        let mut text = section(&title, &self.casts, |row| {
             let (calls, ms) = (self.calls(row.calls), self.ms(row.seconds));
-            writeln!(f, "  {calls:>4} {}{place}  {ms:.3} ms  (list: {})", row.operator, row.list)?;
-        }
-        more(f, self.moved_to_f32.len())
-    }
-
-    fn padding_lines(&self, f: &mut String) -> fmt::Result {
-        if self.padding.is_empty() {
-            return Ok(());
-        }
-        writeln!(f, "\nsizes that tensor cores use less efficiently (not multiples of 8):")?;
-        for row in self.padding.iter().take(MOST) {
-            let sizes = row.sizes.iter().map(|(size, padded)| format!("{size} to {padded}"));
-            let sizes = sizes.collect::<Vec<_>>().join(", ");
-            let operators = row.operators.join(", ");
-            let place = In(row.path.as_deref());
-            writeln!(f, "  {} of FLOPs: pad {sizes}  {operators}{place}", percent(row.share))?;
-        }
-        more(f, self.padding.len())
-    }
-
-    fn list_lines(&self, f: &mut String) -> fmt::Result {
-        if self.lists.is_empty() {
-            return writeln!(f, "\nno operator was called inside of an autocast region");
-        }
-        writeln!(f, "\nautocast's lists in libtorch {LINKED}:")?;
-        for list in [
-            AutocastList::LowerPrecision,
-            AutocastList::F32,
-            AutocastList::F32UnlessAsked,
-            AutocastList::Widest,
-            AutocastList::Refused,
-            AutocastList::Untouched,
+            format!("{calls:>4} {} → {}  {ms:.3} ms  {}", row.from, row.to, reason(row))
+        });
+        let cacheable = total(rows().map(|row| row.cacheable));
+        let others = total(rows().map(|row| row.repeats)).saturating_sub(cacheable);
+        for (count, advice) in [
+            (
+                cacheable,
+                "a parameter again: leave the cache on, and use one region for all of them",
+            ),
+            (others, "another tensor again: cast it once, before the operators that share it"),
         ] {
-            let names = self.lists.iter().filter(|listed| listed.list == list);
-            let names = names.map(|listed| listed.operator.trim_start_matches("aten::"));
-            let names = names.collect::<Vec<_>>().join(", ");
-            if !names.is_empty() {
-                writeln!(f, "  {list}: {names}")?;
+            if count > 0 {
+                text += &format!("  {} cast {advice}\n", self.calls(count));
             }
         }
-        for listed in &self.lists {
-            for (version, other) in &listed.elsewhere {
-                writeln!(
-                    f,
-                    "  in libtorch {version}, {} is on another list: {other}",
-                    listed.operator
-                )?;
-            }
-        }
-        Ok(())
+        text
     }
 
-    fn gain_lines(&self, f: &mut String) -> fmt::Result {
-        for gain in &self.gains {
-            write!(f, "\nestimate for {}, from measured matrix products:", gain.dtype)?;
-            if gain.f32_seconds > 0.0 {
-                let (possible, limit) = (gain.possible, gain.limit);
-                write!(f, "\n  {possible:.2}x as fast if the products in f32 ran in it, ")?;
-                write!(f, "and {limit:.2}x if these took no time")?;
-            }
-            if gain.reached != 1.0 {
-                write!(
-                    f,
-                    "\n  {:.2}x as fast as in f32 because of the products that already run in it",
-                    gain.reached
-                )?;
+    fn moved_section(&self) -> String {
+        let title = "run in f32 by autocast, with inputs in half precision:";
+        section(title, &self.moved_to_f32, |row| {
+            let MovedOperator { operator, path, after, list, .. } = row;
+            let place = placed(path.as_deref(), after.as_deref());
+            let (calls, ms) = (self.calls(row.calls), self.ms(row.seconds));
+            format!("{calls:>4} {operator}{place}  {ms:.3} ms  (list: {list})")
+        })
+    }
+
+    fn padding_section(&self) -> String {
+        let title = "sizes that tensor cores use less efficiently (not multiples of 8):";
+        section(title, &self.padding, |row| {
+            let sizes = row.sizes.iter().map(|(size, padded)| format!("{size} to {padded}"));
+            let (sizes, place) =
+                (sizes.collect::<Vec<_>>().join(", "), placed(row.path.as_deref(), None));
+            let (share, operators) = (percent(row.share), row.operators.join(", "));
+            format!("{share} of FLOPs: pad {sizes}  {operators}{place}")
+        })
+    }
+
+    fn list_section(&self) -> String {
+        if self.lists.is_empty() {
+            return "\nno operator was called inside of an autocast region\n".to_owned();
+        }
+        let mut names = BTreeMap::<_, Vec<_>>::new();
+        for listed in &self.lists {
+            let name = listed.operator.trim_start_matches("aten::");
+            names.entry(listed.list).or_default().push(name);
+        }
+        let mut text = format!("\nautocast's lists in libtorch {LINKED}:\n");
+        for (list, names) in names {
+            text += &format!("  {list}: {}\n", names.join(", "));
+        }
+        for ListedOperator { operator, elsewhere, .. } in &self.lists {
+            for (version, other) in elsewhere {
+                text +=
+                    &format!("  in libtorch {version}, {operator} is on another list: {other}\n");
             }
         }
-        if self.gains.is_empty() { Ok(()) } else { writeln!(f) }
+        text
     }
+
+    fn gain_section(&self) -> String {
+        let mut text = String::new();
+        for Gain { dtype, f32_seconds, possible, limit, reached } in &self.gains {
+            text += &format!("\nestimate for {dtype}, from measured matrix products:");
+            if *f32_seconds > 0.0 {
+                text += &format!("\n  {possible:.2}x as fast if the products in f32 ran in it, ");
+                text += &format!("and {limit:.2}x if these took no time");
+            }
+            if *reached != 1.0 {
+                text += &format!("\n  {reached:.2}x as fast as in f32 because of the products ");
+                text += "that already run in it";
+            }
+        }
+        text + if self.gains.is_empty() { "" } else { "\n" }
+    }
+}
+
+/// A section with a line for each of the first rows; nothing if there is none.
+fn section<R>(title: &str, rows: &[R], line: impl Fn(&R) -> String) -> String {
+    if rows.is_empty() {
+        return String::new();
+    }
+    let lines = rows.iter().take(MOST).map(|row| format!("  {}\n", line(row)));
+    let mut text = format!("\n{title}\n{}", lines.collect::<String>());
+    if rows.len() > MOST {
+        text += &format!("       and {}\n", others(rows.len() - MOST));
+    }
+    text
 }
 
 /// Why numbers were cast.
-struct Reason<'a>(&'a CastRow);
-
-impl Display for Reason<'_> {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Self(row) = self;
-        let operator = row.operator.as_deref();
-        match row.reason {
-            CastReason::Autocast => {
-                write!(f, "by autocast, for {}", operator.unwrap_or("an operator"))?
-            }
-            CastReason::Operator => write!(f, "by {}", operator.unwrap_or("an operator"))?,
-            CastReason::Derivative => {
-                write!(f, "derivative of a cast for {}", operator.unwrap_or("the program"))?;
-            }
-            CastReason::Program => write!(f, "by the program")?,
+fn reason(row: &CastRow) -> String {
+    let operator = row.operator.as_deref();
+    let why = match row.reason {
+        CastReason::Autocast => format!("by autocast, for {}", operator.unwrap_or("an operator")),
+        CastReason::Operator => format!("by {}", operator.unwrap_or("an operator")),
+        CastReason::Derivative => {
+            format!("derivative of a cast for {}", operator.unwrap_or("the program"))
         }
-        match &row.parameter {
-            Some(parameter) => write!(f, ": {parameter}"),
-            None => write!(f, "{}", In(row.path.as_deref())),
-        }
+        CastReason::Program => "by the program".to_owned(),
+    };
+    match &row.parameter {
+        Some(parameter) => format!("{why}: {parameter}"),
+        None => why + &placed(row.path.as_deref(), None),
     }
-}
-
-/// The part of the model, if it is known.
-struct In<'a>(Option<&'a str>);
-
-impl Display for In<'_> {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        self.0.map_or(Ok(()), |path| write!(f, " in {path}"))
-    }
-}
-
-fn more(f: &mut String, count: usize) -> fmt::Result {
-    if count > MOST { writeln!(f, "       and {}", others(count - MOST)) } else { Ok(()) }
 }
 
 fn others(count: usize) -> String {

@@ -224,7 +224,7 @@ pub(super) enum Level {
     Otherwise,
 }
 
-/// The kernels of convolutions, of all devices.
+/// The kernels of convolutions, of all devices, with those that are transposed.
 const CONVOLUTIONS: &[&str] = &[
     "mkldnn_convolution",
     "_slow_conv2d_forward",
@@ -240,9 +240,6 @@ const CONVOLUTIONS: &[&str] = &[
     "miopen_convolution",
     "miopen_depthwise_convolution",
     "_mps_convolution",
-];
-
-const TRANSPOSED: &[&str] = &[
     "slow_conv_transpose2d",
     "slow_conv_transpose3d",
     "cudnn_convolution_transpose",
@@ -256,10 +253,9 @@ pub(super) fn product(event: &RecordedEvent) -> Option<(Level, Product)> {
     let input = |place: usize| event.inputs.get(place).map(|tensor| tensor.sizes());
     let name = event.name.strip_prefix("aten::")?;
     // One that failed has no result.
-    event.outputs.first()?;
+    let output = event.outputs.first()?.sizes();
     let found = match name {
-        "mm" => (Kernel, matrices(input(0)?, input(1)?)?),
-        "bmm" => (Kernel, matrices(input(0)?, input(1)?)?),
+        "mm" | "bmm" => (Kernel, matrices(input(0)?, input(1)?)?),
         "addmm" | "addmm_" | "_addmm_activation" | "baddbmm" | "baddbmm_" | "addmv" | "addmv_" => {
             (Kernel, matrices(input(1)?, input(2)?)?)
         }
@@ -267,7 +263,6 @@ pub(super) fn product(event: &RecordedEvent) -> Option<(Level, Product)> {
         "addbmm" | "addbmm_" => (Otherwise, matrices(input(1)?, input(2)?)?),
         "linear" | "mkldnn_linear" => (Otherwise, linear(input(0)?, input(1)?)?),
         "_convolution" | "convolution" => {
-            let output = event.outputs.first()?.sizes();
             (Otherwise, convolution(input(0)?, input(1)?, output, flag(event, 0))?)
         }
         "convolution_backward" => {
@@ -280,12 +275,8 @@ pub(super) fn product(event: &RecordedEvent) -> Option<(Level, Product)> {
             (Kernel, times(forward, count(event, 0..2)))
         }
         name if CONVOLUTIONS.contains(&name) => {
-            let output = event.outputs.first()?.sizes();
-            (Kernel, convolution(input(0)?, input(1)?, output, false)?)
-        }
-        name if TRANSPOSED.contains(&name) => {
-            let output = event.outputs.first()?.sizes();
-            (Kernel, convolution(input(0)?, input(1)?, output, true)?)
+            let is_transposed = name.contains("transpose");
+            (Kernel, convolution(input(0)?, input(1)?, output, is_transposed)?)
         }
         name => attention(name, &input)?,
     };

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use torch_files::atomic;
 
 use super::operators::percent;
+use super::recording::placed;
 use super::{
     Audit, BudgetReport, Cause, Culprit, Explanation, HealthReport, HistoryReport, OperatorReport,
 };
@@ -234,10 +235,5 @@ fn reason(explanation: &Explanation) -> String {
 /// An operator with its part of the model.
 fn operator(culprit: &Culprit) -> String {
     let Culprit { operator, dtype, pass, path, after, .. } = culprit;
-    let place = match (path, after) {
-        (Some(path), _) => format!(" in {path}"),
-        (None, Some(module)) => format!(" after {module}"),
-        (None, None) => String::new(),
-    };
-    format!("{operator}{place}, {dtype}, {pass}")
+    format!("{operator}{}, {dtype}, {pass}", placed(path.as_deref(), after.as_deref()))
 }

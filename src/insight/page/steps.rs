@@ -99,7 +99,7 @@ fn scale(
     }
     let mark = |(step, cause): &(&StepRecord, SkipCause)| {
         let number = step.step;
-        let why = cause_of(explained.get(&number).copied(), *cause);
+        let why = why(explained, number, *cause);
         (number as f64, step.scale, format!("step {number} skipped: {why}"))
     };
     let marks = skips.iter().map(mark).collect();
@@ -118,15 +118,13 @@ fn skipped(history: &HistoryReport) -> Vec<(&StepRecord, SkipCause)> {
     all[all.len().saturating_sub(MOST_SKIPS)..].to_vec()
 }
 
-fn cause_of(explanation: Option<&Explanation>, cause: SkipCause) -> String {
-    explanation.map_or_else(|| words(cause).to_owned(), reason)
-}
-
-fn words(cause: SkipCause) -> &'static str {
-    match cause {
+/// Why a step was skipped.
+fn why(explained: &HashMap<u64, &Explanation>, step: u64, cause: SkipCause) -> String {
+    let cause = match cause {
         SkipCause::Overflow => "a gradient was infinite or NaN",
         SkipCause::Spike => "the gradient norm or the loss was a spike",
-    }
+    };
+    explained.get(&step).map_or_else(|| cause.to_owned(), |explanation| reason(explanation))
 }
 
 /// The table of the skipped steps.
@@ -145,7 +143,7 @@ fn skips(
             step.step.to_string(),
             Number(step.scale).to_string(),
             step.norm.map_or_else(|| "-".to_owned(), |norm| format!("{norm:.3e}")),
-            cause_of(explained.get(&step.step).copied(), *cause),
+            why(explained, step.step, *cause),
         ]);
     }
     let html = html.heading("Skipped steps").table(&table);

@@ -11,12 +11,12 @@ use super::{TunedOperator, Tuner, Tuning};
 use crate::Autocast;
 use crate::autocast::{Plan, Rule, RunAs, autocast_dtype};
 use crate::error::{AutocastError, Error, Result};
-use crate::ffi::OutsideRegions;
 use crate::ffi::insight::{EventKind, RecordedEvent, RecordingMode};
 use crate::insight::audit::{Audit, check_parameters, without_times};
+use crate::insight::measure::of_gradients;
 use crate::insight::operators::AutocastList;
 use crate::insight::recording::{Pass, Recording};
-use crate::insight::rerun::{Repeatable, Rerun};
+use crate::insight::rerun::{Repeatable, Runs};
 use crate::precision::{bf16_is_native, synchronize};
 
 /// How often iterations are compared in turns.
@@ -40,25 +40,32 @@ const MOST_ERROR: f64 = 1.1;
 
 type Gradients = Vec<Option<Tensor>>;
 
-/// The model, and what is common to its iterations.
-struct Runs<'a, F> {
-    rerun: Rerun<'a>,
-    device: Device,
-    /// Those of the parameters.
+/// The iterations of a tuning.
+struct Iterations<'a, F> {
+    runs: Runs<'a, F>,
+    region: Autocast,
+    dtype: Kind,
+    /// The CPU, and the devices of the parameters.
     devices: &'a [Device],
     /// Returns the seconds since some moment.
     clock: &'a dyn Fn() -> f64,
-    scale: f64,
-    loss: F,
-    iterations: u64,
 }
 
-impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
+impl<F: FnMut(Autocast) -> Result<Tensor>> Iterations<'_, F> {
+    /// A plan in half precision.
+    fn plan(&self, rules: Vec<Rule>) -> Result<Plan> {
+        Ok(Plan { dtype: Some(self.dtype), rules, ..Plan::new(self.region.device())? })
+    }
+
+    /// The region with rules.
+    fn with(&self, rules: &[Rule]) -> Result<Autocast> {
+        self.region.plan(&self.plan(rules.to_vec())?)
+    }
+
     /// The seconds of an iteration, and its gradients.
     fn timed(&mut self, region: Autocast) -> Result<(f64, Gradients)> {
-        self.iterations += 1;
         let start = (self.clock)();
-        let passes = self.rerun.run(self.scale, &mut || (self.loss)(region))?;
+        let passes = self.runs.run(region, None)?;
         self.devices.iter().copied().for_each(synchronize);
         Ok(((self.clock)() - start, passes.gradients))
     }
@@ -66,36 +73,29 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
     /// Returns the costs of the operators, after one iteration to warm up.
     fn costs(&mut self, region: Autocast) -> Result<ListedCosts> {
         self.timed(region)?;
-        self.iterations += 1;
-        let loss = &mut || (self.loss)(region);
-        let (recording, _) = self.rerun.record(RecordingMode::Times, self.scale, loss)?;
-        Ok(costs(&recording, self.device))
+        let (recording, _) = self.runs.record(RecordingMode::Times, region)?;
+        Ok(costs(&recording, region.device()))
     }
 
     /// The candidates, whether each operator of the list of half precision is fastest in f32 at every size, and the
     /// seconds that casts of weights take in the region.
-    fn find(
-        &mut self,
-        off: Autocast,
-        region: Autocast,
-        with: &impl Fn(&[Rule]) -> Result<Autocast>,
-        allow_half: bool,
-    ) -> Result<(Vec<Candidate>, bool, f64)> {
-        let f32 = self.costs(off)?.lower;
-        let ListedCosts { lower, f32: kept, weight_casts } = self.costs(region)?;
+    fn find(&mut self, allow_half: bool) -> Result<(Vec<Candidate>, bool, f64)> {
+        let f32 = self.costs(self.region.enabled(false))?.lower;
+        let ListedCosts { lower, f32: kept, weight_casts } = self.costs(self.region)?;
         let attention = Rule::new("scaled_dot_product_attention", COMPOSED);
         // On other devices the fused kernels are fast, and it could take more memory than there is.
-        let mut composed = match self.device == Device::Cpu && lower.contains_key(ATTENTION) {
-            true => self.costs(with(&[attention])?)?.lower,
-            false => Costs::new(),
-        };
+        let mut composed =
+            match self.region.device() == Device::Cpu && lower.contains_key(ATTENTION) {
+                true => self.costs(self.with(&[attention])?)?.lower,
+                false => Costs::new(),
+            };
         composed.retain(|operator, _| operator == ATTENTION);
         let mut found = candidates(&lower, &[(RunAs::F32, &f32), (COMPOSED, &composed)]);
         let is_always_f32 = !lower.is_empty()
             && found.len() == lower.len()
             && found.iter().all(|candidate| candidate.is_always_f32);
         if allow_half && !is_always_f32 {
-            let half = self.in_half(&kept, with)?;
+            let half = self.in_half(&kept)?;
             found.extend(candidates(&kept, &[(RunAs::Half, &half)]));
         }
         Ok((found, is_always_f32, 1e-9 * weight_casts as f64))
@@ -103,18 +103,14 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
 
     /// Returns the costs in half precision of the operators that autocast keeps in f32, those for which that is
     /// possible.
-    fn in_half(
-        &mut self,
-        kept: &Costs,
-        with: &impl Fn(&[Rule]) -> Result<Autocast>,
-    ) -> Result<Costs> {
+    fn in_half(&mut self, kept: &Costs) -> Result<Costs> {
         let rules = kept.keys().map(|operator| {
             let name = operator.strip_prefix("aten::").unwrap_or(operator);
             Rule::new(name, RunAs::Half)
         });
         let mut possible = Vec::new();
         for rule in rules {
-            match with(std::slice::from_ref(&rule))?.run(|| ()) {
+            match self.with(std::slice::from_ref(&rule))?.run(|| ()) {
                 Ok(()) => possible.push(rule),
                 Err(Error::Autocast(AutocastError::NotOverridable { .. })) => {}
                 Err(error) => return Err(error),
@@ -122,7 +118,7 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
         }
         match possible[..] {
             [] => Ok(Costs::new()),
-            _ => Ok(self.costs(with(&possible)?)?.f32),
+            _ => Ok(self.costs(self.with(&possible)?)?.f32),
         }
     }
 
@@ -132,18 +128,11 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
         &mut self,
         rules: &mut Vec<Rule>,
         operators: &mut [TunedOperator],
-        with: &impl Fn(&[Rule]) -> Result<Autocast>,
     ) -> Result<[Vec<String>; 2]> {
         let others: Vec<_> =
             rules.iter().filter(|rule| rule.run_as != RunAs::Half).cloned().collect();
-        let regions = [with(&others)?, with(rules)?];
-        let mut runs = 0;
-        let mut loss = |region| {
-            runs += 1;
-            (self.loss)(region)
-        };
-        let audits = without_times(&mut self.rerun, regions, self.scale, &mut loss)?;
-        self.iterations += runs;
+        let regions = [self.with(&others)?, self.with(rules)?];
+        let audits = without_times(&mut self.runs, regions)?;
         let [before, after] = audits.each_ref().map(suspicious);
         if after.iter().any(|part| !before.contains(part)) {
             *rules = others;
@@ -159,19 +148,18 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
     fn try_all(
         &mut self,
         found: Vec<Candidate>,
-        with: &impl Fn(&[Rule]) -> Result<Autocast>,
         exact: &Gradients,
         audits: u64,
     ) -> Result<(Vec<Rule>, Vec<TunedOperator>)> {
         let comparison = 2 * ROUNDS as u64;
-        let left = MOST_ITERATIONS.saturating_sub(self.iterations + audits + comparison);
+        let left = MOST_ITERATIONS.saturating_sub(self.runs.count + audits + comparison);
         let found = best(found, MOST_CANDIDATES.min((left / comparison) as usize));
         let (mut rules, mut operators) = (Vec::new(), Vec::new());
         // The comparisons of the candidates after each, the audits, and the comparison with f32.
         let later = (1..=found.len()).rev().map(|left| left as u64 * comparison + audits);
         for (candidate, later) in found.into_iter().zip(later) {
             let all = [rules.clone(), candidate.rules.clone()].concat();
-            let compared = self.compare_again([with(&rules)?, with(&all)?], later)?;
+            let compared = self.compare_again([self.with(&rules)?, self.with(&all)?], later)?;
             let tried = tried(candidate, &compared, exact)?;
             if tried.is_in_plan {
                 rules = all;
@@ -200,7 +188,7 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Runs<'_, F> {
         let first = self.compare(regions)?;
         let [without, with] = first.medians();
         let is_open = !first.is_faster() && without > PROMISING * with;
-        if !is_open || self.iterations + 2 * ROUNDS as u64 + later > MOST_ITERATIONS {
+        if !is_open || self.runs.count + 2 * ROUNDS as u64 + later > MOST_ITERATIONS {
             return Ok(first);
         }
         let [mut without, mut with] = first.seconds;
@@ -270,23 +258,19 @@ fn tune_by(
         return Err(Error::InvalidArgument { name: "region", problem: problem.to_owned() });
     }
     let dtype = region.try_run(|| autocast_dtype(device))?;
-    let with = |rules: &[Rule]| {
-        let plan = Plan { dtype: Some(dtype), rules: rules.to_vec(), ..Plan::new(device)? };
-        region.plan(&plan)
-    };
     let off = region.enabled(false);
     let repeatable = Repeatable::new(vs)?;
     if options.allow_half {
         check_parameters(&repeatable)?;
     }
     let mut beginning = repeatable.begin()?;
-    let rerun = repeatable.rerun(&mut beginning)?;
+    let runs = Runs::new(repeatable.rerun(&mut beginning)?, scale, loss);
     let devices = repeatable.devices();
-    let mut runs = Runs { rerun, device, devices, clock, scale, loss, iterations: 0 };
+    let mut iterations = Iterations { runs, region, dtype, devices, clock };
 
-    let (found, is_always_f32, weight_casts) = runs.find(off, region, &with, options.allow_half)?;
+    let (found, is_always_f32, weight_casts) = iterations.find(options.allow_half)?;
     let name = name_of(dtype, device)?;
-    let [(in_f32, exact), (in_half, _)] = [runs.timed(off)?, runs.timed(region)?];
+    let [(in_f32, exact), (in_half, _)] = [iterations.timed(off)?, iterations.timed(region)?];
     if is_always_f32 && in_f32 < in_half {
         let ratio = in_half / in_f32;
         let reason = format!(
@@ -299,7 +283,7 @@ fn tune_by(
             operators: Vec::new(),
             suspicious: None,
             weight_casts: 0.0,
-            iterations: runs.iterations,
+            iterations: iterations.runs.count,
         });
     }
     let in_half = |rule: &Rule| rule.run_as == RunAs::Half;
@@ -307,14 +291,13 @@ fn tune_by(
         true => OF_AUDITS,
         false => 0,
     };
-    let (mut rules, mut operators) = runs.try_all(found, &with, &exact, audits)?;
+    let (mut rules, mut operators) = iterations.try_all(found, &exact, audits)?;
     let has_half = rules.iter().any(in_half);
     let suspicious =
-        has_half.then(|| runs.audited(&mut rules, &mut operators, &with)).transpose()?;
-    let last = runs.compare_again([off, with(&rules)?], 0)?;
-    let plan = Plan { dtype: Some(dtype), rules, ..Plan::new(device)? };
-    let mut tuning = confirmed(plan, &last, name, operators);
-    (tuning.suspicious, tuning.iterations) = (suspicious, runs.iterations);
+        has_half.then(|| iterations.audited(&mut rules, &mut operators)).transpose()?;
+    let last = iterations.compare_again([off, iterations.with(&rules)?], 0)?;
+    let mut tuning = confirmed(iterations.plan(rules)?, &last, name, operators);
+    (tuning.suspicious, tuning.iterations) = (suspicious, iterations.runs.count);
     tuning.weight_casts = if tuning.plan.dtype.is_some() { weight_casts } else { 0.0 };
     Ok(tuning)
 }
@@ -350,7 +333,7 @@ fn suspicious(audit: &Audit) -> Vec<String> {
 /// Returns the outcome of a candidate.
 fn tried(candidate: Candidate, compared: &Comparison, exact: &Gradients) -> Result<TunedOperator> {
     let [without, with] = &compared.gradients;
-    let gradient_errors = [error(without, exact)?, error(with, exact)?];
+    let gradient_errors = [of_gradients(without, exact)?, of_gradients(with, exact)?];
     let [before, after] = gradient_errors;
     // The error before is not finite if the scale was too large without the rules.
     let is_precise = after.is_finite() && (!before.is_finite() || after <= MOST_ERROR * before);
@@ -370,22 +353,6 @@ fn name_of(dtype: Kind, device: Device) -> Result<&'static str> {
         _ if bf16_is_native(device)? => "bf16",
         _ => "bf16, which is emulated here",
     })
-}
-
-/// The norm of the difference from gradients in f32, over the norm of these. Not finite if a gradient is not.
-fn error(gradients: &Gradients, exact: &Gradients) -> Result<f64> {
-    let _own = OutsideRegions::enter();
-    let squares =
-        |t: &Tensor| -> Result<f64> { Ok(t.f_square()?.f_sum(Kind::Double)?.f_double_value(&[])?) };
-    let (mut difference, mut norm) = (0.0, 0.0);
-    for (found, exact) in gradients.iter().zip(exact) {
-        let (Some(found), Some(exact)) = (found, exact) else { continue };
-        let (found, exact) = (found.f_to_dense(None, false)?, exact.f_to_dense(None, false)?);
-        let (found, exact) = (found.f_to_kind(Kind::Float)?, exact.f_to_kind(Kind::Float)?);
-        difference += squares(&found.f_sub(&exact)?)?;
-        norm += squares(&exact)?;
-    }
-    Ok(if norm > 0.0 { (difference / norm).sqrt() } else { difference.sqrt() })
 }
 
 /// The operator of which there are fused and composed kernels.
@@ -534,10 +501,8 @@ mod tests {
         let mut beginning = repeatable.begin()?;
         let (rerun, devices) = (repeatable.rerun(&mut beginning)?, repeatable.devices());
         let (clock, loss) = (&|| planted.now.get(), |region| planted.loss(region));
-        let mut runs = Runs { rerun, device, devices, clock, scale: 1.0, loss, iterations: 0 };
-        let with = |rules: &[Rule]| {
-            region.plan(&Plan { dtype: Some(REGION), rules: rules.to_vec(), ..Plan::new(device)? })
-        };
+        let runs = Runs::new(rerun, 1.0, loss);
+        let mut runs = Iterations { runs, region, dtype: REGION, devices, clock };
         let candidate = |name: &str, gain| Candidate {
             operator: format!("aten::{name}"),
             rules: vec![Rule::new(name, RunAs::F32)],
@@ -546,7 +511,7 @@ mod tests {
         };
         let (_, exact) = runs.timed(region.enabled(false))?;
         let found = vec![candidate("matmul", 1), candidate("linear", 2)];
-        let (rules, operators) = runs.try_all(found, &with, &exact, 0)?;
+        let (rules, operators) = runs.try_all(found, &exact, 0)?;
         let found: Vec<_> = operators
             .iter()
             .map(|tried| (&*tried.operator, tried.seconds, tried.is_in_plan))
@@ -624,16 +589,11 @@ mod tests {
         let repeatable = Repeatable::new(&vs)?;
         let mut beginning = repeatable.begin()?;
         let (rerun, devices) = (repeatable.rerun(&mut beginning)?, repeatable.devices());
-        let device = Device::Cpu;
         let clock = &|| 0.0;
-        let mut runs = Runs { rerun, device, devices, clock, scale: 1.0, loss, iterations: 0 };
-        let with = |rules: &[Rule]| {
-            let plan =
-                Plan { dtype: Some(Kind::BFloat16), rules: rules.to_vec(), ..Plan::new(device)? };
-            region.plan(&plan)
-        };
+        let runs = Runs::new(rerun, 1.0, loss);
+        let mut runs = Iterations { runs, region, dtype: REGION, devices, clock };
         let kept = runs.costs(region)?.f32;
-        let half = runs.in_half(&kept, &with)?;
+        let half = runs.in_half(&kept)?;
         assert!(kept.contains_key("aten::mse_loss") && half.keys().eq(kept.keys()), "{half:?}");
         let mut rules = vec![Rule::new("mse_loss", RunAs::Half)];
         let mut operators = [TunedOperator {
@@ -643,8 +603,8 @@ mod tests {
             gradient_errors: [0.0; 2],
             is_in_plan: true,
         }];
-        let found = runs.audited(&mut rules, &mut operators, &with)?;
-        assert!(runs.iterations <= 4 + OF_AUDITS, "{}", runs.iterations);
+        let found = runs.audited(&mut rules, &mut operators)?;
+        assert!(runs.runs.count <= 4 + OF_AUDITS, "{}", runs.runs.count);
         assert_eq!(operators[0].is_in_plan, !rules.is_empty());
         Ok((operators[0].is_in_plan, found))
     }
@@ -674,9 +634,9 @@ mod tests {
         let repeatable = Repeatable::new(&vs)?;
         let mut beginning = repeatable.begin()?;
         let (rerun, devices) = (repeatable.rerun(&mut beginning)?, repeatable.devices());
-        let device = Device::Cpu;
         let clock = &|| 0.0;
-        let mut runs = Runs { rerun, device, devices, clock, scale: 1.0, loss, iterations: 0 };
+        let runs = Runs::new(rerun, 1.0, loss);
+        let mut runs = Iterations { runs, region, dtype: REGION, devices, clock };
         Ok(runs.costs(region)?.weight_casts)
     }
 
@@ -690,9 +650,9 @@ mod tests {
     #[test]
     fn the_error_of_gradients_is_relative() -> Result<()> {
         let one = |x: f32| vec![Some(Tensor::from_slice(&[x, 3.0])), None];
-        assert_eq!(error(&one(4.0), &one(4.0))?, 0.0);
-        assert_eq!(error(&one(5.0), &one(4.0))?, 0.2);
-        assert!(error(&one(f32::NAN), &one(4.0))?.is_nan());
+        assert_eq!(of_gradients(&one(4.0), &one(4.0))?, 0.0);
+        assert_eq!(of_gradients(&one(5.0), &one(4.0))?, 0.2);
+        assert!(of_gradients(&one(f32::NAN), &one(4.0))?.is_nan());
         Ok(())
     }
 

@@ -1,11 +1,62 @@
-//! How far numbers in half precision are from those in f32, and how far rounding alone moves them.
+//! How far a run is from the same run in f32: the measure of audits, budgets and tunings.
 
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use crate::error::Result;
+use super::numbers;
+use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
-use crate::insight::numbers;
+use crate::ffi::insight::Compared;
+
+/// The numbers of a tensor without its history, and of a sparse one with its zeros.
+pub(super) fn dense(tensor: &Tensor) -> Result<Tensor> {
+    let _own = OutsideRegions::enter();
+    Ok(if tensor.is_sparse() { tensor.f_to_dense(None, false)? } else { tensor.f_detach()? })
+}
+
+/// The sum of a tensor in f64. Synchronizes.
+pub(super) fn sum(tensor: &Tensor) -> Result<f64> {
+    Ok(tensor.f_sum(Kind::Double)?.f_double_value(&[])?)
+}
+
+/// The sum of the squares.
+pub(super) fn squares(tensor: &Tensor) -> Result<f64> {
+    sum(&tensor.f_square()?)
+}
+
+/// The 2-norm. Synchronizes.
+pub(super) fn norm(tensor: &Tensor) -> Result<f64> {
+    Ok(tensor.f_norm()?.f_double_value(&[])?)
+}
+
+/// The norm of the difference of all gradients from those in f32, over the norm of the latter. Not finite if a gradient
+/// is not.
+pub(super) fn of_gradients(found: &[Option<Tensor>], f32: &[Option<Tensor>]) -> Result<f64> {
+    let _own = OutsideRegions::enter();
+    let (mut difference, mut norm) = (0.0, 0.0);
+    for (found, exact) in found.iter().zip(f32) {
+        let (Some(found), Some(exact)) = (found, exact) else { continue };
+        let single = |gradient| Ok::<_, Error>(dense(gradient)?.f_to_kind(Kind::Float)?);
+        let (found, exact) = (single(found)?, single(exact)?);
+        difference += squares(&found.f_sub(&exact)?)?;
+        norm += squares(&exact)?;
+    }
+    Ok(if norm > 0.0 { (difference / norm).sqrt() } else { difference.sqrt() })
+}
+
+/// The error of an operator's results, relative to their norm in f32.
+pub(super) fn relative(compared: Compared) -> f64 {
+    // There is nothing to be relative to.
+    if compared.norm == 0.0 && compared.difference.is_finite() {
+        return 0.0;
+    }
+    let ratio = ratio(compared.difference, compared.norm);
+    if ratio.is_nan() { f64::INFINITY } else { ratio }
+}
+
+pub(super) fn ratio(a: f64, b: f64) -> f64 {
+    if a == 0.0 { 0.0 } else { a / b }
+}
 
 /// The smallest noise of an error: what f32 does on other kernels and with other numbers of threads.
 pub(super) const LEAST_NOISE: f64 = 2e-6;
