@@ -252,6 +252,24 @@ fn adafactor_computes_what_plain_loops_do(#[values(Kind::Double, Kind::Float)] k
     }
 }
 
+/// PyTorch takes the epsilon of the first parameter for all, and fails for one without elements.
+#[test]
+fn adafactor_steps_each_parameter_as_if_it_were_alone() {
+    let moved = |kinds: &[Kind]| {
+        let leaves = kinds.iter().map(|&kind| leaf(&[1.0; 2], kind, Device::Cpu));
+        let empty = Tensor::zeros([0, 3], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let all: Vec<_> = leaves.chain([empty]).collect();
+        let mut opt = build(Adafactor::default().into(), all.as_slice(), 0.1);
+        for (w, _) in all.iter().zip(kinds) {
+            set_grad(w, &[1e-12; 2]);
+        }
+        set_grad(&all[kinds.len()], &[]);
+        opt.step().unwrap();
+        to_f64(&all[kinds.len() - 1])
+    };
+    assert_eq!(moved(&[Kind::Double, Kind::Float]), moved(&[Kind::Float]));
+}
+
 /// None of them cancels the weight decay: a sum that is mostly rounding error would make Adam's step one as well.
 fn gradients(count: usize, step: usize) -> Vec<f64> {
     (0..count).map(|i| ((i * 7 + step * 13) % 33) as f64 / 4.0 - 4.13).collect()

@@ -65,12 +65,20 @@ pub fn program(seed: u64) -> Program {
         *rng.pick(&[Mode::Plain, Mode::Scaler, Mode::Unscale, Mode::Clip, Mode::Transaction]);
     let which = rng.below(ALGORITHMS);
     let initial = *rng.pick(&[0.0, 0.5]);
-    let groups: Vec<_> = (0..=rng.below(3))
+    let mut groups: Vec<_> = (0..=rng.below(3))
         .map(|_| ParamGroup::new(magnitude(rng, -1.0), algorithm(which, initial, rng)))
         .collect();
     let scale = *rng.pick(&[1.0, 2.0, 65536.0, 1000.0, 3.7, 0.4]);
     let params: Vec<_> =
         (0..1 + rng.below(6)).map(|i| parameter(rng, groups.len(), which, mode, i == 0)).collect();
+    for group in &mut groups {
+        // PyTorch takes the epsilon of the first parameter's dtype for all of a group.
+        if let Algorithm::Adafactor(config) = &mut group.algorithm
+            && params.iter().any(|p| p.kind == Kind::Double)
+        {
+            config.eps.0.get_or_insert(1e-3);
+        }
+    }
     let steps = (0..1 + rng.below(6)).map(|_| step(rng, &params, mode, scale, which)).collect();
     Program { groups, params, mode, scale, steps }
 }

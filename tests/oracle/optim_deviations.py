@@ -62,6 +62,24 @@ def a_nan_in_amsgrads_average_is_kept_except_in_the_last_elements_of_the_fused_k
         assert param.isnan().tolist() == [True] * (19 - hidden) + [False] * hidden
 
 
+def the_first_parameter_has_the_eps_of_all():
+    def moved(*values):
+        params = [weight(value, torch.full_like(value, 1e-12)) for value in values]
+        return stepped(torch.optim.Adafactor(params, lr=0.1, foreach=False))[-1]
+
+    ones = torch.ones(2)
+    assert moved(ones.double(), ones) != moved(ones)
+
+
+def adafactor_divides_by_the_number_of_elements():
+    param = weight(torch.ones(0), torch.ones(0))
+    try:
+        stepped(torch.optim.Adafactor([param], foreach=False))
+    except ZeroDivisionError:
+        return
+    raise AssertionError("a step without an exception")
+
+
 def frozen_parameters_are_stepped():
     param = weight(torch.ones(2), torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
