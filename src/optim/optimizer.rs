@@ -9,6 +9,9 @@ use tch::Tensor;
 use crate::error::GradientError;
 use crate::error::{Error, OptimizerError, ParameterProblem, Result, ensure_defined};
 use crate::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
+#[cfg(doc)]
+use crate::optim::AdamW;
+use crate::optim::algorithms::{self, each_algorithm};
 use crate::optim::parameters::{Named, Source, TrackedVariables};
 use crate::optim::rates::DeviceRates;
 use crate::optim::shards::Shards;
@@ -24,8 +27,8 @@ use crate::{capture, ffi};
 /// An optimizer whose step is one call for all parameters. It is built by [`AdamW`](crate::optim::AdamW),
 /// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd), [`Adagrad`](crate::optim::Adagrad),
 /// [`RmsProp`](crate::optim::RmsProp), [`NAdam`](crate::optim::NAdam), [`Adafactor`](crate::optim::Adafactor),
-/// [`Lion`](crate::optim::Lion) or [`Muon`](crate::optim::Muon). The counterpart of
-/// `torch.optim.Optimizer` with `fused=True`, with the methods of [`tch::nn::Optimizer`].
+/// [`Lion`](crate::optim::Lion) or [`Muon`](crate::optim::Muon). The counterpart of `torch.optim.Optimizer` with
+/// `fused=True`, with the methods of [`tch::nn::Optimizer`].
 ///
 /// Parameters may be f32, f64, bf16 or fp16, on any device. The state of a parameter has the parameter's dtype, except
 /// for `step`, which is f32 (i64 with low-bit moments), and unless [`MasterWeights`] keep the state in f32 or
@@ -428,10 +431,6 @@ pub struct OptimizerBuilder {
 }
 
 impl OptimizerBuilder {
-    pub(crate) fn new(algorithm: Algorithm) -> Self {
-        Self { algorithm, masters: MasterWeights::None, moments: MomentDtype::F32 }
-    }
-
     /// Makes the optimizer update half-precision parameters in f32, in the given mode.
     pub fn master_weights(self, masters: MasterWeights) -> Self {
         Self { masters, ..self }
@@ -453,6 +452,68 @@ impl OptimizerBuilder {
         Optimizer::new(self.algorithm, parameters, lr, self.masters, self.moments)
     }
 }
+
+impl Algorithm {
+    /// Makes an optimizer without master weights, like [`AdamW::build`].
+    ///
+    /// # Errors
+    ///
+    /// The same as [`AdamW::build`].
+    pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
+        self.master_weights(MasterWeights::None).build(parameters, lr)
+    }
+
+    /// Makes the optimizer update half-precision parameters in f32, in the given mode.
+    pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
+        OptimizerBuilder { algorithm: self, masters, moments: MomentDtype::F32 }
+    }
+}
+
+macro_rules! build {
+    ($($config:ident $torch:literal)*) => {$(
+        impl algorithms::$config {
+            /// Makes an optimizer with the learning rate `lr` for the trainable variables of a `VarStore`, or for a
+            /// list of tensors with or without names, in any of the forms of [`IntoParameters`].
+            ///
+            /// Tensors of a list that do not require a gradient are kept but not updated, like frozen parameters.
+            ///
+            /// The variables of a `VarStore` belong to the groups that their paths were given
+            /// ([`set_group`](tch::nn::Path::set_group)). Variables that are added to it later are taken up as well.
+            ///
+            /// # Errors
+            ///
+            /// [`Error::InvalidArgument`] for an option or a learning rate outside its range;
+            /// [`OptimizerError::SharedMemory`] for two tensors that share memory; [`OptimizerError::Parameter`] for a
+            /// tensor that is not a floating-point tensor, is not a leaf or is listed twice;
+            /// [`OptimizerError::NoParameters`] for an empty list.
+            pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
+                Algorithm::from(self).build(parameters, lr)
+            }
+
+            /// Sets how the optimizer updates half-precision parameters. Set the options of the algorithm before: the
+            /// builder that is returned does not have them.
+            pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
+                Algorithm::from(self).master_weights(masters)
+            }
+        }
+    )*};
+}
+
+each_algorithm!(build);
+
+macro_rules! moments {
+    ($($config:ident)*) => {$(
+        impl algorithms::$config {
+            /// Sets how the optimizer stores its moments, for example in bf16. Set the algorithm's own options first:
+            /// the builder that is returned has no methods for them.
+            pub fn moments(self, moments: MomentDtype) -> OptimizerBuilder {
+                Algorithm::from(self).master_weights(MasterWeights::None).moments(moments)
+            }
+        }
+    )*};
+}
+
+moments!(AdamW Adam Muon);
 
 /// Changes of groups, which an iteration of a graph cannot make.
 const SET: &str = "a change of the optimizer's options";

@@ -415,10 +415,12 @@ const BLOCK: usize = 32;
 impl MomentDtype {
     /// Refuses an algorithm that has no such moments.
     pub(crate) fn check(self, algorithm: &Algorithm) -> Result<()> {
-        if self == Self::F32 {
-            return Ok(());
-        }
-        let problem = match algorithm.spec().low_bit(self) {
+        let kept_as = match self {
+            Self::F32 => return Ok(()),
+            Self::BFloat16 => MomentFormat::BFloat16,
+            Self::EightBit => MomentFormat::EightBit,
+        };
+        let problem = match algorithm.spec().low_bit(kept_as) {
             LowBit::Possible => return Ok(()),
             LowBit::Refused(problem) => problem.to_owned(),
             LowBit::Never => format!(

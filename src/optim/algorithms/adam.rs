@@ -8,7 +8,6 @@ use super::{
 };
 use crate::error::Result;
 use crate::ffi::{self, MomentFormat, OptimOptions};
-use crate::optim::{MomentDtype, OptimizerBuilder};
 
 /// AdamW: Adam with weight decay that acts on the weights directly, not through their gradients. The counterpart of
 /// `torch.optim.AdamW` with `fused=True`.
@@ -113,14 +112,6 @@ macro_rules! adam {
             }
         }
 
-        impl $config {
-            /// Sets how the optimizer stores its moments, for example in bf16. Set the algorithm's own options first:
-            /// the builder that is returned has no methods for them.
-            pub fn moments(self, moments: MomentDtype) -> OptimizerBuilder {
-                OptimizerBuilder::new(self.into()).moments(moments)
-            }
-        }
-
         impl Spec for $config {
             fn check(&self, _lr: f64) -> Result<()> {
                 check_betas(self.betas)?;
@@ -168,7 +159,7 @@ macro_rules! adam {
                 self.betas
             }
 
-            fn low_bit(&self, _moments: MomentDtype) -> LowBit {
+            fn low_bit(&self, _kept_as: MomentFormat) -> LowBit {
                 if self.amsgrad { LowBit::Refused(AMSGRAD) } else { LowBit::Possible }
             }
 

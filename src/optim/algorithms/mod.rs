@@ -18,13 +18,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Map;
 use torch_files::Value;
 
-#[cfg(doc)]
-use crate::error::Error;
 use crate::error::{Result, ensure};
 use crate::ffi::{MomentFormat, OptimOptions, StateShape};
-#[cfg(doc)]
-use crate::optim::OptimizerError;
-use crate::optim::{IntoParameters, MasterWeights, MomentDtype, Optimizer, OptimizerBuilder};
 
 pub use adafactor::Adafactor;
 pub use adagrad::Adagrad;
@@ -135,7 +130,7 @@ pub(crate) trait Spec {
         (0.0, 0.0)
     }
 
-    fn low_bit(&self, _moments: MomentDtype) -> LowBit {
+    fn low_bit(&self, _kept_as: MomentFormat) -> LowBit {
         LowBit::Never
     }
 
@@ -207,7 +202,25 @@ fn check_betas((first, second): (f64, f64)) -> Result<()> {
     Ok(())
 }
 
-/// Makes [`Algorithm`] of the structs of options, each with its name in PyTorch.
+/// Calls a macro with the struct of options of each algorithm and its name in PyTorch.
+macro_rules! each_algorithm {
+    ($call:ident) => {
+        $call! {
+            Adam "Adam"
+            AdamW "AdamW"
+            Sgd "SGD"
+            Adagrad "Adagrad"
+            RmsProp "RMSprop"
+            Lion "Lion"
+            Muon "Muon"
+            NAdam "NAdam"
+            Adafactor "Adafactor"
+        }
+    };
+}
+
+pub(crate) use each_algorithm;
+
 macro_rules! algorithms {
     ($($config:ident $torch:literal)*) => {
         /// The algorithm of a fused optimizer, with its options.
@@ -284,64 +297,13 @@ macro_rules! algorithms {
                     Self::$config(config)
                 }
             }
-
-            impl $config {
-                /// Makes an optimizer with the learning rate `lr` for the trainable variables of a `VarStore`, or for a
-                /// list of tensors with or without names, in any of the forms of [`IntoParameters`].
-                ///
-                /// Tensors of a list that do not require a gradient are kept but not updated, like frozen parameters.
-                ///
-                /// The variables of a `VarStore` belong to the groups that their paths were given
-                /// ([`set_group`](tch::nn::Path::set_group)). Variables that are added to it later are taken up as
-                /// well.
-                ///
-                /// # Errors
-                ///
-                /// [`Error::InvalidArgument`] for an option or a learning rate outside its range;
-                /// [`OptimizerError::SharedMemory`] for two tensors that share memory; [`OptimizerError::Parameter`]
-                /// for a tensor that is not a floating-point tensor, is not a leaf or is listed twice;
-                /// [`OptimizerError::NoParameters`] for an empty list.
-                pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
-                    Algorithm::from(self).build(parameters, lr)
-                }
-
-                /// Sets how the optimizer updates half-precision parameters. Set the options of the algorithm before:
-                /// the builder that is returned does not have them.
-                pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
-                    Algorithm::from(self).master_weights(masters)
-                }
-            }
         )*
     };
 }
 
-algorithms! {
-    Adam "Adam"
-    AdamW "AdamW"
-    Sgd "SGD"
-    Adagrad "Adagrad"
-    RmsProp "RMSprop"
-    Lion "Lion"
-    Muon "Muon"
-    NAdam "NAdam"
-    Adafactor "Adafactor"
-}
+each_algorithm!(algorithms);
 
 impl Algorithm {
-    /// Makes an optimizer without master weights, like [`AdamW::build`].
-    ///
-    /// # Errors
-    ///
-    /// The same as [`AdamW::build`].
-    pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
-        OptimizerBuilder::new(self).build(parameters, lr)
-    }
-
-    /// Makes the optimizer update half-precision parameters in f32, in the given mode.
-    pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
-        OptimizerBuilder::new(self).master_weights(masters)
-    }
-
     pub(crate) fn check(&self, lr: f64) -> Result<()> {
         non_negative("lr", lr)?;
         self.spec().check(lr)

@@ -8,7 +8,6 @@ use super::{
 };
 use crate::error::{Result, ensure};
 use crate::ffi::{self, MomentFormat, OptimOptions};
-use crate::optim::{MomentDtype, OptimizerBuilder};
 
 /// Muon, which orthogonalizes the momentum of each matrix by Newton-Schulz iterations, and AdamW for all parameters
 /// that are not matrices. The counterpart of `torch.optim.Muon` and `torch.optim.AdamW` in one optimizer.
@@ -119,14 +118,6 @@ impl Default for Muon {
     }
 }
 
-impl Muon {
-    /// Sets how the optimizer stores its moments, for example in bf16. Set the algorithm's own options first: the
-    /// builder that is returned has no methods for them.
-    pub fn moments(self, moments: MomentDtype) -> OptimizerBuilder {
-        OptimizerBuilder::new(self.into()).moments(moments)
-    }
-}
-
 impl Spec for Muon {
     fn check(&self, lr: f64) -> Result<()> {
         let Self { momentum, weight_decay, ns_coefficients: (a, b, c), ns_steps, eps, .. } = *self;
@@ -185,13 +176,13 @@ impl Spec for Muon {
         Some(&mut self.momentum)
     }
 
-    fn low_bit(&self, moments: MomentDtype) -> LowBit {
-        match moments {
-            MomentDtype::EightBit => LowBit::Refused(
+    fn low_bit(&self, kept_as: MomentFormat) -> LowBit {
+        match kept_as {
+            MomentFormat::EightBit => LowBit::Refused(
                 "must be `MomentDtype::BFloat16` or `MomentDtype::F32` for Muon: an 8-bit first moment is stored \
                  relative to a second one, which Muon does not have",
             ),
-            moments => self.adamw.low_bit(moments),
+            kept_as => self.adamw.low_bit(kept_as),
         }
     }
 
