@@ -18,10 +18,10 @@ use tch_amp::gradients::{ClipNorm, NonFiniteGradient};
 use tch_amp::loss_scale::{
     DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
 };
-use tch_amp::memory::{DeviceMemory, Resident};
+use tch_amp::memory::DeviceMemory;
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, MasterWeights, Muon, Optimizer,
-    OptimizerState, ParamGroup, ParamGroupState, Parameters, RmsProp, Sgd, Step,
+    Adafactor, Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, MasterWeights, Muon, NAdam,
+    Optimizer, OptimizerState, ParamGroup, ParamGroupState, Parameters, RmsProp, Sgd, Step,
 };
 use tch_amp::policy::{KeepF32, OptLevel, PolicyModule, PolicyModuleT};
 use tch_amp::recompute::{Recomputed, RecomputedT};
@@ -79,6 +79,7 @@ macro_rules! not {
 
 // Plain values.
 send_and_sync!(
+    Adafactor,
     Adagrad,
     Adam,
     AdamW,
@@ -104,6 +105,7 @@ send_and_sync!(
     MasterWeights,
     MetricGoal,
     Muon,
+    NAdam,
     NoOpLossScale,
     NonFiniteGradient,
     OptLevel,
@@ -112,7 +114,6 @@ send_and_sync!(
     Plan,
     Platform,
     Policy,
-    Resident,
     Restored,
     RmsProp,
     Rng,

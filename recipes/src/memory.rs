@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use std::fs;
 use tch::Device;
-use tch_amp::memory::{DeviceMemory, Resident};
+use tch_amp::memory::DeviceMemory;
 
 /// No GPU has more.
 const MOST_OF_A_GPU: f64 = 1_099_511_627_776.0;
@@ -25,14 +25,22 @@ pub fn check_fits(least: f64, device: Device) -> Result<()> {
 /// The memory that the system and the limits of a container leave, in bytes, if it is known.
 fn available() -> Option<f64> {
     let info = fs::read_to_string("/proc/meminfo").ok()?;
-    let bytes = |name: &str| -> Option<f64> {
-        let line = info.lines().find_map(|line| line.strip_prefix(name))?;
-        Some(1024.0 * line.trim().strip_suffix("kB")?.trim().parse::<f64>().ok()?)
-    };
-    let system = bytes("MemAvailable:")? + bytes("SwapFree:").unwrap_or(0.0);
+    let system = bytes(&info, "MemAvailable:")? + bytes(&info, "SwapFree:").unwrap_or(0);
     let limits = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
     let limit = |path: &&str| fs::read_to_string(path).ok()?.trim().parse().ok();
-    Some(limits.iter().filter_map(limit).fold(system, f64::min))
+    Some(limits.iter().filter_map(limit).fold(system as f64, f64::min))
+}
+
+/// The number of a line such as `VmRSS:   1234 kB`.
+fn bytes(status: &str, name: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// The most bytes that were resident since the process started or the peak was reset, if the system tells.
+pub fn resident_peak() -> Option<u64> {
+    bytes(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM:")
 }
 
 /// The most memory that was used since `start`: of a GPU by tensors, or of the whole process on the CPU.
@@ -43,7 +51,7 @@ impl PeakMemory {
     /// Resets the peak; `None` if the system does not permit that.
     pub fn start(device: Device) -> Option<Self> {
         let is_reset = match device {
-            Device::Cpu => Resident::reset_peak(),
+            Device::Cpu => fs::write("/proc/self/clear_refs", "5").is_ok(),
             _ => DeviceMemory::reset_peak(device).is_ok(),
         };
         is_reset.then_some(Self(device))
@@ -52,7 +60,7 @@ impl PeakMemory {
     /// Bytes.
     pub fn read(self) -> Option<u64> {
         match self.0 {
-            Device::Cpu => Some(Resident::read()?.peak),
+            Device::Cpu => resident_peak(),
             gpu => Some(DeviceMemory::read(gpu).ok()?.max_allocated),
         }
     }

@@ -1,9 +1,9 @@
 //! Options far outside of what makes sense: each is refused, or does what it says, and none takes all memory.
 
 use tch::Device;
-use tch_amp::memory::Resident;
 
 use crate::same::RANDOM;
+use recipes::memory::resident_peak;
 use recipes::{Interrupt, Ranks};
 use recipes::{gan, gpt, images, text_classifier};
 use tch_amp::Amp;
@@ -30,7 +30,7 @@ const COMMON: [&str; 3] = ["--steps", "--seed", "--ranks"];
 
 /// Runs `run`, which parses the arguments and takes a step, with each extreme of each option.
 fn try_all(own: &[&str], run: impl Fn(Vec<String>) -> anyhow::Result<()>) {
-    let before = Resident::read().map(|memory| memory.peak);
+    let before = resident_peak();
     let (mut refused, mut done) = (0, 0);
     for option in COMMON.iter().chain(own) {
         for value in EXTREMES {
@@ -47,10 +47,7 @@ fn try_all(own: &[&str], run: impl Fn(Vec<String>) -> anyhow::Result<()>) {
     }
     assert!(done > 10 && refused > 10, "{done} and {refused}");
     // Much less than the least of the sizes that are refused.
-    let grown = Resident::read()
-        .map(|memory| memory.peak)
-        .zip(before)
-        .map(|(now, then)| now.saturating_sub(then));
+    let grown = resident_peak().zip(before).map(|(now, then)| now.saturating_sub(then));
     assert!(grown.is_none_or(|bytes| bytes < 3 << 30), "{grown:?} bytes");
 }
 
