@@ -353,6 +353,7 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
   }
   compute_whole(work, unscaling, /*is_skipped=*/false);
   for (const auto &e : work) {
+    for (const auto &factor : e.factors) tamp::end_lazy_copy(factor);
     sizes.push_back(e.parameter.numel());
     tasks.push_back({e, memory_of(e), update_of(e, corrections)});
   }

@@ -172,7 +172,9 @@ class OneDevice {
       if (is_clipped_before(e)) e.gradient = clipped(e.gradient);
       if (e.master.kind == TAMP_MASTER_FLOAT) rounded_.add(e.parameter, e.master.tensor);
       for (int i = 0; i < kStates; ++i) {
-        if (e.renewed[i].defined()) renewed_.add(e.factors[i], e.renewed[i]);
+        if (!e.renewed[i].defined()) continue;
+        renewed_.add(e.factors[i], e.renewed[i]);
+        factors_.push_back(e.factors[i]);
       }
       (StandIns::are_needed(e) ? indirect : direct).push_back(std::move(e));
     }
@@ -277,6 +279,7 @@ class OneDevice {
       stand_ins_->write_back(i);
     }
     renewed_.run_unless(prepared_.found_inf);
+    for (const auto &factor : factors_) tamp::bump_version(factor);
     rounded_.run();
     contiguous_.out.run();
   }
@@ -291,6 +294,7 @@ class OneDevice {
   std::optional<tamp::optim::StandIns> stand_ins_;
   std::vector<std::vector<Launch>> chunks_;  // the stand-ins of the others, by chunk
   tamp::Copies renewed_;                     // the states that were computed before
+  std::vector<Tensor> factors_;              // they themselves
   tamp::Copies rounded_;                     // parameters, and the f32 copies that they are rounded from
 };
 

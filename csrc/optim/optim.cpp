@@ -89,11 +89,13 @@ bool is_factor(uint8_t algorithm, int place) {
 // Checks such a state, which libtorch's operations read and copy to.
 void check_factor(const Entry &e, int place, const Tensor &state) {
   check_memory(state, "the optimizer's state");
-  const bool is_one = e.options->algorithm == TAMP_OPTIM_NADAM;
+  const bool is_one = e.options->algorithm == TAMP_OPTIM_NADAM, is_whole = place == tamp::kVariance;
   auto sizes = is_one ? std::vector<int64_t>() : e.parameter.sizes().vec();
-  if (!is_one && place != tamp::kVariance) sizes.at(sizes.size() - (place == tamp::kRowVar ? 1 : 2)) = 1;
+  const bool has_matrices = sizes.size() >= 2;
+  if (!is_one && !is_whole && has_matrices) sizes[sizes.size() - (place == tamp::kRowVar ? 1 : 2)] = 1;
   const at::ScalarType dtype = is_one ? at::kFloat : e.dtype();
-  TORCH_CHECK(state.scalar_type() == dtype && state.device() == e.parameter.device() && state.sizes() == sizes &&
+  TORCH_CHECK((is_one || is_whole != has_matrices) && state.scalar_type() == dtype &&
+                  state.device() == e.parameter.device() && state.sizes() == sizes &&
                   state.is_non_overlapping_and_dense(),
               "the optimizer's state is ", state.scalar_type(), " ", state.sizes(), " on ", state.device(),
               " for a parameter that is ", e.parameter.scalar_type(), " ", e.parameter.sizes(), " on ",

@@ -15,9 +15,9 @@ struct Unscaling {
   at::Tensor clip;     // the factor of clipping
 };
 
-// Computes what the entries of one device need that Muon, Adafactor and NAdam step. Only the entries themselves change,
-// none of their tensors, so that a failure has changed nothing. If the host knows that the step is skipped, memory is
-// allocated, but Muon does not compute.
+// Computes what the entries of one device need that Muon and Adafactor step. Only the entries themselves change, none of
+// their tensors, so that a failure has changed nothing. If the host knows that the step is skipped, memory is allocated,
+// but Muon does not compute.
 void compute_whole(std::vector<Entry> &entries, const Unscaling &unscaling, bool is_skipped);
 
 // Computes the orthogonalized momenta of the entries of Muon, and their learning rates.

@@ -214,6 +214,7 @@ impl Optimizer {
         allocate_missing_state(slots.map(|(index, (slot, parameter))| {
             let algorithm = groups[slot.group].algorithm.of(slot.dims);
             let (kept_as, master) = (moments.of(parameter), masters.of(parameter, index));
+            let parameter = (parameter, slot.dims);
             Wanted::by_step(&mut slot.state, algorithm.spec(), parameter, kept_as, master)
         }))?;
         for index in bare {

@@ -628,12 +628,12 @@ impl Optimizer {
         self.change(Some(group), |options| set(&mut options.lr, lr))
     }
 
-    /// Sets the momentum of all groups: for Adam, AdamW and Lion the first beta, as in tch; for Muon its own, not that
-    /// of its AdamW.
+    /// Sets the momentum of all groups: for Adam, AdamW, NAdam and Lion the first beta, as in tch; for Muon its own, not
+    /// that of its AdamW.
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::NoSuchOption`] for Adagrad; [`Error::InvalidArgument`] for a value outside its range. The old
+    /// [`OptimizerError::NoSuchOption`] for Adagrad and Adafactor; [`Error::InvalidArgument`] for a value outside its range. The old
     /// value is kept then.
     pub fn set_momentum(&mut self, momentum: f64) -> Result<()> {
         self.change(None, |options| set_momentum(options, momentum))

@@ -108,7 +108,7 @@ impl<'a> Wanted<'a> {
     pub(crate) fn by_step(
         state: &'a mut ParameterState,
         algorithm: &dyn Spec,
-        parameter: &'a Tensor,
+        (parameter, dims): (&'a Tensor, usize),
         kept_as: MomentFormat,
         master: Master,
     ) -> Self {
@@ -118,7 +118,7 @@ impl<'a> Wanted<'a> {
             kept_as,
             kind: master.state_kind(),
             step: counts_steps(algorithm, kept_as, master),
-            tensors: algorithm.used(kept_as, parameter.dim()),
+            tensors: algorithm.used(kept_as, dims),
             described: algorithm.tensors(kept_as),
             values: std::array::from_fn(|place| algorithm.initial(place)),
             master,

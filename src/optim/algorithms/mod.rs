@@ -120,7 +120,7 @@ pub(crate) trait Spec {
     /// Sets the weight decay, for Muon also that of its AdamW.
     fn set_weight_decay(&mut self, weight_decay: f64);
 
-    /// The momentum; for Adam, AdamW and Lion the first beta, as in tch.
+    /// The momentum; for Adam, AdamW, NAdam and Lion the first beta, as in tch.
     fn momentum_mut(&mut self) -> Option<&mut f64> {
         None
     }
@@ -309,7 +309,7 @@ impl Algorithm {
         self.spec().check(lr)
     }
 
-    /// The momentum; for Adam, AdamW and Lion the first beta, as in tch.
+    /// The momentum; for Adam, AdamW, NAdam and Lion the first beta, as in tch.
     pub(crate) fn momentum(mut self) -> Option<f64> {
         self.spec_mut().momentum_mut().map(|momentum| *momentum)
     }
