@@ -64,7 +64,10 @@ void find_direction(Entry &e, const Unscaling &unscaling) {
   const auto wide = e.parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto precise = e.parameter.is_mps() ? at::kFloat : at::kDouble;
   e.direction = at::empty_like(e.parameter, e.parameter.options().dtype(wide));
-  if (e.parameter.numel() == 0) return;
+  if (e.parameter.numel() == 0) {
+    e.coefficients[0] = at::zeros({}, e.parameter.options().dtype(precise));
+    return;
+  }
   const double root = std::sqrt(static_cast<double>(e.parameter.numel()));
   const double own_eps =
       wide == at::kDouble ? std::numeric_limits<double>::epsilon() : std::numeric_limits<float>::epsilon();
