@@ -16,16 +16,19 @@ pub(super) fn dense(tensor: &Tensor) -> Result<Tensor> {
 
 /// The sum of a tensor in f64. Synchronizes.
 pub(super) fn sum(tensor: &Tensor) -> Result<f64> {
+    let _own = OutsideRegions::enter();
     Ok(tensor.f_sum(Kind::Double)?.f_double_value(&[])?)
 }
 
 /// The sum of the squares.
 pub(super) fn squares(tensor: &Tensor) -> Result<f64> {
+    let _own = OutsideRegions::enter();
     sum(&tensor.f_square()?)
 }
 
 /// The 2-norm. Synchronizes.
 pub(super) fn norm(tensor: &Tensor) -> Result<f64> {
+    let _own = OutsideRegions::enter();
     Ok(tensor.f_norm()?.f_double_value(&[])?)
 }
 

@@ -316,6 +316,7 @@ pub(super) struct GradientSums {
 /// A gradient as it would be without the scale, in f64; `None` if there is none.
 fn unscaled((gradients, scale): Scaled<'_>, index: usize) -> Result<Option<Tensor>> {
     let Some(Some(gradient)) = gradients.get(index) else { return Ok(None) };
+    let _own = OutsideRegions::enter();
     let dense = dense(gradient)?;
     let scale = crate::ffi::number_new(scale, Kind::Double, dense.device())?;
     Ok(Some(dense.f_to_kind(Kind::Double)?.f_div(&scale)?))
