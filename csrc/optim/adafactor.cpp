@@ -23,8 +23,8 @@ Tensor numbers_of(const Entry &e) {
 
 Tensor unscaled(const Entry &e, const Unscaling &unscaling, at::ScalarType wide) {
   Tensor out = e.gradient.to(wide);
-  if (unscaling.inverse.defined()) out = out.mul(unscaling.inverse);
-  if (unscaling.clip.defined()) out = out.mul(unscaling.clip);
+  if (unscaling.inverse.defined()) out = out.mul(unscaling.inverse.to(wide));
+  if (unscaling.clip.defined()) out = out.mul(unscaling.clip.to(wide));
   return (e.options->flags & TAMP_OPTIM_MAXIMIZE) != 0 ? out.neg() : out;
 }
 
