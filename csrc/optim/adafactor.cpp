@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "border/guarded.h"
 #include "optim/masters.h"
@@ -57,9 +58,8 @@ Tensor estimate(Entry &e, const Tensor &gradient, const Tensor &weight, double e
   return out.div_(rows.mean(-2, /*keepdim=*/true).clamp_min_(eps));
 }
 
-}  // namespace
-
-void find_direction(Entry &e, const Unscaling &unscaling) {
+// Computes the direction of one entry.
+void find(Entry &e, const Unscaling &unscaling) {
   const tamp_optim_options &o = *e.options;
   const auto wide = e.parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto precise = e.parameter.is_mps() ? at::kFloat : at::kDouble;
@@ -82,6 +82,14 @@ void find_direction(Entry &e, const Unscaling &unscaling) {
   const Tensor excess = norm(update, precise).div(root * o.clip_threshold);
   e.direction.copy_(update);
   e.coefficients[0] = at_least(o.eps2, size).mul(rate).div(at_least(1, excess));
+}
+
+}  // namespace
+
+void find_directions(std::vector<Entry> &entries, const Unscaling &unscaling) {
+  for (auto &e : entries) {
+    if (e.options->algorithm == TAMP_OPTIM_ADAFACTOR) find(e, unscaling);
+  }
 }
 
 }  // namespace tamp::optim

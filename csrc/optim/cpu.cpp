@@ -351,7 +351,8 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
       copy_back(originals.back().second, work[i]);
     }
   }
-  compute_whole(work, unscaling, /*is_skipped=*/false);
+  orthogonalize(work, unscaling, /*is_skipped=*/false);
+  find_directions(work, unscaling);
   for (const auto &e : work) {
     for (const auto &factor : e.factors) tamp::end_lazy_copy(factor);
     sizes.push_back(e.parameter.numel());

@@ -166,7 +166,8 @@ class OneDevice {
         e.gradient = at::empty_like(e.parameter, e.gradient.scalar_type()).copy_(e.gradient);
       }
     }
-    compute_whole(entries, prepared_.unscaling, is_skipped);
+    orthogonalize(entries, prepared_.unscaling, is_skipped);
+    find_directions(entries, prepared_.unscaling);
     nadam_coefficients(entries);
     for (auto &e : entries) {
       if (is_clipped_before(e)) e.gradient = clipped(e.gradient);

@@ -3,6 +3,7 @@
 #include "optim/launch_groups.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "border/groups.h"
 #include "gradients/storage.h"
@@ -30,6 +31,15 @@ void Batch::add(const Entry &e) {
   }
 }
 
+void Batch::check() const {
+  const auto is_whole = [this](const std::vector<at::Tensor> &list) {
+    return list.empty() || list.size() == parameters.size();
+  };
+  const bool are_whole = is_whole(direction) && std::all_of(std::begin(states), std::end(states), is_whole) &&
+                         std::all_of(std::begin(coefficients), std::end(coefficients), is_whole);
+  TORCH_CHECK(are_whole, "a launch would lack a state, a direction or a coefficient of some of its parameters");
+}
+
 void Batch::bump_versions() const {
   for (const auto &t : parameters) tamp::bump_version(t);
   for (const auto &list : states) std::for_each(list.begin(), list.end(), tamp::bump_version);
@@ -45,6 +55,7 @@ std::vector<Batch> batches(const std::vector<Entry> &entries) {
     };
     group_for(out, takes, e.options, dtype, e.kept_as, e.first_step, e.rate).add(e);
   }
+  for (const Batch &batch : out) batch.check();
   return out;
 }
 

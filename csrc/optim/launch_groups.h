@@ -22,6 +22,8 @@ struct Batch {
   // The places of the states that there are.
   std::vector<int> places() const;
   void add(const Entry &e);
+  // Throws if a list is there for some of the parameters only. A step may be missing, where steps are no longer counted.
+  void check() const;
   // After a step that wrote to parameters and states.
   void bump_versions() const;
 };

@@ -68,11 +68,4 @@ void nadam_coefficients(std::vector<Entry> &entries) {
   for (const auto &group : group_by(all, [](const Entry *e) { return e->options; })) find(group);
 }
 
-void compute_whole(std::vector<Entry> &entries, const Unscaling &unscaling, bool is_skipped) {
-  orthogonalize(entries, unscaling, is_skipped);
-  for (auto &e : entries) {
-    if (e.options->algorithm == TAMP_OPTIM_ADAFACTOR) find_direction(e, unscaling);
-  }
-}
-
 }  // namespace tamp::optim

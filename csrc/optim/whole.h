@@ -15,19 +15,18 @@ struct Unscaling {
   at::Tensor clip;     // the factor of clipping
 };
 
-// Computes what the entries of one device need that Muon and Adafactor step. Only the entries themselves change, none of
-// their tensors, so that a failure has changed nothing. If the host knows that the step is skipped, memory is allocated,
-// but Muon does not compute.
-void compute_whole(std::vector<Entry> &entries, const Unscaling &unscaling, bool is_skipped);
+// Each function looks at the entries of its own algorithm, on one device. Only the entries themselves change, none of
+// their tensors, so that a failure has changed nothing.
 
-// Computes the orthogonalized momenta of the entries of Muon, and their learning rates.
+// Computes the orthogonalized momenta of Muon, and their learning rates. If the host knows that the step is skipped, it
+// allocates the memory and does not compute.
 //
 // Matrices are computed together as long as they have at most 2^20 numbers, in up to 10 bytes of scratch memory for
 // each number, or 18 in f64: a launch goes over all of them, except that each has its own norm and products.
 void orthogonalize(std::vector<Entry> &entries, const Unscaling &unscaling, bool is_skipped);
 
-// Computes the direction of an entry of Adafactor, how far it goes, and its new averages.
-void find_direction(Entry &entry, const Unscaling &unscaling);
+// Computes the directions of Adafactor, how far they go, and the new averages.
+void find_directions(std::vector<Entry> &entries, const Unscaling &unscaling);
 
 // The numbers of a parameter in a step of NAdam.
 struct NAdamNumbers {

@@ -11,8 +11,8 @@ use emulation::{Moments, Momentum, Options, decoded, largest_code};
 use tch::{Device, Kind, Tensor, nn};
 use tch_amp::GradScaler;
 use tch_amp::optim::{
-    Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, Optimizer, OptimizerState,
-    ParamGroup, Sgd,
+    Adafactor, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, NAdam, Optimizer,
+    OptimizerState, ParamGroup, Sgd,
 };
 
 use crate::common::bits::{bits, canonical};
@@ -639,8 +639,12 @@ fn unsupported_optimizers_and_parameters_are_refused_with_a_remedy() {
         let error = result.unwrap_err().to_string();
         assert!(error.contains(words) && error.contains("MomentDtype::F32"), "{error}");
     };
-    let algorithms: [Algorithm; 2] =
-        [Lion::default().into(), Sgd { momentum: 0.9, ..Sgd::default() }.into()];
+    let algorithms: [Algorithm; 4] = [
+        Lion::default().into(),
+        Sgd { momentum: 0.9, ..Sgd::default() }.into(),
+        NAdam::default().into(),
+        Adafactor::default().into(),
+    ];
     let in_eight_bits = Muon::default().moments(MomentDtype::EightBit);
     says(in_eight_bits.build(&[f32s.shallow_clone()], 0.1), "`MomentDtype::BFloat16` or");
     for states in MODES {
