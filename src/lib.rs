@@ -57,7 +57,7 @@ mod sys;
 pub mod tree;
 mod variables;
 
-pub use amp::{Amp, MixedPrecision};
+pub use amp::{Advice, Amp, MixedPrecision};
 pub use autocast::region::{Autocast, autocast, try_autocast};
 pub use error::{Error, Result};
 pub use function::closures::function;

@@ -3,50 +3,32 @@
 
 mod common;
 
-use tch::{Device, nn};
-use tch_amp::precision::{MatmulPrecision, MatmulSpeeds, ReducedPrecisionReduction};
-use tch_amp::precision::{advice_for_model, bf16_is_native};
-use tch_amp::{Error, autocast};
+use tch::{Device, Kind};
+use tch_amp::precision::{MatmulPrecision, ReducedPrecisionReduction, bf16_is_native};
+use tch_amp::{Amp, Error, autocast};
 
 use common::simulation::is_model;
 use common::{for_each_device, gpus};
 
 #[test]
-fn every_size_is_measured_once_per_process() {
+fn advice_is_measured_once_and_is_what_auto_decides_by() {
     for_each_device(|device| {
         // A region, which would cast the matrices of f32, makes no difference.
-        let precision = autocast(device, || MatmulSpeeds::measure(device)).unwrap().unwrap();
-        let speeds = &precision.speeds;
-        let sizes: Vec<_> = speeds.iter().map(|speed| speed.size).collect();
-        assert!(sizes.starts_with(&[64, 128, 256, 512, 1024]) && sizes.is_sorted(), "{sizes:?}");
-        let gpu = device != Device::Cpu;
-        for speed in speeds {
-            assert!(speed.f32 > 0.0 && speed.tf32.is_some() == gpu, "{speed:?}");
-            assert!([speed.tf32, speed.bf16, speed.fp16].into_iter().flatten().all(|s| s > 0.0));
+        let advice = autocast(device, || Amp::advice(device)).unwrap().unwrap();
+        let dtypes: Vec<_> = advice.speedups.iter().map(|(dtype, _)| *dtype).collect();
+        let measured = [Kind::BFloat16, Kind::Half];
+        assert_eq!(dtypes, measured[..if device == Device::Cpu { 1 } else { 2 }]);
+        for (_, [low, median, high]) in &advice.speedups {
+            assert!(
+                0.0 < *low && low <= median && median <= high && high.is_finite(),
+                "{advice:?}"
+            );
         }
-        assert!(speeds[0].bf16.is_some() && speeds[0].fp16.is_some());
-        let text = precision.to_string();
-        assert!(text.contains("bf16: ") && text.contains(" as fast as f32 at "), "{text}");
         // A second measurement would hardly give the same numbers, so the result is cached.
-        assert_eq!(MatmulSpeeds::measure(device).unwrap(), precision);
-    });
-}
-
-#[test]
-fn layers_that_tensor_cores_compute_less_efficiently_are_named() {
-    for_each_device(|device| {
-        let vs = nn::VarStore::new(device);
-        let root = vs.root();
-        let _convolution = nn::conv2d(&root / "convolution", 3, 7, 3, Default::default());
-        let _fitting = nn::linear(&root / "fitting", 64, 128, Default::default());
-        let _outputs = nn::linear(&root / "outputs", 128, 10, Default::default());
-        let _words = nn::embedding(&root / "words", 50_257, 64, Default::default());
-        let advice = advice_for_model(&vs);
-        assert_eq!(advice.len(), 2, "{advice:?}");
-        assert!(advice[0].starts_with("outputs.weight: a layer from 128 to 10 "), "{advice:?}");
-        assert!(advice[0].ends_with("pad it to 128 and 16"), "{advice:?}");
-        assert!(advice[1].starts_with("words.weight: "), "{advice:?}");
-        assert!(advice[1].ends_with("pad it to 64 and 50264"), "{advice:?}");
+        assert_eq!(Amp::advice(device).unwrap(), advice);
+        let auto = Amp::Auto.on(device).unwrap();
+        assert_eq!((auto.dtype(), auto.device()), (advice.dtype, advice.device));
+        assert_eq!(advice.to_string(), format!("train in {auto}"));
     });
 }
 
@@ -93,6 +75,6 @@ fn half_precision_sums_are_those_of_the_last_guard_that_lives() {
 
 #[test]
 fn a_missing_device_is_refused() {
-    let refused = MatmulSpeeds::measure(Device::Vulkan);
+    let refused = Amp::advice(Device::Vulkan);
     assert!(matches!(refused, Err(Error::DeviceUnavailable { .. })));
 }

@@ -2,22 +2,25 @@
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use lazy_static::lazy_static;
 use tch::{Device, Kind, Tensor, no_grad};
 
+use super::{MatmulPrecision, synchronize};
 use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
-use crate::precision::advice::WORTH;
-use crate::precision::{Candidate, measurable};
 
 lazy_static! {
-    /// The measurements for a choice in this process, by device.
-    static ref CHOSEN: Mutex<HashMap<String, Gains>> = Mutex::default();
+    /// The measurements of this process, by device and size.
+    static ref MEASURED: Mutex<HashMap<(String, i64), Gains>> = Mutex::default();
 }
 
-/// The size of the products on a CPU, and on a GPU.
+/// The speedup of products from which a dtype is worth using: matrix products are a part of an iteration, and casts
+/// cost time.
+const WORTH: f64 = 1.5;
+
+/// The size of the products by which a dtype is chosen on a CPU, and on a GPU.
 const SIZE: i64 = 512;
 const LARGE_SIZE: i64 = 2048;
 
@@ -48,19 +51,25 @@ pub(crate) struct Gain {
 impl Gains {
     /// Compares products of one size that is usual in models, once for each device in a process. Synchronizes.
     pub(crate) fn of(device: Device) -> Result<Self> {
-        once(&CHOSEN, device, || no_grad(|| measured(device)))
+        Self::at(device, if device == Device::Cpu { SIZE } else { LARGE_SIZE })
+    }
+
+    /// Compares products of square matrices with so many rows.
+    pub(crate) fn at(device: Device, size: i64) -> Result<Self> {
+        once(&MEASURED, device, size, || no_grad(|| measured(device, size)))
     }
 }
 
 /// Returns the known gains of a device, or else those that `measure` returns.
 fn once(
-    known: &Mutex<HashMap<String, Gains>>,
+    known: &Mutex<HashMap<(String, i64), Gains>>,
     device: Device,
+    size: i64,
     measure: impl FnOnce() -> Result<Gains>,
 ) -> Result<Gains> {
     // A second thread waits: it would disturb the measurement.
     let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
-    let key = format!("{device:?}");
+    let key = (format!("{device:?}"), size);
     if let Some(gains) = known.get(&key) {
         return Ok(*gains);
     }
@@ -69,19 +78,42 @@ fn once(
     Ok(gains)
 }
 
-fn measured(device: Device) -> Result<Gains> {
+fn measured(device: Device, size: i64) -> Result<Gains> {
     // A region around the caller would cast every matrix to its own dtype.
     let _own = OutsideRegions::enter();
     // fp16 on a CPU is never chosen, and takes long.
-    let (size, candidates) = match device {
-        Device::Cpu => (SIZE, &[Candidate::F32, Candidate::BF16][..]),
-        _ => (LARGE_SIZE, &[Candidate::F32, Candidate::BF16, Candidate::F16][..]),
+    let kinds = match device {
+        Device::Cpu => &[Kind::Float, Kind::BFloat16][..],
+        _ => &[Kind::Float, Kind::BFloat16, Kind::Half][..],
     };
-    let ones = |kind: Kind| Tensor::f_ones([size, size], (kind, device));
-    let matrices = candidates.iter().map(|candidate| ones(candidate.kind()));
+    let matrices = kinds.iter().map(|kind| Tensor::f_ones([size, size], (*kind, device)));
     let matrices = matrices.collect::<std::result::Result<Vec<_>, _>>()?;
-    let gains = compared(candidates.len() - 1, |i| candidates[i].time(&matrices[i]))?;
+    let gains = compared(kinds.len() - 1, |i| product_time(&matrices[i]))?;
     Ok(Gains { bf16: gains.first().copied(), fp16: gains.get(1).copied() })
+}
+
+/// Times one product of a matrix by itself, in f32 without TensorFloat-32.
+fn product_time(matrix: &Tensor) -> Result<Duration> {
+    let device = matrix.device();
+    let _precision = match device {
+        Device::Cuda(_) => Some(MatmulPrecision::Highest.enter()?),
+        _ => None,
+    };
+    synchronize(device);
+    let start = Instant::now();
+    let product = matrix.f_mm(matrix)?;
+    synchronize(device);
+    let time = start.elapsed();
+    let (kind, computed) = (matrix.f_kind()?, product.f_kind()?);
+    if computed == kind {
+        return Ok(time);
+    }
+    Err(Error::Torch(format!("a product of {kind:?} matrices was computed in {computed:?}")))
+}
+
+/// The resolution of a clock could be too low for a product.
+fn measurable(time: Duration) -> Duration {
+    time.max(Duration::from_nanos(1))
 }
 
 /// Compares the product 0 with `others` further ones, in rounds in which all take turns, until the middle half of the
@@ -294,15 +326,16 @@ mod tests {
             let gain = Gain::of(&[f64::from(runs.get())]);
             Ok(Gains { bf16: Some(gain), fp16: None })
         };
-        let first = once(&known, Device::Cpu, measure)?;
-        assert_eq!((once(&known, Device::Cpu, measure)?, runs.get()), (first, 1));
-        assert_ne!(once(&known, Device::Cuda(1), measure)?, first);
-        assert_eq!(runs.get(), 2);
+        let first = once(&known, Device::Cpu, 64, measure)?;
+        assert_eq!((once(&known, Device::Cpu, 64, measure)?, runs.get()), (first, 1));
+        assert_ne!(once(&known, Device::Cuda(1), 64, measure)?, first);
+        assert_ne!(once(&known, Device::Cpu, 128, measure)?, first);
+        assert_eq!(runs.get(), 3);
         // A failure is not kept.
         let device = Device::Cuda(2);
-        assert!(once(&known, device, || Err(Error::Torch("busy".to_owned()))).is_err());
-        once(&known, device, measure)?;
-        assert_eq!(runs.get(), 3);
+        assert!(once(&known, device, 64, || Err(Error::Torch("busy".to_owned()))).is_err());
+        once(&known, device, 64, measure)?;
+        assert_eq!(runs.get(), 4);
         Ok(())
     }
 }

@@ -16,7 +16,6 @@ use std::ffi::OsString;
 use tch::{Device, Kind};
 use tch_amp::Amp;
 use tch_amp::memory::keep_freed_memory;
-use tch_amp::precision::MatmulSpeeds;
 
 /// How many steps bf16 takes where it is slow: enough to tell how slow.
 const FEW: usize = 5;
@@ -76,10 +75,10 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<()> {
 /// Trains in fp32 and in bf16, each in a process of its own, and in bf16 with the plan that is fastest. Where bf16 is
 /// slow, that is said before, and it takes a few steps only.
 fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
-    let speeds = MatmulSpeeds::measure(device)?;
-    print(&speeds);
-    let wide = speeds.speeds.iter().find(|speed| speed.size == gpt::train::WIDTH);
-    let is_slow = wide.is_some_and(|speed| speed.bf16.is_none_or(|bf16| bf16 < speed.f32));
+    let advice = Amp::advice(device)?;
+    print(&advice);
+    let bf16 = advice.speedups.iter().find(|(dtype, _)| *dtype == Kind::BFloat16);
+    let is_slow = bf16.is_none_or(|(_, [_, median, _])| *median < 1.0);
     if is_slow {
         print(format_args!(
             "{:?} is slow here, so the GPT takes {FEW} steps only in it.",

@@ -4,14 +4,15 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::report::{CastReason, CastRow, Gain, OperatorReport, Padding, ProductKind, ProductRow};
 use super::work::{Work, written};
+use crate::error::Result;
 use crate::ffi::insight::{EventKind, RecordedEvent, RecordedTensor};
 use crate::insight::dtype::Dtype;
 use crate::insight::recording::Pass;
-use crate::precision::MatmulSpeed;
+use crate::precision::{self, Gains};
 
 /// Operators of which a cast consists.
 const CASTS: &[&str] = &[
@@ -148,11 +149,21 @@ pub(super) fn rows(rows: CastRows) -> Vec<CastRow> {
 /// From NVIDIA's "Matrix Multiplication Background User's Guide", for numbers of 16 bits.
 const MULTIPLE: u64 = 8;
 
+/// The sizes of the square products by which a gain is estimated, on a CPU, and those on a GPU besides.
+const SIZES: [i64; 5] = [64, 128, 256, 512, 1024];
+const LARGE_SIZES: [i64; 2] = [2048, 4096];
+
+/// Measures how many times as fast as f32 products of each size are.
+pub(super) fn speeds(device: Device) -> Result<Vec<(i64, Gains)>> {
+    let large = LARGE_SIZES.into_iter().filter(|_| device != Device::Cpu);
+    SIZES.into_iter().chain(large).map(|size| Ok((size, Gains::at(device, size)?))).collect()
+}
+
 /// The estimates for the dtypes whose speeds are known.
-pub(super) fn gains(report: &OperatorReport, speeds: &[MatmulSpeed]) -> Vec<Gain> {
+pub(super) fn gains(report: &OperatorReport, speeds: &[(i64, Gains)]) -> Vec<Gain> {
     [
-        gain(report, speeds, Dtype::BF16, |speed| speed.bf16),
-        gain(report, speeds, Dtype::F16, |speed| speed.fp16),
+        gain(report, speeds, Dtype::BF16, |gains| gains.bf16),
+        gain(report, speeds, Dtype::F16, |gains| gains.fp16),
     ]
     .into_iter()
     .flatten()
@@ -161,15 +172,12 @@ pub(super) fn gains(report: &OperatorReport, speeds: &[MatmulSpeed]) -> Vec<Gain
 
 fn gain(
     report: &OperatorReport,
-    speeds: &[MatmulSpeed],
+    speeds: &[(i64, Gains)],
     dtype: Dtype,
-    half: fn(&MatmulSpeed) -> Option<f64>,
+    half: fn(&Gains) -> Option<precision::Gain>,
 ) -> Option<Gain> {
-    let measured: Vec<(f64, f64)> = speeds
-        .iter()
-        .filter_map(|speed| Some((speed.size as f64, half(speed)? / speed.f32)))
-        .filter(|(_, ratio)| ratio.is_finite() && *ratio > 0.0)
-        .collect();
+    let known = |(size, gains): &(i64, Gains)| Some((*size as f64, half(gains)?.median));
+    let measured: Vec<(f64, f64)> = speeds.iter().filter_map(known).collect();
     let now = report.own_seconds();
     // Without such a product there is nothing to estimate.
     let concerns = |row: &ProductRow| row.dtype == Dtype::F32 || row.dtype == dtype;
@@ -261,9 +269,12 @@ mod tests {
         OperatorReport { products, wrapper_seconds: 10.0, ..Default::default() }
     }
 
-    fn speeds() -> Vec<MatmulSpeed> {
-        let speed = |size, bf16| MatmulSpeed::new(size, 100.0, None, Some(bf16), None);
-        vec![speed(64, 50.0), speed(1024, 400.0)]
+    fn speeds() -> Vec<(i64, Gains)> {
+        let at = |size, bf16| {
+            let gain = precision::Gain { low: bf16, median: bf16, high: bf16, is_worth: None };
+            (size, Gains { bf16: Some(gain), fp16: None })
+        };
+        vec![at(64, 0.5), at(1024, 4.0)]
     }
 
     #[test]

@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::ffi::insight::{RecordedEvent, RecordedTensor, RecordingMode, Usage};
 use crate::insight::dtype::Dtype;
 use crate::insight::recording::Pass;
-use crate::precision::{MatmulSpeeds, synchronize};
+use crate::precision::synchronize;
 use crate::variables::listed;
 
 pub use autocast_lists::AutocastList;
@@ -65,7 +65,7 @@ pub struct Profiler {
     device: Device,
     warm_up: usize,
     runs: usize,
-    speeds: Option<MatmulSpeeds>,
+    estimates_gains: bool,
 }
 
 impl Profiler {
@@ -73,7 +73,7 @@ impl Profiler {
     /// names. It runs a closure twice to warm up, and then records one run.
     pub fn new(vs: &VarStore) -> Self {
         let model = RecordedModel::new(listed(vs));
-        Self { model, device: vs.device(), warm_up: 2, runs: 1, speeds: None }
+        Self { model, device: vs.device(), warm_up: 2, runs: 1, estimates_gains: false }
     }
 
     /// Sets how many runs come before the recorded ones. The first run of a program is slower, because it also
@@ -89,10 +89,12 @@ impl Profiler {
         Self { runs, ..self }
     }
 
-    /// Lets the report estimate what half precision would gain, from the measured speeds of the device.
+    /// Lets the report estimate what half precision would gain, from the speed of square products of several sizes on
+    /// the device. They are measured once in a process, after the recorded runs, which takes a few seconds; fp16 on a
+    /// CPU is left out, because it takes long.
     #[must_use]
-    pub fn matmul_speeds(self, speeds: MatmulSpeeds) -> Self {
-        Self { speeds: Some(speeds), ..self }
+    pub fn estimate_gains(self) -> Self {
+        Self { estimates_gains: true, ..self }
     }
 
     /// Runs `f`, such as the forward and backward pass of one batch, and reports its operators. What `f` changes, such
@@ -141,8 +143,8 @@ impl Profiler {
         report.seconds = seconds;
         report.unrecorded_seconds = unrecorded_seconds;
         report.padding = casts::padding(&report);
-        if let Some(speeds) = &self.speeds {
-            report.gains = casts::gains(&report, &speeds.speeds);
+        if self.estimates_gains {
+            report.gains = casts::gains(&report, &casts::speeds(self.device)?);
         }
         Ok(report)
     }
