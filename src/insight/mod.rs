@@ -53,10 +53,7 @@ pub use health::{
     AtScale, Exponents, HealthReport, HistoryReport, LayerHealth, ScaleHealth, ScaleHistory,
     SkipCause, StepRecord, Verdict,
 };
-pub use operators::{
-    AutocastList, CastReason, CastRow, Gain, ListedOperator, MovedOperator, OperatorReport,
-    OperatorRow, Padding, ProductKind, ProductRow, Profiler,
-};
+pub use operators::{AutocastList, OperatorReport, Profiler};
 pub use page::{Page, versions};
 pub use recording::{Pass, named};
 pub use tracer::Tracer;

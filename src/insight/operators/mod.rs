@@ -14,7 +14,7 @@ use work::Work;
 
 use self::autocast_lists::{LINKED, VERSIONS, list_in};
 use self::casts::CastRows;
-use self::report::seconds;
+use self::report::{ListedOperator, MovedOperator, OperatorRow, ProductRow, seconds};
 use self::work::{Product, is_written};
 use super::recording::{RecordedModel, Recording};
 use crate::capture;
@@ -26,11 +26,8 @@ use crate::precision::synchronize;
 use crate::variables::listed;
 
 pub use autocast_lists::AutocastList;
+pub use report::OperatorReport;
 pub(super) use report::percent;
-pub use report::{
-    CastReason, CastRow, Gain, ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding,
-    ProductKind, ProductRow,
-};
 
 /// Runs a part of a program and reports what its operators cost, and why half precision does not make it faster.
 ///
