@@ -55,12 +55,12 @@ use crate::insight::recording::{Pass, placed};
 ///   device and the libtorch that is linked), `calls`, `elsewhere` (pairs of another version of libtorch and the list
 ///   on which it is there, if that differs). Known are the versions of the guide's page
 ///   [operations](crate::guide::operations).
-/// - `gains`: estimates of what a half-precision dtype gains, if the profiler was given the measured speeds of square
-///   matrix products, by Amdahl's law. They know neither the casts that would be added nor what fused kernels or the
-///   memory's bandwidth change. A row has `dtype` (bf16 or fp16), `f32_seconds` (the time of products in f32, which
-///   would be faster), `possible` (how many times as fast the program would be if these products ran in the dtype),
-///   `limit` (how many times as fast if they took no time), `reached` (how many times as fast it already is because of
-///   the products that run in the dtype).
+/// - `gains`: estimates of what a half-precision dtype gains, by Amdahl's law and the measured speed of square products
+///   of the nearest size; see [`estimate_gains`](super::Profiler::estimate_gains). They know neither the casts that
+///   would be added nor what fused kernels or the memory's bandwidth change. A row has `dtype` (bf16 or fp16),
+///   `f32_seconds` (the time of products in f32, which would be faster), `possible` (how many times as fast the program
+///   would be if these products ran in the dtype), `limit` (how many times as fast if they took no time), `reached`
+///   (how many times as fast it already is because of the products that run in the dtype).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct OperatorReport {
