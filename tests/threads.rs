@@ -157,28 +157,21 @@ only_send!(Scheduler);
 mod insight {
     use run_report::{Document, Plot, Series, Spacing, Table};
     use tch_amp::insight::{
-        AtScale, Audit, AuditedGradient, AuditedOutput, AuditedPart, AutocastList, BudgetFile,
-        BudgetOperator, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRow, CastReason,
-        CastRow, Cause, Culprit, Explanation, Exponents, Gain, HealthReport, HistoryReport,
-        LayerHealth, ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding, Pass,
-        ProductKind, ProductRow, Profiler, ScaleHealth, ScaleHistory, SkipCause, StepRecord,
-        Suspicion, Tracer, TunedOperator, Tuning, Values, Verdict,
+        AtScale, Audit, AutocastList, BudgetFile, BudgetProblem, BudgetReport, CastReason, CastRow,
+        Cause, Culprit, Explanation, Exponents, Gain, HealthReport, HistoryReport, LayerHealth,
+        ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding, Pass, ProductKind,
+        ProductRow, Profiler, ScaleHealth, ScaleHistory, SkipCause, StepRecord, Tracer, Tuning,
+        Values, Verdict,
     };
 
     send_and_sync!(Document, Plot, Series, Spacing, Table<2>);
     send_and_sync!(
         AtScale,
         Audit,
-        AuditedGradient,
-        AuditedOutput,
-        AuditedPart,
         AutocastList,
         BudgetFile,
-        BudgetOperator,
         BudgetProblem,
-        BudgetQuantity,
         BudgetReport,
-        BudgetRow,
         CastReason,
         CastRow,
         Cause,
@@ -199,8 +192,6 @@ mod insight {
         ProductRow,
         SkipCause,
         StepRecord,
-        Suspicion,
-        TunedOperator,
         Tuning,
         Values,
         Verdict
