@@ -157,27 +157,19 @@ only_send!(Scheduler);
 mod insight {
     use run_report::{Document, Plot, Series, Spacing, Table};
     use tch_amp::insight::{
-        AtScale, Audit, AuditedGradient, AuditedOutput, AuditedPart, AutocastList, BudgetFile,
-        BudgetOperator, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRow, Cause, Culprit,
+        AtScale, Audit, AutocastList, BudgetFile, BudgetProblem, BudgetReport, Cause, Culprit,
         Explanation, Exponents, HealthReport, HistoryReport, LayerHealth, OperatorReport, Pass,
-        Profiler, ScaleHealth, ScaleHistory, SkipCause, StepRecord, Suspicion, Tracer,
-        TunedOperator, Tuning, Values, Verdict,
+        Profiler, ScaleHealth, ScaleHistory, SkipCause, StepRecord, Tracer, Tuning, Values, Verdict,
     };
 
     send_and_sync!(Document, Plot, Series, Spacing, Table<2>);
     send_and_sync!(
         AtScale,
         Audit,
-        AuditedGradient,
-        AuditedOutput,
-        AuditedPart,
         AutocastList,
         BudgetFile,
-        BudgetOperator,
         BudgetProblem,
-        BudgetQuantity,
         BudgetReport,
-        BudgetRow,
         Cause,
         Culprit,
         Explanation,
@@ -189,8 +181,6 @@ mod insight {
         Pass,
         SkipCause,
         StepRecord,
-        Suspicion,
-        TunedOperator,
         Tuning,
         Values,
         Verdict

@@ -42,11 +42,8 @@ mod rerun;
 mod tracer;
 mod tune;
 
-pub use audit::{Audit, AuditedGradient, AuditedOutput, AuditedPart, Suspicion, audit};
-pub use budget::{
-    Budget, BudgetFile, BudgetOperator, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRow,
-    BudgetRun, ScaleFault,
-};
+pub use audit::{Audit, audit};
+pub use budget::{Budget, BudgetFile, BudgetProblem, BudgetReport, BudgetRun, ScaleFault};
 pub use dtype::Dtype;
 pub use explanation::{Cause, Culprit, Explanation, Values};
 pub use health::{
@@ -57,4 +54,4 @@ pub use operators::{AutocastList, OperatorReport, Profiler};
 pub use page::{Page, versions};
 pub use recording::{Pass, named};
 pub use tracer::Tracer;
-pub use tune::{TunedOperator, Tuner, Tuning};
+pub use tune::{Tuner, Tuning};

@@ -1,13 +1,46 @@
 //! Audits: parts that are planted to lose precision are found, and healthy models are clean.
 
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::insight::{Audit, Dtype, Suspicion, audit, named};
+use tch_amp::insight::{Audit, Dtype, audit, named};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, Error, GradScaler};
 
 use crate::alone;
+use crate::common::rows::rows;
 use crate::common::tensors::{TIES, tied};
+
+/// A part of an audit whose numbers are finite.
+#[derive(Deserialize)]
+struct Part {
+    path: String,
+    dtypes: BTreeMap<Dtype, usize>,
+    output: Option<Output>,
+    gradient: Option<Gradient>,
+    seconds: [f64; 2],
+}
+
+#[derive(Deserialize)]
+struct Output {
+    error: f64,
+    noise: Option<f64>,
+    multiple: f64,
+}
+
+#[derive(Debug, Deserialize)]
+struct Gradient {
+    error: f64,
+    cosine: f64,
+    underflow: f64,
+    underflow_unscaled: f64,
+}
+
+fn parts(audit: &Audit) -> Vec<Part> {
+    rows(audit, "parts")
+}
 
 /// Two linear layers of 32, with what is planted between them.
 fn audited(kind: Kind, scale: f64, planted: impl Fn(&Tensor) -> Tensor) -> Audit {
@@ -28,8 +61,15 @@ fn audited(kind: Kind, scale: f64, planted: impl Fn(&Tensor) -> Tensor) -> Audit
     audit(&vs, &region, &scaler, loss).unwrap()
 }
 
-fn suspicions<'a>(audit: &'a Audit, path: &str) -> &'a [Suspicion] {
-    &audit.parts.iter().find(|part| part.path == path).unwrap().suspicions
+/// The suspicions of a part, whose numbers may be infinite.
+fn suspicions(audit: &Audit, path: &str) -> Vec<String> {
+    #[derive(Deserialize)]
+    struct Suspected {
+        path: String,
+        suspicions: Vec<String>,
+    }
+    let mut parts = rows::<Suspected>(audit, "parts").into_iter();
+    parts.find(|part| part.path == path).unwrap().suspicions
 }
 
 #[test]
@@ -39,8 +79,9 @@ fn f32_beside_f32_is_exactly_zero() {
     assert!(audit.suspicious().is_empty(), "{audit}");
     assert_eq!(audit.losses[0], audit.losses[1]);
     assert_eq!(audit.dtype, "fp32");
-    assert_eq!(audit.parts.len(), 4, "{audit}");
-    for part in &audit.parts {
+    let parts = parts(&audit);
+    assert_eq!(parts.len(), 4, "{audit}");
+    for part in &parts {
         if let Some(output) = &part.output {
             assert_eq!((output.error, output.multiple), (0.0, 0.0), "{audit}");
         }
@@ -58,7 +99,8 @@ fn healthy_models_are_clean() {
         let audit = audited(kind, 65536.0, |x| x.gelu("none").dropout(0.1, true));
         assert!(audit.suspicious().is_empty(), "{audit}");
         assert!(audit.losses[0] != audit.losses[1], "{audit}");
-        let first = audit.parts[0].output.as_ref().unwrap();
+        let parts = parts(&audit);
+        let first = parts[0].output.as_ref().unwrap();
         assert!(first.error > 1e-4 && first.multiple < 2.0 && first.multiple > 0.1, "{audit}");
         assert!(audit.to_string().contains("no part is suspicious in"), "{audit}");
     }
@@ -72,9 +114,9 @@ fn results_in_half_precision_have_less_than_their_noise() {
         let audit = audited(kind, 1.0, Tensor::tanh);
         let dtype = Dtype::from(kind);
         let mut seen = 0;
-        for part in audit.parts.iter().filter(|part| part.dtypes.contains_key(&dtype)) {
+        for part in parts(&audit).iter().filter(|part| part.dtypes.contains_key(&dtype)) {
             let output = part.output.as_ref().unwrap();
-            let of_noise = output.of_noise().unwrap();
+            let of_noise = output.error / output.noise.unwrap();
             assert!((0.1..2.0).contains(&of_noise), "{}: {audit}", part.path);
             seen += 1;
         }
@@ -150,7 +192,7 @@ fn a_norm_of_numbers_with_a_large_mean_is_found() {
         let x = x + 1000.0;
         x.layer_norm([32], None::<&Tensor>, None::<&Tensor>, 1e-5, false)
     });
-    assert_eq!(suspicions(&audit, "planted"), [Suspicion::MagnifiesRounding], "{audit}");
+    assert_eq!(suspicions(&audit, "planted"), ["MagnifiesRounding"], "{audit}");
     assert_eq!(audit.suspicious().len(), 1, "{audit}");
     assert!(audit.needs_f32().contains(&"planted".to_owned()), "{audit}");
 }
@@ -159,8 +201,8 @@ fn a_norm_of_numbers_with_a_large_mean_is_found() {
 fn a_softmax_over_large_logits_is_found() {
     let _alone = alone();
     let audit = audited(Kind::BFloat16, 1.0, |x| (x * 2000.0).softmax(-1, None));
-    assert_eq!(suspicions(&audit, "planted")[0], Suspicion::MagnifiesRounding, "{audit}");
-    assert!(suspicions(&audit, "first").iter().all(|s| *s == Suspicion::Gradient), "{audit}");
+    assert_eq!(suspicions(&audit, "planted")[0], "MagnifiesRounding", "{audit}");
+    assert!(suspicions(&audit, "first").iter().all(|s| s == "Gradient"), "{audit}");
 }
 
 #[test]
@@ -171,15 +213,15 @@ fn a_long_sum_is_found() {
         (0..1000).fold(one.shallow_clone(), |sum, _| sum + &one) / 1000
     });
     assert!(!suspicions(&audit, "planted").is_empty(), "{audit}");
-    assert_eq!(audit.suspicious()[0].path, "planted", "{audit}");
+    assert_eq!(audit.suspicious()[0], "planted", "{audit}");
 }
 
 #[test]
 fn the_logarithm_of_numbers_that_fp16_rounds_to_zero_is_found() {
     let _alone = alone();
     let audit = audited(Kind::Half, 1.0, |x| (x.square() * 1e-9 + 1e-9).log());
-    assert_eq!(suspicions(&audit, "planted")[0], Suspicion::NotFinite, "{audit}");
-    assert_eq!(audit.suspicious()[0].path, "planted", "{audit}");
+    assert_eq!(suspicions(&audit, "planted")[0], "NotFinite", "{audit}");
+    assert_eq!(audit.suspicious()[0], "planted", "{audit}");
 }
 
 #[test]
@@ -189,7 +231,7 @@ fn gradients_that_become_zero_are_counted_at_both_scales() {
     let planted = |x: &Tensor| x.tanh() * 1e-3;
     let unscaled = audited(Kind::Half, 1.0, planted);
     let scaled = audited(Kind::Half, 65536.0, planted);
-    let gradient = |audit: &Audit| audit.parts[0].gradient.clone().unwrap();
+    let gradient = |audit: &Audit| parts(audit).remove(0).gradient.unwrap();
     let (unscaled, scaled) = (gradient(&unscaled), gradient(&scaled));
     assert!(unscaled.underflow > 0.05, "{unscaled:?}");
     assert_eq!(unscaled.underflow, unscaled.underflow_unscaled);
@@ -204,7 +246,8 @@ fn gradients_that_are_zero_in_f32_as_well_do_not_underflow() {
     let half_of_the_features = Tensor::from_slice(&[0f32, 1.0]).repeat([16]);
     for kind in [Kind::Half, Kind::BFloat16] {
         let audit = audited(kind, 65536.0, |x| x * half_of_the_features.to_kind(x.kind()));
-        let gradients = audit.parts.iter().filter_map(|part| part.gradient.as_ref());
+        let parts = parts(&audit);
+        let gradients = parts.iter().filter_map(|part| part.gradient.as_ref());
         assert_eq!(gradients.clone().count(), 2, "{audit}");
         for gradient in gradients {
             assert_eq!((gradient.underflow, gradient.underflow_unscaled), (0.0, 0.0), "{audit}");
@@ -220,7 +263,7 @@ fn underflow_is_suspicious_in_fp16_only() {
     let _alone = alone();
     let planted = |x: &Tensor| x.tanh() * 1e-4;
     let [fp16, bf16] = [Kind::Half, Kind::BFloat16].map(|kind| audited(kind, 1.0, planted));
-    let found = |audit: &Audit| suspicions(audit, "first").contains(&Suspicion::Underflow);
+    let found = |audit: &Audit| suspicions(audit, "first").contains(&"Underflow".to_owned());
     assert!(found(&fp16) && fp16.to_string().contains("use a larger scale or bf16"), "{fp16}");
     assert!(!found(&bf16), "{bf16}");
 
@@ -230,7 +273,7 @@ fn underflow_is_suspicious_in_fp16_only() {
         x * (near.shallow_clone() - near.ones_like())
     };
     let bf16 = audited(Kind::BFloat16, 1.0, |x| cancelled(&x.to_kind(x.kind())));
-    let gradient = bf16.parts[0].gradient.as_ref().unwrap();
+    let gradient = parts(&bf16).remove(0).gradient.unwrap();
     assert!(gradient.underflow > 0.01, "{bf16}");
     assert!(!found(&bf16), "{bf16}");
 }
@@ -243,15 +286,16 @@ fn the_time_of_what_should_stay_in_f32_is_measured() {
         let x = x + 1000.0;
         x.layer_norm([32], None::<&Tensor>, None::<&Tensor>, 1e-5, false)
     });
+    let parts = parts(&audit);
     for place in 0..2 {
-        assert!(audit.parts.iter().all(|part| part.seconds[place] > 0.0), "{audit:?}");
-        let sum: f64 = audit.parts.iter().map(|part| part.seconds[place]).sum();
+        assert!(parts.iter().all(|part| part.seconds[place] > 0.0), "{audit:?}");
+        let sum: f64 = parts.iter().map(|part| part.seconds[place]).sum();
         // The rest are operators of the backward pass that belong to no part.
         assert!(sum <= audit.seconds[place] * (1.0 + 1e-9), "{audit:?}");
     }
     let kept = audit.needs_f32();
-    let extra = |part: &tch_amp::insight::AuditedPart| part.seconds[0] - part.seconds[1];
-    let named = audit.parts.iter().filter(|part| kept.contains(&part.path) && part.path != "last");
+    let extra = |part: &Part| part.seconds[0] - part.seconds[1];
+    let named = parts.iter().filter(|part| kept.contains(&part.path) && part.path != "last");
     assert!((named.map(extra).sum::<f64>() - audit.f32_seconds()).abs() < 1e-9, "{audit}");
     assert!(audit.to_string().contains("\n  measured cost: "), "{audit}");
 }
@@ -284,7 +328,8 @@ fn a_tied_weight_is_audited_once() {
         let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
         let loss = |region: Autocast| region.run(|| (&w * &w).sum(Kind::Float));
         let audit = audit(&vs, &region, &scaler, loss).unwrap();
-        let gradients = audit.parts.iter().filter(|part| part.gradient.is_some());
+        let parts = parts(&audit);
+        let gradients = parts.iter().filter(|part| part.gradient.is_some());
         let paths: Vec<_> = gradients.map(|part| part.path.as_str()).collect();
         assert_eq!(paths, ["embedding"], "{way:?}: {audit}");
     }

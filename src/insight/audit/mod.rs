@@ -16,6 +16,7 @@ use crate::error::{Error, Number, Result};
 use crate::ffi::OutsideRegions;
 use crate::ffi::insight::{RecordingMode, Reference};
 use crate::insight::dtype::Dtype;
+use crate::insight::measure::ratio;
 use crate::insight::recording::Recording;
 use crate::insight::rerun::{Passes, Repeatable, Runs, SCALED_LOSS};
 use crate::{Autocast, GradScaler, capture};
@@ -31,6 +32,31 @@ const AFTER: &str = "after ";
 /// The effect of half precision on the numbers of a model, part by part. Made by [`audit`].
 ///
 /// Its text, by `Display`, is a table with the most suspicious parts first, a verdict and advice.
+///
+/// A program that wants the numbers behind the text serializes the audit, which has the list `parts` beside the fields
+/// below. A number that is infinite or NaN is a text in JSON, such as `inf`.
+///
+/// - `parts`: the parts of the model, in the order of execution. A row has `path` (its name, as in
+///   [`suspicious`](Self::suspicious)), `dtypes` (how many operators that the program calls returned each [`Dtype`]
+///   inside of the region), `output` and `gradient` (below), `seconds` (the time of its operators, forward and backward,
+///   in f32 and in the region, the shortest of three runs each, with the dispatcher and, on a GPU, the launch of each
+///   kernel) and `suspicions` (their names in the [guide](crate::guide::insight), such as `NotFinite`).
+/// - `output` of a part: the forward results in the region, beside those in f32, of its operator for which the smaller
+///   of `multiple` and `growth` is largest; null if only the gradients are those of this part. It has `operator`
+///   (libtorch's name), `error` (the norm of the difference, divided by the norm in f32; infinite if the results are
+///   not finite in the region, and 0 if all are zero in f32), `cosine` (of the angle between the two), `expected` (the
+///   error that is expected at this depth: each operator that returns half precision adds one rounding to those of its
+///   inputs, as in a random walk), `rounded` (the error of f32 operators whose results are rounded to half precision),
+///   `noise` (the error of f32 operators that round at random what the region rounds, the root mean square of four
+///   runs; half precision that does no more than rounding has about 0.7 of it, as in a [`Budget`](super::Budget); null
+///   if the region returns no half precision), `multiple` (the error as a multiple of `expected`), `growth` (the
+///   multiple, divided by the largest one of what this part was given; at most 1 for a single finite number, which can
+///   be near zero by chance) and `inputs` (the parts that computed what the operator read).
+/// - `gradient` of a part: the gradients of its parameters in the region, beside those in f32; null if it has none. It
+///   has `error` (the norm of the difference, divided by the norm in f32; infinite if they are not finite in the
+///   region), `cosine` (as above), `rounded` (the error of f32 operators whose results and gradients are rounded to
+///   half precision), `underflow` (the share of zeros in the region, from 0 to 1, among the elements that are not zero
+///   in f32) and `underflow_unscaled` (the same with a scale of 1).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Audit {
@@ -44,112 +70,81 @@ pub struct Audit {
     /// The loss in f32, and in the region.
     #[serde(with = "numbers::pair")]
     pub losses: [f64; 2],
-    /// The parts of the model, in the order of execution.
-    pub parts: Vec<AuditedPart>,
+    parts: Vec<AuditedPart>,
 }
 
-/// A part of a model in an [`Audit`].
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct AuditedPart {
-    /// The module of a parameter, a name given by [`named`](super::named), or `after` the last such part.
-    pub path: String,
-    /// How many operators that the program calls returned each dtype inside of the region.
-    pub dtypes: BTreeMap<Dtype, usize>,
-    /// The forward results; `None` if only the gradients are those of this part.
-    pub output: Option<AuditedOutput>,
-    /// The gradients of its parameters; `None` if it has none.
-    pub gradient: Option<AuditedGradient>,
-    /// The time in seconds of its operators, forward and backward, in f32 and in the region, the shortest of three runs
-    /// each. It includes the dispatcher and, on a GPU, the launch of each kernel.
-    pub seconds: [f64; 2],
-    /// The reasons to suspect it.
-    pub suspicions: Vec<Suspicion>,
+struct AuditedPart {
+    path: String,
+    dtypes: BTreeMap<Dtype, usize>,
+    output: Option<AuditedOutput>,
+    gradient: Option<AuditedGradient>,
+    seconds: [f64; 2],
+    suspicions: Vec<Suspicion>,
 }
 
-/// The results of a part's operators in the region, beside those in f32.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct AuditedOutput {
-    /// The operator with the largest multiple.
-    pub operator: String,
-    /// The norm of the difference of its results, divided by the norm of the results in f32. Infinite if they are not
-    /// finite in the region, and 0 if all are zero in f32.
+struct AuditedOutput {
+    operator: String,
     #[serde(with = "numbers")]
-    pub error: f64,
-    /// The cosine of the angle between the two.
+    error: f64,
     #[serde(with = "numbers")]
-    pub cosine: f64,
-    /// The error that is expected at this depth: each operator that returns half precision adds one rounding to those
-    /// of its inputs, as in a random walk.
+    cosine: f64,
     #[serde(with = "numbers")]
-    pub expected: f64,
-    /// The error of f32 operators whose results are rounded to half precision.
+    expected: f64,
     #[serde(with = "numbers")]
-    pub rounded: f64,
-    /// The error of f32 operators that round at random what the region rounds: the root mean square of four runs. Half
-    /// precision that does no more than rounding has about 0.7 of it, as in a [`Budget`](super::Budget). `None` if
-    /// the region returns no half precision.
+    rounded: f64,
     #[serde(default)]
-    pub noise: Option<f64>,
-    /// The error as a multiple of the expected one.
+    noise: Option<f64>,
     #[serde(with = "numbers")]
-    pub multiple: f64,
-    /// The multiple, divided by the largest one of what this part was given. At most 1 for a single finite number,
-    /// which can be near zero by chance.
+    multiple: f64,
     #[serde(with = "numbers")]
-    pub growth: f64,
-    /// The parts that computed what the operator read.
-    pub inputs: Vec<String>,
+    growth: f64,
+    inputs: Vec<String>,
 }
 
-/// The gradients of a part's parameters in the region, beside those in f32.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct AuditedGradient {
-    /// The norm of the difference, divided by the norm of the gradient in f32. Infinite if the gradient is not finite
-    /// in the region.
+struct AuditedGradient {
     #[serde(with = "numbers")]
-    pub error: f64,
-    /// The cosine of the angle between the two.
+    error: f64,
     #[serde(with = "numbers")]
-    pub cosine: f64,
-    /// The error of f32 operators whose results and gradients are rounded to half precision.
+    cosine: f64,
     #[serde(with = "numbers")]
-    pub rounded: f64,
-    /// The share of zeros in the region, from 0 to 1, among the elements that are not zero in f32.
+    rounded: f64,
     #[serde(with = "numbers")]
-    pub underflow: f64,
-    /// The same with a scale of 1.
+    underflow: f64,
     #[serde(with = "numbers")]
-    pub underflow_unscaled: f64,
+    underflow_unscaled: f64,
 }
 
-/// A reason to suspect a part.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum Suspicion {
-    /// Results are not finite.
+enum Suspicion {
     NotFinite,
-    /// It magnifies the rounding of its inputs: f32 operators with rounded results lose as much. What feeds it has to
-    /// stay in f32, too.
     MagnifiesRounding,
-    /// Its operators lose more than the rounding of their results.
     LosesPrecision,
-    /// Many elements of its gradients become zero in fp16.
     Underflow,
-    /// Its gradients are further from those in f32 than rounding explains, or they are not finite although every
-    /// forward result is.
     Gradient,
 }
 
 impl Audit {
-    /// The parts with suspicions, the most suspicious first.
-    pub fn suspicious(&self) -> Vec<&AuditedPart> {
+    /// The names of the parts with suspicions, the most suspicious first: each is the module of a parameter, a name
+    /// given by [`named`](super::named), `after` the last such part, or `start`.
+    pub fn suspicious(&self) -> Vec<String> {
+        self.suspicious_parts().into_iter().map(|part| part.path.clone()).collect()
+    }
+
+    fn suspicious_parts(&self) -> Vec<&AuditedPart> {
         let mut parts: Vec<_> =
             self.parts.iter().filter(|part| !part.suspicions.is_empty()).collect();
         parts.sort_by(|a, b| b.severity().total_cmp(&a.severity()));
         parts
+    }
+
+    /// A line for each suspicion, the most suspicious part first.
+    pub(in crate::insight) fn suspicions(&self) -> Vec<String> {
+        let parts = self.suspicious_parts().into_iter();
+        let all = parts.flat_map(|part| part.suspicions.iter().map(move |found| (part, found)));
+        all.map(|(part, found)| format!("{} {found}", part.path)).collect()
     }
 
     /// The modules and named parts that should be computed in f32: with a region switched off, or with patterns of
@@ -169,8 +164,8 @@ impl Audit {
     }
 
     /// Estimates how many seconds longer an iteration takes with the parts of [`needs_f32`](Self::needs_f32) in
-    /// f32: the difference of their [times](AuditedPart::seconds). Casts between these parts and others are not
-    /// included.
+    /// f32: the difference of the times that they take there and in the region. Casts between these parts and
+    /// others are not included.
     pub fn f32_seconds(&self) -> f64 {
         let keep = needs_f32(&self.parts);
         // Where operators after a module are to be kept, so is the module.
@@ -183,20 +178,11 @@ impl Audit {
     }
 }
 
-impl AuditedOutput {
-    /// The error as a multiple of the [noise](Self::noise), 0 if there is neither.
-    pub fn of_noise(&self) -> Option<f64> {
-        let noise = self.noise?;
-        Some(if self.error == 0.0 { 0.0 } else { self.error / noise })
-    }
-}
-
 impl AuditedPart {
     /// Returns whether a suspicion is about its forward results.
     fn has_suspicious_output(&self) -> bool {
         use Suspicion::{LosesPrecision, MagnifiesRounding, NotFinite};
-        let forward = [NotFinite, MagnifiesRounding, LosesPrecision];
-        self.suspicions.iter().any(|suspicion| forward.contains(suspicion))
+        self.suspicions.iter().any(|s| matches!(s, NotFinite | MagnifiesRounding | LosesPrecision))
     }
 
     /// For the order of a table.
@@ -274,9 +260,8 @@ impl fmt::Display for Audit {
             "{} at a scale of {scale}: the loss is {lower:.6}, and {f32:.6} in f32",
             self.dtype
         )?;
-        let most = self.suspicious().len() + MOST_CLEAN;
-        f.write_str(&self.table(most).plain())?;
-        let rest = self.parts.len().saturating_sub(most);
+        let (table, rest) = self.table(self.suspicious_parts().len() + MOST_CLEAN);
+        f.write_str(&table.plain())?;
         if rest > 0 {
             writeln!(f, "and {rest} more parts without suspicions")?;
         }
@@ -318,7 +303,8 @@ impl AuditedPart {
             output(|output| format!("{:.1e}", output.error)),
             output(|output| format!("{:.1}", output.multiple)),
             output(|output| {
-                output.of_noise().map_or_else(String::new, |of_noise| format!("{of_noise:.1}"))
+                let of_noise = output.noise.map(|noise| ratio(output.error, noise));
+                of_noise.map_or_else(String::new, |of_noise| format!("{of_noise:.1}"))
             }),
             gradient(|gradient| format!("{:.1e}", gradient.error)),
             gradient(|gradient| format!("{:.5}", gradient.cosine)),
@@ -337,16 +323,17 @@ impl AuditedPart {
 }
 
 impl Audit {
-    /// The table of at most so many parts, with the most suspicious ones first.
-    pub(in crate::insight) fn table(&self, most: usize) -> Table<11> {
+    /// The table of at most so many parts, with the most suspicious ones first, and how many it leaves out.
+    pub(in crate::insight) fn table(&self, most: usize) -> (Table<11>, usize) {
         let clean = self.parts.iter().filter(|part| part.suspicions.is_empty());
-        let parts = self.suspicious().into_iter().chain(clean).take(most);
-        Table { columns: columns(), rows: parts.map(AuditedPart::cells).collect() }
+        let parts = self.suspicious_parts().into_iter().chain(clean).take(most);
+        let table = Table { columns: columns(), rows: parts.map(AuditedPart::cells).collect() };
+        (table, self.parts.len().saturating_sub(most))
     }
 
     /// The lines below the table of parts.
     pub(in crate::insight) fn conclusion(&self) -> String {
-        let suspicious = self.suspicious();
+        let suspicious = self.suspicious_parts();
         if suspicious.is_empty() {
             return format!("verdict: no part is suspicious in {}", self.dtype);
         }

@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 
 use program::{Iterate, Iterated, Mode, Observed, Program, Value};
-use report::{KEPT, Measured, MeasuredQuantity};
+use report::{BudgetOperator, BudgetQuantity, BudgetRow, KEPT, Measured, MeasuredQuantity};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use unrounded::Unrounded;
@@ -25,9 +25,7 @@ use crate::optim::AmpOptimizer;
 use crate::patterns::matches_any;
 use crate::{Autocast, GradScaler, capture};
 
-pub use report::{
-    BudgetFile, BudgetOperator, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRow, ScaleFault,
-};
+pub use report::{BudgetFile, BudgetProblem, BudgetReport, ScaleFault};
 
 /// The scale that the first iteration in half precision begins with.
 const SCALE: f64 = 1024.0;
@@ -50,9 +48,9 @@ const UNBOUNDED_RUNS: usize = 2;
 ///
 /// The unit is *noise*: how far f32 moves when everything that autocast would put into half precision is rounded at
 /// random to one of its two neighbours. Rounding to nearest, as half precision does it, has about 0.7 of this noise. A
-/// quantity that moves by more than its [limit](BudgetRow::limit) is over budget, and so is a difference that rounding
-/// cannot make, for instance in which parameters have a gradient. No tolerance is set by hand. The guide's
-/// page on [budgets](crate::guide::budgets) says what this sees and what it cannot see.
+/// quantity that moves by more than its limit is over budget, and so is a difference that rounding cannot make, for
+/// instance in which parameters have a gradient. No tolerance is set by hand. The guide's page on
+/// [budgets](crate::guide::budgets) says what this sees and what it cannot see.
 ///
 /// PyTorch has no counterpart; its tests compare with tolerances.
 ///
@@ -142,7 +140,7 @@ impl<'a> Budget<'a> {
 
     /// Allows that outputs, buffers and gradients whose names match the pattern consist of numbers that are too small
     /// for fp16, so that rounding is as large as they are and nothing can be told about them. Without this such a
-    /// [row](BudgetRow::lost) is over budget.
+    /// quantity is over budget.
     #[must_use]
     pub fn allow_underflow(mut self, pattern: &str) -> Self {
         self.underflow.push(pattern.to_owned());

@@ -14,21 +14,13 @@ use crate::insight::numbers;
 /// How many lines of a kind are printed.
 const MOST_LINES: usize = 8;
 
-/// The kind of a quantity of an iteration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum BudgetQuantity {
-    /// The loss.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Serialize, Deserialize)]
+pub(super) enum BudgetQuantity {
     Loss,
-    /// A tensor that the iteration gave to [`BudgetRun::output`](super::BudgetRun::output).
     Output,
-    /// The change of a buffer, such as running statistics.
     Buffer,
-    /// The gradient of a parameter as the optimizer saw it, unscaled and clipped.
     Gradient,
-    /// The change of a parameter in the step.
     Update,
-    /// The common factor of all outputs, or of all gradients.
     Factor,
 }
 
@@ -46,35 +38,23 @@ impl BudgetQuantity {
 /// Beyond this multiple of the noise of its error, a gradient is over budget whatever its median.
 const LIMIT_OF_ERROR: f64 = 12.0;
 
-/// A quantity of an iteration in half precision, beside that in f32.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct BudgetRow {
-    /// The kind.
-    pub quantity: BudgetQuantity,
-    /// The name of the output, the buffer or the parameter.
-    pub name: String,
-    /// The norm of the difference, divided by the norm in f32.
+pub(super) struct BudgetRow {
+    pub(super) quantity: BudgetQuantity,
+    name: String,
     #[serde(with = "numbers")]
-    pub error: f64,
-    /// How many times as large it is as in f32: ⟨h, f⟩ / ⟨f, f⟩ for h in half precision and f in f32.
+    error: f64,
     #[serde(with = "numbers")]
-    pub factor: f64,
-    /// How far it is from f32, as a multiple of the noise: by the norm of the difference; for an update by its median;
-    /// and for a gradient by the smaller of the two, or a quarter of that by the norm if this is larger.
+    factor: f64,
     #[serde(with = "numbers")]
-    pub multiple: f64,
-    /// The multiple that is allowed.
-    pub limit: f64,
-    /// If nothing can be told, because the numbers are so small in fp16 that rounding is as large as they are: the
-    /// share that becomes zero. The row is over budget then;
-    /// [`Budget::allow_underflow`](super::Budget::allow_underflow) makes it one that is judged by its multiple.
-    pub lost: Option<f64>,
+    multiple: f64,
+    limit: f64,
+    pub(super) lost: Option<f64>,
 }
 
 impl BudgetRow {
     /// Returns whether it is further from f32 than rounding explains.
-    pub(in crate::insight) fn is_over(&self) -> bool {
+    pub(super) fn is_over(&self) -> bool {
         self.multiple > self.limit || self.lost.is_some()
     }
 }
@@ -204,23 +184,38 @@ impl BudgetProblem {
     }
 }
 
-/// The first operator of the forward pass whose results are further from f32 than rounding explains.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct BudgetOperator {
-    /// The part of the model: a module, a name given by [`named`](crate::insight::named), or `after` the last module.
-    pub part: String,
-    /// Its name in libtorch, without namespace.
-    pub operator: String,
-    /// How far its results are from f32, as a multiple of how far rounding moves them. `None` if f32 calls another
-    /// operator at this place.
-    pub multiple: Option<f64>,
+pub(super) struct BudgetOperator {
+    pub(super) part: String,
+    pub(super) operator: String,
+    pub(super) multiple: Option<f64>,
 }
 
 /// The comparison of an iteration in half precision with f32, which shows whether they differ by rounding alone. Made
 /// by [`Budget`](super::Budget).
 ///
 /// Its text, by `Display`, is the verdict and, if it is over budget, what is.
+///
+/// A program that wants the numbers behind the text serializes the report, which has these beside the fields below. A
+/// number that is infinite or NaN is a text in JSON, such as `inf`.
+///
+/// - `first_operator`: the first operator of the forward pass whose results are further from f32 than rounding explains,
+///   if the loss, an output or a buffer is over and nothing else differs, and null otherwise. It has `part` (of the
+///   model: a module, a name given by [`named`](crate::insight::named), or `after` the last module), `operator`
+///   (libtorch's name without namespace) and `multiple` (how far its results are from f32, as a multiple of how far
+///   rounding moves them; null if f32 calls another operator at this place).
+/// - `rows`: the quantities that were compared: first the loss, outputs and buffers, then what is of parameters and the
+///   factors, each by their multiples. A row has `quantity` (`Loss`; `Output`, what the iteration gave to
+///   [`BudgetRun::output`](super::BudgetRun::output); `Buffer`, the change of a buffer, such as running
+///   statistics; `Gradient`, the gradient of a parameter as the optimizer saw it, unscaled and clipped; `Update`, the
+///   change of a parameter in the step; `Factor`, the common factor of all outputs, or of all gradients), `name` (of the
+///   output, the buffer or the parameter), `error` (the norm of the difference, divided by the norm in f32), `factor`
+///   (how many times as large it is as in f32: ⟨h, f⟩ / ⟨f, f⟩ for h in half precision and f in f32), `multiple` (how
+///   far it is from f32, as a multiple of the noise: by the norm of the difference; for an update by its median; and for
+///   a gradient by the smaller of the two, or a quarter of that by the norm if this is larger), `limit` (the multiple
+///   that is allowed) and `lost` (if nothing can be told, because the numbers are so small in fp16 that rounding is as
+///   large as they are: the share that becomes zero, and otherwise null). A row with `lost` is over budget;
+///   [`Budget::allow_underflow`](super::Budget::allow_underflow) makes it one that is judged by its multiple.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct BudgetReport {
@@ -236,10 +231,8 @@ pub struct BudgetReport {
     pub losses: [f64; 2],
     /// The differences that rounding does not explain.
     pub problems: Vec<BudgetProblem>,
-    /// The first operator over budget, if something is over and the runs could be compared.
-    pub first_operator: Option<BudgetOperator>,
-    /// The quantities that were compared: first the loss and the outputs, then the parameters by their multiples.
-    pub rows: Vec<BudgetRow>,
+    pub(super) first_operator: Option<BudgetOperator>,
+    pub(super) rows: Vec<BudgetRow>,
     /// The type of the region's device, and what else a [`BudgetFile`] keeps.
     pub(super) device: String,
     pub(super) measured: Measured,
@@ -341,9 +334,16 @@ impl BudgetReport {
         self.problems.is_empty() && !self.rows.iter().any(BudgetRow::is_over)
     }
 
-    /// Returns the quantities over budget: first the loss and the outputs, then the parameters by their multiples.
-    pub fn over(&self) -> Vec<&BudgetRow> {
-        self.rows.iter().filter(|row| row.is_over()).collect()
+    /// Names the quantities over budget, as the report's text does: `loss`; `output`, `buffer`, `gradient` or `update`
+    /// with a space and the name of the tensor, such as `gradient layers.3.weight`; `factor of all outputs`; or `factor
+    /// of all gradients`. First are the loss, outputs and buffers, then the others, each by their multiples. What is in
+    /// [`problems`](Self::problems) is not among them.
+    pub fn over(&self) -> Vec<String> {
+        self.rows_over().map(|row| named(row.quantity, &row.name)).collect()
+    }
+
+    fn rows_over(&self) -> impl Iterator<Item = &BudgetRow> {
+        self.rows.iter().filter(|row| row.is_over())
     }
 
     /// Panics with the report if something is over budget, for tests.
@@ -646,25 +646,24 @@ impl fmt::Display for BudgetReport {
         if let Some(first) = &self.first_operator {
             write!(f, "\n{first}")?;
         }
-        let over = self.over();
-        for row in over.iter().take(MOST_LINES) {
+        for row in self.rows_over().take(MOST_LINES) {
             write!(f, "\n{row}")?;
         }
-        if over.len() > MOST_LINES {
-            write!(f, "\nand {} more", over.len() - MOST_LINES)?;
+        match self.rows_over().count().saturating_sub(MOST_LINES) {
+            0 => Ok(()),
+            rest => write!(f, "\nand {rest} more"),
         }
-        Ok(())
     }
 }
 
 impl BudgetReport {
-    /// The table of at most so many rows, with what is over the budget first.
-    pub(in crate::insight) fn table(&self, most: usize) -> Table<7> {
+    /// The table of at most so many rows, with what is over the budget first, and how many it leaves out.
+    pub(in crate::insight) fn table(&self, most: usize) -> (Table<7>, usize) {
         let mut table = Table::new(["quantity", "name", "error", "factor", "× noise", "limit", ""]);
         let within = self.rows.iter().filter(|row| !row.is_over());
-        let rows = self.over().into_iter().chain(within).take(most);
+        let rows = self.rows_over().chain(within).take(most);
         table.rows.extend(rows.map(BudgetRow::cells));
-        table
+        (table, self.rows.len().saturating_sub(most))
     }
 }
 

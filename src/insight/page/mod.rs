@@ -171,11 +171,11 @@ const MOST_ROWS: usize = 40;
 
 /// Adds an audit, with the most suspicious parts first.
 fn audit_section(document: Document, audit: &Audit) -> Document {
+    let (table, rest) = audit.table(MOST_PARTS);
     let document = document
         .heading(&format!("Audit in {}", audit.dtype))
         .preformatted(&audit.conclusion())
-        .table(&audit.table(MOST_PARTS));
-    let rest = audit.parts.len().saturating_sub(MOST_PARTS);
+        .table(&table);
     with_rest(document, rest, "parts that are less suspicious").note(
         "Error: the distance from the results in f32, divided by their norm. × expected: the same as a multiple of what \
          roundings add up to at that depth. × noise: as a multiple of what rounding at random does. Underflow: gradients that are zero here and not in f32.",
@@ -184,11 +184,11 @@ fn audit_section(document: Document, audit: &Audit) -> Document {
 
 /// Adds a precision budget, with what is over it first.
 fn budget_section(document: Document, report: &BudgetReport) -> Document {
+    let (table, rest) = report.table(MOST_ROWS);
     let document = document
         .heading(&format!("Precision budget of {}", report.dtype))
         .preformatted(&report.to_string())
-        .table(&report.table(MOST_ROWS));
-    let rest = report.rows.len().saturating_sub(MOST_ROWS);
+        .table(&table);
     with_rest(document, rest, "rows within the budget").note(
         "Error: the distance from f32, divided by the norm. Factor: how much larger it is than in f32. × noise: the distance \
          as a multiple of what rounding at random does.",

@@ -133,7 +133,7 @@ impl<F: FnMut(Autocast) -> Result<Tensor>> Iterations<'_, F> {
             rules.iter().filter(|rule| rule.run_as != RunAs::Half).cloned().collect();
         let regions = [self.with(&others)?, self.with(rules)?];
         let audits = without_times(&mut self.runs, regions)?;
-        let [before, after] = audits.each_ref().map(suspicious);
+        let [before, after] = audits.each_ref().map(Audit::suspicions);
         if after.iter().any(|part| !before.contains(part)) {
             *rules = others;
             let in_half = |tried: &&mut TunedOperator| {
@@ -321,13 +321,6 @@ fn confirmed(
         seconds[2] = in_f32;
     }
     Tuning { plan, reason, seconds, operators, suspicious: None, weight_casts: 0.0, iterations: 0 }
-}
-
-/// The suspicious parts of an audit, and what is suspicious about each.
-fn suspicious(audit: &Audit) -> Vec<String> {
-    let parts = audit.suspicious().into_iter();
-    let all = parts.flat_map(|part| part.suspicions.iter().map(move |suspicion| (part, suspicion)));
-    all.map(|(part, suspicion)| format!("{} {suspicion}", part.path)).collect()
 }
 
 /// Returns the outcome of a candidate.

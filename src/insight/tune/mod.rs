@@ -16,7 +16,15 @@ use crate::error::Result;
 use crate::{Autocast, GradScaler};
 
 /// A [`Plan`] and what was measured for it: made by a [`Tuner`]. Its text, by `Display`, is meant for a terminal; its
-/// fields for programs.
+/// fields for programs. Its serialized form has a list besides:
+///
+/// - `operators`: the operators for which rules were tried, on whole iterations without and with them. A row has
+///   `operator` (libtorch's name), `rules` (each a [`Rule`]), `seconds` (of an iteration without and with the rules: the
+///   median of four or eight, run in turns), `gradient_errors` (the distance of all gradients from those in f32, over
+///   the norm of the latter, without and with the rules; one that is infinite or NaN is a text in JSON, such as `inf`)
+///   and `is_in_plan` (whether the rules are in the plan: with them, iterations are faster beyond the noise, gradients
+///   are at most a tenth further from those in f32, and for half precision an audit finds nothing new; none are if the
+///   plan is in f32).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Tuning {
@@ -26,8 +34,7 @@ pub struct Tuning {
     pub reason: String,
     /// The seconds of an iteration, forward and backward, in f32, in the region without a plan, and with the plan.
     pub seconds: [f64; 3],
-    /// The operators for which rules were tried.
-    pub operators: Vec<TunedOperator>,
+    operators: Vec<TunedOperator>,
     /// The parts that [`audit`](super::audit()) suspects without and with the rules for half precision, beside the
     /// other rules that won: a line for each suspicion. `None` unless rules for half precision won; see
     /// [`Tuner::allow_half`].
@@ -42,23 +49,14 @@ pub struct Tuning {
     pub iterations: u64,
 }
 
-/// Rules for an operator that were tried, and whole iterations without and with them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct TunedOperator {
-    /// libtorch's name of the operator.
-    pub operator: String,
-    /// The rules.
-    pub rules: Vec<Rule>,
-    /// The seconds of an iteration without and with the rules: the median of four or eight, run in turns.
-    pub seconds: [f64; 2],
-    /// The distance of all gradients from those in f32, over the norm of the latter, without and with the rules.
+struct TunedOperator {
+    operator: String,
+    rules: Vec<Rule>,
+    seconds: [f64; 2],
     #[serde(with = "numbers::pair")]
-    pub gradient_errors: [f64; 2],
-    /// Whether the rules are in the plan: with them, iterations are faster beyond the noise, gradients are at most a
-    /// tenth further from those in f32, and for half precision an audit finds nothing new. None are if the plan is in
-    /// f32.
-    pub is_in_plan: bool,
+    gradient_errors: [f64; 2],
+    is_in_plan: bool,
 }
 
 /// Finds the [`Plan`] with which the iterations of a model are fastest, by measuring them.
