@@ -157,17 +157,16 @@ only_send!(Scheduler);
 mod insight {
     use run_report::{Document, Plot, Series, Spacing, Table};
     use tch_amp::insight::{
-        AtScale, Audit, AuditedGradient, AuditedOutput, AuditedPart, AutocastList, BudgetFile,
+        Audit, AuditedGradient, AuditedOutput, AuditedPart, AutocastList, BudgetFile,
         BudgetOperator, BudgetProblem, BudgetQuantity, BudgetReport, BudgetRow, CastReason,
-        CastRow, Cause, Culprit, Explanation, Exponents, Gain, HealthReport, HistoryReport,
-        LayerHealth, ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding, Pass,
-        ProductKind, ProductRow, Profiler, ScaleHealth, ScaleHistory, SkipCause, StepRecord,
-        Suspicion, Tracer, TunedOperator, Tuning, Values, Verdict,
+        CastRow, Cause, Culprit, Explanation, Gain, HealthReport, HistoryReport, ListedOperator,
+        MovedOperator, OperatorReport, OperatorRow, Padding, Pass, ProductKind, ProductRow,
+        Profiler, ScaleHealth, ScaleHistory, SkipCause, Suspicion, Tracer, TunedOperator, Tuning,
+        Values, Verdict,
     };
 
     send_and_sync!(Document, Plot, Series, Spacing, Table<2>);
     send_and_sync!(
-        AtScale,
         Audit,
         AuditedGradient,
         AuditedOutput,
@@ -184,11 +183,9 @@ mod insight {
         Cause,
         Culprit,
         Explanation,
-        Exponents,
         Gain,
         HealthReport,
         HistoryReport,
-        LayerHealth,
         ListedOperator,
         MovedOperator,
         OperatorReport,
@@ -198,7 +195,6 @@ mod insight {
         ProductKind,
         ProductRow,
         SkipCause,
-        StepRecord,
         Suspicion,
         TunedOperator,
         Tuning,

@@ -49,10 +49,7 @@ pub use budget::{
 };
 pub use dtype::Dtype;
 pub use explanation::{Cause, Culprit, Explanation, Values};
-pub use health::{
-    AtScale, Exponents, HealthReport, HistoryReport, LayerHealth, ScaleHealth, ScaleHistory,
-    SkipCause, StepRecord, Verdict,
-};
+pub use health::{HealthReport, HistoryReport, ScaleHealth, ScaleHistory, SkipCause, Verdict};
 pub use operators::{
     AutocastList, CastReason, CastRow, Gain, ListedOperator, MovedOperator, OperatorReport,
     OperatorRow, Padding, ProductKind, ProductRow, Profiler,

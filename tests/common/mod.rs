@@ -10,6 +10,7 @@ pub mod html;
 pub mod own_arithmetic;
 pub mod python;
 pub mod rng;
+pub mod rows;
 pub mod simulation;
 pub mod tensors;
 pub mod ulps;
