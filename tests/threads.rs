@@ -157,14 +157,13 @@ only_send!(Scheduler);
 mod insight {
     use run_report::{Document, Plot, Series, Spacing, Table};
     use tch_amp::insight::{
-        AtScale, Audit, AutocastList, BudgetFile, BudgetProblem, BudgetReport, Cause, Culprit,
-        Explanation, Exponents, HealthReport, HistoryReport, LayerHealth, OperatorReport, Pass,
-        Profiler, ScaleHealth, ScaleHistory, SkipCause, StepRecord, Tracer, Tuning, Values, Verdict,
+        Audit, AutocastList, BudgetFile, BudgetProblem, BudgetReport, Cause, Culprit, Explanation,
+        HealthReport, HistoryReport, OperatorReport, Pass, Profiler, ScaleHealth, ScaleHistory,
+        SkipCause, Tracer, Tuning, Values, Verdict,
     };
 
     send_and_sync!(Document, Plot, Series, Spacing, Table<2>);
     send_and_sync!(
-        AtScale,
         Audit,
         AutocastList,
         BudgetFile,
@@ -173,14 +172,11 @@ mod insight {
         Cause,
         Culprit,
         Explanation,
-        Exponents,
         HealthReport,
         HistoryReport,
-        LayerHealth,
         OperatorReport,
         Pass,
         SkipCause,
-        StepRecord,
         Tuning,
         Values,
         Verdict

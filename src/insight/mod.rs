@@ -46,10 +46,7 @@ pub use audit::{Audit, audit};
 pub use budget::{Budget, BudgetFile, BudgetProblem, BudgetReport, BudgetRun, ScaleFault};
 pub use dtype::Dtype;
 pub use explanation::{Cause, Culprit, Explanation, Values};
-pub use health::{
-    AtScale, Exponents, HealthReport, HistoryReport, LayerHealth, ScaleHealth, ScaleHistory,
-    SkipCause, StepRecord, Verdict,
-};
+pub use health::{HealthReport, HistoryReport, ScaleHealth, ScaleHistory, SkipCause, Verdict};
 pub use operators::{AutocastList, OperatorReport, Profiler};
 pub use page::{Page, versions};
 pub use recording::{Pass, named};

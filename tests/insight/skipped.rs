@@ -1,11 +1,13 @@
 //! Explanations of the steps of a loop, for which it asks after every step.
 
+use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{Cause, Explanation, Tracer, named};
 use tch_amp::optim::Sgd;
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector};
 use tch_amp::{Autocast, GradScaler};
 
+use crate::common::rows::rows;
 use crate::{Model, batch};
 
 /// Trains with these factors of the gradients, each step of which can be explained.
@@ -71,7 +73,8 @@ fn a_history_has_the_losses_that_it_is_given() {
         scaler.update().unwrap();
     }
     let report = history.report().unwrap();
-    let losses: Vec<_> = report.steps.iter().map(|step| step.loss).collect();
+    let steps: Vec<Value> = rows(&report, "steps");
+    let losses: Vec<_> = steps.iter().map(|step| step["loss"].as_f64()).collect();
     assert_eq!(losses, [None, None, Some(2.0)]);
     let error = history.set_loss(&Tensor::zeros([2], (Kind::Float, Device::Cpu))).unwrap_err();
     assert!(error.to_string().contains("has 2 elements"), "{error}");

@@ -46,9 +46,12 @@ const COLUMNS: [&str; 5] = ["scale", "skipped", "norm", "loss", "learning_rate"]
 ///     scaler.update()?;
 /// }
 /// let report = history.report()?;
-/// assert_eq!(report.steps[1].skipped, Some(SkipCause::Overflow));
-/// assert_eq!((report.steps[1].scale, report.steps[2].scale), (65536.0, 32768.0));
+/// assert_eq!(report.skips(SkipCause::Overflow), 1);
 /// assert_eq!(report.to_string(), "3 steps, 1 skipped (1 overflow), scale 2^16 → 2^15");
+///
+/// let steps = serde_json::to_value(&report).expect("a report is plain data")["steps"].take();
+/// assert_eq!(steps[1]["skipped"], "Overflow");
+/// assert_eq!([&steps[1]["scale"], &steps[2]["scale"]], [65536.0, 32768.0]);
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Debug)]
@@ -68,24 +71,15 @@ pub struct ScaleHistory {
     link: OwnLink,
 }
 
-/// A step in a [`HistoryReport`].
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-#[non_exhaustive]
-pub struct StepRecord {
-    /// The number of the step, counted from 1.
-    pub step: u64,
-    /// The loss scale; 1 for a disabled scaler.
-    pub scale: f64,
-    /// Why the step was skipped; `None` if it was taken, or if there were no gradients.
-    pub skipped: Option<SkipCause>,
-    /// The norm of the unscaled gradients before clipping, if the step computed it and it is finite.
-    pub norm: Option<f64>,
-    /// The loss, if a [`SpikeDetector`](crate::scaler::SpikeDetector) watched it or
-    /// [`set_loss`](ScaleHistory::set_loss) gave it, and it is finite.
-    pub loss: Option<f64>,
-    /// The learning rate.
-    pub learning_rate: f64,
+pub(in crate::insight) struct StepRecord {
+    pub(in crate::insight) step: u64,
+    pub(in crate::insight) scale: f64,
+    pub(in crate::insight) skipped: Option<SkipCause>,
+    pub(in crate::insight) norm: Option<f64>,
+    pub(in crate::insight) loss: Option<f64>,
+    pub(in crate::insight) learning_rate: f64,
 }
 
 /// Why a step was skipped.
@@ -99,15 +93,22 @@ pub enum SkipCause {
     Spike,
 }
 
-/// The last steps, the oldest first. Its text, by `Display`, is one line.
+/// The last steps. Its text, by `Display`, is one line.
+///
+/// A program that wants the steps themselves serializes the report, which has this list beside the field below:
+///
+/// - `steps`: the last steps, the oldest first. A row has `step` (its number, counted from 1), `scale` (the loss scale;
+///   1 for a disabled scaler), `skipped` (why it was skipped, a [`SkipCause`]; null if it was taken, or if there were
+///   no gradients), `norm` (that of the unscaled gradients before clipping, if the step computed it and it is finite),
+///   `loss` (if a [`SpikeDetector`](crate::scaler::SpikeDetector) watched it or [`set_loss`](ScaleHistory::set_loss)
+///   gave it, and it is finite) and `learning_rate`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct HistoryReport {
     /// How many steps were ever recorded.
     pub total: u64,
-    /// The last of them.
-    pub steps: Vec<StepRecord>,
+    pub(in crate::insight) steps: Vec<StepRecord>,
 }
 
 impl ScaleHistory {

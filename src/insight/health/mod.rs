@@ -19,8 +19,10 @@ use crate::ffi::{self, OutsideRegions};
 use crate::gradients::{Gradients, uncountable};
 use crate::variables::listed;
 
-pub use history::{HistoryReport, ScaleHistory, SkipCause, StepRecord};
-pub use report::{AtScale, Exponents, HealthReport, LayerHealth, Verdict};
+pub(super) use history::StepRecord;
+pub use history::{HistoryReport, ScaleHistory, SkipCause};
+pub(super) use report::{Exponents, LayerHealth};
+pub use report::{HealthReport, Verdict};
 
 /// Counts the exponents of gradients, layer by layer, to answer whether the loss scale is healthy: how many gradients
 /// underflow in fp16, and how far the largest is from an overflow. PyTorch has no counterpart.

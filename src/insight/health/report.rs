@@ -30,7 +30,27 @@ const NAMED_SHARE: f64 = 0.01;
 
 /// The health of the loss scale. Its text, by `Display`, begins with one line of advice.
 ///
-/// Shares are those of the gradients that are neither zero, infinite nor NaN, unless said otherwise.
+/// A program that wants the numbers behind the text serializes the report, which has these rows beside the fields
+/// below. Shares, from 0 to 1, are those of the gradients that are neither zero, infinite nor NaN, unless said
+/// otherwise.
+///
+/// - `layers`: the layers that have gradients, in the order of their names. A row has the `name`, `zeros` (the share of
+///   zeros among all elements; whether they were zero before they were rounded, nobody knows), `now` and `exponents`.
+/// - `model`: such a row for all layers together, whose `name` is `model`.
+/// - `now` of a row: the fate of these gradients in fp16 at the scale of the report. It has the `scale`, `below_normal`
+///   (the share below fp16's smallest normal number, 2^-14, where precision is lost; includes `lost`), `lost` (the
+///   share below fp16's smallest subnormal number, 2^-24: they become zero, or at best that number), `edge` (the share
+///   from 2^-24 to 2^-23, the last binade that is not lost), `overflowing` (the share of at least 2^16, which
+///   overflows) and `headroom` (how many times the scale can be doubled before the largest element, rounded down to a
+///   power of two, exceeds 2^15, the exponent of fp16's largest number, 65504; negative if it does already, and null if
+///   all elements are zero, infinite or NaN). Of gradients that have been fp16, what is lost is zero already, and so
+///   `lost` is zero. If gradients are spread evenly around zero, up to as many are lost as there are at the `edge`.
+/// - `exponents` of a row: how often each exponent occurs among these gradients, which are divided by the power of two
+///   that is at most the scale. It has `zeros`, `infinite` and `nan` (the numbers of such elements), `first` (the
+///   exponent of the first number in `counts`: `e` for elements from 2^e to 2^(e+1)) and `counts` (how many elements
+///   have each exponent from there on; those below -160 are counted there, and those above 128 there). At a scale of
+///   2^k, an element that is counted at `e` has the exponent `e + k`, so that what would be lost at another scale is a
+///   sum of `counts`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct HealthReport {
@@ -42,62 +62,35 @@ pub struct HealthReport {
     pub skipped: u64,
     /// The advice for the scale.
     pub verdict: Verdict,
-    /// All layers together.
-    pub model: LayerHealth,
-    /// The layers that have gradients, in the order of their names.
-    pub layers: Vec<LayerHealth>,
+    pub(in crate::insight) model: LayerHealth,
+    pub(in crate::insight) layers: Vec<LayerHealth>,
 }
 
-/// The gradients of a layer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct LayerHealth {
-    /// The name of the layer; `model` for all layers together.
-    pub name: String,
-    /// The share of zeros among all elements. Whether they were zero before they were rounded, nobody knows.
-    pub zeros: f64,
-    /// The shares at the scale of the report.
-    pub now: AtScale,
-    /// How often each exponent occurs among them.
-    pub exponents: Exponents,
+pub(in crate::insight) struct LayerHealth {
+    pub(in crate::insight) name: String,
+    zeros: f64,
+    now: AtScale,
+    pub(in crate::insight) exponents: Exponents,
 }
 
-/// The fate of gradients in fp16 if they are multiplied by a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct AtScale {
-    /// The scale by which the gradients are multiplied.
-    pub scale: f64,
-    /// The share below fp16's smallest normal number, 2^-14, where precision is lost. Includes `lost`.
-    pub below_normal: f64,
-    /// The share below fp16's smallest subnormal number, 2^-24: they become zero, or at best that number.
-    pub lost: f64,
-    /// The share from 2^-24 to 2^-23, the last binade that is not lost. Of gradients that have been fp16, what is lost
-    /// is zero already, and so `lost` is zero. If gradients are spread evenly around zero, up to as many are lost as
-    /// there are here.
-    pub edge: f64,
-    /// The share of at least 2^16, which overflows.
-    pub overflowing: f64,
-    /// How many times the scale can be doubled before the largest element, rounded down to a power of two, exceeds
-    /// 2^15, the exponent of fp16's largest number, 65504. Negative if it does already. `None` if all elements are
-    /// zero, infinite or NaN.
-    pub headroom: Option<i32>,
+struct AtScale {
+    scale: f64,
+    below_normal: f64,
+    lost: f64,
+    edge: f64,
+    overflowing: f64,
+    headroom: Option<i32>,
 }
 
-/// How often each exponent occurs among gradients, which are divided by the power of two that is at most the scale.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct Exponents {
-    /// The number of elements that are zero.
-    pub zeros: u64,
-    /// The number of infinite elements.
-    pub infinite: u64,
-    /// The number of elements that are NaN.
-    pub nan: u64,
-    /// The exponent of the first number in `counts`: `e` for elements from 2^e to 2^(e+1).
-    pub first: i32,
-    /// How many elements have each exponent. Those below -160 are counted there, and those above 128 there.
-    pub counts: Vec<u64>,
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(in crate::insight) struct Exponents {
+    zeros: u64,
+    infinite: u64,
+    nan: u64,
+    pub(in crate::insight) first: i32,
+    pub(in crate::insight) counts: Vec<u64>,
 }
 
 /// The advice for a loss scale.
@@ -180,8 +173,8 @@ impl LayerHealth {
         Self { name: name.to_owned(), zeros, now: exponents.at(scale, 0), exponents }
     }
 
-    /// Returns what would become of the layer's gradients if the scale were multiplied by 2^`binades`.
-    pub fn at(&self, binades: i32) -> AtScale {
+    /// What would become of the gradients if the scale were multiplied by 2^`binades`.
+    fn at(&self, binades: i32) -> AtScale {
         self.exponents.at(self.now.scale, binades)
     }
 }
@@ -202,18 +195,17 @@ impl Exponents {
         }
     }
 
-    /// Returns the number of all elements.
-    pub fn elements(&self) -> u64 {
+    fn elements(&self) -> u64 {
         total([self.zeros, self.infinite, self.nan, self.counted()])
     }
 
-    /// Returns the number of elements that are neither zero, infinite nor NaN.
+    /// The number of elements that are neither zero, infinite nor NaN.
     pub(in crate::insight) fn counted(&self) -> u64 {
         total(self.counts.iter().copied())
     }
 
-    /// Returns the exponent of the largest element that is neither zero, infinite nor NaN.
-    pub fn largest(&self) -> Option<i32> {
+    /// The exponent of the largest element that is neither zero, infinite nor NaN.
+    fn largest(&self) -> Option<i32> {
         let last = self.counts.len().checked_sub(1)?;
         Some(self.first.saturating_add(i32::try_from(last).unwrap_or(i32::MAX)))
     }
@@ -281,33 +273,22 @@ fn percent(share: f64) -> String {
     }
 }
 
-/// The numbers of an `AtScale` without the scale.
-fn shares(at: &AtScale) -> String {
-    let AtScale { lost, edge, overflowing, headroom, .. } = *at;
-    let Some(headroom) = headroom else {
-        return "no gradient that is neither zero nor infinite".to_owned();
-    };
-    let is_at_edge =
-        if edge > lost { format!(" and {} at its edge", percent(edge)) } else { String::new() };
-    let room = match headroom {
-        1 => "1 binade of headroom".to_owned(),
-        0.. => format!("{headroom} binades of headroom"),
-        _ => format!("{} overflow", percent(overflowing)),
-    };
-    format!("{} underflow{is_at_edge}, {room}", percent(lost))
-}
-
-/// Prints such as `at 2^13: 0.02 % underflow, 3 binades of headroom`.
+/// Prints such as `0.02 % underflow, 3 binades of headroom`.
 impl fmt::Display for AtScale {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "at {}: {}", power_of_two(self.scale), shares(self))
-    }
-}
-
-/// Prints such as `layers.3.q: 31 % underflow, 5 binades of headroom, 12 % zeros`.
-impl fmt::Display for LayerHealth {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}, {} zeros", self.name, shares(&self.now), percent(self.zeros))
+        let Self { lost, edge, overflowing, headroom, .. } = *self;
+        let Some(headroom) = headroom else {
+            return f.write_str("no gradient that is neither zero nor infinite");
+        };
+        write!(f, "{} underflow", percent(lost))?;
+        if edge > lost {
+            write!(f, " and {} at its edge", percent(edge))?;
+        }
+        match headroom {
+            1 => f.write_str(", 1 binade of headroom"),
+            0.. => write!(f, ", {headroom} binades of headroom"),
+            _ => write!(f, ", {} overflow", percent(overflowing)),
+        }
     }
 }
 
@@ -337,7 +318,7 @@ impl fmt::Display for Verdict {
 impl fmt::Display for HealthReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { observed, skipped, verdict, model, layers, .. } = self;
-        write!(f, "{}", model.now)?;
+        write!(f, "at {}: {}", power_of_two(model.now.scale), model.now)?;
         if *skipped > 0 {
             write!(f, ", {skipped} of {observed} iterations skipped")?;
         }
@@ -345,6 +326,126 @@ impl fmt::Display for HealthReport {
         let lost = |layer: &LayerHealth| layer.now.lost.max(layer.now.edge);
         let mut worst: Vec<_> = layers.iter().filter(|layer| lost(layer) > NAMED_SHARE).collect();
         worst.sort_by(|a, b| lost(b).total_cmp(&lost(a)));
-        worst.iter().take(MOST_LAYERS).try_for_each(|layer| write!(f, "\n  {layer}"))
+        worst.iter().take(MOST_LAYERS).try_for_each(|LayerHealth { name, now, zeros, .. }| {
+            write!(f, "\n  {name}: {now}, {} zeros", percent(*zeros))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::Range;
+
+    use super::*;
+
+    /// The whole part of log2|x|, by doubling and halving.
+    fn exponent(x: f64) -> i32 {
+        let (mut x, mut exponent) = (x.abs(), 0);
+        while x >= 2.0 {
+            (x, exponent) = (x / 2.0, exponent + 1);
+        }
+        while x < 1.0 {
+            (x, exponent) = (x * 2.0, exponent - 1);
+        }
+        exponent
+    }
+
+    /// Some numbers of each of these exponents, powers of two and others, and some that have none.
+    fn gradients(powers: Range<i32>) -> Vec<f64> {
+        let numbers = powers.flat_map(|power| {
+            // In two steps, because 2^1074 is infinite.
+            let x = 2f64.powi(power / 2) * 2f64.powi(power - power / 2);
+            let count = power.rem_euclid(5) as usize;
+            [x, -1.75 * x].into_iter().cycle().take(count + 1)
+        });
+        let others = [0.0, -0.0, 0.0, f64::INFINITY, f64::NEG_INFINITY, f64::NAN];
+        numbers.chain(others).collect()
+    }
+
+    /// The counts of scaled gradients.
+    fn counted(gradients: &[f64], scale_power: i32) -> ExponentRow {
+        let mut row = ExponentRow { exponents: vec![0; 289], ..ExponentRow::default() };
+        for x in gradients {
+            if *x == 0.0 {
+                row.zeros += 1;
+            } else if x.is_infinite() {
+                row.infinite += 1;
+            } else if x.is_nan() {
+                row.nan += 1;
+            } else {
+                let exponent = (exponent(*x) - scale_power).clamp(-160, 128);
+                row.exponents[(exponent - LOWEST_EXPONENT) as usize] += 1;
+            }
+        }
+        row
+    }
+
+    /// What a report must say of scaled gradients that are multiplied by 2^`binades`.
+    fn assert_shares(at: AtScale, gradients: &[f64], binades: i32, context: &str) {
+        let numbers = gradients.iter().filter(|x| x.is_finite() && **x != 0.0);
+        let scaled: Vec<_> = numbers.map(|x| x.abs() * 2f64.powi(binades)).collect();
+        let share = |which: &dyn Fn(f64) -> bool| {
+            scaled.iter().filter(|x| which(**x)).count() as f64 / scaled.len() as f64
+        };
+        let [normal, smallest, too_large] = [-14, -24, 16].map(|power| 2f64.powi(power));
+        assert_eq!(at.below_normal, share(&|x| x < normal), "{context}");
+        assert_eq!(at.lost, share(&|x| x < smallest), "{context}");
+        assert_eq!(at.edge, share(&|x| x >= smallest && x < 2.0 * smallest), "{context}");
+        assert_eq!(at.overflowing, share(&|x| x >= too_large), "{context}");
+        let largest = scaled.iter().copied().fold(0.0, f64::max);
+        // Beyond, the last bin is all that is known.
+        if largest > 2f64.powi(-100) && largest < 2f64.powi(90) {
+            assert_eq!(at.headroom, Some(15 - exponent(largest)), "{context}");
+        }
+    }
+
+    #[test]
+    fn shares_at_another_scale_are_those_of_a_plain_loop() {
+        let layers = [3..4, -28..17, -152..40, -152..127, -1074..1023].map(gradients);
+        for scale_power in [0, 5, 13, 16, -3] {
+            let rows = layers.iter().map(|gradients| counted(gradients, scale_power)).collect();
+            let counts = ExponentCounts { observed: 1, non_finite: 1, rows };
+            let names = ["a", "b", "c", "d", "e"].map(str::to_owned);
+            let report = HealthReport::new(2f64.powi(scale_power), counts, &names);
+            assert_eq!(report.layers.len(), layers.len());
+            for (layer, gradients) in report.layers.iter().zip(&layers) {
+                let context = format!("{} at 2^{scale_power}", layer.name);
+                for binades in [-20, -7, -1, 0, 1, 4, 30] {
+                    assert_shares(layer.at(binades), gradients, binades, &context);
+                }
+                assert_eq!(layer.now, layer.at(0));
+                assert_eq!(layer.exponents.elements(), gradients.len() as u64);
+                let finite = gradients.iter().filter(|x| x.is_finite() && **x != 0.0);
+                let largest = finite.map(|x| exponent(*x) - scale_power).max();
+                assert_eq!(layer.exponents.largest(), largest.map(|largest| largest.min(128)));
+            }
+            assert_shares(report.model.at(3), &layers.concat(), 3, "all");
+        }
+    }
+
+    fn use_numbers(scale: f64, exponents: Exponents) {
+        let now = AtScale { scale, ..exponents.at(1.0, 0) };
+        let layer = LayerHealth { name: String::new(), zeros: 0.0, now, exponents };
+        for binades in [i32::MIN, -1, 0, 1, i32::MAX] {
+            let _at = layer.at(binades);
+        }
+        let _counts = (layer.exponents.elements(), layer.exponents.largest());
+    }
+
+    /// A report that was read from a file may have any.
+    #[test]
+    fn numbers_that_no_run_has_break_nothing() {
+        for scale in [f64::MAX, -1e308, 5e-324, 0.0, f64::NAN, f64::INFINITY] {
+            for first in [i32::MIN, -1, 0, i32::MAX] {
+                for n in [0, 1, u64::MAX / 2 + 1, u64::MAX] {
+                    for counts in [vec![], vec![n; 3]] {
+                        use_numbers(
+                            scale,
+                            Exponents { zeros: n, infinite: n, nan: n, first, counts },
+                        );
+                    }
+                }
+            }
+        }
     }
 }

@@ -2,7 +2,8 @@
 
 use run_report::{Document, HeatMap};
 
-use crate::insight::{Exponents, HealthReport, LayerHealth};
+use crate::insight::HealthReport;
+use crate::insight::health::{Exponents, LayerHealth};
 
 /// How many reports have a column.
 const MOST_COLUMNS: usize = 120;

@@ -6,7 +6,8 @@ use run_report::{Document, Plot, Series, Spacing, Table};
 
 use super::{Page, reason, with_rest};
 use crate::error::Number;
-use crate::insight::{Explanation, HistoryReport, SkipCause, StepRecord};
+use crate::insight::health::StepRecord;
+use crate::insight::{Explanation, HistoryReport, SkipCause};
 
 /// How many points of a line are drawn.
 const MOST_POINTS: usize = 2000;
