@@ -41,9 +41,9 @@ Tensor mean_squares(const Tensor &gradient, int64_t dim) {
 
 // Moves an average of squares, and returns it as it is before it is rounded to the dtype of the state.
 Tensor renew(Entry &e, int place, const Tensor &squares, const Tensor &weight) {
-  const Tensor &old = e.factors[place];
+  const Tensor &old = e.factors->states[place];
   Tensor out = old.to(squares.scalar_type()).lerp(squares, weight.to(squares.scalar_type()));
-  e.renewed[place] = out.to(old.scalar_type());
+  e.factors->renewed[place] = out.to(old.scalar_type());
   return out;
 }
 
@@ -65,7 +65,7 @@ void find(Entry &e, const Unscaling &unscaling) {
   const auto precise = e.parameter.is_mps() ? at::kFloat : at::kDouble;
   e.direction = at::empty_like(e.parameter, e.parameter.options().dtype(wide));
   if (e.parameter.numel() == 0) {
-    e.coefficients[0] = at::zeros({}, e.parameter.options().dtype(precise));
+    e.factors->coefficients[0] = at::zeros({}, e.parameter.options().dtype(precise));
     return;
   }
   const double root = std::sqrt(static_cast<double>(e.parameter.numel()));
@@ -81,7 +81,7 @@ void find(Entry &e, const Unscaling &unscaling) {
   const Tensor update = estimate(e, gradient, weight, eps).clamp_min_(eps * eps).rsqrt_().mul_(gradient);
   const Tensor excess = norm(update, precise).div(root * o.clip_threshold);
   e.direction.copy_(update);
-  e.coefficients[0] = at_least(o.eps2, size).mul(rate).div(at_least(1, excess));
+  e.factors->coefficients[0] = at_least(o.eps2, size).mul(rate).div(at_least(1, excess));
 }
 
 }  // namespace

@@ -67,13 +67,13 @@ double next_step_of(const Entry &e) {
 }
 
 NAdamNumbers nadam_numbers_of(const Entry &e) {
-  return nadam_numbers(*e.options, next_step_of(e), *e.factors[kMuProduct].const_data_ptr<float>());
+  return nadam_numbers(*e.options, next_step_of(e), *e.factors->states[kMuProduct].const_data_ptr<float>());
 }
 
 void count_step(const Entry &e) {
   if (!e.step.defined()) return;
   if (e.options->algorithm == TAMP_OPTIM_NADAM) {
-    *e.factors[kMuProduct].mutable_data_ptr<float>() = nadam_numbers_of(e).mu_product;
+    *e.factors->states[kMuProduct].mutable_data_ptr<float>() = nadam_numbers_of(e).mu_product;
   }
   if (e.is_low_bit()) {
     *e.step.mutable_data_ptr<int64_t>() = static_cast<int64_t>(exact_step_of(e));
@@ -157,7 +157,7 @@ Update update_of(const Entry &e, Corrections &corrections) {
                                   maximize};
     }
     case TAMP_OPTIM_ADAFACTOR: {
-      const Tensor &rate = e.coefficients[0];
+      const Tensor &rate = e.factors->coefficients[0];
       return tamp::kernels::Adafactor{1 - o.lr * o.weight_decay, rate.defined() ? rate.item<double>() : 0};
     }
     case TAMP_OPTIM_MUON: {
@@ -332,6 +332,14 @@ Unscaling unscaling_of(const GradientScale &scale) {
   return out;
 }
 
+// Gives the states of another shape their values after the step.
+void write(const Factors &factors) {
+  for (int i = 0; i < kStates; ++i) {
+    if (factors.renewed[i].defined()) factors.states[i].copy_(factors.renewed[i]);
+    tamp::bump_version(factors.states[i]);
+  }
+}
+
 }  // namespace
 
 void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
@@ -354,7 +362,7 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
   orthogonalize(work, unscaling, /*is_skipped=*/false);
   find_directions(work, unscaling);
   for (const auto &e : work) {
-    for (const auto &factor : e.factors) tamp::end_lazy_copy(factor);
+    for (int i = 0; e.factors && i < kStates; ++i) tamp::end_lazy_copy(e.factors->states[i]);
     sizes.push_back(e.parameter.numel());
     tasks.push_back({e, memory_of(e), update_of(e, corrections)});
   }
@@ -366,13 +374,10 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
   for (const auto &[i, original] : originals) copy_back(original, work[i]);
   for (const auto &e : work) {
     count_step(e);
-    for (int i = 0; i < kStates; ++i) {
-      if (e.renewed[i].defined()) e.factors[i].copy_(e.renewed[i]);
-    }
+    if (e.factors) write(*e.factors);
     tamp::bump_version(e.parameter);
     tamp::bump_version(e.master.tensor);
     for (const auto &state : e.states) tamp::bump_version(state);
-    for (const auto &factor : e.factors) tamp::bump_version(factor);
   }
 }
 

@@ -172,10 +172,10 @@ class OneDevice {
     for (auto &e : entries) {
       if (is_clipped_before(e)) e.gradient = clipped(e.gradient);
       if (e.master.kind == TAMP_MASTER_FLOAT) rounded_.add(e.parameter, e.master.tensor);
-      for (int i = 0; i < kStates; ++i) {
-        if (!e.renewed[i].defined()) continue;
-        renewed_.add(e.factors[i], e.renewed[i]);
-        factors_.push_back(e.factors[i]);
+      for (int i = 0; e.factors && i < kStates; ++i) {
+        if (!e.factors->renewed[i].defined()) continue;
+        renewed_.add(e.factors->states[i], e.factors->renewed[i]);
+        factors_.push_back(e.factors->states[i]);
       }
       (StandIns::are_needed(e) ? indirect : direct).push_back(std::move(e));
     }

@@ -23,8 +23,9 @@ void Batch::add(const Entry &e) {
   gradients.push_back(e.gradient);
   if (e.step.defined()) steps.push_back(e.step);
   if (e.direction.defined()) direction.push_back(e.direction);
-  for (int i = 0; i < kCoefficients; ++i) {
-    if (e.coefficients[i].defined()) coefficients[i].push_back(e.coefficients[i]);
+  for (int i = 0; e.factors && i < kCoefficients; ++i) {
+    const at::Tensor &coefficient = e.factors->coefficients[i];
+    if (coefficient.defined()) coefficients[i].push_back(coefficient);
   }
   for (int i = 0; i < kStates; ++i) {
     if (e.states[i].defined()) states[i].push_back(e.states[i]);

@@ -30,7 +30,7 @@ void find(const std::vector<Entry *> &entries) {
   std::vector<Tensor> steps, products;
   for (const Entry *e : entries) {
     steps.push_back(e->step.reshape({}));
-    products.push_back(e->factors[kMuProduct].reshape({}));
+    products.push_back(e->factors->states[kMuProduct].reshape({}));
   }
   const auto precise = steps.front().is_mps() ? at::kFloat : at::kDouble;
   const Tensor step = at::stack(steps).add_(1).to(precise);
@@ -43,10 +43,10 @@ void find(const std::vector<Entry *> &entries) {
       next.mul(minus_lr).div_(known.mul(next).neg_().add_(1)),
   };
   for (size_t i = 0; i < entries.size(); ++i) {
-    Entry &e = *entries[i];
+    Factors &factors = *entries[i]->factors;
     const auto place = static_cast<int64_t>(i);
-    for (int k = 0; k < kCoefficients; ++k) e.coefficients[k] = numbers[k].select(0, place);
-    e.renewed[kMuProduct] = product.select(0, place).reshape(e.factors[kMuProduct].sizes());
+    for (int k = 0; k < kCoefficients; ++k) factors.coefficients[k] = numbers[k].select(0, place);
+    factors.renewed[kMuProduct] = product.select(0, place).reshape(factors.states[kMuProduct].sizes());
   }
 }
 

@@ -144,11 +144,13 @@ void fill(Entry &out, const tamp_optim_parameter &given, const tamp_optim_option
               out.parameter.scalar_type(), " cannot be stepped");
   if (given.step != nullptr) out.step = tamp::tensor(given.step);
   out.kept_as = given.kept_as;
+  const bool has_factors = out.options->algorithm == TAMP_OPTIM_NADAM || out.options->algorithm == TAMP_OPTIM_ADAFACTOR;
+  if (has_factors) out.factors = std::make_shared<tamp::optim::Factors>();
   for (int i = 0; i < kStates; ++i) {
     if (given.states[i] == nullptr) continue;
     if (is_factor(out.options->algorithm, i)) {
-      out.factors[i] = tamp::tensor(given.states[i]);
-      check_factor(out, i, out.factors[i]);
+      out.factors->states[i] = tamp::tensor(given.states[i]);
+      check_factor(out, i, out.factors->states[i]);
       continue;
     }
     out.states[i] = tamp::tensor(given.states[i]);

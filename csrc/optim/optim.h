@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <vector>
 
 #include "border/shim.h"
@@ -13,6 +14,12 @@ namespace tamp::optim {
 
 constexpr int kCoefficients = 3;
 
+// What NAdam and Adafactor have besides: the states of another shape than the parameter, their values after the step,
+// and the numbers of the update, for NAdam on devices other than the CPU.
+struct Factors {
+  at::Tensor states[kStates], renewed[kStates], coefficients[kCoefficients];
+};
+
 // A parameter and everything that its update reads and writes.
 struct Entry {
   const tamp_optim_options *options = nullptr;
@@ -22,10 +29,8 @@ struct Entry {
   Master master;
   // Like the parameter: the orthogonalized momentum of Muon, in bf16, or the direction of Adafactor in `dtype`.
   at::Tensor direction{};
-  double rate = 0;  // along the direction; of Muon with rates on the device the factor of these
-  // The states of NAdam and Adafactor that have another shape, and their values after the step.
-  at::Tensor factors[kStates], renewed[kStates];
-  at::Tensor coefficients[kCoefficients];  // numbers of their updates, on devices other than the CPU
+  double rate = 0;                     // along the direction; of Muon with rates on the device the factor of these
+  std::shared_ptr<Factors> factors{};  // of NAdam and Adafactor alone
   uint8_t kept_as = TAMP_STATES_PLAIN;
 
   // The dtype of the update's arithmetic, and of the state unless that has fewer bits.
