@@ -48,8 +48,8 @@ usage: cargo xtask <command>
 
   demo [--tch V] [args...]           trains a small GPT and on handwritten digits with and without mixed
                                      precision; --ranks 2 trains on the digits with two processes
-  test [--tch V]                     format, lints, documentation, contents of the package, then every test on the
-                                     CPU and on simulated GPUs, and some on CUDA's real host code
+  test [--tch V] [stage]             format, lints, documentation, contents of the package, then every test on the
+                                     CPU and on simulated GPUs, and some on CUDA's real host code; or one stage
   test [--tch V] pairs [seconds]     tries random programs that make use of two abilities, for ten minutes by default
   release-check                      minimum Rust version, the packed crate with the oldest dependencies, copies of the
                                      simulated GPUs that arrive at other times, and what libtorch decides with the

@@ -1,5 +1,6 @@
-//! The steps of a long run, with headings, and what runs beside them.
+//! The stages of a long run, with headings and times, and what runs beside them.
 
+use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -10,25 +11,37 @@ use anyhow::{Context, Result, anyhow};
 
 use crate::{paths, process};
 
-/// Prints a heading for each step, with the time that the previous step took.
-///
-/// Nothing is printed after the last step, so a run ends with the output of that step.
+/// The file below `target` that has the table of the last run.
+const TABLE: &str = "stages.txt";
+
+/// Prints a heading for each stage, and remembers how long it took.
 #[derive(Debug, Default)]
 pub(crate) struct Steps {
-    current: Option<(String, Instant)>,
+    ended: Vec<Ended>,
 }
 
-/// Commands that run beside the steps, one after the other, and whose output is shown when they have ended.
+/// A stage that has ended, and its seconds.
+#[derive(Debug)]
+struct Ended {
+    name: String,
+    seconds: f64,
+    has_passed: bool,
+}
+
+/// Commands that run beside the stages, one after the other, and whose output is shown when they have ended.
 #[derive(Debug)]
 pub(crate) struct Beside {
-    name: String,
-    running: JoinHandle<Result<()>>,
+    running: JoinHandle<Vec<(Ended, Result<()>)>>,
     output: PathBuf,
 }
 
 impl Beside {
-    /// Starts the commands, which write to a file below `target`. All of them run, also if one fails.
-    pub(crate) fn start(name: &str, commands: impl IntoIterator<Item = Command>) -> Result<Self> {
+    /// Starts the commands, each with its name, which write to a file below `target`. All of them run, also if one
+    /// fails.
+    pub(crate) fn start(
+        name: &str,
+        commands: impl IntoIterator<Item = (String, Command)>,
+    ) -> Result<Self> {
         let words: Vec<_> = name.split([' ', ',']).filter(|word| !word.is_empty()).collect();
         let folder = paths::target();
         fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
@@ -36,36 +49,70 @@ impl Beside {
         let cannot = || format!("{} cannot be written", output.display());
         let out = File::create(&output).with_context(cannot)?;
         let mut commands: Vec<_> = commands.into_iter().collect();
-        for command in &mut commands {
+        for (_, command) in &mut commands {
             command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out.try_clone()?);
         }
         println!("\n-- {name} begins, and is shown when it has ended");
         let running = thread::spawn(move || {
-            let ended = commands.into_iter().map(|mut command| process::run(&mut command));
-            ended.collect::<Vec<_>>().into_iter().collect()
+            let run = |(name, mut command): (String, Command)| {
+                timed(&name, || process::run(&mut command))
+            };
+            commands.into_iter().map(run).collect()
         });
-        Ok(Self { name: name.to_owned(), running, output })
+        Ok(Self { running, output })
     }
 
-    /// Waits for the end, shows what was printed, and fails if a command has failed.
-    pub(crate) fn finish(self) -> Result<()> {
-        let ended = self.running.join().unwrap_or_else(|_| Err(anyhow!("the run has panicked")));
+    /// Waits for the end, shows the table of all stages and then what was printed, and fails if a command has failed.
+    pub(crate) fn finish(self, steps: &mut Steps) -> Result<()> {
+        let ended = self.running.join().map_err(|_| anyhow!("the run has panicked"))?;
+        let mut first_error = Ok(());
+        for (stage, result) in ended {
+            steps.ended.push(stage);
+            first_error = first_error.and(result);
+        }
+        println!("\n{}", steps.table());
         let printed = fs::read(&self.output).with_context(|| self.output.display().to_string())?;
         println!("{}", String::from_utf8_lossy(&printed));
-        ended.context(self.name)
+        first_error
     }
 }
 
+/// Runs a stage, and adds its name to its error.
+fn timed<T>(name: &str, stage: impl FnOnce() -> Result<T>) -> (Ended, Result<T>) {
+    let start = Instant::now();
+    let result = stage().with_context(|| name.to_owned());
+    let (seconds, has_passed) = (start.elapsed().as_secs_f64(), result.is_ok());
+    (Ended { name: name.to_owned(), seconds, has_passed }, result)
+}
+
 impl Steps {
-    /// Runs one step and adds its name to errors.
-    pub(crate) fn run<T>(&mut self, name: &str, step: impl FnOnce() -> Result<T>) -> Result<T> {
-        match self.current.replace((name.to_owned(), Instant::now())) {
-            Some((before, start)) => {
-                println!("\n== {name}  ({before} took {:.1} s)", start.elapsed().as_secs_f64());
-            }
-            None => println!("== {name}"),
+    /// Runs one stage and adds its name to errors.
+    pub(crate) fn run<T>(&mut self, name: &str, stage: impl FnOnce() -> Result<T>) -> Result<T> {
+        println!("\n== {name}");
+        let (ended, result) = timed(name, stage);
+        println!("-- {name} took {:.1} s", ended.seconds);
+        self.ended.push(ended);
+        result
+    }
+
+    /// A line for each stage so far, with its seconds.
+    fn table(&self) -> String {
+        let width = self.ended.iter().map(|stage| stage.name.chars().count()).max().unwrap_or(0);
+        let mut table = String::new();
+        for Ended { name, seconds, has_passed } in &self.ended {
+            let failed = if *has_passed { "" } else { "  FAILED" };
+            let _infallible = writeln!(table, "{name:<width$} {seconds:>8.1} s{failed}");
         }
-        step().with_context(|| name.to_owned())
+        table
+    }
+}
+
+/// Keeps the table of a run of several stages, also of one that has failed.
+impl Drop for Steps {
+    fn drop(&mut self) {
+        if self.ended.len() > 1 && fs::write(paths::target().join(TABLE), self.table()).is_err() {
+            eprintln!("the table of stages cannot be written");
+        }
     }
 }
 
@@ -79,24 +126,31 @@ mod tests {
             let commands = words.iter().map(|word| {
                 let mut command = Command::new("sh");
                 command.args(["-c", word]);
-                command
+                ((*word).to_owned(), command)
             });
             Beside::start(name, commands.collect::<Vec<_>>()).unwrap()
         };
-        begin("beside 1", &["true", "true"]).finish().unwrap();
+        begin("beside 1", &["true", "true"]).finish(&mut Steps::default()).unwrap();
         let beside = begin("beside 2", &["exit 3", "echo the second"]);
         let output = beside.output.clone();
-        let error = format!("{:#}", beside.finish().unwrap_err());
-        assert!(error.starts_with("beside 2: `sh -c"), "{error}");
+        let mut steps = Steps::default();
+        let error = format!("{:#}", beside.finish(&mut steps).unwrap_err());
+        assert!(error.starts_with("exit 3: `sh -c"), "{error}");
         assert!(error.contains("exit status: 3"), "{error}");
         assert_eq!(fs::read_to_string(output).unwrap(), "the second\n");
+        let table = steps.table();
+        let lines: Vec<_> = table.lines().collect();
+        assert!(lines[0].starts_with("exit 3") && lines[0].ends_with(" s  FAILED"), "{table}");
+        assert!(lines[1].starts_with("echo the second  ") && lines[1].ends_with(" s"), "{table}");
+        std::mem::forget(steps);
     }
 
     #[test]
-    fn the_error_of_a_step_names_the_step() {
+    fn the_error_of_a_stage_names_the_stage() {
         let mut steps = Steps::default();
         assert_eq!(steps.run("first", || Ok(1)).unwrap(), 1);
         let error = steps.run("second", || Err::<(), _>(anyhow!("it broke"))).unwrap_err();
         assert_eq!(format!("{error:#}"), "second: it broke");
+        std::mem::forget(steps);
     }
 }

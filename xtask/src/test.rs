@@ -1,9 +1,10 @@
 //! `cargo xtask test`: every check, then every test.
 
+use std::cell::OnceCell;
 use std::env;
 use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail};
 
 use crate::args::Args;
 use crate::process::run as show;
@@ -40,21 +41,178 @@ enum Selection {
     OfLibtorch,
 }
 
+/// A part of `cargo xtask test`, which can also run alone.
+struct Stage {
+    /// Its name in `cargo xtask test NAME`.
+    name: &'static str,
+    /// Its heading.
+    about: &'static str,
+    work: Work,
+}
+
+enum Work {
+    /// Needs no libtorch.
+    Check(fn() -> Result<()>),
+    /// Is done with libtorch.
+    Libtorch(fn(&Workspace) -> Result<()>),
+    /// Runs beside the stages before it.
+    Beside(fn(&Workspace) -> Result<Command>),
+}
+
+/// The stages in their order: first what costs little and fails often.
+const STAGES: &[Stage] = &[
+    check("format", "format", fmt::check_rust_format),
+    check("cxx-format", "format of the C++", fmt::check_cxx_format),
+    check("links", "links between the pages", links::check),
+    check("layers", "layers of the source", layers::check),
+    check("patches", "planted faults apply", planted::check),
+    check("package", "contents of the package", package::check_contents),
+    check("clippy", "clippy", package::lint),
+    check("members", "tests of torch-files and run-report", package::test_members),
+    with_libtorch("lib", "unit tests", |workspace| {
+        show(workspace.cargo_test().args(["--package", "tch-amp", "--lib"]))
+    }),
+    with_libtorch("xtask", "tests of xtask", |workspace| {
+        show(workspace.cargo("test").args(["--package", "xtask"]))
+    }),
+    check("surface", "surface", surface::check),
+    check("documentation", "documentation", package::check_documentation),
+    check("recipes", "copies of the recipes", recipes::check),
+    check("fuzz", "fuzzing of torch-files, briefly", || match cfg!(target_os = "linux") {
+        true => fuzz::files(FUZZ_SECONDS),
+        false => Ok(()),
+    }),
+    with_libtorch("files", "torch-files beside PyTorch", |workspace| {
+        show(workspace.cargo("test").args(["--package", "torch-files", "--lib", "oracle::"]))
+    }),
+    with_libtorch("cxx", "C++ without warnings", sanitize::compile),
+    with_libtorch("simulated", "tests on simulated GPUs", |workspace| {
+        simulation::test(workspace, Extent::Whole).map(drop)
+    }),
+    with_libtorch("null-cuda", "tests on the real host code of CUDA", null_cuda::test),
+    beside("cpu", "tests on the CPU", |workspace| on_cpu(workspace, |_| true)),
+    beside("sanitize", "tests under sanitizers", |_| {
+        let mut sanitized = Command::new(env::current_exe()?);
+        sanitized.arg("sanitize");
+        Ok(sanitized)
+    }),
+    beside("doc-tests", "examples in the documentation", |workspace| {
+        // Clippy has checked the examples of the repository, which no test runs as programs of their own.
+        let mut examples = workspace.cargo_test();
+        examples.arg("--doc");
+        Ok(examples)
+    }),
+];
+
+const fn check(name: &'static str, about: &'static str, work: fn() -> Result<()>) -> Stage {
+    Stage { name, about, work: Work::Check(work) }
+}
+
+const fn with_libtorch(
+    name: &'static str,
+    about: &'static str,
+    work: fn(&Workspace) -> Result<()>,
+) -> Stage {
+    Stage { name, about, work: Work::Libtorch(work) }
+}
+
+const fn beside(
+    name: &'static str,
+    about: &'static str,
+    work: fn(&Workspace) -> Result<Command>,
+) -> Stage {
+    Stage { name, about, work: Work::Beside(work) }
+}
+
+/// The libtorch of a run, provided when it is first needed.
+#[derive(Default)]
+struct Provided(OnceCell<Workspace>);
+
+impl Provided {
+    fn get(&self) -> Result<&Workspace> {
+        if self.0.get().is_none() {
+            // Only this thread sets it.
+            let _set = self.0.set(Workspace::announced(None)?);
+        }
+        self.0.get().context("libtorch is not there")
+    }
+}
+
+impl Stage {
+    fn run(&self, libtorch: &Provided) -> Result<()> {
+        match self.work {
+            Work::Check(work) => work(),
+            Work::Libtorch(work) => work(libtorch.get()?),
+            Work::Beside(command) => show(&mut command(libtorch.get()?)?),
+        }
+    }
+
+    /// What is shown for the stage, with its name, by which it runs again.
+    fn title(&self) -> String {
+        if self.name == self.about {
+            return self.name.to_owned();
+        }
+        format!("{}: {}", self.name, self.about)
+    }
+}
+
 /// `cargo xtask test`.
 pub(crate) fn run(mut args: Args) -> Result<()> {
     let pair = args.tch()?;
-    if let Some(name) = args.next() {
-        ensure!(name == "pairs", "`{name}` is no part of the tests; `pairs` is one");
+    let name = args.next();
+    if name.as_deref() == Some("pairs") {
         return pairs(args, pair);
     }
+    args.end()?;
     let locked = Pair::locked(&paths::root())?;
-    let mut steps = Steps::default();
-    if let Some(pair) = pair.filter(|pair| *pair != locked) {
-        let (name, mut tests) = test_other(&mut steps, pair, Selection::All)?;
-        return steps.run(&name, || show(&mut tests));
+    let other = pair.filter(|pair| *pair != locked);
+    match (name, other) {
+        (Some(name), None) => one(&name),
+        (Some(name), Some(_)) => bail!("the stage `{name}` runs with the tch of Cargo.lock alone"),
+        (None, Some(pair)) => {
+            let mut steps = Steps::default();
+            let (name, mut tests) = test_other(&mut steps, pair, Selection::All)?;
+            steps.run(&name, || show(&mut tests))
+        }
+        (None, None) => all(),
     }
-    let workspace = check(&mut steps)?;
-    test(&mut steps, &workspace)
+}
+
+/// Runs one stage.
+fn one(name: &str) -> Result<()> {
+    let stage = STAGES.iter().find(|stage| stage.name == name).with_context(|| {
+        let names: Vec<_> = STAGES.iter().map(|stage| stage.name).collect();
+        format!("there is no stage `{name}`; there are {} and pairs", names.join(", "))
+    })?;
+    stage.run(&Provided::default())
+}
+
+/// Runs every stage. Those on counted devices use one core, since they count what a whole process does, one after the
+/// other, for about as long as all others use another one.
+fn all() -> Result<()> {
+    let (libtorch, mut steps) = (Provided::default(), Steps::default());
+    let mut run = |stage: &Stage| {
+        let again = || format!("see it again with `cargo xtask test {}`", stage.name);
+        steps.run(&stage.title(), || stage.run(&libtorch)).with_context(again)
+    };
+    let is_on_devices = |stage: &&Stage| ["simulated", "null-cuda"].contains(&stage.name);
+    let is_beside = |stage: &&Stage| matches!(stage.work, Work::Beside(_));
+    let (later, first): (Vec<_>, Vec<_>) =
+        STAGES.iter().partition(|stage| is_on_devices(stage) || is_beside(stage));
+    first.into_iter().try_for_each(&mut run)?;
+    let commands = later.iter().filter_map(|stage| match stage.work {
+        Work::Beside(command) => {
+            Some(libtorch.get().and_then(command).map(|command| (stage.title(), command)))
+        }
+        _ => None,
+    });
+    let others = Beside::start("all other tests", commands.collect::<Result<Vec<_>>>()?)?;
+    // Also after one that has failed: nothing goes on in the background, and one run shows both.
+    let on_devices = later.iter().copied().filter(is_on_devices).map(&mut run);
+    let on_devices: Vec<_> = on_devices.collect();
+    let others = others.finish(&mut steps);
+    on_devices.into_iter().collect::<Result<()>>()?;
+    others.context("see a stage again with `cargo xtask test` and its name")
 }
 
 /// `cargo xtask release-check`: what a release needs and few changes break.
@@ -65,11 +223,11 @@ pub(crate) fn check_release(args: Args) -> Result<()> {
     let mut beside = Vec::new();
     for pair in PAIRS.into_iter().filter(|pair| *pair != locked) {
         let (name, tests) = test_other(&mut steps, pair, Selection::OfLibtorch)?;
-        beside.push(Beside::start(&name, [tests])?);
+        beside.push(Beside::start(&name, [(name.clone(), tests)])?);
     }
     let checked = check_alone(&mut steps);
     // Also after a check that has failed: nothing goes on in the background, and one run shows both.
-    let finished: Vec<_> = beside.into_iter().map(Beside::finish).collect();
+    let finished: Vec<_> = beside.into_iter().map(|tests| tests.finish(&mut steps)).collect();
     checked?;
     finished.into_iter().collect()
 }
@@ -129,51 +287,19 @@ fn on_cpu(workspace: &Workspace, which: impl Fn(&str) -> bool) -> Result<Command
     Ok(tests)
 }
 
-/// The checks, most of which compile and link nothing.
-fn check(steps: &mut Steps) -> Result<Workspace> {
-    steps.run("format", fmt::check_rust_format)?;
-    steps.run("format of the C++", fmt::check_cxx_format)?;
-    steps.run("tests of torch-files and run-report", package::test_members)?;
-    if cfg!(target_os = "linux") {
-        steps.run("fuzzing of torch-files, briefly", || fuzz::files(FUZZ_SECONDS))?;
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_stage_has_a_name_of_its_own_and_an_unknown_one_is_refused() {
+        let names: std::collections::BTreeSet<_> = STAGES.iter().map(|stage| stage.name).collect();
+        assert_eq!(names.len(), STAGES.len());
+        assert!(!names.contains("pairs"), "it is not among those that every run has");
+        let refused = one("no-such-stage").unwrap_err().to_string();
+        assert!(
+            refused.contains("format, cxx-format, ") && refused.contains(" and pairs"),
+            "{refused}"
+        );
     }
-    steps.run("links between the pages", links::check)?;
-    steps.run("layers of the source", layers::check)?;
-    steps.run("planted faults", planted::check)?;
-    steps.run("contents of the package", package::check_contents)?;
-    steps.run("clippy", package::lint)?;
-    steps.run("copies of the recipes", recipes::check)?;
-    steps.run("surface", surface::check)?;
-    steps.run("documentation", package::check_documentation)?;
-    let workspace = steps.run("libtorch", || Workspace::announced(None))?;
-    steps.run("torch-files beside PyTorch", || {
-        show(workspace.cargo("test").args(["--package", "torch-files", "--lib", "oracle::"]))
-    })?;
-    steps.run("C++ without warnings", || sanitize::compile(&workspace))?;
-    steps.run("tests of xtask", || show(workspace.cargo("test").args(["--package", "xtask"])))?;
-    Ok(workspace)
-}
-
-/// Every test. Those on counted devices use one core, since they count what a whole process does, one after the other,
-/// for about as long as all others use another one.
-fn test(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
-    // Clippy has checked the examples, which no test runs as programs of their own.
-    let mut tests = on_cpu(workspace, |_| true)?;
-    tests.arg("--lib");
-    let mut sanitized = Command::new(env::current_exe()?);
-    sanitized.arg("sanitize");
-    let mut examples = workspace.cargo_test();
-    examples.arg("--doc");
-    let others = Beside::start("all other tests", [tests, sanitized, examples])?;
-    let on_devices = test_on_devices(steps, workspace);
-    let others = others.finish();
-    on_devices?;
-    others
-}
-
-fn test_on_devices(steps: &mut Steps, workspace: &Workspace) -> Result<()> {
-    let simulated =
-        steps.run("tests on simulated GPUs", || simulation::test(workspace, Extent::Whole));
-    steps.run("tests on the real host code of CUDA", || null_cuda::test(workspace))?;
-    simulated.map(drop)
 }
