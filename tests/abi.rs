@@ -2,13 +2,11 @@
 //! `src/sys/insight.rs`, and `csrc/distributed/shim_distributed.h` and `src/sys/distributed.rs`.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 
 fn read(name: &str) -> String {
-    std::fs::read_to_string(common::python::root().join(name)).expect("the source is readable")
+    std::fs::read_to_string(testkit::python::root().join(name)).expect("the source is readable")
 }
 
 /// The headers, one after the other, and the Rust files.
@@ -295,20 +293,20 @@ const OF_GRAPHS: [&CStr; 5] = [
 #[test]
 fn libtorch_cuda_has_the_class_of_graphs() {
     // Every libtorch_cuda has this function.
-    if !common::simulation::is_defined(c"_ZN2at4cuda9warp_sizeEv") {
-        common::skipped("the class of graphs is one of a CUDA libtorch");
+    if !testkit::simulation::is_defined(c"_ZN2at4cuda9warp_sizeEv") {
+        testkit::skipped("the class of graphs is one of a CUDA libtorch");
         return;
     }
     for name in OF_GRAPHS {
-        assert!(common::simulation::is_defined(name), "{}", name.to_string_lossy());
+        assert!(testkit::simulation::is_defined(name), "{}", name.to_string_lossy());
     }
-    assert!(!common::simulation::is_defined(c"_ZN2at4cuda9CUDAGraph5otherEv"));
+    assert!(!testkit::simulation::is_defined(c"_ZN2at4cuda9CUDAGraph5otherEv"));
 }
 
 /// The definitions of the shim: the sources, one after the other, without comments.
 fn definitions() -> String {
     let mut out = String::new();
-    for folder in entries(&common::python::root().join("csrc")) {
+    for folder in entries(&testkit::python::root().join("csrc")) {
         for path in entries(&folder) {
             if path.extension().is_some_and(|end| end == "cpp") {
                 out += &flat(&std::fs::read_to_string(path).expect("the source is readable"));
@@ -587,7 +585,7 @@ fn rust_bodies(text: &str) -> Vec<(&str, &str)> {
 }
 
 fn rust_sources(folder: &str, out: &mut Vec<String>) {
-    for entry in std::fs::read_dir(common::python::root().join(folder)).expect("src is readable") {
+    for entry in std::fs::read_dir(testkit::python::root().join(folder)).expect("src is readable") {
         let entry = entry.expect("the entry is readable");
         let path = format!("{folder}/{}", entry.file_name().to_string_lossy());
         if entry.path().is_dir() {

@@ -1,15 +1,13 @@
 //! The buffers of a model when steps are skipped.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
-use common::tensors::{Tie, tie};
-use common::{for_each_device, to_f64};
 use tch::nn::{self, ModuleT, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::buffers::{BufferSnapshot, check_buffers_finite};
 use tch_amp::checkpoint::CheckpointError;
 use tch_amp::{Error, GradScaler};
+use testkit::tensors::{Tie, tie};
+use testkit::{for_each_device, to_f64};
 
 fn batch_norm(device: Device) -> (VarStore, nn::BatchNorm) {
     let vs = VarStore::new(device);

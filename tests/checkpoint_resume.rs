@@ -2,8 +2,6 @@
 //! because the random state that they save belongs to the whole process.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -20,9 +18,9 @@ use tch_amp::optim::{
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
-use common::bits::bits;
-use common::files::Folder;
-use common::for_each_device;
+use testkit::bits::bits;
+use testkit::files::Folder;
+use testkit::for_each_device;
 
 /// A model with dropout, trained on shuffled rows, with an occasional overflow.
 struct Shuffled {
@@ -490,7 +488,7 @@ fn the_other_fields_of_the_cpus_generator_are_checked() {
     let fields = [(place::NORMAL_X, 0.125f64), (place::NORMAL_RHO, 2.5)];
     let fields = fields.map(|(place, number)| (place, number.to_le_bytes()));
     let fields = fields.each_ref().map(|(place, bytes)| (place.clone(), &bytes[..]));
-    let draw = || common::to_f64(&Tensor::rand([1000], (Kind::Float, Device::Cpu)));
+    let draw = || testkit::to_f64(&Tensor::rand([1000], (Kind::Float, Device::Cpu)));
     Rng(Device::Cpu).set_state(&Tensor::from_slice(&state)).unwrap();
     let expected = draw();
     Rng(Device::Cpu).set_state(&Tensor::from_slice(&with(old, &fields))).unwrap();
@@ -514,7 +512,7 @@ fn a_state_is_a_plain_row_of_bytes() {
         ("without memory", zero),
         ("sparse", state.to_sparse_sparse_dim(1)),
     ];
-    others.extend(common::gpus().into_iter().map(|gpu| ("on a GPU", state.to_device(gpu))));
+    others.extend(testkit::gpus().into_iter().map(|gpu| ("on a GPU", state.to_device(gpu))));
     let before = bits(&Rng(Device::Cpu).get_state().unwrap());
     for (what, other) in others {
         let refused = Rng(Device::Cpu).set_state(&other);
@@ -526,7 +524,7 @@ fn a_state_is_a_plain_row_of_bytes() {
 #[test]
 fn the_offset_of_a_gpus_generator_is_checked_before_its_seed_is_set() {
     let _alone = ALONE.lock().unwrap();
-    for gpu in common::gpus() {
+    for gpu in testkit::gpus() {
         tch::manual_seed(5);
         let state = bits(&Rng(gpu).get_state().unwrap());
         assert_eq!(state.len(), 16);

@@ -1,10 +1,6 @@
 //! A short run of the demo: it learns in every precision, and its report is well formed.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-mod common;
-
-use common::files::Folder;
-use common::html::unclosed_tags;
 use recipes::Ranks;
 use recipes::demo::digits::computer::Facts;
 use recipes::demo::digits::options::Options;
@@ -18,6 +14,8 @@ use std::path::PathBuf;
 use std::sync::{LazyLock, Mutex};
 use tch::Device;
 use tch_amp::Amp;
+use testkit::files::Folder;
+use testkit::html::unclosed_tags;
 
 /// Held while random numbers are drawn, because the generator belongs to the whole process.
 static RANDOM: Mutex<()> = Mutex::new(());

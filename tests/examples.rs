@@ -4,7 +4,6 @@
 mod accumulation;
 #[path = "../examples/clipping.rs"]
 mod clipping;
-mod common;
 #[path = "../examples/distributed.rs"]
 mod distributed;
 #[path = "../examples/fused.rs"]
@@ -36,9 +35,6 @@ mod threads;
 mod train;
 
 use anyhow::Context;
-use common::bits;
-use common::files::Folder;
-use common::python::Oracle;
 use recipes::text_classifier::batch::Collate;
 use recipes::text_classifier::model::{Classifier, Dropout, Pooling};
 use recipes::text_classifier::pretrained;
@@ -48,6 +44,9 @@ use std::path::Path;
 use tch::Device;
 use tch::nn::VarStore;
 use tch_amp::Amp;
+use testkit::bits;
+use testkit::files::Folder;
+use testkit::python::Oracle;
 
 #[test]
 fn train_runs() -> anyhow::Result<()> {
@@ -291,7 +290,7 @@ fn sparsemax_runs() -> anyhow::Result<()> {
 #[test]
 fn every_example_is_run() -> anyhow::Result<()> {
     let this = include_str!("examples.rs");
-    for entry in std::fs::read_dir(common::python::root().join("examples"))? {
+    for entry in std::fs::read_dir(testkit::python::root().join("examples"))? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
         anyhow::ensure!(this.contains(&format!("../examples/{name}")), "no test runs {name}");

@@ -4,18 +4,16 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
-mod common;
-
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tch_amp::function::{Function, GradConfig, grad};
 use tch_amp::{Autocast, autocast, function};
 
-use common::bits::{bits, kind_named};
-use common::functions::MyMm;
-use common::python::Oracle;
-use common::rng::Rng;
-use common::{for_each_device, gpus_that_round_as_the_cpu};
+use testkit::bits::{bits, kind_named};
+use testkit::functions::MyMm;
+use testkit::python::Oracle;
+use testkit::rng::Rng;
+use testkit::{for_each_device, gpus_that_round_as_the_cpu};
 
 const ROUNDS: usize = 40;
 

@@ -2,12 +2,10 @@
 //! of other tests would be measured, too.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
 use tch::Tensor;
 use tch_amp::function;
 
-use common::{is_set, resident_bytes};
+use testkit::{is_set, resident_bytes};
 
 /// Even in the short run, a leak of six bytes per application exceeds this.
 const MAX_BYTES: u64 = 1 << 20;

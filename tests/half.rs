@@ -1,14 +1,12 @@
 //! 16-bit numbers are copied into tensors and back bit by bit, with every version of tch.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
 use half::{bf16, f16};
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::half::{from_slice, to_vec};
 
-use crate::common::for_each_device;
+use testkit::for_each_device;
 
 /// All 65536 numbers, including NaNs with all their payloads.
 fn all<T>(from_bits: impl Fn(u16) -> T) -> Vec<T> {

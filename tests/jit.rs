@@ -1,14 +1,12 @@
 //! TorchScript modules: the switch of TorchScript's own autocast pass, and freezing.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
-use common::bits::bits;
-use common::files::Folder;
-use common::for_each_device;
-use common::python::Oracle;
 use tch::{CModule, Device, Kind, Tensor, no_grad};
 use tch_amp::{Autocast, Error, jit};
+use testkit::bits::bits;
+use testkit::files::Folder;
+use testkit::for_each_device;
+use testkit::python::Oracle;
 
 /// How often a module is called: TorchScript looks at the first calls, and compiles for the later ones.
 const CALLS: usize = 3;

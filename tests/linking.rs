@@ -2,8 +2,6 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -32,7 +30,7 @@ fn libtorch_cuda_is_loaded_if_libtorch_has_it() {
     let has_cuda = cpu.with_file_name("libtorch_cuda.so").exists();
     assert_eq!(named(&libraries, "libtorch_cuda.so").is_some(), has_cuda);
     if !has_cuda {
-        assert!(!common::is_set("TCH_AMP_REQUIRE_CUDA"), "this libtorch has no CUDA library");
-        common::skipped("this libtorch has no CUDA library to load");
+        assert!(!testkit::is_set("TCH_AMP_REQUIRE_CUDA"), "this libtorch has no CUDA library");
+        testkit::skipped("this libtorch has no CUDA library to load");
     }
 }

@@ -3,7 +3,6 @@
 //! This is a program of its own, because the memory of other tests would be counted, too.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
 #[path = "../benches/common/master_memory.rs"]
 mod held;
 #[path = "../benches/common/memory.rs"]
@@ -24,7 +23,7 @@ fn every_way_to_train_holds_the_documented_bytes() {
     tch::set_num_threads(1);
     // The first measurement allocates what the process then keeps.
     if measure(&setups()[0]).is_none() {
-        common::skipped("measuring memory needs /proc/self/smaps_rollup");
+        testkit::skipped("measuring memory needs /proc/self/smaps_rollup");
         return;
     }
     for setup in setups() {
@@ -42,7 +41,7 @@ fn check(setup: &Setup, Held { held, step, unscaling, later }: Held) {
     let stated = setup.stated + wider;
     assert!((later - stated).abs() < SLACK, "{name} later holds {later}, not {stated}");
     if step.is_nan() || unscaling.is_nan() {
-        common::skipped("measuring peaks needs a writable /proc/self/clear_refs");
+        testkit::skipped("measuring peaks needs a writable /proc/self/clear_refs");
         return;
     }
     assert!(step < PEAK_SLACK, "{name}: a step needs {step} more");

@@ -2,12 +2,10 @@
 //! process. It does without cargo's harness, whose threads have heaps of their own before a test begins.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
 use tch::{Device, Kind, Tensor};
 use tch_amp::memory::keep_freed_memory;
 
-use common::{resident_bytes, skipped};
+use testkit::{resident_bytes, skipped};
 
 const MIB: i64 = 1 << 20;
 

@@ -1,14 +1,12 @@
 //! The measured speed of a device in each precision.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
 use tch::{Device, Kind};
 use tch_amp::precision::{MatmulPrecision, ReducedPrecisionReduction, bf16_is_native};
 use tch_amp::{Amp, Error, autocast};
 
-use common::gpus;
-use common::simulation::{is_model, rounds_as_the_cpu};
+use testkit::gpus;
+use testkit::simulation::{is_model, rounds_as_the_cpu};
 
 #[test]
 fn advice_is_measured_once_and_is_what_auto_decides_by() {

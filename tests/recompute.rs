@@ -1,8 +1,6 @@
 //! Activation checkpointing: gradients, random numbers, autocast, nesting, errors and memory.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -14,8 +12,8 @@ use tch_amp::function::{FunctionError, FunctionResult, GradConfig, grad};
 use tch_amp::recompute::{Recomputed, RecomputedT, checkpointed};
 use tch_amp::{Autocast, Error, GradScaler};
 
-use common::bits::{bits, from_hex, hex};
-use common::python::Oracle;
+use testkit::bits::{bits, from_hex, hex};
+use testkit::python::Oracle;
 
 /// Held by tests that use random numbers: the generator is that of the process.
 static RANDOM: Mutex<()> = Mutex::new(());
@@ -75,7 +73,7 @@ fn train(device: Device, dtype: Option<Kind>, recomputed: bool) -> Vec<Vec<u8>> 
 #[test]
 fn gradients_and_random_numbers_are_the_same_bit_by_bit() {
     let _random = random();
-    common::for_each_device(|device| {
+    testkit::for_each_device(|device| {
         for dtype in [None, Some(Kind::BFloat16), Some(Kind::Half)] {
             if dtype == Some(Kind::Half) && device == Device::Cpu {
                 continue;

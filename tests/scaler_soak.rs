@@ -1,15 +1,13 @@
 //! Hundreds of thousands of iterations of mixed-precision training keep the memory flat.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-mod common;
-
 use tch::nn::{self, Module as _, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, autocast};
 
-use common::rng::Rng;
-use common::{is_set, resident_bytes, skipped};
+use testkit::rng::Rng;
+use testkit::{is_set, resident_bytes, skipped};
 
 const SAMPLE_EVERY: u64 = 5_000;
 

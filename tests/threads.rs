@@ -1,8 +1,6 @@
 //! Which public types can be sent to another thread (`Send`) and which can be shared by several (`Sync`). The compiler
 //! checks it: gaining or losing either trait changes the public API.
 
-mod common;
-
 use tch::nn::{BatchNorm, Linear};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::autocast::{AutocastGuard, AutocastState, Plan, Platform, Rule, RunAs};

@@ -1,9 +1,6 @@
 //! Several backward passes for one step: the gradients of the concatenated batch.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod resumed;
 
 use tch::nn::{self, Module, VarStore};
@@ -13,8 +10,8 @@ use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, Result};
 
-use crate::common::rng::Rng;
-use crate::common::tensors::leaf;
+use testkit::rng::Rng;
+use testkit::tensors::leaf;
 
 fn gradients(vs: &VarStore) -> Vec<Vec<f64>> {
     let of = |w: &Tensor| Vec::try_from(w.grad().to_kind(Kind::Double).view(-1)).unwrap();

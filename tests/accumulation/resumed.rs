@@ -13,8 +13,8 @@ use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{MasterWeights, Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 
-use crate::common::files::Folder;
-use crate::common::rng::Rng;
+use testkit::files::Folder;
+use testkit::rng::Rng;
 
 /// Everything that a run has.
 struct Run {

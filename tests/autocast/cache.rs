@@ -12,8 +12,8 @@ use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler, optim};
 
 use crate::alone;
-use crate::common::files::Folder;
-use crate::common::{for_each_device, resident_bytes, to_f64};
+use testkit::files::Folder;
+use testkit::{for_each_device, resident_bytes, to_f64};
 
 fn weight(device: Device) -> Tensor {
     Tensor::ones([2, 2], (Kind::Float, device)).set_requires_grad(true)

@@ -11,9 +11,9 @@ use tch_amp::autocast::AutocastGuard;
 use tch_amp::function::{BackwardContext, ForwardContext, GradOutputs};
 use tch_amp::{Autocast, function};
 
-use crate::common::for_each_device;
-use crate::common::rng::Rng;
 use crate::{OUTSIDE, Seen, alone, seen};
+use testkit::for_each_device;
+use testkit::rng::Rng;
 
 thread_local! {
     /// Guards that both a callback and the code around it can reach.

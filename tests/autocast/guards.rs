@@ -9,8 +9,8 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::autocast::{AutocastError, AutocastGuard};
 use tch_amp::{Autocast, Error, autocast};
 
-use crate::common::rng::Rng;
 use crate::{OUTSIDE, Seen, alone, seen};
+use testkit::rng::Rng;
 
 /// A random region, and the thread's state inside of it if the state before is `before`.
 fn region(rng: &mut Rng, before: Seen) -> (Autocast, Seen) {

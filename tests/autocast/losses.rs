@@ -14,7 +14,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 use tch_amp::Autocast;
 use tch_amp::autocast::LOG_PROBABILITIES;
 
-use crate::common::{devices, is_set, python};
+use testkit::{devices, is_set, python};
 
 const F32: Kind = Kind::Float;
 const PAGE: &str = "docs/losses.md";

@@ -11,10 +11,10 @@ use tch_amp::function::{GradConfig, grad};
 use tch_amp::recompute::checkpointed;
 use tch_amp::{Amp, Autocast, Error};
 
-use crate::common::python::Oracle;
-use crate::common::simulation::lacks_libraries;
-use crate::common::{for_each_device, to_f64};
 use crate::{OUTSIDE, alone, seen};
+use testkit::python::Oracle;
+use testkit::simulation::lacks_libraries;
+use testkit::{for_each_device, to_f64};
 
 const BF16: Kind = Kind::BFloat16;
 const F32: Kind = Kind::Float;

@@ -1,4 +1,4 @@
-//! What this crate computes itself obeys no region; see `common::own_arithmetic`.
+//! What this crate computes itself obeys no region; see `testkit::own_arithmetic`.
 
 use tch::nn::VarStore;
 use tch::{CModule, Device, Kind, Tensor, no_grad};
@@ -21,12 +21,12 @@ use tch_amp::scaler::{GradScalerConfig, PerLossScalers, SpikeConfig};
 use tch_amp::{GradScaler, Policy, function, half, jit};
 
 use crate::alone;
-use crate::common::descent::Descent;
-use crate::common::files::Folder;
-use crate::common::own_arithmetic::{
+use testkit::descent::Descent;
+use testkit::files::Folder;
+use testkit::own_arithmetic::{
     Job, assert_obeys_no_region, backward_of, large, leaves, loss_of, sum_of,
 };
-use crate::common::{for_each_device, to_f64};
+use testkit::{for_each_device, to_f64};
 
 const F32: Kind = Kind::Float;
 

@@ -7,9 +7,9 @@ use tch_amp::optim::AdamW;
 use tch_amp::recompute::checkpointed;
 use tch_amp::{Amp, Autocast, Error, MixedPrecision};
 
-use crate::common::for_each_device;
-use crate::common::rng::Rng;
 use crate::{OUTSIDE, alone, seen};
+use testkit::for_each_device;
+use testkit::rng::Rng;
 
 const BF16: Kind = Kind::BFloat16;
 const F32: Kind = Kind::Float;

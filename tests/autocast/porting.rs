@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::common::python::{Oracle, root};
+use testkit::python::{Oracle, root};
 
 const PAGE: &str = "docs/porting.md";
 

@@ -7,8 +7,8 @@ use tch_amp::autocast::{
 };
 use tch_amp::{Autocast, Error, autocast};
 
-use crate::common::{cuda_or_skip, for_each_device, gpus, skipped};
 use crate::{OUTSIDE, alone, seen};
+use testkit::{cuda_or_skip, for_each_device, gpus, skipped};
 
 fn square(device: Device) -> Tensor {
     Tensor::ones([4, 4], (Kind::Float, device))

@@ -6,9 +6,9 @@ use tch::{Device, Kind};
 use tch_amp::Autocast;
 use tch_amp::autocast::{AutocastGuard, AutocastState};
 
-use crate::common::resident_bytes;
-use crate::common::rng::Rng;
 use crate::{OUTSIDE, alone, seen};
+use testkit::resident_bytes;
+use testkit::rng::Rng;
 
 #[test]
 fn a_new_thread_is_outside_of_all_regions() {

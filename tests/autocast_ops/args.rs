@@ -3,7 +3,7 @@
 use serde_json::Value;
 use tch::{Kind, Reduction, Tensor};
 
-use crate::common::bits::{from_hex, kind_named};
+use testkit::bits::{from_hex, kind_named};
 
 /// One argument.
 #[derive(Debug)]

@@ -8,11 +8,11 @@ use tch_amp::autocast::{AutocastError, Plan, Rule, RunAs};
 use tch_amp::{Autocast, Error};
 
 use crate::args::Args;
-use crate::common::simulation::{is_model, lacks_libraries, rounds_as_the_cpu};
-use crate::common::ulps::Histogram;
-use crate::common::{cuda_or_skip, gpus, skipped};
 use crate::oracle::{self, Answers, Case, Output};
 use crate::{called, difference, not_in_tch, table, told, without_backends};
+use testkit::simulation::{is_model, lacks_libraries, rounds_as_the_cpu};
+use testkit::ulps::Histogram;
+use testkit::{cuda_or_skip, gpus, skipped};
 
 /// How a list changes the arguments of its ops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use tch::{Kind, TchError, Tensor};
 use tch_amp::Autocast;
 
-use crate::common::for_each_device;
 use crate::first_line;
 use crate::oracle::output;
 use crate::page::{self, F32_UNLESS_ASKED};
+use testkit::for_each_device;
 
 /// An operator, and a call of it that asks for a dtype.
 type Call = (&'static str, fn(&Tensor, Kind) -> Result<Tensor, TchError>);

@@ -5,8 +5,6 @@
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
 mod args;
-#[path = "../common/mod.rs"]
-mod common;
 mod convolution;
 mod cuda;
 mod dtypes;

@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::common::python::Oracle;
 use crate::page::{self, F32, F32_UNLESS_ASKED, HALF, WIDEST};
+use testkit::python::Oracle;
 
 /// A device, the lists of the page that are one in the manual, and the names there.
 type Listed = (&'static str, &'static [&'static str], &'static str);

@@ -7,8 +7,8 @@ use serde_json::Value;
 use tch::Kind;
 
 use crate::args::{Args, tensor};
-use crate::common::bits::{bits, kind_named};
-use crate::common::python::Oracle;
+use testkit::bits::{bits, kind_named};
+use testkit::python::Oracle;
 
 /// The output of the script.
 #[derive(Debug)]

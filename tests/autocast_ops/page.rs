@@ -14,9 +14,9 @@ use std::fs;
 
 use tch::Kind;
 
-use crate::common::{is_set, python};
 use crate::cuda::{self, List};
 use crate::oracle::{self, Answers, Case};
+use testkit::{is_set, python};
 
 const HOW: &str = "write it anew with `TCH_AMP_BLESS=1 cargo xtask simulate cargo test --test autocast_ops page`, and \
     with `cargo xtask simulate --tch V` for each other version of tch";

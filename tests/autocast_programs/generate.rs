@@ -2,8 +2,8 @@
 
 use tch::Kind;
 
-use crate::common::rng::Rng;
 use crate::program::{Function, Op};
+use testkit::rng::Rng;
 
 /// The tensors with which every program starts: one of each dtype, then the weights, which are leaves.
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];

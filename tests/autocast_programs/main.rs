@@ -8,8 +8,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
 mod generate;
 mod program;
 mod run;
@@ -18,12 +16,12 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::ops::Range;
 
-use common::gpus_that_round_as_the_cpu;
-use common::python::Oracle;
-use common::simulation::lacks_libraries;
 use program::{Function, Op};
 use run::{Answer, Machine, Outcome, describe};
 use tch::{Device, Kind};
+use testkit::gpus_that_round_as_the_cpu;
+use testkit::python::Oracle;
+use testkit::simulation::lacks_libraries;
 
 const PROGRAMS: u64 = 2_000;
 

@@ -4,8 +4,8 @@ use tch::{Device, Kind, NoGradGuard, TchError, Tensor};
 use tch_amp::Autocast;
 use tch_amp::autocast::{AutocastGuard, AutocastState};
 
-use crate::common::bits::{bits, canonical, from_hex};
 use crate::program::{Function, Op, kind_called, kind_name};
+use testkit::bits::{bits, canonical, from_hex};
 
 /// The autocast state of the device after an operation, and the outcome of the operation.
 #[derive(Clone, Debug, PartialEq)]

@@ -9,10 +9,10 @@ use tch_amp::average::Swa;
 use tch_amp::{Autocast, Error};
 
 use super::{random, set, values};
-use crate::common::python::Oracle;
-use crate::common::rng::Rng;
-use crate::common::tensors::{Tie, tie};
-use crate::common::{for_each_device, gpus_that_round_as_the_cpu};
+use testkit::python::Oracle;
+use testkit::rng::Rng;
+use testkit::tensors::{Tie, tie};
+use testkit::{for_each_device, gpus_that_round_as_the_cpu};
 
 /// A linear layer before a normalization, so that the statistics depend on the averaged weights.
 fn network() -> (VarStore, nn::SequentialT) {

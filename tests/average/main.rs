@@ -1,9 +1,6 @@
 //! Averages of weights: PyTorch's numbers, steps that are skipped, the guard that swaps them in, and saved states.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod batch_norm;
 mod numbers;
 mod refused;
@@ -13,7 +10,7 @@ mod swapped;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use crate::common::rng::Rng;
+use testkit::rng::Rng;
 
 /// A model with one weight, `w`, and the weight.
 fn model(kind: Kind, size: i64) -> (VarStore, Tensor) {

@@ -8,9 +8,9 @@ use tch_amp::average::{Averaging, Ema, Swa};
 use tch_amp::optim::Sgd;
 
 use super::{model, random, set, values};
-use crate::common::for_each_device;
-use crate::common::python::Oracle;
-use crate::common::rng::Rng;
+use testkit::for_each_device;
+use testkit::python::Oracle;
+use testkit::rng::Rng;
 
 #[test]
 fn random_averages_have_pytorchs_bits() {

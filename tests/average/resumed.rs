@@ -7,8 +7,8 @@ use tch_amp::average::{Averaging, Ema, Swa};
 use tch_amp::checkpoint::Checkpoint;
 
 use super::{model, random, set, values};
-use crate::common::rng::Rng;
-use crate::common::tensors::{TIES, Tie, tie, tied};
+use testkit::rng::Rng;
+use testkit::tensors::{TIES, Tie, tie, tied};
 
 #[test]
 fn a_restored_average_continues_with_the_same_numbers() {

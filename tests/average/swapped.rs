@@ -10,8 +10,8 @@ use tch_amp::average::{Ema, Swa};
 use tch_amp::optim::{AdamW, MasterWeights, Optimizer};
 
 use super::{model, random, set, values};
-use crate::common::rng::Rng;
-use crate::common::tensors::{TIES, tied};
+use testkit::rng::Rng;
+use testkit::tensors::{TIES, tied};
 
 #[test]
 fn the_averages_are_in_the_place_of_the_weights_until_the_guard_goes() {

@@ -6,10 +6,10 @@ use std::fmt;
 use serde::Deserialize;
 use tch::{Device, Kind};
 
-use crate::common::rows::rows;
 use crate::models::{MODELS, Model};
 use crate::program::{Form, Program};
 use crate::{DTYPES, alone, seeds};
+use testkit::rows::rows;
 
 /// What is changed and does no harm.
 const HARMLESS: [&str; 11] = [

@@ -2,11 +2,11 @@
 
 use tch::Kind;
 
-use crate::common::gpus_that_round_as_the_cpu;
 use crate::correct::SIZES;
 use crate::models::{MODELS, Model};
 use crate::program::Program;
 use crate::{alone, seeds};
+use testkit::gpus_that_round_as_the_cpu;
 
 /// With `TCH_AMP_LONG=1` 200 runs in fp16.
 #[test]

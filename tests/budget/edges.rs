@@ -9,7 +9,7 @@ use tch_amp::optim::{AdamW, AmpOptimizer, MasterWeights, Optimizer, Sgd};
 use tch_amp::{Amp, Autocast, Error, GradScaler, Result};
 
 use crate::alone;
-use crate::common::rows::rows;
+use testkit::rows::rows;
 
 /// A row of a budget's report.
 #[derive(Debug, Deserialize)]

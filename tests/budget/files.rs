@@ -7,9 +7,9 @@ use tch_amp::insight::BudgetFile;
 use tch_amp::{Autocast, Error};
 
 use crate::alone;
-use crate::common::rng::Rng;
 use crate::models::Model;
 use crate::program::Program;
+use testkit::rng::Rng;
 
 /// The noise of this model, measured with libtorch 2.11. `TCH_AMP_WRITE_GOLDEN=1` writes it anew.
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/budget/golden.json");

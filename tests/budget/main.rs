@@ -6,9 +6,6 @@
     reason = "a test fails by panicking"
 )]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod context;
 mod correct;
 mod cuda;

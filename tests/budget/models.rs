@@ -3,8 +3,8 @@
 use tch::nn::{Init, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::common::rng::Rng;
 use crate::context::Context;
+use testkit::rng::Rng;
 
 pub(crate) const MODELS: [&str; 8] =
     ["mlp", "conv", "lstm", "encoder", "gpt", "vae", "wide", "rows"];

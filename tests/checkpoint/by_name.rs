@@ -8,9 +8,9 @@ use tch_amp::optim::{AdamW, Muon, Optimizer};
 use tch_amp::{Error, Result};
 
 use crate::Run;
-use crate::common::files::Folder;
-use crate::common::python::Oracle;
 use crate::python::{ALGORITHMS, Twin, hex_float};
+use testkit::files::Folder;
+use testkit::python::Oracle;
 
 /// The numbers of the parameters of the optimizer differ from Python's: it lists the bias first.
 fn other_order(algorithm: &str) -> Twin {

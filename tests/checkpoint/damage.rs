@@ -7,8 +7,8 @@ use tch_amp::Error;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError};
 
 use crate::Run;
-use crate::common::files::Folder;
-use crate::common::rng::Rng;
+use testkit::files::Folder;
+use testkit::rng::Rng;
 
 fn bytes_of_a_checkpoint() -> Vec<u8> {
     bytes_of(&mut trained(), "x.safetensors")

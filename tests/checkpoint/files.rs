@@ -8,8 +8,8 @@ use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
-use crate::common::files::Folder;
-use crate::common::python::Oracle;
+use testkit::files::Folder;
+use testkit::python::Oracle;
 
 /// The files, and what Python says is in them.
 struct Files {
@@ -41,14 +41,14 @@ impl Files {
 
     fn check_weights(&self, file: &str, run: &Run) {
         for (name, tensor) in run.vs.variables() {
-            assert_eq!(crate::common::to_f64(&tensor), self.numbers(&["weights", &name]), "{file}");
+            assert_eq!(testkit::to_f64(&tensor), self.numbers(&["weights", &name]), "{file}");
         }
     }
 
     fn check_optimizer(&self, file: &str, run: &mut Run) {
         let state = run.opt.state_dict().unwrap().state;
         for name in ["weight", "bias"] {
-            let buffer = crate::common::to_f64(&state[name]["momentum_buffer"]);
+            let buffer = testkit::to_f64(&state[name]["momentum_buffer"]);
             assert_eq!(buffer, self.numbers(&["buffers", name]), "{file}");
         }
         assert_eq!(run.opt.lr(0).unwrap(), self.content["lr"].as_f64().unwrap(), "{file}");
@@ -176,14 +176,14 @@ fn a_tensor_beside_a_model_belongs_to_it_if_it_has_such_a_variable() {
         let restored = checkpoint.restore().rename_prefix("fc.", "").add("model", &run.vs).apply();
         assert_eq!(restored.unwrap(), Restored::default(), "{again:?}");
         files.check_weights("bare_model_with_tensors.pt", &run);
-        assert_eq!(crate::common::to_f64(&checkpoint.tensor("mean").unwrap()), [0.25]);
+        assert_eq!(testkit::to_f64(&checkpoint.tensor("mean").unwrap()), [0.25]);
     }
     let run = Run::new();
     let token = run.vs.root().sub("vit").zeros("cls_token", &[4]);
     let rename = || checkpoint.restore().rename_prefix("fc.", "").rename_prefix("cls", "vit.cls");
     assert_eq!(rename().add("model", &run.vs).apply().unwrap(), Restored::default());
     let wanted: Vec<_> = (0..4).map(|index| f64::from(index) * 0.5).collect();
-    assert_eq!(crate::common::to_f64(&token), wanted);
+    assert_eq!(testkit::to_f64(&token), wanted);
     drop(run.vs.root().zeros("mean", &[2]));
     let refused = rename().add("model", &run.vs).apply();
     assert!(
@@ -325,7 +325,7 @@ fn wide() -> (VarStore, nn::Linear, nn::BatchNorm) {
 fn check_averages(files: &Files, ema: &AveragedWeights, key: &str) {
     for name in ["linear.weight", "linear.bias", "norm.weight", "norm.bias"] {
         let expected = files.numbers(&[key, &format!("module.{name}")]);
-        assert_eq!(crate::common::to_f64(&ema.average(name).unwrap()), expected, "{name}");
+        assert_eq!(testkit::to_f64(&ema.average(name).unwrap()), expected, "{name}");
     }
 }
 
@@ -354,7 +354,7 @@ fn an_averaged_model_becomes_averages_and_back() {
         drop(ema.swap_in().unwrap());
         let mean = files.numbers(&["averages", "module.norm.running_mean"]);
         let guard = ema.swap_in().unwrap();
-        assert_eq!(crate::common::to_f64(&vs.variables()["norm.running_mean"]), mean, "{file}");
+        assert_eq!(testkit::to_f64(&vs.variables()["norm.running_mean"]), mean, "{file}");
         drop(guard);
     }
 }
@@ -465,10 +465,10 @@ fn averages_that_python_has_not_updated_yet_begin_with_the_first_update() {
             restored.advance().unwrap();
             new.advance().unwrap();
             let [ours, theirs] = [&restored, &new]
-                .map(|averages| crate::common::to_f64(&averages.average("linear.weight").unwrap()));
+                .map(|averages| testkit::to_f64(&averages.average("linear.weight").unwrap()));
             assert_eq!(ours, theirs, "{averaging:?}, update {update}");
             if update == 1 {
-                assert_eq!(ours, crate::common::to_f64(&linear.ws), "{averaging:?}");
+                assert_eq!(ours, testkit::to_f64(&linear.ws), "{averaging:?}");
             }
             assert_eq!(restored.updates().unwrap(), update);
         }
@@ -505,7 +505,7 @@ fn averages_become_an_averaged_model() {
         step(&mut other, &other_linear);
         drop(other_norm.running_mean.shallow_clone().fill_(7.0));
         let guard = other.swap_in().unwrap();
-        assert_eq!(crate::common::to_f64(&other_norm.running_mean), [7.0, 7.0], "{file}");
+        assert_eq!(testkit::to_f64(&other_norm.running_mean), [7.0, 7.0], "{file}");
         drop(guard);
         let (again_vs, again_linear, _norm) = wide();
         let mut again = built(&again_vs);
@@ -537,7 +537,7 @@ fn averages_become_an_averaged_model() {
         if name == "norm.running_mean" {
             assert_eq!(numbers, [5.0, 5.0]);
         } else if name != "norm.running_var" {
-            assert_eq!(crate::common::to_f64(&tensor), numbers, "{name}");
+            assert_eq!(testkit::to_f64(&tensor), numbers, "{name}");
         }
     }
     assert_eq!((&content[0]["n_averaged"], &content[1]["n_averaged"]), (&3.into(), &4.into()));
@@ -550,7 +550,7 @@ fn the_old_format_keeps_views_and_dtypes() {
     for name in ["base", "part", "column", "a"] {
         let tensor = views.tensor(&format!("model.{name}")).unwrap();
         let expected = files.numbers(&["views", name]);
-        assert_eq!(crate::common::to_f64(&tensor.reshape([-1])), expected, "{name}");
+        assert_eq!(testkit::to_f64(&tensor.reshape([-1])), expected, "{name}");
     }
     assert_eq!(views.tensor("model.a").unwrap().kind(), Kind::BFloat16);
     assert_eq!(views.tensor("model.b").unwrap().kind(), Kind::ComplexFloat);

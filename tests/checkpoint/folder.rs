@@ -8,8 +8,8 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder, Format, MetricGoal};
 
-use crate::common::files::{Folder, names_in};
-use crate::common::skipped;
+use testkit::files::{Folder, names_in};
+use testkit::skipped;
 
 fn checkpoint(step: u64) -> Checkpoint {
     let mut checkpoint = Checkpoint::new();

@@ -10,9 +10,9 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, Format, save_weights};
 
 use crate::Run;
-use crate::common::bits::bits;
-use crate::common::files::Folder;
-use crate::common::python::{Oracle, root};
+use testkit::bits::bits;
+use testkit::files::Folder;
+use testkit::python::{Oracle, root};
 
 const OURS: [&str; 2] = ["format-1.safetensors", "format-1.pt"];
 const PYTHONS: [&str; 2] = ["torch-2.11.pt", "torch-2.13.pt"];

@@ -10,8 +10,8 @@ use tch_amp::scaler::{PerLossScalers, ScalerError};
 use tch_amp::{Error, Result};
 
 use crate::Run;
-use crate::common::bits::bits;
-use crate::common::files::Folder;
+use testkit::bits::bits;
+use testkit::files::Folder;
 
 const CPU: Device = Device::Cpu;
 

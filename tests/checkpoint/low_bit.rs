@@ -5,9 +5,9 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, Algorithm, MasterWeights, MomentDtype, Muon, Optimizer};
 
-use crate::common::bits::bits;
-use crate::common::files::Folder;
-use crate::common::python::Oracle;
+use testkit::bits::bits;
+use testkit::files::Folder;
+use testkit::python::Oracle;
 
 const MODES: [MomentDtype; 3] = [MomentDtype::F32, MomentDtype::BFloat16, MomentDtype::EightBit];
 

@@ -1,9 +1,6 @@
 //! The rules of checkpoints, one test each.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod by_name;
 mod damage;
 mod files;
@@ -85,7 +82,7 @@ impl Run {
     fn fingerprint(&mut self) -> String {
         let mut variables: Vec<_> = self.vs.variables().into_iter().collect();
         variables.sort_by(|a, b| a.0.cmp(&b.0));
-        let numbers = |tensor: &Tensor| common::to_f64(&tensor.to_device(Device::Cpu));
+        let numbers = |tensor: &Tensor| testkit::to_f64(&tensor.to_device(Device::Cpu));
         let model: Vec<_> = variables.iter().map(|(name, t)| (name, numbers(t))).collect();
         let state = self.opt.state_dict().unwrap();
         let tensors: Vec<_> = state

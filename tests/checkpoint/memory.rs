@@ -14,8 +14,8 @@ use tch_amp::checkpoint::{Checkpoint, Rng};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
 
-use crate::common::files::Folder;
-use crate::common::{is_set, skipped};
+use testkit::files::Folder;
+use testkit::{is_set, skipped};
 
 const FILE: &str = "TCH_AMP_HOSTILE_FILE";
 
@@ -473,7 +473,7 @@ fn hostile_parts_of_safetensors_take_a_small_multiple_of_memory() {
 /// Every seed of the fuzzer.
 #[test]
 fn small_files_take_little_memory() {
-    let seeds = crate::common::python::root().join("fuzz/seeds");
+    let seeds = testkit::python::root().join("fuzz/seeds");
     let folders = std::fs::read_dir(&seeds).unwrap().map(|folder| folder.unwrap().path());
     let files = folders.flat_map(|folder| std::fs::read_dir(folder).unwrap());
     let (_, start) = load(Path::new(""), 1 << 46);

@@ -14,7 +14,7 @@ use tch_amp::{Error, GradScaler};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
 
-use crate::common::files::Folder;
+use testkit::files::Folder;
 
 /// Clears the screen, sets a title, turns the direction of the text, begins lines, and is as long as a book.
 fn evil() -> String {

@@ -5,10 +5,10 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, AdjustLr, Algorithm, Muon, Optimizer, ParamGroup};
 
-use crate::common::bits::bits;
-use crate::common::files::Folder;
-use crate::common::python::Oracle;
 use crate::python::hex_float;
+use testkit::bits::bits;
+use testkit::files::Folder;
+use testkit::python::Oracle;
 
 /// The same model as in tests/oracle/checkpoint.py.
 struct Net {

@@ -6,8 +6,8 @@ use tch_amp::Error;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError};
 use tch_amp::optim::{Optimizer, Sgd};
 
-use crate::common::files::Folder;
-use crate::common::tensors::{TIES, tied};
+use testkit::files::Folder;
+use testkit::tensors::{TIES, tied};
 
 /// A model of variables with these names and sizes, and an optimizer that has stepped once with gradients of
 /// `gradient`.

@@ -5,8 +5,8 @@ use tch::{Device, Kind};
 use tch_amp::Error;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored};
 
-use crate::common::files::Folder;
-use crate::common::python::Oracle;
+use testkit::files::Folder;
+use testkit::python::Oracle;
 
 const KINDS: [(&str, Kind); 10] = [
     ("f4", Kind::Float),
@@ -43,8 +43,8 @@ fn check(file: &str, checkpoint: &Checkpoint, content: &serde_json::Value) {
     let restored = checkpoint.restore().add("model", &vs).apply().unwrap();
     assert_eq!(restored, Restored::default(), "{file}");
     let weights: Vec<f64> = (0..6).map(|n| f64::from(n) / 4.0).collect();
-    assert_eq!(crate::common::to_f64(&vs.variables()["weight"]), weights, "{file}");
-    assert_eq!(crate::common::to_f64(&vs.variables()["bias"]), [0.5, -0.5], "{file}");
+    assert_eq!(testkit::to_f64(&vs.variables()["weight"]), weights, "{file}");
+    assert_eq!(testkit::to_f64(&vs.variables()["bias"]), [0.5, -0.5], "{file}");
 }
 
 #[test]

@@ -9,8 +9,8 @@ use tch_amp::checkpoint::{Checkpoint, CheckpointError};
 use tch_amp::scaler::ScalerError;
 use tch_amp::{Amp, Error, MixedPrecision};
 
-use crate::common::files::Folder;
-use crate::common::for_each_device;
+use testkit::files::Folder;
+use testkit::for_each_device;
 
 fn on_cpu(amp: Amp) -> MixedPrecision {
     amp.on(Device::Cpu).unwrap()

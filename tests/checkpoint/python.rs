@@ -10,9 +10,9 @@ use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
 use crate::Run;
-use crate::common::files::Folder;
-use crate::common::python::Oracle;
 use crate::round_trip::{every_option, restored_options};
+use testkit::files::Folder;
+use testkit::python::Oracle;
 
 /// The same training as in tests/oracle/checkpoint.py.
 pub(crate) struct Twin {
@@ -338,7 +338,7 @@ fn python_reads_this_crates_safetensors() {
     let state = run.scaler.state_dict().unwrap();
     assert!(printed.contains(&format!("'scale': {:?}", state.scale.unwrap())), "{printed}");
     let bytes: String =
-        crate::common::bits::bits(&run.net.ws).iter().map(|byte| format!("{byte:02x}")).collect();
+        testkit::bits::bits(&run.net.ws).iter().map(|byte| format!("{byte:02x}")).collect();
     assert!(printed.contains("best inf ['']"), "{printed}");
     assert!(printed.contains(&format!("model/linear.weight F32 [2, 3] {bytes}")), "{printed}");
 }
@@ -359,7 +359,7 @@ fn norms_are_exchanged_with_python_strictly() {
         checkpoint.restore().add("model", vs).apply().unwrap()
     });
     assert_eq!(restore("python.pt", &vs), Restored::default());
-    let numbers = |tensor: &Tensor| format!("{:?}", crate::common::to_f64(tensor));
+    let numbers = |tensor: &Tensor| format!("{:?}", testkit::to_f64(tensor));
     assert_eq!(printed.trim(), numbers(&norm.running_var));
     for name in ["rust.pt", "rust.safetensors"] {
         let mut checkpoint = Checkpoint::new();
@@ -417,5 +417,5 @@ fn a_zip_file_of_tch_loads_as_a_model() {
     saved.vs.save(&path).unwrap();
     let other = Run::new(Device::Cpu);
     Checkpoint::load(&path).unwrap().restore().add("model", &other.vs).apply().unwrap();
-    assert_eq!(crate::common::to_f64(&other.net.ws), crate::common::to_f64(&saved.net.ws));
+    assert_eq!(testkit::to_f64(&other.net.ws), testkit::to_f64(&saved.net.ws));
 }

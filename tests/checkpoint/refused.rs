@@ -19,9 +19,9 @@ use tch_amp::schedule::StepLr;
 use tch_amp::{Error, GradScaler};
 
 use crate::Run;
-use crate::common::bits::bits;
-use crate::common::files::{Folder, names_in};
 use crate::own::Ema;
+use testkit::bits::bits;
+use testkit::files::{Folder, names_in};
 
 /// A checkpoint that was loaded from a file, and the folder that holds the file.
 fn saved(fill: impl FnOnce(&mut Checkpoint)) -> (Folder, Checkpoint) {
@@ -177,7 +177,7 @@ fn a_cast_that_would_make_finite_numbers_infinite_is_refused() {
     ];
     for (from, to, limit) in cases {
         let mut source = weights(&numbers, from);
-        let there = crate::common::to_f64(&source.weights["w"]);
+        let there = testkit::to_f64(&source.weights["w"]);
         let lost = there.iter().filter(|number| number.is_finite() && number.abs() >= limit);
         let count = lost.count();
         assert!(count > 0, "{from:?} {to:?}");
@@ -187,7 +187,7 @@ fn a_cast_that_would_make_finite_numbers_infinite_is_refused() {
         assert!(matches!(error, CheckpointError::Tensor { .. }), "{error:?}");
         let message = error.to_string();
         assert!(message.contains(&format!("`w` in `e` has {count} finite numbers")), "{message}");
-        assert_eq!(crate::common::to_f64(&target.weights["w"]), [0.5; 11]);
+        assert_eq!(testkit::to_f64(&target.weights["w"]), [0.5; 11]);
         let skip = checkpoint.restore().cast(true).skip(&["w"]).add("e", &mut target);
         assert_eq!(skip.apply().unwrap().skipped_keys, ["e/w"]);
         // The other way nothing is lost.

@@ -12,9 +12,9 @@ use tch_amp::scaler::ScalerError;
 use tch_amp::{Error, GradScaler};
 
 use crate::Run;
-use crate::common::bits::bits;
-use crate::common::files::{Folder, names_in};
-use crate::common::for_each_device;
+use testkit::bits::bits;
+use testkit::files::{Folder, names_in};
+use testkit::for_each_device;
 
 const KINDS: [Kind; 14] = [
     Kind::Bool,

@@ -7,9 +7,9 @@ use tch_amp::checkpoint::{
 use tch_amp::{Error, Result};
 
 use crate::Run;
-use crate::common::files::Folder;
-use crate::common::python::Oracle;
 use crate::own::{DECAY, Decay, Ema, ZERO};
+use testkit::files::Folder;
+use testkit::python::Oracle;
 
 fn saved(name: &str, decay: &Decay, ema: &mut Ema) -> (Folder, Checkpoint) {
     let folder = Folder::new();

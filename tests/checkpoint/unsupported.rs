@@ -9,8 +9,8 @@ use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored};
 use tch_amp::optim::AdamW;
 use tch_amp::{Error, GradScaler};
 
-use crate::common::files::Folder;
-use crate::common::python::Oracle;
+use testkit::files::Folder;
+use testkit::python::Oracle;
 
 /// The names of the model in the files.
 fn model() -> (VarStore, nn::Linear) {
@@ -37,8 +37,8 @@ fn restored(name: &str, checkpoint: &Checkpoint, skip: &[&str]) -> Restored {
     let restored = checkpoint.restore().add("model", &vs).skip(skip).apply();
     let restored = restored.unwrap_or_else(|error| panic!("{name}: {error}"));
     let weights: Vec<f64> = (0..6).map(|n| f64::from(n) / 4.0).collect();
-    assert_eq!(crate::common::to_f64(&net.ws), weights, "{name}");
-    assert_eq!(crate::common::to_f64(net.bs.as_ref().unwrap()), [0.5, -0.5], "{name}");
+    assert_eq!(testkit::to_f64(&net.ws), weights, "{name}");
+    assert_eq!(testkit::to_f64(net.bs.as_ref().unwrap()), [0.5, -0.5], "{name}");
     restored
 }
 

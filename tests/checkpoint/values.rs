@@ -7,7 +7,7 @@ use serde_json::{Value as Json, json};
 use tch_amp::Error;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError};
 
-use crate::common::files::Folder;
+use testkit::files::Folder;
 
 /// Values that a training program keeps: the best results so far, which start at infinity.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]

@@ -9,10 +9,10 @@ use tch_amp::average::Ema;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Stateful, save_weights};
 use tch_amp::optim::AdamW;
 
-use crate::common::bits::{bits, hex};
-use crate::common::files::{Folder, names_in};
-use crate::common::for_each_device;
-use crate::common::python::Oracle;
+use testkit::bits::{bits, hex};
+use testkit::files::{Folder, names_in};
+use testkit::for_each_device;
+use testkit::python::Oracle;
 
 const EXTENSIONS: [&str; 6] = ["safetensors", "pt", "bin", "pth", "ckpt", "ot"];
 
@@ -174,7 +174,7 @@ fn a_python_module_takes_the_weights_strictly() {
         save_weights(&path, renamed).unwrap();
         let printed = python.run(&["strict", path.to_str().unwrap()], "");
         let numbers = printed.split_whitespace().map(hexadecimal).collect::<Vec<_>>();
-        assert_eq!(numbers, crate::common::to_f64(&expected), "{extension}");
+        assert_eq!(numbers, testkit::to_f64(&expected), "{extension}");
     }
 }
 

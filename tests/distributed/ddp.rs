@@ -11,7 +11,7 @@ use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler, Result};
 
 use super::ranks;
-use crate::common::tensors::{TIES, tie};
+use testkit::tensors::{TIES, tie};
 
 fn ones(shape: &[i64]) -> Tensor {
     Tensor::ones(shape, (Kind::Float, Device::Cpu))

@@ -14,9 +14,9 @@ use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, Result};
 
 use super::ranks;
-use crate::common::bits::hex;
-use crate::common::files::Folder;
-use crate::common::skipped;
+use testkit::bits::hex;
+use testkit::files::Folder;
+use testkit::skipped;
 
 /// The rank of a process, and the file of its checkpoint.
 const FILE: &str = "TCH_AMP_TEST_HOSTS";

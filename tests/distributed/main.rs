@@ -1,9 +1,6 @@
 //! Groups of ranks, as threads of this process and as processes of their own.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod accumulation;
 mod agreement;
 mod causes;

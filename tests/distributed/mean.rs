@@ -5,7 +5,7 @@ use tch_amp::Error;
 use tch_amp::distributed::{DistributedError, Mean, SamplerConfig};
 
 use super::ranks;
-use crate::common::rng::Rng;
+use testkit::rng::Rng;
 
 /// The batches of each rank: other ranks have other numbers of them, and one has none.
 fn batches(size: usize, rng: &mut Rng) -> Vec<Vec<Vec<f64>>> {

@@ -10,8 +10,8 @@ use tch_amp::scaler::{GradScalerConfig, StepCounter};
 
 use super::processes::{free_port, spawn};
 use super::ranks;
-use crate::common::simulation::is_model;
-use crate::common::{gpus, to_f64};
+use testkit::simulation::is_model;
+use testkit::{gpus, to_f64};
 
 const TASK: &str = "nccl";
 const ROWS: i64 = 32;

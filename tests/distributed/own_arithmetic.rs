@@ -1,4 +1,4 @@
-//! What groups compute themselves obeys no region; see `common::own_arithmetic`.
+//! What groups compute themselves obeys no region; see `testkit::own_arithmetic`.
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
@@ -9,8 +9,8 @@ use tch_amp::distributed::{
 use tch_amp::optim::AdamW;
 use tch_amp::{Autocast, GradScaler};
 
-use crate::common::own_arithmetic::{Job, Results, assert_obeys_no_region, large, leaves, sum_of};
 use crate::ranks;
+use testkit::own_arithmetic::{Job, Results, assert_obeys_no_region, large, leaves, sum_of};
 
 const CPU: Device = Device::Cpu;
 const F32: Kind = Kind::Float;

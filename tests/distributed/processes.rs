@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tch::Tensor;
 use tch_amp::distributed::{GroupConfig, ReduceOp};
 
-use crate::common::python::Oracle;
+use testkit::python::Oracle;
 
 /// The timeout of the group in seconds, if it is not 30.
 const TIMEOUT: &str = "TCH_AMP_TEST_TIMEOUT";

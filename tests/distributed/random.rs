@@ -13,8 +13,8 @@ use tch_amp::{Autocast, GradScaler};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::ranks;
-use crate::common::bits::bits;
-use crate::common::rng::Rng;
+use testkit::bits::bits;
+use testkit::rng::Rng;
 
 const STEPS: usize = 10;
 

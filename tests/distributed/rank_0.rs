@@ -12,7 +12,7 @@ use tch_amp::{Error, Result};
 use torch_files::{Value, Writer};
 
 use super::ranks;
-use crate::common::files::Folder;
+use testkit::files::Folder;
 
 /// The message of the error that the other ranks get.
 fn message(error: Error) -> String {

@@ -7,7 +7,7 @@ use tch_amp::distributed::{DistributedDataParallel, DistributedError};
 use tch_amp::recompute::{Recomputed, checkpointed};
 
 use super::ranks;
-use crate::common::bits::bits;
+use testkit::bits::bits;
 
 fn model(vs: &VarStore, recomputed: bool) -> nn::Sequential {
     let config = nn::LinearConfig {

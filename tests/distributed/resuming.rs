@@ -13,8 +13,8 @@ use tch_amp::{Error, GradScaler, autocast};
 
 use super::processes::{free_port, only_line, spawn_rank};
 use super::ranks;
-use crate::common::bits::hex;
-use crate::common::files::Folder;
+use testkit::bits::hex;
+use testkit::files::Folder;
 
 const STEPS: u64 = 6;
 const SAVED: u64 = 3;

@@ -6,8 +6,8 @@ use tch_amp::Error;
 use tch_amp::distributed::{DistributedSampler, SamplerConfig};
 
 use super::ranks;
-use crate::common::python::Oracle;
-use crate::common::rng::Rng;
+use testkit::python::Oracle;
+use testkit::rng::Rng;
 
 /// The indices of each rank.
 fn shares(options: SamplerConfig, length: usize, size: usize, epoch: u64) -> Vec<Vec<i64>> {

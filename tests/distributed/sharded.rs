@@ -12,7 +12,7 @@ use tch_amp::optim::{
 use tch_amp::{Error, GradScaler};
 
 use super::ranks;
-use crate::common::bits::bits;
+use testkit::bits::bits;
 
 const SHAPES: [&[i64]; 5] = [&[3], &[8, 5], &[4], &[7, 3], &[1]];
 

@@ -12,8 +12,8 @@ use tch_amp::optim::AdamW;
 use tch_amp::scaler::GradScalerConfig;
 
 use super::ranks;
-use crate::common::resident_bytes;
-use crate::common::rng::Rng;
+use testkit::resident_bytes;
+use testkit::rng::Rng;
 
 const RANKS: usize = 4;
 const STEPS: usize = 400;

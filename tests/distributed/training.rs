@@ -9,8 +9,8 @@ use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler};
 
 use super::ranks;
-use crate::common::bits::bits;
-use crate::common::python::Oracle;
+use testkit::bits::bits;
+use testkit::python::Oracle;
 
 const WIDTH: i64 = 24;
 const ROWS: i64 = 6;

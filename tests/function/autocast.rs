@@ -7,8 +7,8 @@ use tch_amp::autocast::{AutocastGuard, AutocastState, is_autocast_enabled};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 use tch_amp::{Autocast, autocast, function};
 
-use crate::common::for_each_device;
 use crate::{MyMm, backward_below, double_, random_leaf};
+use testkit::for_each_device;
 
 /// Records the autocast state of its forward and of its backward.
 struct Probe {
@@ -207,7 +207,7 @@ fn only_the_devices_that_are_named_are_cast() {
 
 #[test]
 fn each_device_has_its_own_cast() {
-    crate::common::gpus().into_iter().for_each(check_casts);
+    testkit::gpus().into_iter().for_each(check_casts);
 }
 
 /// The dtypes to which inputs are cast on the CPU and on `gpu`.

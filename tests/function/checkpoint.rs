@@ -5,9 +5,9 @@ use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::Autocast;
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
-use crate::common::bits::bits;
-use crate::common::for_each_device;
 use crate::random_leaf;
+use testkit::bits::bits;
+use testkit::for_each_device;
 
 /// Layers whose activations are recomputed in backward.
 struct Checkpoint {

@@ -4,9 +4,9 @@ use tch::{Kind, Tensor, no_grad};
 use tch_amp::Error;
 use tch_amp::function::FunctionError;
 
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
 use crate::{apply, double_, message, square, to_f64};
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 #[test]
 fn inputs_outputs_and_other_tensors_can_be_saved() {

@@ -10,9 +10,9 @@ use tch_amp::function::{
 };
 use tch_amp::optim::OptimizerError;
 
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
-use crate::{apply, common, message, random_leaf, to_f64};
+use crate::{apply, message, random_leaf, to_f64};
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 #[test]
 fn an_error_of_the_forward_is_returned_with_its_cause() {
@@ -156,7 +156,7 @@ fn a_wrong_dtype_names_the_function_and_the_index() {
 
 #[test]
 fn a_wrong_device_names_the_function_and_the_index() {
-    for (index, device) in common::gpus().into_iter().enumerate() {
+    for (index, device) in testkit::gpus().into_iter().enumerate() {
         let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let error = refused(&[&x], |g| g.to_device(Device::Cpu));
         assert!(

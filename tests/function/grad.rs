@@ -9,11 +9,11 @@ use tch_amp::function::{FunctionError, FunctionResult, GradConfig, grad};
 use tch_amp::recompute::checkpointed;
 use tch_amp::{Error, Result, autocast};
 
-use crate::common::bits::bits;
-use crate::common::python::Oracle;
-use crate::common::tensors::leaf;
-use crate::common::{for_each_device, to_f64};
 use crate::{apply, square};
+use testkit::bits::bits;
+use testkit::python::Oracle;
+use testkit::tensors::leaf;
+use testkit::{for_each_device, to_f64};
 
 const F32: Kind = Kind::Float;
 const DEFAULT: GradConfig<'static> =

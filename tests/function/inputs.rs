@@ -4,9 +4,9 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::function::FunctionError;
 
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
 use crate::{apply, to_f64};
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 #[test]
 fn a_function_owns_its_state() {

@@ -3,9 +3,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod autocast;
 mod checkpoint;
 mod context;
@@ -27,9 +24,9 @@ use std::time::Duration;
 use tch::{Kind, Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs, Outputs};
 
-use common::functions::MyMm;
-use common::tensors::{leaf, random_leaf};
-use common::to_f64;
+use testkit::functions::MyMm;
+use testkit::tensors::{leaf, random_leaf};
+use testkit::to_f64;
 
 /// x², whose derivative consists of differentiable operations.
 fn square(x: &Tensor) -> tch_amp::Result<Tensor> {

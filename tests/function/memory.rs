@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 use tch::{Device, Kind, Tensor};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs};
 
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
 use crate::{Counted, Owning, apply, to_f64};
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 /// The number of values left after the forward, and after forward and backward, of a function that keeps tensors with
 /// `keep`.

@@ -3,10 +3,10 @@
 use tch::{Kind, Tensor, no_grad};
 use tch_amp::function::Function;
 
-use crate::common::bits::bits;
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
 use crate::{MyMm, apply, message, random_leaf, square, to_f64};
+use testkit::bits::bits;
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 #[test]
 fn a_function_computes_the_same_as_the_operation() {

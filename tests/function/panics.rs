@@ -10,9 +10,9 @@ use tch_amp::Autocast;
 use tch_amp::autocast::{AutocastState, autocast_dtype, is_autocast_enabled};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
 use crate::{Counted, Owning, apply, message, to_f64};
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 /// libtorch runs backwards that are nested more deeply than this on threads of a pool.
 const SAME_THREAD: usize = 60;

@@ -7,9 +7,9 @@ use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::autocast::{AutocastGuard, clear_autocast_cache};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
 use crate::{apply, backward_below, in_time, message, square, to_f64};
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 /// x², whose backward computes its result by another backward, nested `depth` times.
 #[derive(Clone, Copy)]

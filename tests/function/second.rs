@@ -4,9 +4,9 @@ use tch::{Kind, Tensor};
 use tch_amp::function::Function;
 use tch_amp::{autocast, function};
 
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
 use crate::{MyMm, message, square, to_f64};
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 /// The gradient of `y` with respect to `x`, which can itself be differentiated.
 fn gradient(y: &Tensor, x: &Tensor) -> Tensor {

@@ -6,9 +6,9 @@ use std::sync::{Arc, Barrier};
 use tch::{Kind, Tensor};
 use tch_amp::function::Function;
 
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
 use crate::{Counted, MyMm, apply, square, to_f64};
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 #[test]
 fn one_function_runs_in_many_threads_at_once() {

@@ -2,9 +2,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,9 +12,9 @@ use tch_amp::function::{Function, FunctionError};
 use tch_amp::gradcheck::{GradCheck, gradcheck, gradgradcheck};
 use tch_amp::{Error, function};
 
-use common::for_each_device;
-use common::functions::MyMm;
-use common::tensors::{leaf, random_leaf};
+use testkit::for_each_device;
+use testkit::functions::MyMm;
+use testkit::tensors::{leaf, random_leaf};
 
 fn matrix(device: Device, rows: i64, columns: i64) -> Tensor {
     Tensor::randn([rows, columns], (Kind::Double, device)).set_requires_grad(true)

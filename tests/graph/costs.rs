@@ -3,9 +3,9 @@
 use tch_amp::graph::Captured;
 use tch_amp::optim::{AdamW, Algorithm, Lion, Muon, RmsProp, Sgd};
 
-use crate::common::simulation::{self, Counts, Simulation};
 use crate::gpu;
 use crate::training::{Program, Training, Way, overflows};
+use testkit::simulation::{self, Counts, Simulation};
 
 /// The counts of one replay, with the copy of its batch, for each iteration that does not overflow.
 fn costs(program: Program, iterations: usize) -> Vec<Counts> {

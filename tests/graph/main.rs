@@ -1,9 +1,6 @@
 //! Captured iterations: replays beside eager iterations, what is refused, and what a replay costs.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod between;
 mod costs;
 mod planted;
@@ -18,7 +15,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tch::Device;
 use tch_amp::{Error, Result};
 
-use crate::common::simulation;
+use testkit::simulation;
 
 /// A CUDA device that has graphs. One test at a time has it, because streams of libtorch belong to the whole process,
 /// and one that is captured must not be given other work.
@@ -32,11 +29,11 @@ struct Gpu {
 fn gpu() -> Option<Gpu> {
     static ALONE: Mutex<()> = Mutex::new(());
     if simulation::is_model() {
-        common::skipped("graphs need null CUDA: run `cargo xtask null-cuda --values cargo test`");
+        testkit::skipped("graphs need null CUDA: run `cargo xtask null-cuda --values cargo test`");
         return None;
     }
     let alone = || ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    common::cuda_or_skip().then(|| Gpu { device: Device::Cuda(0), _alone: alone() })
+    testkit::cuda_or_skip().then(|| Gpu { device: Device::Cuda(0), _alone: alone() })
 }
 
 /// The message of a refusal.

@@ -12,10 +12,10 @@ use tch_amp::optim::{AdamW, Lion, Sgd};
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepCounter, StepOutcome};
 use tch_amp::{Error, GradScaler, Result};
 
-use crate::common::rows::rows;
-use crate::common::simulation::Simulation;
 use crate::training::{Program, Records, Training, Way, lr, overflows, warm_up_and_cosine};
 use crate::{gpu, refusal};
+use testkit::rows::rows;
+use testkit::simulation::Simulation;
 
 /// The steps that a history of these tests remembers.
 const CAPACITY: usize = 16;

@@ -15,9 +15,9 @@ use tch_amp::scaler::{GradScalerConfig, StepCounter};
 use tch_amp::schedule::ReduceLrOnPlateau;
 use tch_amp::{Autocast, Error, GradScaler, Result, autocast};
 
-use crate::common::simulation::Simulation;
 use crate::training::{Program, Training, Way, first_difference, overflows};
 use crate::{Gpu, gpu, refusal};
+use testkit::simulation::Simulation;
 
 /// The CPU, and a device that has graphs.
 fn devices() -> Vec<(Device, Option<Gpu>)> {

@@ -8,9 +8,9 @@ use tch_amp::optim::{
 };
 use tch_amp::scaler::GradScalerConfig;
 
-use crate::common::{is_set, skipped};
 use crate::gpu;
 use crate::training::{Program, Training, Way, first_difference, train};
+use testkit::{is_set, skipped};
 
 /// Every algorithm, with options that use all of its code.
 fn algorithms() -> [Algorithm; 11] {

@@ -8,9 +8,9 @@ use tch_amp::graph::Captured;
 use tch_amp::optim::{AdamW, Lion};
 use tch_amp::schedule::{LinearWithWarmup, MultiStepLr, OneCycleLr, Schedule};
 
-use crate::common::files::Folder;
 use crate::training::{Program, Training, first_difference, overflows, warm_up_and_cosine};
 use crate::{gpu, refusal};
+use testkit::files::Folder;
 
 fn weights(training: &Training) -> Vec<Tensor> {
     let mut all: Vec<_> = training.vs.variables().into_iter().collect();

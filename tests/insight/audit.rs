@@ -10,8 +10,8 @@ use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, Error, GradScaler};
 
 use crate::alone;
-use crate::common::rows::rows;
-use crate::common::tensors::{TIES, tied};
+use testkit::rows::rows;
+use testkit::tensors::{TIES, tied};
 
 /// A part of an audit whose numbers are finite.
 #[derive(Deserialize)]

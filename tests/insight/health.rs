@@ -9,10 +9,10 @@ use tch_amp::optim::Sgd;
 use tch_amp::scaler::{GradScalerConfig, ScalerError};
 use tch_amp::{Error, GradScaler};
 
-use crate::common::for_each_device;
-use crate::common::rng::Rng;
-use crate::common::rows::rows;
-use crate::common::tensors::{TIES, tie};
+use testkit::for_each_device;
+use testkit::rng::Rng;
+use testkit::rows::rows;
+use testkit::tensors::{TIES, tie};
 
 #[derive(Debug, Deserialize)]
 struct Layer {

@@ -8,9 +8,9 @@ use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector};
 use tch_amp::{Error, GradScaler, Result};
 
-use crate::common::files::Folder;
-use crate::common::for_each_device;
-use crate::common::rows::rows;
+use testkit::files::Folder;
+use testkit::for_each_device;
+use testkit::rows::rows;
 
 #[derive(Deserialize)]
 struct Step {

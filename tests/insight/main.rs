@@ -2,9 +2,6 @@
 //! loss scale: counts of exponents and histories of steps.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod audit;
 mod blame;
 mod contexts;

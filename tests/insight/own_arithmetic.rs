@@ -1,4 +1,4 @@
-//! What the tools compute themselves obeys no region; see `common::own_arithmetic`.
+//! What the tools compute themselves obeys no region; see `testkit::own_arithmetic`.
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
@@ -8,8 +8,8 @@ use tch_amp::optim::Sgd;
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig};
 
 use crate::alone;
-use crate::common::for_each_device;
-use crate::common::own_arithmetic::{Job, assert_obeys_no_region, backward_of, large};
+use testkit::for_each_device;
+use testkit::own_arithmetic::{Job, assert_obeys_no_region, backward_of, large};
 
 const JOBS: &[Job] = &[
     Job {

@@ -13,9 +13,9 @@ use tch_amp::optim::AdamW;
 use tch_amp::{Autocast, Error, GradScaler};
 
 use crate::alone;
-use crate::common::files::Folder;
-use crate::common::html::unclosed_tags;
-use crate::common::rows::rows;
+use testkit::files::Folder;
+use testkit::html::unclosed_tags;
+use testkit::rows::rows;
 
 /// A name that must be escaped wherever it is shown.
 const HOSTILE: &str = "<script>&\"attention\"";

@@ -11,7 +11,7 @@ use tch_amp::optim::AdamW;
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::alone;
-use crate::common::rows::rows;
+use testkit::rows::rows;
 
 #[derive(Deserialize)]
 struct Cast {

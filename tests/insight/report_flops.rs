@@ -7,7 +7,7 @@ use tch_amp::insight::{OperatorReport, Pass, Profiler, named};
 use tch_amp::{Autocast, autocast};
 
 use crate::alone;
-use crate::common::rows::rows;
+use testkit::rows::rows;
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 

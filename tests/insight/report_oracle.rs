@@ -10,8 +10,8 @@ use tch_amp::insight::{OperatorReport, Profiler};
 use tch_amp::{Result, autocast};
 
 use crate::alone;
-use crate::common::python::Oracle;
-use crate::common::rows::rows;
+use testkit::python::Oracle;
+use testkit::rows::rows;
 
 #[derive(Deserialize)]
 struct Operator {

@@ -11,7 +11,7 @@ use tch_amp::recompute::checkpointed;
 use tch_amp::{Autocast, Error};
 
 use crate::alone;
-use crate::common::rows::rows;
+use testkit::rows::rows;
 
 #[derive(Deserialize)]
 struct Operator {

@@ -128,7 +128,7 @@ fn gradients_of_other_leaves_are_put_back_wherever_they_are_in_the_graph() {
     let mut tracer = Tracer::new(&model.vs).unwrap();
     for order in [[0, 1, 2], [1, 0, 2], [1, 2, 0]] {
         let others =
-            [(); 2].map(|()| crate::common::tensors::leaf(&[1.0, 2.0], Kind::Float, Device::Cpu));
+            [(); 2].map(|()| testkit::tensors::leaf(&[1.0, 2.0], Kind::Float, Device::Cpu));
         for other in &others {
             (other * 3.0).sum(Kind::Float).backward();
         }

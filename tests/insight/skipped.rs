@@ -7,8 +7,8 @@ use tch_amp::optim::Sgd;
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector};
 use tch_amp::{Autocast, GradScaler};
 
-use crate::common::rows::rows;
 use crate::{Model, batch};
+use testkit::rows::rows;
 
 /// Trains with these factors of the gradients, each step of which can be explained.
 fn explained(limit: usize, factors: &[f64], mut spikes: Option<SpikeDetector>) -> Vec<Explanation> {

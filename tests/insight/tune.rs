@@ -12,8 +12,8 @@ use tch_amp::precision::bf16_is_native;
 use tch_amp::{Autocast, Error, GradScaler};
 
 use crate::alone;
-use crate::common::rows::rows;
-use crate::common::{skipped, to_f64};
+use testkit::rows::rows;
+use testkit::{skipped, to_f64};
 
 fn region() -> Autocast {
     Autocast::new(Device::Cpu).dtype(Kind::BFloat16)

@@ -5,8 +5,8 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{Audit, Explanation, audit};
 use tch_amp::{Autocast, GradScaler};
 
-use crate::common::rows::rows;
 use crate::{Model, alone, batch, explain};
+use testkit::rows::rows;
 
 #[test]
 fn an_explanation_with_infinities_survives_json() {

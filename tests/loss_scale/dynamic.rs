@@ -5,9 +5,9 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::loss_scale::{DynamicLossScale, DynamicLossScaleState, LossScale};
 
-use crate::common::for_each_device;
-use crate::common::rng::Rng;
 use crate::stands;
+use testkit::for_each_device;
+use testkit::rng::Rng;
 
 /// The largest power of two in f32.
 const TOP: f64 = 1.7014118346046923e38;

@@ -5,9 +5,9 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::Policy;
 use tch_amp::loss_scale::all_finite;
 
-use crate::common::rng::Rng;
-use crate::common::{devices, for_each_device, to_f64};
 use crate::{INF, NAN, answer, of};
+use testkit::rng::Rng;
+use testkit::{devices, for_each_device, to_f64};
 
 const NUMBERS: [Kind; 7] = [
     Kind::Half,

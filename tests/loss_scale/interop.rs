@@ -7,8 +7,8 @@ use tch_amp::loss_scale::{DynamicLossScaleState, LossScale};
 use tch_amp::scaler::{GradScalerConfig, GradScalerState, ScalerError};
 use tch_amp::{Error, GradScaler};
 
-use crate::common::for_each_device;
-use crate::common::rng::Rng;
+use testkit::for_each_device;
+use testkit::rng::Rng;
 
 fn parse(json: &str) -> GradScalerState {
     serde_json::from_str(json).unwrap()

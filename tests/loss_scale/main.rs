@@ -1,9 +1,6 @@
 //! Functional loss scales, `all_finite` and `select_tree`.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod dynamic;
 mod finite;
 mod interop;

@@ -5,9 +5,9 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::loss_scale::{LossScale, NoOpLossScale, StaticLossScale};
 
-use crate::common::rng::Rng;
-use crate::common::{for_each_device, to_f64};
 use crate::{all_three, of};
+use testkit::rng::Rng;
+use testkit::{for_each_device, to_f64};
 
 /// Promotes like jmp 0.0.4, except for integers and booleans, whose products are f32 in jmp.
 #[rstest]

@@ -7,9 +7,9 @@ use tch_amp::Error;
 use tch_amp::loss_scale::{all_finite, select_tree};
 use tch_amp::policy::PolicyError;
 
-use crate::common::bits::bits;
-use crate::common::{devices, for_each_device, to_f64};
 use crate::{NAN, of};
+use testkit::bits::bits;
+use testkit::{devices, for_each_device, to_f64};
 
 const KINDS: [Kind; 12] = [
     Kind::Uint8,

@@ -7,7 +7,7 @@ use tch_amp::scaler::{GradScalerState, ScalerError};
 use tch_amp::{Error, GradScaler};
 
 use crate::all_three;
-use crate::common::for_each_device;
+use testkit::for_each_device;
 
 fn saved() -> DynamicLossScaleState {
     DynamicLossScaleState {

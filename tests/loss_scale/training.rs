@@ -6,8 +6,8 @@ use tch_amp::function::{GradConfig, grad};
 use tch_amp::loss_scale::{LossScale, all_finite, select_tree};
 use tch_amp::policy::half_dtype;
 
-use crate::common::{for_each_device, to_f64};
 use crate::{all_three, answer, of};
+use testkit::{for_each_device, to_f64};
 
 /// Fits w to minimize |xw - y|^2 by gradient descent, where the inputs of step 3 are infinite. Returns the weights.
 fn train(loss_scale: &mut dyn LossScale, policy: Policy, device: Device, own: bool) -> Vec<f64> {

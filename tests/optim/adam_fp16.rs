@@ -9,12 +9,12 @@ use tch_amp::GradScaler;
 use tch_amp::optim::{Adam, AdamW, MasterWeights, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
 
-use crate::common::bits::bits;
-use crate::common::python::Oracle;
-use crate::common::rng::Rng;
-use crate::common::to_f64;
 use bound::Bound;
 use python::theirs;
+use testkit::bits::bits;
+use testkit::python::Oracle;
+use testkit::rng::Rng;
+use testkit::to_f64;
 
 const STEPS: usize = 20;
 /// The step at which one gradient is infinite.

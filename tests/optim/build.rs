@@ -8,9 +8,9 @@ use tch_amp::optim::{
 };
 use tch_amp::{Error, GradScaler};
 
-use crate::common::for_each_device;
-use crate::common::tensors::{TIES, leaf, tie, tied};
 use crate::{NAN, algorithms, build, set_grad, to_f64};
+use testkit::for_each_device;
+use testkit::tensors::{TIES, leaf, tie, tied};
 
 #[test]
 fn only_the_import_differs_from_tch() {

@@ -8,10 +8,10 @@ use tch_amp::optim::{AmpOptimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
-use crate::common::bits::bits;
-use crate::common::tensors::leaf;
-use crate::common::{for_each_device, gpus};
 use crate::{INF, NAN, set_grad, to_f64};
+use testkit::bits::bits;
+use testkit::tensors::leaf;
+use testkit::{for_each_device, gpus};
 
 /// Clips to a 2-norm, and refuses one that is not finite.
 fn finite(max_norm: f64) -> ClipNorm {

@@ -10,9 +10,9 @@ use tch_amp::optim::{AdamW, MasterWeights};
 use tch_amp::scaler::{GradScalerConfig, StepCounter};
 
 use crate::INF;
-use crate::common::bits::bits;
-use crate::common::for_each_device;
-use crate::common::simulation::takes_time;
+use testkit::bits::bits;
+use testkit::for_each_device;
+use testkit::simulation::takes_time;
 
 /// Fewer where the device is never behind.
 fn iterations(device: Device) -> usize {

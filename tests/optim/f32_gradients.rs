@@ -6,9 +6,9 @@ use tch_amp::optim::{AdamW, MasterWeights, OptimizerError, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
-use crate::common::bits::bits;
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
+use testkit::bits::bits;
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 /// Sums of micro-batches stop growing in bf16, but not in f32.
 #[test]

@@ -7,8 +7,8 @@ use tch_amp::optim::{
     Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, OptimizerError, ParamGroup, RmsProp, Sgd,
 };
 
-use crate::common::tensors::leaf;
 use crate::{set_grad, to_f64};
+use testkit::tensors::leaf;
 
 fn weights(names: &[&str]) -> Vec<(String, Tensor)> {
     let weight = || leaf(&[1.0], Kind::Float, Device::Cpu);

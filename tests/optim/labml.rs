@@ -5,10 +5,10 @@ use tch::{Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, MasterWeights, Optimizer, ParamGroup};
 
-use crate::common::files::Folder;
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
 use crate::{set_grad, to_f64};
+use testkit::files::Folder;
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 const BETAS: (f64, f64) = (0.5, 0.875);
 const STEPS: i32 = 12;

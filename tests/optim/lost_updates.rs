@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{Adam, MasterWeights, Sgd};
 
-use crate::common::bits::bits;
+use testkit::bits::bits;
 
 fn ones(count: i64, kind: Kind) -> Tensor {
     Tensor::ones([count], (kind, Device::Cpu)).set_requires_grad(true)

@@ -15,9 +15,9 @@ use tch_amp::optim::{
     OptimizerState, ParamGroup, Sgd,
 };
 
-use crate::common::bits::{bits, canonical};
-use crate::common::for_each_device;
-use crate::common::rng::Rng;
+use testkit::bits::{bits, canonical};
+use testkit::for_each_device;
+use testkit::rng::Rng;
 
 const MODES: [MomentDtype; 2] = [MomentDtype::EightBit, MomentDtype::BFloat16];
 

@@ -1,9 +1,6 @@
 //! The rules of the fused optimizers, one test each. Random programs are compared with PyTorch in `optim_programs/`.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod adam_fp16;
 mod build;
 mod clip;

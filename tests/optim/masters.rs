@@ -10,8 +10,8 @@ use tch_amp::optim::{
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::algorithms;
-use crate::common::bits::bits;
-use crate::common::for_each_device;
+use testkit::bits::bits;
+use testkit::for_each_device;
 
 const SIZES: [&[i64]; 5] = [&[], &[7], &[3, 1030], &[5, 4], &[0]];
 
@@ -385,7 +385,7 @@ fn a_nan_of_any_bits_makes_the_weight_nan() {
     for_each_device(|device| {
         for word in [0x7fff_ffffu32, 0x7f80_0001, 0xffff_ffff, 0x7fc0_0000] {
             for (_, masters) in half_modes() {
-                let w = crate::common::tensors::leaf(&[1.0, 2.0], Kind::BFloat16, device);
+                let w = testkit::tensors::leaf(&[1.0, 2.0], Kind::BFloat16, device);
                 let list = vec![w.shallow_clone()];
                 let mut opt = Sgd::default().master_weights(masters).build(list, 1.0).unwrap();
                 opt.accumulate_in_f32().unwrap();

@@ -9,10 +9,10 @@ use tch_amp::optim::{
 };
 use tch_amp::{Error, GradScaler};
 
-use crate::common::bits::bits;
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
 use crate::{NAN, set_grad, to_f64};
+use testkit::bits::bits;
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 type Rows = Vec<Vec<f64>>;
 

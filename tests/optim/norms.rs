@@ -9,11 +9,11 @@ use tch_amp::optim::{AdamW, AmpOptimizer, MasterWeights, Sgd};
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, SpikeConfig};
 use tch_amp::{Error, GradScaler};
 
-use crate::common::python::Oracle;
-use crate::common::rng::Rng;
-use crate::common::tensors::leaf;
-use crate::common::{devices, for_each_device, gpus, gpus_that_round_as_the_cpu};
 use crate::{INF, NAN, set_grad, to_f64};
+use testkit::python::Oracle;
+use testkit::rng::Rng;
+use testkit::tensors::leaf;
+use testkit::{devices, for_each_device, gpus, gpus_that_round_as_the_cpu};
 
 const TYPES: [f64; 6] = [0.5, 1.0, 2.0, 2.5, 17.0, INF];
 

@@ -6,11 +6,11 @@ use tch_amp::optim::{
     Adafactor, Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, NAdam, RmsProp, Sgd,
 };
 
-use crate::common::bits::bits;
-use crate::common::for_each_device;
-use crate::common::simulation::rounds_as_the_cpu;
-use crate::common::tensors::leaf;
 use crate::{algorithms, build, set_grad, to_f64};
+use testkit::bits::bits;
+use testkit::for_each_device;
+use testkit::simulation::rounds_as_the_cpu;
+use testkit::tensors::leaf;
 
 /// One element and its state, as in the papers and in PyTorch's documentation.
 #[derive(Clone, Debug, Default)]

@@ -6,10 +6,10 @@ use tch_amp::optim::{
     AdamW, AmpOptimizer as _, MasterWeights, Muon, Optimizer, OptimizerError, Sgd, Step,
 };
 
-use crate::common::bits::bits;
-use crate::common::tensors::leaf;
-use crate::common::{devices, for_each_device};
 use crate::{algorithms, build, set_grad, to_f64};
+use testkit::bits::bits;
+use testkit::tensors::leaf;
+use testkit::{devices, for_each_device};
 
 /// The values of all parameters, states and master weights.
 fn all(opt: &mut Optimizer) -> Vec<Vec<f64>> {

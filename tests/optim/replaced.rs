@@ -10,9 +10,9 @@ use tch_amp::optim::{
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, Result};
 
-use crate::common::descent::Descent;
-use crate::common::rng::Rng;
 use crate::to_f64;
+use testkit::descent::Descent;
+use testkit::rng::Rng;
 
 const PROGRAMS: u64 = 400;
 const CALLS: usize = 40;

@@ -12,12 +12,12 @@ use tch_amp::optim::{
 use tch_amp::scaler::{GradScalerConfig, ScalerError, StepCounter};
 use tch_amp::{Error, GradScaler, Result};
 
-use crate::common::bits::bits;
-use crate::common::rng::Rng;
-use crate::common::simulation::{let_answers_come, takes_time};
-use crate::common::tensors::leaf;
-use crate::common::{cuda_or_skip, for_each_device, skipped};
 use crate::{INF, algorithms, set_grad, to_f64};
+use testkit::bits::bits;
+use testkit::rng::Rng;
+use testkit::simulation::{let_answers_come, takes_time};
+use testkit::tensors::leaf;
+use testkit::{cuda_or_skip, for_each_device, skipped};
 
 /// A weight of ones, an SGD with a learning rate of 1, and a scaler with a scale of 8.
 fn training(device: Device) -> (Tensor, Optimizer, GradScaler) {

@@ -5,10 +5,10 @@ use tch_amp::GradScaler;
 use tch_amp::optim::{Algorithm, AmpOptimizer as _, Optimizer, ParamGroup, Sgd, Step};
 use tch_amp::scaler::GradScalerConfig;
 
-use crate::common::bits::bits;
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
 use crate::{INF, NAN, algorithms, build, set_grad};
+use testkit::bits::bits;
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 /// The bits of everything that a step can change; empty for a state that is still unused.
 fn all(opt: &mut Optimizer) -> Vec<Vec<u8>> {

@@ -7,10 +7,10 @@ use tch_amp::Error;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{Adagrad, AdamW, MasterWeights, Optimizer, OptimizerError, Sgd};
 
-use crate::common::bits::bits;
-use crate::common::for_each_device;
-use crate::common::tensors::leaf;
 use crate::{set_grad, to_f64};
+use testkit::bits::bits;
+use testkit::for_each_device;
+use testkit::tensors::leaf;
 
 /// A bf16 weight of three numbers after enough steps that its master weights have bits that bf16 lacks.
 fn trained(device: Device, masters: MasterWeights) -> (Tensor, Optimizer) {

@@ -9,11 +9,11 @@ use tch_amp::optim::{
 };
 use tch_amp::{Error, GradScaler};
 
-use crate::common::bits::bits;
-use crate::common::files::Folder;
-use crate::common::for_each_device;
-use crate::common::tensors::{TIES, leaf, tied};
 use crate::{INF, algorithms, build, set_grad, to_f64};
+use testkit::bits::bits;
+use testkit::files::Folder;
+use testkit::for_each_device;
+use testkit::tensors::{TIES, leaf, tied};
 
 fn named(device: Device) -> Vec<(&'static str, Tensor)> {
     let leaf = |values: &[f64]| leaf(values, Kind::Float, device);

@@ -7,8 +7,8 @@ use tch_amp::optim::{
     Sgd,
 };
 
-use crate::common::bits::hex;
-use crate::common::rng::Rng;
+use testkit::bits::hex;
+use testkit::rng::Rng;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {

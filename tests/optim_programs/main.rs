@@ -6,18 +6,16 @@
 //! otherwise.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
 mod generate;
 mod on_gpu;
 mod run;
 mod walk;
 
-use common::gpus_that_round_as_the_cpu;
-use common::python::Oracle;
 use generate::Program;
 use run::Machine;
 use tch::Device;
+use testkit::gpus_that_round_as_the_cpu;
+use testkit::python::Oracle;
 
 const PROGRAMS: u64 = 3000;
 

@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use tch::{Device, Kind};
 use tch_amp::optim::Algorithm;
 
-use crate::common::bits::from_hex;
-use crate::common::python::Oracle;
-use crate::common::simulation::is_model;
-use crate::common::ulps::Histogram;
-use crate::common::{cuda_or_skip, skipped};
 use crate::generate::{self, Mode, Program};
 use crate::run::Machine;
 use crate::{Seeded, lines, number};
+use testkit::bits::from_hex;
+use testkit::python::Oracle;
+use testkit::simulation::is_model;
+use testkit::ulps::Histogram;
+use testkit::{cuda_or_skip, skipped};
 
 const GPU: Device = Device::Cuda(0);
 const PROGRAMS: u64 = 300;

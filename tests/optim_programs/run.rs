@@ -5,8 +5,8 @@ use tch_amp::GradScaler;
 use tch_amp::optim::Optimizer;
 use tch_amp::scaler::GradScalerConfig;
 
-use crate::common::bits::bits;
 use crate::generate::{Layout, Mode, Parameter, Program, Step};
+use testkit::bits::bits;
 
 const KEYS: [&str; 12] = [
     "step",

@@ -11,12 +11,12 @@ use tch_amp::checkpoint::{Checkpoint, Format};
 use tch_amp::optim::{Algorithm, MasterWeights, Optimizer, OptimizerState, ParamGroup};
 use tch_amp::scaler::GradScalerConfig;
 
-use crate::common::bits::bits;
-use crate::common::files::Folder;
-use crate::common::gpus_that_round_as_the_cpu;
-use crate::common::rng::Rng;
 use crate::generate::{ALGORITHMS, algorithm, magnitude, numbers};
 use crate::number;
+use testkit::bits::bits;
+use testkit::files::Folder;
+use testkit::gpus_that_round_as_the_cpu;
+use testkit::rng::Rng;
 
 const WALKS: u64 = 150;
 const CALLS: usize = 12;

@@ -148,7 +148,7 @@ COMPOSED = ("RmsProp", "Lion", "NAdam", "Adafactor")
 def bits(tensor):
     plain = tensor.detach().contiguous().cpu()
     words = plain.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()])
-    # Every NaN is the same one, as in tests/common/bits.rs.
+    # Every NaN is the same one, as in testkit/src/bits.rs.
     words = words.masked_fill(plain.view(-1).isnan(), -1)
     return bytes(words.view(torch.uint8).tolist()).hex()
 

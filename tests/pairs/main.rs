@@ -5,9 +5,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod abilities;
 mod plain;
 mod program;
@@ -19,8 +16,8 @@ use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{GroupConfig, ProcessGroup, Store};
 
-use common::rng::Rng;
-use common::simulation::is_model;
+use testkit::rng::Rng;
+use testkit::simulation::is_model;
 
 use abilities::{ALL, Ability, NEUTRAL, cannot_meet, refusal};
 use plain::Outcome;
@@ -185,7 +182,7 @@ fn program_of(seed: u64, one: Ability, other: Ability) -> Program {
 
 /// The CPU, and GPUs that compute its bits.
 fn devices() -> Vec<Device> {
-    [Device::Cpu].into_iter().chain(common::gpus_that_round_as_the_cpu()).collect()
+    [Device::Cpu].into_iter().chain(testkit::gpus_that_round_as_the_cpu()).collect()
 }
 
 fn number(name: &str) -> Option<u64> {

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::abilities::Ability::{self, *};
-use crate::common::rng::Rng;
+use testkit::rng::Rng;
 
 pub const ITERATIONS: usize = 6;
 pub const ROWS: i64 = 8;

@@ -5,9 +5,9 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::policy::{KeepF32, PolicyError, half_dtype};
 use tch_amp::{Error, Policy};
 
-use crate::common::rng::Rng;
-use crate::common::{for_each_device, to_f64};
 use crate::{KINDS, POLICY_KINDS, is_floating};
+use testkit::rng::Rng;
+use testkit::{for_each_device, to_f64};
 
 fn of(kind: Kind, device: Device) -> Tensor {
     Tensor::from_slice(&[0.0, 1.0, 1.0]).to_kind(kind).to_device(device)

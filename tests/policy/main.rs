@@ -1,9 +1,6 @@
 //! Precision policies: what they cast, their text form, and models under a policy.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod casts;
 mod modules;
 mod run;

@@ -10,7 +10,7 @@ use tch_amp::policy::{PolicyError, half_dtype, run_in_f32, run_in_f32_t};
 use tch_amp::{Autocast, Error, Policy, autocast};
 
 use crate::POLICY_KINDS;
-use crate::common::{for_each_device, to_f64};
+use testkit::{for_each_device, to_f64};
 
 /// Records the dtype of its input and whether autocast is enabled.
 #[derive(Debug, Default)]

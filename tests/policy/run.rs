@@ -6,7 +6,7 @@ use tch_amp::autocast::is_autocast_enabled;
 use tch_amp::policy::{PolicyError, half_dtype};
 use tch_amp::{Autocast, Error, Policy, autocast};
 
-use crate::common::{for_each_device, to_f64};
+use testkit::{for_each_device, to_f64};
 
 fn ones(kind: Kind, device: Device) -> Tensor {
     Tensor::ones([2, 2], (kind, device))

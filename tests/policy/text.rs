@@ -9,7 +9,7 @@ use tch_amp::policy::{KeepF32, OptLevel, PolicyError};
 use tch_amp::{Error, Policy};
 
 use crate::POLICY_KINDS;
-use crate::common::{gpus, to_f64};
+use testkit::{gpus, to_f64};
 
 const GPU: Device = Device::Cuda(0);
 

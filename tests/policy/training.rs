@@ -7,7 +7,7 @@ use tch_amp::Policy;
 use tch_amp::optim::AdamW;
 use tch_amp::policy::{KeepF32, OptLevel, run_in_f32, run_in_f32_t};
 
-use crate::common::for_each_device;
+use testkit::for_each_device;
 
 /// A network with norms, which are wrapped so that they accept half-precision inputs on every device.
 fn net(vs: &VarStore) -> nn::SequentialT {

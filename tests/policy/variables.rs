@@ -6,8 +6,8 @@ use tch_amp::optim::Sgd;
 use tch_amp::policy::{KeepF32, PolicyError};
 use tch_amp::{Error, Policy};
 
-use crate::common::tensors::{TIES, tied};
-use crate::common::{for_each_device, to_f64};
+use testkit::tensors::{TIES, tied};
+use testkit::{for_each_device, to_f64};
 
 /// Paths of variables, and whether each belongs to a norm.
 const NAMES: [(&[&str], bool); 25] = [

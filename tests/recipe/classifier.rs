@@ -2,10 +2,10 @@
 
 use std::fs;
 
-use crate::common::files::Folder;
 use crate::program::{self, Recipe, assert_equal};
 use recipes::log::CSV;
 use recipes::text_classifier;
+use testkit::files::Folder;
 
 const CLASSIFIER: Recipe = Recipe {
     test: "classifier::classifier_program",

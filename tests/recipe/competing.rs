@@ -10,10 +10,10 @@ use recipes::{Ended, Interrupt, Progress};
 use tch::{Device, no_grad};
 use tch_amp::Amp;
 
-use crate::common::files::Folder;
-use crate::common::html::unclosed_tags;
 use crate::program::{self, Recipe, assert_equal};
 use crate::same::RANDOM;
+use testkit::files::Folder;
+use testkit::html::unclosed_tags;
 
 pub const GAN: Recipe = Recipe {
     test: "competing::gan_program",

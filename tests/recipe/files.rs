@@ -5,11 +5,11 @@ use std::path::PathBuf;
 
 use tch_amp::checkpoint::CheckpointFolder;
 
-use crate::common::files::{Folder, names_in};
 use crate::competing::GAN;
 use crate::pictures::IMAGES;
 use crate::program::{Recipe, assert_equal};
 use crate::resumed::GPT;
+use testkit::files::{Folder, names_in};
 
 /// The checkpoints of a run, the newest last.
 fn checkpoints(folder: &Folder) -> Vec<PathBuf> {

@@ -7,10 +7,10 @@ use std::time::Duration;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::low_level::raise;
 
-use crate::common::files::Folder;
 use crate::program::assert_same;
 use crate::resumed::GPT;
 use recipes::Interrupt;
+use testkit::files::Folder;
 
 #[test]
 #[ignore = "a program that the next test starts"]

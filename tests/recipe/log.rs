@@ -5,9 +5,9 @@ use std::fs;
 use serde_json::{Value, json};
 use tch_amp::checkpoint::Checkpoint;
 
-use crate::common::files::Folder;
-use crate::common::python::Oracle;
 use recipes::log::{self, CSV, Log, Row};
+use testkit::files::Folder;
+use testkit::python::Oracle;
 
 const COLUMNS: [&str; 3] = ["loss", "held_out", "scale"];
 

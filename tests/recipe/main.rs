@@ -2,8 +2,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod classifier;
-#[path = "../common/mod.rs"]
-mod common;
 mod competing;
 mod files;
 mod interrupt;

@@ -3,11 +3,11 @@
 use std::fs::File;
 use std::process::Stdio;
 
-use crate::common::files::Folder;
 use crate::competing::GAN;
 use crate::pictures::IMAGES;
 use crate::program::{Recipe, assert_equal};
 use crate::resumed::GPT;
+use testkit::files::Folder;
 
 /// Programs that show their progress, and then print a table before they write the report.
 const RECIPES: [Recipe; 3] = [GPT, GAN, IMAGES];

@@ -4,10 +4,10 @@ use anyhow::ensure;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use crate::common::files::Folder;
 use crate::pictures::{IMAGES, accuracies};
 use crate::program::{self, Recipe, losses};
 use recipes::{Ended, Ranks};
+use testkit::files::Folder;
 
 fn numbers(folder: &Folder) -> Vec<Vec<Option<f64>>> {
     let row = |line: Vec<String>| line.iter().map(|cell| cell.parse().ok()).collect();

@@ -8,9 +8,9 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use tch_amp::checkpoint::CheckpointFolder;
 
-use crate::common::files::Folder;
 use crate::program::{self, Recipe, assert_same};
 use recipes::images::{self, data::Images};
+use testkit::files::Folder;
 
 pub const IMAGES: Recipe = Recipe {
     test: "pictures::images_program",

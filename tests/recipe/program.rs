@@ -13,9 +13,9 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 use tch_amp::checkpoint::CheckpointFolder;
 
-use crate::common::files::Folder;
 use recipes::Ended;
 use recipes::log::CSV;
+use testkit::files::Folder;
 
 /// Has the arguments of the program, one a line.
 const ARGUMENTS: &str = "TCH_AMP_TEST_ARGUMENTS";

@@ -9,8 +9,6 @@ use serde_json::{Value, json};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 
-use crate::common::files::Folder;
-use crate::common::python::Oracle;
 use crate::program::{self, Recipe};
 use recipes::log::CSV;
 use recipes::measure::{ACCURACY, HELD_OUT, LOSS, SENT};
@@ -18,6 +16,8 @@ use recipes::text_classifier::batch::Batch;
 use recipes::text_classifier::model::{Classifier, Dropout, Pooling};
 use recipes::text_classifier::{self, pretrained};
 use tch_amp::Amp;
+use testkit::files::Folder;
+use testkit::python::Oracle;
 
 /// The settings of the published trainer, but for its sizes, and for dropout, for which the ranks draw other numbers here.
 const PUBLISHED: Recipe = Recipe {

@@ -6,9 +6,9 @@ use std::os::unix::process::ExitStatusExt;
 use signal_hook::consts::SIGKILL;
 use tch_amp::checkpoint::CheckpointFolder;
 
-use crate::common::files::Folder;
 use crate::program::{self, Recipe, assert_same};
 use recipes::gpt;
+use testkit::files::Folder;
 
 pub const GPT: Recipe = Recipe {
     test: "resumed::gpt_program",

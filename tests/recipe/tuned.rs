@@ -10,9 +10,9 @@ use tch::Device;
 use tch_amp::Amp;
 use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
 
-use crate::common::files::Folder;
 use crate::resumed::GPT;
 use crate::same::RANDOM;
+use testkit::files::Folder;
 
 #[test]
 fn a_plan_is_measured_once_and_saved_with_the_run() {

@@ -7,10 +7,10 @@ use tch_amp::scaler::{ScalerError, StepCounter, StepOutcome};
 use tch_amp::schedule::ExponentialLr;
 use tch_amp::{Error, GradScaler};
 
-use crate::common::for_each_device;
-use crate::common::rng::Rng;
-use crate::common::tensors::leaf;
 use crate::{INF, loss, model, scaler};
+use testkit::for_each_device;
+use testkit::rng::Rng;
+use testkit::tensors::leaf;
 
 #[derive(Clone, Copy, Debug)]
 enum Clip {

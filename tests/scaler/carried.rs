@@ -9,10 +9,10 @@ use tch_amp::optim::{AmpOptimizer, Sgd};
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig};
 use tch_amp::{Autocast, Error, GradScaler, Result, function};
 
-use crate::common::tensors::leaf;
-use crate::common::{for_each_device, to_f64};
 use crate::protocol::Failing;
 use crate::{INF, loss};
+use testkit::tensors::leaf;
+use testkit::{for_each_device, to_f64};
 
 /// A scaler whose scale of 8 doubles in every iteration without an overflow.
 fn growing(device: Device) -> GradScaler {

@@ -8,9 +8,9 @@ use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer, Sgd};
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, Unscaled};
 use tch_amp::{Error, GradScaler};
 
-use crate::common::tensors::leaf;
-use crate::common::{devices, for_each_device, to_f64};
 use crate::{Descent, INF, NAN, loss, model, ones, scaler};
+use testkit::tensors::leaf;
+use testkit::{devices, for_each_device, to_f64};
 
 #[rstest]
 #[case(Kind::Float)]

@@ -10,8 +10,8 @@ use tch_amp::optim::{AdamW, AmpOptimizer, Parameters, Sgd, Step};
 use tch_amp::scaler::PerLossScalers;
 use tch_amp::{Error, GradScaler};
 
-use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, loss, model, ones, scaler};
+use testkit::{for_each_device, to_f64};
 
 fn scalers(device: Device) -> [GradScaler; 2] {
     [GradScaler::skip_only(device).unwrap(), scaler(device)]

@@ -5,8 +5,8 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::scaler::ScalerError;
 use tch_amp::{Error, GradScaler, autocast};
 
-use crate::common::{devices, for_each_device, to_f64};
 use crate::scaler;
+use testkit::{devices, for_each_device, to_f64};
 
 #[rstest]
 #[case(Kind::Float, Kind::Float)]

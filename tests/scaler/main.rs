@@ -1,9 +1,6 @@
 //! The rules of the scaler, one test each. Random programs are compared with PyTorch in `scaler_programs/`.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod backward_step;
 mod carried;
 mod gradients;
@@ -27,8 +24,8 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::scaler::GradScalerConfig;
 
-use common::descent::Descent;
-use common::tensors::leaf;
+use testkit::descent::Descent;
+use testkit::tensors::leaf;
 
 /// A scaler with a scale of 8, with which the arithmetic of no test rounds.
 fn scaler(device: Device) -> GradScaler {

@@ -10,9 +10,9 @@ use tch_amp::gradients::GradientError;
 use tch_amp::optim::{AmpOptimizer, MasterWeights, Sgd, Step};
 use tch_amp::scaler::{GradScalerConfig, GradScalerState, PerLossScalers, ScalerError};
 
-use crate::common::tensors::leaf;
-use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, loss, model};
+use testkit::tensors::leaf;
+use testkit::{for_each_device, to_f64};
 
 /// Two losses with scales of 8 and 1024.
 fn two(device: Device) -> PerLossScalers {

@@ -7,9 +7,9 @@ use tch_amp::optim::{AmpOptimizer, OptimizerError, Parameters, Step};
 use tch_amp::scaler::ScalerError;
 use tch_amp::{Error, GradScaler, Result};
 
-use crate::common::tensors::leaf;
-use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, NAN, loss, model, ones, scaler};
+use testkit::tensors::leaf;
+use testkit::{for_each_device, to_f64};
 
 #[test]
 fn a_finite_iteration_steps_with_the_unscaled_gradient() {

@@ -5,10 +5,10 @@ use tch_amp::optim::{Adagrad, AdamW, Algorithm, MasterWeights, Muon, Optimizer, 
 use tch_amp::scaler::{GradScalerConfig, ScalerError};
 use tch_amp::{Error, GradScaler};
 
-use crate::common::simulation::let_answers_come;
-use crate::common::tensors::leaf;
-use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, NAN, loss, model};
+use testkit::simulation::let_answers_come;
+use testkit::tensors::leaf;
+use testkit::{for_each_device, to_f64};
 
 /// Runs one iteration, with or without an overflow, and returns the result of `update`.
 fn iterate(scaler: &mut GradScaler, device: Device, overflow: bool) -> tch_amp::Result<()> {

@@ -9,10 +9,10 @@ use tch_amp::optim::{AdamW, AmpOptimizer, MasterWeights, Sgd};
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, ScalerError, SpikeConfig};
 use tch_amp::{Error, GradScaler, Result};
 
-use crate::common::rng::Rng;
-use crate::common::tensors::leaf;
-use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, loss, ones, scaler};
+use testkit::rng::Rng;
+use testkit::tensors::leaf;
+use testkit::{for_each_device, to_f64};
 
 /// How an optimizer takes its step.
 #[derive(Clone, Copy, Debug)]

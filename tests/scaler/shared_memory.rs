@@ -10,9 +10,9 @@ use tch_amp::recompute::checkpointed;
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, SpikeConfig};
 use tch_amp::{GradScaler, function};
 
-use crate::common::tensors::leaf;
-use crate::common::{for_each_device, to_f64};
 use crate::{Descent, ones};
+use testkit::tensors::leaf;
+use testkit::{for_each_device, to_f64};
 
 /// A loss whose backward pass gives both leaves gradients of `factor`, in the same memory.
 fn loss(a: &Tensor, b: &Tensor, factor: f64) -> Tensor {

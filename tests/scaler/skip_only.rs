@@ -6,9 +6,9 @@ use tch_amp::GradScaler;
 use tch_amp::optim::{AdamW, MasterWeights, Sgd};
 use tch_amp::scaler::StepCounter;
 
-use crate::common::tensors::leaf;
-use crate::common::{for_each_device, to_f64};
 use crate::{INF, NAN, loss, model};
+use testkit::tensors::leaf;
+use testkit::{for_each_device, to_f64};
 
 fn set_grad(w: &Tensor, values: &[f64]) {
     let mut old = w.grad();

@@ -8,8 +8,8 @@ use tch_amp::checkpoint::{Checkpoint, Prepared, SaveState, SavedState, Stateful}
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector};
 
-use crate::common::rng::Rng;
-use crate::common::tensors::leaf;
+use testkit::rng::Rng;
+use testkit::tensors::leaf;
 
 /// The rule by plain loops.
 struct Model {

@@ -6,9 +6,9 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::scaler::{GradScalerConfig, GradScalerState, ScalerError};
 use tch_amp::{Error, GradScaler};
 
-use crate::common::for_each_device;
-use crate::common::python::Oracle;
 use crate::{INF, loss, model};
+use testkit::for_each_device;
+use testkit::python::Oracle;
 
 const PYTHONS: &str = r#"{"scale": 131072.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}"#;
 

@@ -7,10 +7,10 @@ use tch::{Device, Tensor};
 use tch_amp::scaler::{GradScalerConfig, ScalerError};
 use tch_amp::{Error, GradScaler};
 
-use crate::common::for_each_device;
-use crate::common::rng::Rng;
 use crate::{INF, loss, model};
 use systems::reference;
+use testkit::for_each_device;
+use testkit::rng::Rng;
 
 /// Runs one iteration, with or without an overflow, and returns whether the step was skipped.
 fn iterate(scaler: &mut GradScaler, device: Device, overflow: bool) -> tch_amp::Result<bool> {

@@ -6,8 +6,8 @@ use tch_amp::optim::AmpOptimizer;
 use tch_amp::scaler::{GradScalerConfig, ScalerError};
 use tch_amp::{Error, GradScaler};
 
-use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, NAN, loss, model, ones, scaler};
+use testkit::{for_each_device, to_f64};
 
 #[test]
 fn clipping_by_tch_after_unscaling_is_allowed() {

@@ -5,8 +5,8 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
-use crate::common::{for_each_device, to_f64};
 use crate::{INF, NAN, loss, model};
+use testkit::{for_each_device, to_f64};
 
 /// The default configuration with one field changed.
 macro_rules! config {

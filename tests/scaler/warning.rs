@@ -9,9 +9,9 @@ use tch_amp::graph::Captured;
 use tch_amp::optim::{AmpOptimizer, Optimizer, Sgd};
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers};
 
-use crate::common::descent::Descent;
-use crate::common::for_each_device;
 use crate::{INF, NAN, loss, ones};
+use testkit::descent::Descent;
+use testkit::for_each_device;
 
 const TASK: &str = "TCH_AMP_TEST_WARNING";
 

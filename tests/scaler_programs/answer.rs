@@ -2,11 +2,11 @@
 
 use std::fmt::Write as _;
 
-use crate::common::bits::canonical;
 use tch::Tensor;
 use tch_amp::gradients::GradientError;
 use tch_amp::scaler::{ScalerError, StepOutcome};
 use tch_amp::{Error, Result};
+use testkit::bits::canonical;
 
 pub fn told(outcome: &StepOutcome) -> Result<String> {
     assert_ne!(outcome.is_stepped()?, outcome.is_skipped()? || outcome.has_no_gradients());

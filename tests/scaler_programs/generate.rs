@@ -1,8 +1,8 @@
 //! Generates random programs, determined by a seed.
 
-use crate::common::rng::Rng;
 use crate::program::{Config, Dtype, How, Op, OptimizerSpec, ParamSpec, Program, Rule, Term};
 use crate::writer::Writer;
+use testkit::rng::Rng;
 
 pub const OPS: usize = 50;
 

@@ -10,8 +10,6 @@
 
 mod adamw;
 mod answer;
-#[path = "../common/mod.rs"]
-mod common;
 mod generate;
 mod on_gpu;
 mod optimizer;
@@ -26,10 +24,10 @@ use std::ops::Range;
 use std::process::{Child, Stdio};
 use std::str::FromStr;
 
-use common::gpus_that_round_as_the_cpu;
-use common::python::Oracle;
 use run::Machine;
 use tch::Device;
+use testkit::gpus_that_round_as_the_cpu;
+use testkit::python::Oracle;
 
 /// A million operations: about 70 s on one core for the oracle, in parallel to which the Rust side runs.
 const PROGRAMS: u64 = 10_000;

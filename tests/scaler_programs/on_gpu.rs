@@ -4,15 +4,15 @@ use std::io::Write as _;
 
 use tch::{Device, Kind};
 
-use crate::common::bits::from_hex;
-use crate::common::python::Oracle;
-use crate::common::simulation::is_model;
-use crate::common::ulps::Histogram;
-use crate::common::{cuda_or_skip, skipped};
 use crate::generate;
 use crate::program::{Dtype, ParamSpec, Program};
 use crate::run::Machine;
 use crate::{ON_GPUS, seeds};
+use testkit::bits::from_hex;
+use testkit::python::Oracle;
+use testkit::simulation::is_model;
+use testkit::ulps::Histogram;
+use testkit::{cuda_or_skip, skipped};
 
 const GPU: Device = Device::Cuda(0);
 

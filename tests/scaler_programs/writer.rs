@@ -1,8 +1,8 @@
 //! Writes random operations that resemble a training loop.
 
-use crate::common::rng::Rng;
 use crate::generate::{config, eighths, scale};
 use crate::program::{Clip, How, Op, OptimizerSpec, ParamSpec, Term};
+use testkit::rng::Rng;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {

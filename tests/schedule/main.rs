@@ -1,9 +1,6 @@
 //! Learning-rate schedules: PyTorch's numbers, steps that are skipped, and saved states.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod oracle;
 mod python;
 mod refused;
@@ -18,8 +15,8 @@ use tch_amp::schedule::{
     PolynomialLr, Schedule, SequentialLr, StepLr,
 };
 
-use crate::common::rng::Rng;
-use crate::common::tensors::leaf;
+use testkit::rng::Rng;
+use testkit::tensors::leaf;
 
 /// An optimizer with a group for each of the learning rates, which has a momentum.
 fn optimizer(adam: bool, lrs: &[f64]) -> Optimizer {

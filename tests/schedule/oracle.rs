@@ -7,8 +7,8 @@ use tch_amp::checkpoint::MetricGoal;
 use tch_amp::schedule::{ReduceLrOnPlateau, Schedule, Threshold};
 
 use super::{PARTS, optimizer, part, rates, schedule};
-use crate::common::python::Oracle;
-use crate::common::rng::Rng;
+use testkit::python::Oracle;
+use testkit::rng::Rng;
 
 struct Case {
     schedule: Schedule,

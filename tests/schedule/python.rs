@@ -12,9 +12,9 @@ use tch_amp::schedule::{
 };
 
 use super::{PARTS, optimizer, part, rates, schedule};
-use crate::common::files::Folder;
-use crate::common::python::Oracle;
-use crate::common::rng::Rng;
+use testkit::files::Folder;
+use testkit::python::Oracle;
+use testkit::rng::Rng;
 
 const LRS: [f64; 2] = [0.1, 3e-4];
 const STEPS: usize = 60;

@@ -10,7 +10,7 @@ use tch_amp::schedule::{
 };
 
 use super::{optimizer, rates};
-use crate::common::tensors::leaf;
+use testkit::tensors::leaf;
 
 #[test]
 fn options_outside_their_range_are_named_and_the_optimizer_is_unchanged() {

@@ -11,9 +11,9 @@ use tch_amp::schedule::{
 use tch_amp::{Error, GradScaler};
 
 use super::{optimizer, rates, schedule};
-use crate::common::for_each_device;
-use crate::common::rng::Rng;
-use crate::common::tensors::leaf;
+use testkit::for_each_device;
+use testkit::rng::Rng;
+use testkit::tensors::leaf;
 
 fn saved(scheduler: &mut Scheduler) -> Checkpoint {
     let mut checkpoint = Checkpoint::new();

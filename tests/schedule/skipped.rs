@@ -6,12 +6,12 @@ use tch_amp::optim::Sgd;
 use tch_amp::schedule::{ExponentialLr, Schedule};
 
 use super::{optimizer, optimizer_on, rates, schedule};
-use crate::common::rng::Rng;
-use crate::common::tensors::leaf;
+use testkit::rng::Rng;
+use testkit::tensors::leaf;
 
 #[test]
 fn a_schedule_advances_by_the_steps_that_were_taken() {
-    crate::common::for_each_device(|device| {
+    testkit::for_each_device(|device| {
         let w = leaf(&[1.0], Kind::Float, device);
         let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
         let mut scaler = GradScaler::new(device).unwrap();
@@ -100,14 +100,14 @@ fn compare_with_known_outcomes(device: Device, seed: u64) {
 
 #[test]
 fn a_schedule_that_learns_late_what_was_skipped_comes_to_the_same_rates() {
-    crate::common::for_each_device(|device| {
+    testkit::for_each_device(|device| {
         (0..60).for_each(|seed| compare_with_known_outcomes(device, seed));
     });
 }
 
 #[test]
 fn a_rate_that_is_set_between_two_open_steps_stays_if_both_are_skipped() {
-    crate::common::for_each_device(|device| {
+    testkit::for_each_device(|device| {
         for both in [false, true] {
             let mut opt = optimizer_on(device, false, &[1.0]);
             let mut scaler = GradScaler::new(device).unwrap();

@@ -7,7 +7,7 @@ use tch_amp::accumulation::Accumulation;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::Sgd;
 
-use crate::common::simulation::Simulation;
+use testkit::simulation::Simulation;
 
 #[test]
 fn a_micro_batch_is_left_out_without_synchronizing() {

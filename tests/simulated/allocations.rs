@@ -8,11 +8,11 @@ use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer, OptimizerError};
 use tch_amp::scaler::{GradScalerConfig, GradScalerState, PerLossScalers, ScalerError};
 use tch_amp::{Error, GradScaler, Result, optim};
 
-use crate::common::bits::bits;
-use crate::common::descent::Descent;
-use crate::common::simulation::Simulation;
 use crate::iteration::{ONE, TWO, algorithms, losses, parameters};
 use crate::training::build;
+use testkit::bits::bits;
+use testkit::descent::Descent;
+use testkit::simulation::Simulation;
 
 enum Opt {
     Fused(Optimizer),

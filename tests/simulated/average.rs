@@ -6,7 +6,7 @@ use tch_amp::GradScaler;
 use tch_amp::average::{AveragedWeights, Averaging, Ema, Swa};
 use tch_amp::optim::Sgd;
 
-use crate::common::simulation::Simulation;
+use testkit::simulation::Simulation;
 
 const SKIPPED: [usize; 3] = [0, 3, 4];
 

@@ -5,8 +5,8 @@ use std::process::{Command, Output};
 
 use tch::{Cuda, Device, Kind, Tensor};
 
-use crate::common::simulation::Simulation;
-use crate::common::to_f64;
+use testkit::simulation::Simulation;
+use testkit::to_f64;
 
 const SIGSEGV: i32 = 11;
 

@@ -2,7 +2,7 @@
 
 use tch::{Cuda, Device, Kind, Tensor};
 
-use crate::common::simulation::{Counts, Simulation};
+use testkit::simulation::{Counts, Simulation};
 
 fn ones(size: &[i64], device: usize) -> Tensor {
     Tensor::ones(size, (Kind::Float, Device::Cuda(device)))

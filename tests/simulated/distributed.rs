@@ -11,8 +11,8 @@ use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler};
 
-use crate::common::bits::hex;
-use crate::common::simulation::{Counts, Simulation};
+use testkit::bits::hex;
+use testkit::simulation::{Counts, Simulation};
 
 /// Runs two threads that form a group, each with a device.
 pub fn ranks<T: Send>(

@@ -5,8 +5,8 @@ use tch_amp::optim::{Algorithm, AmpOptimizer, MasterWeights, Step};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, Result};
 
-use crate::common::simulation::Simulation;
 use crate::training::{GPUS, MODES, Training, algorithms};
+use testkit::simulation::Simulation;
 
 const SIZES: [&[i64]; 5] = [&[70], &[3, 5], &[], &[40], &[9]];
 

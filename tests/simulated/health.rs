@@ -10,9 +10,9 @@ use tch_amp::optim::Sgd;
 use tch_amp::scaler::SpikeConfig;
 use tch_amp::{Autocast, Error, GradScaler};
 
-use crate::common::rng::Rng;
-use crate::common::rows::rows;
-use crate::common::simulation::Simulation;
+use testkit::rng::Rng;
+use testkit::rows::rows;
+use testkit::simulation::Simulation;
 
 #[derive(Deserialize)]
 struct Step {

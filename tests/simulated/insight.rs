@@ -7,8 +7,8 @@ use tch_amp::optim::AdamW;
 use tch_amp::recompute::checkpointed;
 use tch_amp::{Autocast, GradScaler, Result};
 
-use crate::common::rows::rows;
-use crate::common::simulation::Simulation;
+use testkit::rows::rows;
+use testkit::simulation::Simulation;
 
 struct Model {
     vs: VarStore,

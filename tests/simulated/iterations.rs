@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{AdamW, Algorithm, Muon, Optimizer, RmsProp};
 use tch_amp::{GradScaler, autocast};
 
-use crate::common::simulation::Simulation;
+use testkit::simulation::Simulation;
 
 /// Three layers, an optimizer and a scaler.
 struct Run {

@@ -3,9 +3,9 @@
 use tch::nn::{self, Module, RNN};
 use tch::{Device, Kind, Tensor};
 
-use crate::common::bits::bits;
-use crate::common::simulation::Simulation;
-use crate::common::to_f64;
+use testkit::bits::bits;
+use testkit::simulation::Simulation;
+use testkit::to_f64;
 
 /// Reproducible, distinct numbers between -1 and 1.
 fn numbers(size: &[i64], device: Device) -> Tensor {

@@ -7,9 +7,9 @@ use tch_amp::loss_scale::all_finite;
 use tch_amp::optim::{MasterWeights, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
 
-use crate::common::simulation::Simulation;
 use crate::iteration::{ONE, TWO, algorithms, backward, losses, parameters, scaler};
 use crate::training::build;
+use testkit::simulation::Simulation;
 
 /// A part of an iteration, with the calls that precede it.
 type Part = (&'static str, fn(&mut Training), fn(&mut Training));

@@ -6,8 +6,8 @@ use tch_amp::optim::{AmpOptimizer, Parameters, Step};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, Result, autocast};
 
-use crate::common::simulation::Simulation;
-use crate::common::to_f64;
+use testkit::simulation::Simulation;
+use testkit::to_f64;
 
 /// An optimizer that does nothing.
 struct Nothing(Vec<Tensor>);

@@ -5,10 +5,10 @@ use tch_amp::optim::{
     AdamW, Algorithm, AmpOptimizer, MasterWeights, MomentDtype, Muon, Optimizer, Step,
 };
 
-use crate::common::bits::bits;
-use crate::common::simulation::{Simulation, is_model};
 use crate::muon::{FOR_EACH_GROUP, FOR_EACH_WIDE};
 use crate::training::GPUS;
+use testkit::bits::bits;
+use testkit::simulation::{Simulation, is_model};
 
 /// Each algorithm in each of its modes.
 fn cases() -> [(Algorithm, MomentDtype); 3] {

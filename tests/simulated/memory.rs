@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 use tch_amp::memory::DeviceMemory;
 
-use crate::common::simulation::Simulation;
+use testkit::simulation::Simulation;
 
 #[test]
 fn each_device_tells_what_it_uses_and_has_used_at_most() {

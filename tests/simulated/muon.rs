@@ -3,8 +3,8 @@
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{AdjustLr, AmpOptimizer, MasterWeights, Muon, Step};
 
-use crate::common::simulation::{Simulation, is_model};
 use crate::training::{GPUS, MODES, Training};
+use testkit::simulation::{Simulation, is_model};
 
 /// The launches for each matrix, and for each 2^20 numbers of matrices, as the documentation of `MasterWeights` states
 /// them.

@@ -8,8 +8,8 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{AutocastList, Dtype, OperatorReport, Pass, Profiler, named};
 use tch_amp::{Autocast, Result};
 
-use crate::common::rows::rows;
-use crate::common::simulation::Simulation;
+use testkit::rows::rows;
+use testkit::simulation::Simulation;
 
 const GPUS: [(Device, &str); 2] = [(Device::Cuda(0), "cuda:0"), (Device::Cuda(1), "cuda:1")];
 

@@ -4,7 +4,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::Autocast;
 use tch_amp::autocast::{Plan, Rule, RunAs};
 
-use crate::common::simulation::Simulation;
+use testkit::simulation::Simulation;
 
 #[test]
 fn an_iteration_with_a_plan_does_not_synchronize() {

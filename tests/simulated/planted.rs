@@ -7,7 +7,7 @@ use tch_amp::optim::AdamW;
 use tch_amp::scaler::ScalerError;
 use tch_amp::{Error, GradScaler};
 
-use crate::common::simulation::Simulation;
+use testkit::simulation::Simulation;
 
 /// The names of the faults in csrc/, each with a test of this program that has to detect it.
 const FAULTS: [(&str, &str); 7] = [

@@ -4,13 +4,13 @@
 #[allow(dead_code, reason = "the tests choose the device")]
 mod matmul;
 
-use crate::common::files::Folder;
-use crate::common::simulation::Simulation;
 use crate::training::GPUS;
 use recipes::PRECISIONS;
 use recipes::{Ended, Interrupt, Options, Ranks, Training};
 use recipes::{gan, gpt, images, inference, text_classifier};
 use tch_amp::Amp;
+use testkit::files::Folder;
+use testkit::simulation::Simulation;
 
 #[test]
 fn custom_functions_run_in_the_dtype_of_the_region() {

@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::Autocast;
 use tch_amp::recompute::Recomputed;
 
-use crate::common::simulation::{Counts, Simulation};
+use testkit::simulation::{Counts, Simulation};
 
 const BLOCKS: i64 = 6;
 const ROWS: i64 = 128;

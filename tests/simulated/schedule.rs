@@ -8,7 +8,7 @@ use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::schedule::{ExponentialLr, Scheduler};
 
-use crate::common::simulation::{Simulation, let_answers_come};
+use testkit::simulation::{Simulation, let_answers_come};
 
 const DEVICE: Device = Device::Cuda(0);
 

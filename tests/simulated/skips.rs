@@ -4,10 +4,10 @@ use tch::{Cuda, Kind};
 use tch_amp::optim::MasterWeights;
 use tch_amp::scaler::{GradScalerConfig, StepCounter};
 
-use crate::common::simulation::Simulation;
-use crate::common::to_f64;
 use crate::iteration::{TWO, algorithms, backward, losses, parameters, scaler};
 use crate::training::build;
+use testkit::simulation::Simulation;
+use testkit::to_f64;
 
 const INF: f64 = f64::INFINITY;
 

@@ -9,9 +9,9 @@ use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, Error, GradScaler};
 
-use crate::common::bits::bits;
-use crate::common::simulation::Simulation;
 use crate::distributed::ranks;
+use testkit::bits::bits;
+use testkit::simulation::Simulation;
 
 /// The first GPU of each rank; the next one is its second.
 const FIRST: [Device; 2] = [Device::Cuda(0), Device::Cuda(2)];

@@ -5,7 +5,7 @@ use tch_amp::GradScaler;
 use tch_amp::optim::Sgd;
 use tch_amp::scaler::SpikeConfig;
 
-use crate::common::simulation::Simulation;
+use testkit::simulation::Simulation;
 
 const GRADIENTS: [f64; 10] = [1.0, 1.2, 0.8, 1.0, 70.0, 1.1, f64::INFINITY, 1.0, 90.0, 1.0];
 

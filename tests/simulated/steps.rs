@@ -6,9 +6,9 @@ use tch_amp::optim::{
     Adafactor, AdamW, Algorithm, AmpOptimizer, Lion, MasterWeights, NAdam, Sgd, Step,
 };
 
-use crate::common::simulation::{Counts, Simulation};
-use crate::common::to_f64;
 use crate::training::{GPUS, MODES, Training, algorithms, rmsprop};
+use testkit::simulation::{Counts, Simulation};
+use testkit::to_f64;
 
 /// The most launches of a later step of one group with everything that a scaler may pass, and of each further chunk of
 /// 2^20 numbers. The table in the documentation of `MasterWeights` states them.

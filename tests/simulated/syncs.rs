@@ -8,9 +8,9 @@ use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer, Step};
 use tch_amp::scaler::{GradScalerConfig, StepCounter};
 use tch_amp::{GradScaler, Result};
 
-use crate::common::simulation::Simulation;
 use crate::iteration::{ONE, TWO, algorithms, backward, losses, parameters, scaler};
 use crate::training::build;
+use testkit::simulation::Simulation;
 
 /// The calls between backward and update.
 const WAYS: [&str; 8] = [

@@ -7,7 +7,7 @@ use tch_amp::optim::{
     Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, RmsProp, Sgd,
 };
 
-use crate::common::bits::bits;
+use testkit::bits::bits;
 
 /// The two simulated GPUs.
 pub const GPUS: [Device; 2] = [Device::Cuda(0), Device::Cuda(1)];

@@ -17,9 +17,9 @@ use tch_amp::scaler::{SpikeConfig, StepCounter, StepOutcome};
 use tch_amp::schedule::StepLr;
 use tch_amp::{Autocast, GradScaler, autocast, half, insight};
 
-use crate::common::files::Folder;
-use crate::common::python;
-use crate::common::simulation::Simulation;
+use testkit::files::Folder;
+use testkit::python;
+use testkit::simulation::Simulation;
 
 const PAGE: &str = "docs/synchronization.md";
 const GPU: Device = Device::Cuda(0);

@@ -8,8 +8,8 @@ use tch_amp::insight::{HealthReport, ScaleHealth, ScaleHistory};
 use tch_amp::optim::Sgd;
 use tch_amp::scaler::SpikeConfig;
 
-use crate::common::rows::rows;
 use crate::{assert_takes, with_each_kind};
+use testkit::rows::rows;
 
 /// The number of elements that were counted.
 fn elements(report: &HealthReport) -> u64 {

@@ -2,9 +2,6 @@
 //! or a typed error, it does not panic, and an error leaves all other tensors unchanged.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod collectives;
 mod functions;
 mod insight;

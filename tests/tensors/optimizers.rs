@@ -11,8 +11,8 @@ use tch_amp::optim::{
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers};
 use tch_amp::{GradScaler, Result};
 
-use crate::common::descent::Descent;
 use crate::{assert_takes, numbers, with_each_kind, witness};
+use testkit::descent::Descent;
 
 const ALGORITHMS: usize = 9;
 

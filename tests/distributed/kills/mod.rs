@@ -11,9 +11,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use crate::common::rng::Rng;
 use rank::FAILED;
 use run::{Disturbance, Ended, Run, Started};
+use testkit::rng::Rng;
 
 /// How many runs there are at the same time. Most of their time they wait for a rank that does not answer.
 const PARALLEL: usize = 4;

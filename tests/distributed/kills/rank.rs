@@ -10,7 +10,7 @@ use tch_amp::optim::Sgd;
 use tch_amp::{Error, GradScaler, Result, autocast};
 
 use super::super::system::children;
-use crate::common::bits::hex;
+use testkit::bits::hex;
 
 /// The number of ranks that a process starts, or 0 if it is a rank itself.
 const SPAWN: &str = "TCH_AMP_TEST_SPAWN";

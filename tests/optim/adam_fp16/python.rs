@@ -4,8 +4,8 @@ use serde_json::{Value, json};
 use tch::{Kind, Tensor};
 
 use super::{BETAS, Case, Data, KEYS, LR, SIZES, STEPS, Told};
-use crate::common::bits::{from_hex, hex};
-use crate::common::python::Oracle;
+use testkit::bits::{from_hex, hex};
+use testkit::python::Oracle;
 
 /// The request to Python.
 fn program(case: Case, data: &Data, order: &str, wide: Kind) -> Value {

@@ -14,8 +14,8 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{AdamW, AdjustLr, MomentDtype, Muon, Optimizer};
 
 use super::passes;
-use crate::common::is_set;
-use crate::common::python::root;
+use testkit::is_set;
+use testkit::python::root;
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 const I64: (Kind, Device) = (Kind::Int64, Device::Cpu);

@@ -9,9 +9,9 @@ use tch_amp::scaler::{GradScalerConfig, PerLossScalers, ScalerError};
 use tch_amp::{Error, function};
 
 use super::{scales, two};
-use crate::common::tensors::leaf;
-use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, loss};
+use testkit::tensors::leaf;
+use testkit::{for_each_device, to_f64};
 
 #[test]
 fn fp16_gradients_are_accepted_if_both_losses_allow_them() {

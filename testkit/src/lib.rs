@@ -1,6 +1,10 @@
 //! What the integration tests share: devices, the Python oracle, reproducible random numbers.
-#![allow(dead_code, reason = "each test file uses its own part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+#![allow(
+    clippy::new_without_default,
+    reason = "a default value would not say that a folder is made"
+)]
+#![allow(clippy::should_implement_trait, reason = "`next` of a generator has no end")]
 
 pub mod bits;
 pub mod descent;

@@ -88,6 +88,7 @@ enum Computed {
 }
 
 impl Results {
+    /// Adds the numbers that a tensor has now.
     pub fn tensor(&mut self, tensor: &Tensor) {
         if !tensor.defined() {
             return self.value("undefined");
@@ -98,10 +99,12 @@ impl Results {
         self.0.push(Computed::Tensor(copy));
     }
 
+    /// Adds the numbers of several tensors.
     pub fn tensors(&mut self, tensors: &[Tensor]) {
         tensors.iter().for_each(|tensor| self.tensor(tensor));
     }
 
+    /// Adds a value, which is compared by its `Debug`.
     pub fn value(&mut self, value: impl std::fmt::Debug) {
         self.0.push(Computed::Value(format!("{value:?}")));
     }
@@ -125,9 +128,11 @@ impl Results {
 
 /// A job, and the functions of the shim that it calls.
 pub struct Job {
+    /// The name in messages.
     pub name: &'static str,
     /// `tests/abi.rs` reads it in the source.
     pub entries: &'static [&'static str],
+    /// Does the job on a device, with what is compared within the region that it is given.
     pub run: fn(Device, Within<'_>, &mut Results),
 }
 

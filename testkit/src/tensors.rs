@@ -22,6 +22,7 @@ pub enum Tie {
     Add,
 }
 
+/// Each way.
 pub const TIES: [Tie; 2] = [Tie::Insert, Tie::Add];
 
 /// Gives a variable another name.

@@ -6,8 +6,8 @@ use std::process::{Command, Stdio};
 
 /// The folder with the crate's files: the repository, or `TCH_AMP_ROOT` if the tests were copied to another machine.
 pub fn root() -> PathBuf {
-    std::env::var_os("TCH_AMP_ROOT")
-        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from)
+    let here = || Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    std::env::var_os("TCH_AMP_ROOT").map_or_else(here, PathBuf::from)
 }
 
 /// A script of `tests/oracle/` and the Python interpreter that runs it.

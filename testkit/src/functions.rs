@@ -6,6 +6,7 @@ use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResul
 /// The matrix product that PyTorch's own tests of `custom_fwd` use, with or without `cast_inputs`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MyMm {
+    /// The dtype to which autocast casts the inputs, if it does.
     pub cast: Option<Kind>,
 }
 
