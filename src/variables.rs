@@ -113,6 +113,7 @@ pub(crate) fn variables(vs: &VarStore) -> Result<Vec<Variable>> {
 }
 
 /// Returns the variables of a `VarStore` for a report, each once, in the order of their names.
+#[cfg(feature = "insight")]
 pub(crate) fn listed(vs: &VarStore) -> Vec<(String, Tensor)> {
     match variables(vs) {
         Ok(variables) => named(variables),
