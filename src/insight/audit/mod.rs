@@ -94,7 +94,7 @@ struct AuditedOutput {
     expected: f64,
     #[serde(with = "numbers")]
     rounded: f64,
-    #[serde(default)]
+    #[serde(default, with = "numbers::option")]
     noise: Option<f64>,
     #[serde(with = "numbers")]
     multiple: f64,
@@ -523,5 +523,26 @@ fn add_times(parts: &mut [AuditedPart], measured: &[PartTimes; 2]) {
     for part in parts {
         let seconds = |times: &PartTimes| times.get(&part.path).copied().unwrap_or(0.0);
         part.seconds = measured.each_ref().map(seconds);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn noise_that_overflows_is_not_taken_for_none() -> serde_json::Result<()> {
+        let written = r#"{"operator": "aten::add", "error": 0.5, "cosine": 1.0, "expected": 0.1, "rounded": 0.1,
+                          "noise": "inf", "multiple": 5.0, "growth": 5.0, "inputs": []}"#;
+        let output: AuditedOutput = serde_json::from_str(written)?;
+        assert_eq!(output.noise, Some(f64::INFINITY));
+        assert_eq!(
+            serde_json::to_value(&output)?,
+            serde_json::from_str::<serde_json::Value>(written)?
+        );
+        // What an earlier version wrote.
+        let none: AuditedOutput = serde_json::from_str(&written.replace(r#""inf""#, "null"))?;
+        assert_eq!(none.noise, None);
+        Ok(())
     }
 }

@@ -188,6 +188,7 @@ impl BudgetProblem {
 pub(super) struct BudgetOperator {
     pub(super) part: String,
     pub(super) operator: String,
+    #[serde(default, with = "numbers::option")]
     pub(super) multiple: Option<f64>,
 }
 
@@ -256,7 +257,7 @@ pub(super) struct MeasuredQuantity {
     pub(super) norm: f64,
     pub(super) noise: Vec<Deviation>,
     /// In fp16 the error of runs with noise that knows no smallest number, if it was measured.
-    #[serde(default)]
+    #[serde(default, with = "numbers::option")]
     pub(super) unbounded: Option<f64>,
 }
 
