@@ -258,3 +258,10 @@ fn numbers_of_a_damaged_file_break_nothing() {
     assert!(read > 1000, "{read}");
     assert!(broken.is_empty(), "{} panics: {broken:#?}", broken.len());
 }
+
+#[test]
+fn an_unbalanced_tag_is_found() {
+    assert_eq!(unclosed_tags("<p><b>x</b><br></p>"), [""; 0]);
+    assert_eq!(unclosed_tags("<p><b>x</p>"), ["p", "b", "/p"]);
+    assert_eq!(unclosed_tags("<svg><line x='1'/></svg><p>"), ["p"]);
+}

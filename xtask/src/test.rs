@@ -69,9 +69,8 @@ const STAGES: &[Stage] = &[
     check("package", "contents of the package", package::check_contents),
     check("clippy", "clippy", package::lint),
     check("members", "tests of torch-files and run-report", package::test_members),
-    with_libtorch("lib", "tests of private code, and of testkit", |workspace| {
-        let packages = ["--package", "tch-amp", "--package", "testkit", "--lib"];
-        show(workspace.cargo("test").args(["--features", "tch-amp/full"]).args(packages))
+    with_libtorch("lib", "tests of private code", |workspace| {
+        show(workspace.cargo_test().args(["--package", "tch-amp", "--lib"]))
     }),
     with_libtorch("xtask", "tests of xtask", |workspace| {
         show(workspace.cargo("test").args(["--package", "xtask"]))
