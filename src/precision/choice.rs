@@ -79,7 +79,6 @@ fn once(
 }
 
 fn measured(device: Device, size: i64) -> Result<Gains> {
-    // A region around the caller would cast every matrix to its own dtype.
     let _own = OutsideRegions::enter();
     // fp16 on a CPU is never chosen, and takes long.
     let kinds = match device {
@@ -94,6 +93,8 @@ fn measured(device: Device, size: i64) -> Result<Gains> {
 
 /// Times one product of a matrix by itself, in f32 without TensorFloat-32.
 fn product_time(matrix: &Tensor) -> Result<Duration> {
+    // A region around the caller would cast the matrix to its own dtype.
+    let _own = OutsideRegions::enter();
     let device = matrix.device();
     let _precision = match device {
         Device::Cuda(_) => Some(MatmulPrecision::Highest.enter()?),

@@ -283,6 +283,8 @@ fn test_other(steps: &mut Steps, pair: Pair, selection: Selection) -> Result<(St
 fn on_cpu(workspace: &Workspace, which: impl Fn(&str) -> bool) -> Result<Command> {
     workspace.warn_without_python();
     let mut tests = workspace.cargo_test();
+    // One run shows all that fails: the next one would take as long.
+    tests.arg("--no-fail-fast");
     simulation::add(&mut tests, which)?;
     Ok(tests)
 }
