@@ -1,10 +1,11 @@
 //! A tch training loop with mixed precision. The lines that differ from plain tch are marked `amp`.
 //!
-//! `cargo run --example train`
+//! `cargo run --example train`, on a GPU if there is one. `MY_PRECISION=bf16` names the precision, which is `auto`
+//! otherwise: what is fast on the device.
 
 use tch::nn::{self, Module, OptimizerConfig};
 use tch::{Device, Kind, Reduction, Tensor};
-use tch_amp::{GradScaler, autocast}; // amp
+use tch_amp::Amp; // amp
 
 /// Trains a small network in mixed precision.
 pub fn main() -> anyhow::Result<()> {
@@ -15,17 +16,17 @@ pub fn main() -> anyhow::Result<()> {
         .add_fn(Tensor::relu)
         .add(nn::linear(vs.root() / "out", 32, 1, Default::default()));
     let mut opt = nn::Adam::default().build(&vs, 1e-2)?;
-    let mut scaler = GradScaler::new(device)?; // amp
+    let chosen = std::env::var("MY_PRECISION").unwrap_or("auto".to_owned()); // amp
+    let amp = chosen.parse::<Amp>()?.on(device)?; // amp
+    println!("{amp}");
+    let mut scaler = amp.scaler()?; // amp
 
     let xs = Tensor::randn([64, 8], (Kind::Float, device));
     let ys = xs.sum_dim_intlist(1, true, Kind::Float);
     let mut losses = Vec::new();
     for _ in 0..200 {
-        opt.zero_grad();
-        let loss = autocast(device, || net.forward(&xs).mse_loss(&ys, Reduction::Mean))?; // amp
-        scaler.backward(&loss)?; // amp: was `loss.backward()`
-        let outcome = scaler.step(&mut opt)?; // amp: was `opt.step()`
-        scaler.update()?; // amp
+        let loss = amp.autocast(|| net.forward(&xs).mse_loss(&ys, Reduction::Mean))?; // amp
+        let outcome = scaler.backward_step(&mut opt, &loss)?; // amp: was `opt.backward_step(&loss)`
         if outcome.is_stepped()? {
             losses.push(loss.double_value(&[])); // a learning-rate schedule advances here, too
         }

@@ -46,9 +46,10 @@ pub use finite::{all_finite, select_tree};
 /// let mut w = w.set_requires_grad(true);
 /// for _ in 0..10 {
 ///     let loss = w.square().sum(Kind::Float);
+///     // A regularization term of the loss is added here: before scaling.
 ///     let gradients = grad(&[loss_scale.scale(&loss)?], &[&w], &GradConfig::default())?;
 ///     let gradients: Vec<_> = loss_scale.unscale(&gradients)?.into_iter().flatten().collect();
-///     // Clipping and regularisation go here: after unscaling.
+///     // Clipping goes here: after unscaling.
 ///     let finite = all_finite(&gradients)?;
 ///     // Unscaled gradients of half-precision parameters are f32, and so are the updates.
 ///     let new = policy.cast_to_param(&tch::no_grad(|| &w - 0.1 * &gradients[0]))?;
