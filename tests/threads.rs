@@ -33,7 +33,7 @@ use tch_amp::schedule::{
     PlateauScheduler, PolynomialLr, ReduceLrOnPlateau, Schedule, Scheduler, SequentialLr, StepLr,
     Threshold,
 };
-use tch_amp::{Autocast, Error, GradScaler, Policy};
+use tch_amp::{Advice, Amp, Autocast, Error, GradScaler, MixedPrecision, Policy};
 
 /// Asserts that a type is `Send` and `Sync`.
 macro_rules! send_and_sync {
@@ -77,6 +77,9 @@ macro_rules! not {
 
 // Plain values.
 send_and_sync!(
+    Advice,
+    Amp,
+    MixedPrecision,
     Adafactor,
     Adagrad,
     Adam,
