@@ -279,7 +279,8 @@ fn test_other(steps: &mut Steps, pair: Pair, selection: Selection) -> Result<(St
     Ok((format!("cargo test {with}"), tests))
 }
 
-/// The integration tests that `which` selects, on the CPU.
+/// The integration tests that `which` selects, on the CPU. cargo-nextest would start a process for each test, and one that
+/// loads libtorch takes a second of processor time before it begins: 40 minutes for all of them.
 fn on_cpu(workspace: &Workspace, which: impl Fn(&str) -> bool) -> Result<Command> {
     workspace.warn_without_python();
     let mut tests = workspace.cargo_test();
