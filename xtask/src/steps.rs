@@ -7,17 +7,16 @@ use std::process::{Command, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 
 use crate::{paths, process};
-
-/// The file below `target` that has the table of the last run.
-const TABLE: &str = "stages.txt";
 
 /// Prints a heading for each stage, and remembers how long it took.
 #[derive(Debug, Default)]
 pub(crate) struct Steps {
     ended: Vec<Ended>,
+    /// The file that keeps the table, also of a run that has failed.
+    table: Option<PathBuf>,
 }
 
 /// A stage that has ended, and its seconds.
@@ -65,16 +64,23 @@ impl Beside {
     /// Waits for the end, shows the table of all stages and then what was printed, and fails if a command has failed.
     pub(crate) fn finish(self, steps: &mut Steps) -> Result<()> {
         let ended = self.running.join().map_err(|_| anyhow!("the run has panicked"))?;
-        let mut first_error = Ok(());
-        for (stage, result) in ended {
-            steps.ended.push(stage);
-            first_error = first_error.and(result);
-        }
+        let (stages, results): (Vec<_>, Vec<_>) = ended.into_iter().unzip();
+        steps.ended.extend(stages);
         println!("\n{}", steps.table());
-        let printed = fs::read(&self.output).with_context(|| self.output.display().to_string())?;
-        println!("{}", String::from_utf8_lossy(&printed));
-        first_error
+        match fs::read(&self.output) {
+            Ok(printed) => println!("{}", String::from_utf8_lossy(&printed)),
+            Err(error) => println!("{} cannot be read: {error}", self.output.display()),
+        }
+        all(results)
     }
+}
+
+/// Fails if one of the results is an error, with all of them.
+pub(crate) fn all(results: impl IntoIterator<Item = Result<()>>) -> Result<()> {
+    let errors = results.into_iter().filter_map(Result::err);
+    let errors: Vec<_> = errors.map(|error| format!("{error:#}")).collect();
+    ensure!(errors.is_empty(), "{}", errors.join("\n"));
+    Ok(())
 }
 
 /// Runs a stage, and adds its name to its error.
@@ -86,6 +92,11 @@ fn timed<T>(name: &str, stage: impl FnOnce() -> Result<T>) -> (Ended, Result<T>)
 }
 
 impl Steps {
+    /// Creates a run whose table is kept in a file of this name below `target`.
+    pub(crate) fn kept_in(name: &str) -> Self {
+        Self { ended: Vec::new(), table: Some(paths::target().join(name)) }
+    }
+
     /// Runs one stage and adds its name to errors.
     pub(crate) fn run<T>(&mut self, name: &str, stage: impl FnOnce() -> Result<T>) -> Result<T> {
         println!("\n== {name}");
@@ -107,11 +118,11 @@ impl Steps {
     }
 }
 
-/// Keeps the table of a run of several stages, also of one that has failed.
 impl Drop for Steps {
     fn drop(&mut self) {
-        if self.ended.len() > 1 && fs::write(paths::target().join(TABLE), self.table()).is_err() {
-            eprintln!("the table of stages cannot be written");
+        let Some(file) = &self.table else { return };
+        if let Err(error) = fs::write(file, self.table()) {
+            eprintln!("{} cannot be written: {error}", file.display());
         }
     }
 }
@@ -142,7 +153,13 @@ mod tests {
         let lines: Vec<_> = table.lines().collect();
         assert!(lines[0].starts_with("exit 3") && lines[0].ends_with(" s  FAILED"), "{table}");
         assert!(lines[1].starts_with("echo the second  ") && lines[1].ends_with(" s"), "{table}");
-        std::mem::forget(steps);
+    }
+
+    #[test]
+    fn every_error_is_told() {
+        let error = all([Err(anyhow!("one")), Ok(()), Err(anyhow!("another"))]).unwrap_err();
+        assert_eq!(error.to_string(), "one\nanother");
+        all([Ok(())]).unwrap();
     }
 
     #[test]
@@ -151,6 +168,5 @@ mod tests {
         assert_eq!(steps.run("first", || Ok(1)).unwrap(), 1);
         let error = steps.run("second", || Err::<(), _>(anyhow!("it broke"))).unwrap_err();
         assert_eq!(format!("{error:#}"), "second: it broke");
-        std::mem::forget(steps);
     }
 }

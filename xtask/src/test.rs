@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use crate::args::Args;
 use crate::process::run as show;
 use crate::simulation::Extent;
-use crate::steps::{Beside, Steps};
+use crate::steps::{self, Beside, Steps};
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::Workspace;
 use crate::{
@@ -55,7 +55,9 @@ enum Work {
     Check(fn() -> Result<()>),
     /// Is done with libtorch.
     Libtorch(fn(&Workspace) -> Result<()>),
-    /// Runs beside the stages before it.
+    /// Counts what a whole process does on devices, one test after the other, on one core.
+    OnDevices(fn(&Workspace) -> Result<()>),
+    /// Runs on another core beside those on devices.
     Beside(fn(&Workspace) -> Result<Command>),
 }
 
@@ -70,7 +72,8 @@ const STAGES: &[Stage] = &[
     check("clippy", "clippy", package::lint),
     check("members", "tests of torch-files and run-report", package::test_members),
     with_libtorch("lib", "tests of private code", |workspace| {
-        show(workspace.cargo_test().args(["--package", "tch-amp", "--lib"]))
+        // Of the crate and of the recipes.
+        show(workspace.cargo_test().arg("--lib"))
     }),
     with_libtorch("xtask", "tests of xtask", |workspace| {
         show(workspace.cargo("test").args(["--package", "xtask"]))
@@ -86,10 +89,10 @@ const STAGES: &[Stage] = &[
         show(workspace.cargo("test").args(["--package", "torch-files", "--lib", "oracle::"]))
     }),
     with_libtorch("cxx", "C++ without warnings", sanitize::compile),
-    with_libtorch("simulated", "tests on simulated GPUs", |workspace| {
+    on_devices("simulated", "tests on simulated GPUs", |workspace| {
         simulation::test(workspace, Extent::Whole).map(drop)
     }),
-    with_libtorch("null-cuda", "tests on the real host code of CUDA", null_cuda::test),
+    on_devices("null-cuda", "tests on the real host code of CUDA", null_cuda::test),
     beside("cpu", "tests on the CPU", |workspace| on_cpu(workspace, |_| true)),
     beside("sanitize", "tests under sanitizers", |_| {
         let mut sanitized = Command::new(env::current_exe()?);
@@ -114,6 +117,14 @@ const fn with_libtorch(
     work: fn(&Workspace) -> Result<()>,
 ) -> Stage {
     Stage { name, about, work: Work::Libtorch(work) }
+}
+
+const fn on_devices(
+    name: &'static str,
+    about: &'static str,
+    work: fn(&Workspace) -> Result<()>,
+) -> Stage {
+    Stage { name, about, work: Work::OnDevices(work) }
 }
 
 const fn beside(
@@ -142,7 +153,7 @@ impl Stage {
     fn run(&self, libtorch: &Provided) -> Result<()> {
         match self.work {
             Work::Check(work) => work(),
-            Work::Libtorch(work) => work(libtorch.get()?),
+            Work::Libtorch(work) | Work::OnDevices(work) => work(libtorch.get()?),
             Work::Beside(command) => show(&mut command(libtorch.get()?)?),
         }
     }
@@ -187,18 +198,16 @@ fn one(name: &str) -> Result<()> {
     stage.run(&Provided::default())
 }
 
-/// Runs every stage. Those on counted devices use one core, since they count what a whole process does, one after the
-/// other, for about as long as all others use another one.
+/// Runs every stage: those on devices for about as long as all others run beside them.
 fn all() -> Result<()> {
-    let (libtorch, mut steps) = (Provided::default(), Steps::default());
+    let (libtorch, mut steps) = (Provided::default(), Steps::kept_in("stages.txt"));
     let mut run = |stage: &Stage| {
         let again = || format!("see it again with `cargo xtask test {}`", stage.name);
         steps.run(&stage.title(), || stage.run(&libtorch)).with_context(again)
     };
-    let is_on_devices = |stage: &&Stage| ["simulated", "null-cuda"].contains(&stage.name);
-    let is_beside = |stage: &&Stage| matches!(stage.work, Work::Beside(_));
-    let (later, first): (Vec<_>, Vec<_>) =
-        STAGES.iter().partition(|stage| is_on_devices(stage) || is_beside(stage));
+    let is_on_devices = |stage: &&Stage| matches!(stage.work, Work::OnDevices(_));
+    let is_later = |stage: &&Stage| is_on_devices(stage) || matches!(stage.work, Work::Beside(_));
+    let (later, first): (Vec<_>, Vec<_>) = STAGES.iter().partition(is_later);
     first.into_iter().try_for_each(&mut run)?;
     let commands = later.iter().filter_map(|stage| match stage.work {
         Work::Beside(command) => {
@@ -209,10 +218,10 @@ fn all() -> Result<()> {
     let others = Beside::start("all other tests", commands.collect::<Result<Vec<_>>>()?)?;
     // Also after one that has failed: nothing goes on in the background, and one run shows both.
     let on_devices = later.iter().copied().filter(is_on_devices).map(&mut run);
-    let on_devices: Vec<_> = on_devices.collect();
+    let mut results: Vec<_> = on_devices.collect();
     let others = others.finish(&mut steps);
-    on_devices.into_iter().collect::<Result<()>>()?;
-    others.context("see a stage again with `cargo xtask test` and its name")
+    results.push(others.context("see a stage again with `cargo xtask test` and its name"));
+    steps::all(results)
 }
 
 /// `cargo xtask release-check`: what a release needs and few changes break.
@@ -229,7 +238,7 @@ pub(crate) fn check_release(args: Args) -> Result<()> {
     // Also after a check that has failed: nothing goes on in the background, and one run shows both.
     let finished: Vec<_> = beside.into_iter().map(|tests| tests.finish(&mut steps)).collect();
     checked?;
-    finished.into_iter().collect()
+    steps::all(finished)
 }
 
 /// The part of [`check_release`] with the locked version.
@@ -279,8 +288,10 @@ fn test_other(steps: &mut Steps, pair: Pair, selection: Selection) -> Result<(St
     Ok((format!("cargo test {with}"), tests))
 }
 
-/// The integration tests that `which` selects, on the CPU. cargo-nextest would start a process for each test, and one that
-/// loads libtorch takes a second of processor time before it begins: 40 minutes for all of them.
+/// The integration tests that `which` selects, on the CPU.
+///
+/// cargo-nextest would start a process for each test. One that loads libtorch takes a second of processor time before it
+/// begins: 40 minutes for all of them.
 fn on_cpu(workspace: &Workspace, which: impl Fn(&str) -> bool) -> Result<Command> {
     workspace.warn_without_python();
     let mut tests = workspace.cargo_test();
