@@ -6,8 +6,10 @@ use std::process::{Command, Stdio};
 
 /// The folder with the crate's files: the repository, or `TCH_AMP_ROOT` if the tests were copied to another machine.
 pub fn root() -> PathBuf {
-    let here = || Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    std::env::var_os("TCH_AMP_ROOT").map_or_else(here, PathBuf::from)
+    // Not `..`: in a copy of the repository this folder may be a link to the original.
+    let folder =
+        Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("testkit is in the repository");
+    std::env::var_os("TCH_AMP_ROOT").map_or_else(|| folder.to_owned(), PathBuf::from)
 }
 
 /// A script of `tests/oracle/` and the Python interpreter that runs it.
