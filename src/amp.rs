@@ -99,7 +99,8 @@ impl Amp {
     }
 
     /// Measures what half precision is worth on a device, and returns advice that prints itself. It is what
-    /// [`Auto`](Self::Auto) decides by, measured once for each device in a process, and synchronizes.
+    /// [`Auto`](Self::Auto) decides by, measured once for each device in a process, and synchronizes. While it measures
+    /// on a GPU, libtorch's setting of TensorFloat-32, which is the process's, changes back and forth.
     ///
     /// # Errors
     ///
@@ -125,7 +126,10 @@ impl Amp {
             let Gain { low, median, high, is_worth: _ } = gain?;
             Some((kind, [low, median, high]))
         });
-        Ok(Advice { device, dtype, speedups: speedups.collect(), reason })
+        let all = [gains.bf16, gains.fp16].into_iter().flatten();
+        let is_decided =
+            dtype.is_some() || all.map(|gain| gain.is_worth).all(|worth| worth.is_some());
+        Ok(Advice { device, dtype, speedups: speedups.collect(), is_decided, reason })
     }
 
     /// The dtype of the regions; `None` for f32, and before `Auto` is decided.
@@ -152,11 +156,16 @@ pub struct Advice {
     /// For each half-precision dtype, how many times as fast as in f32 matrix products are in it: the lower quartile,
     /// the median and the upper quartile. fp16 is not measured on a CPU.
     pub speedups: Vec<(Kind, [f64; 3])>,
+    /// Whether the machine was idle enough to tell.
+    is_decided: bool,
     reason: String,
 }
 
 impl fmt::Display for Advice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.is_decided {
+            return write!(f, "no advice for {:?}: {}", self.device, self.reason);
+        }
         let choice = MixedPrecision::plain(self.device, self.dtype, Some(self.reason.clone()));
         write!(f, "train in {choice}")
     }
@@ -560,7 +569,7 @@ mod tests {
 
     #[test]
     fn auto_takes_bf16_where_it_is_worth_it_and_then_fp16_and_nothing_that_is_uncertain() {
-        let chosen = |bf16, fp16| fastest(&Gains { bf16, fp16 });
+        let chosen = |bf16, fp16| fastest(&Gains { bf16, fp16, spent: std::time::Duration::ZERO });
         let (no, yes, unknown) = (Some(false), Some(true), None);
         let cases = [
             (

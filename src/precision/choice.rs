@@ -35,6 +35,8 @@ const LIMIT: Duration = Duration::from_millis(400);
 pub(crate) struct Gains {
     pub(crate) bf16: Option<Gain>,
     pub(crate) fp16: Option<Gain>,
+    /// How long it took to measure them.
+    pub(crate) spent: Duration,
 }
 
 /// How many times as fast as f32 the products of a dtype are.
@@ -79,7 +81,6 @@ fn once(
 }
 
 fn measured(device: Device, size: i64) -> Result<Gains> {
-    let _own = OutsideRegions::enter();
     // fp16 on a CPU is never chosen, and takes long.
     let kinds = match device {
         Device::Cpu => &[Kind::Float, Kind::BFloat16][..],
@@ -87,8 +88,10 @@ fn measured(device: Device, size: i64) -> Result<Gains> {
     };
     let matrices = kinds.iter().map(|kind| Tensor::f_ones([size, size], (*kind, device)));
     let matrices = matrices.collect::<std::result::Result<Vec<_>, _>>()?;
+    let start = Instant::now();
     let gains = compared(kinds.len() - 1, |i| product_time(&matrices[i]))?;
-    Ok(Gains { bf16: gains.first().copied(), fp16: gains.get(1).copied() })
+    let (bf16, fp16) = (gains.first().copied(), gains.get(1).copied());
+    Ok(Gains { bf16, fp16, spent: start.elapsed() })
 }
 
 /// Times one product of a matrix by itself, in f32 without TensorFloat-32.
@@ -325,7 +328,7 @@ mod tests {
         let measure = || {
             runs.set(runs.get() + 1);
             let gain = Gain::of(&[f64::from(runs.get())]);
-            Ok(Gains { bf16: Some(gain), fp16: None })
+            Ok(Gains { bf16: Some(gain), fp16: None, spent: Duration::ZERO })
         };
         let first = once(&known, Device::Cpu, 64, measure)?;
         assert_eq!((once(&known, Device::Cpu, 64, measure)?, runs.get()), (first, 1));

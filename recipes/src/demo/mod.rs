@@ -76,7 +76,7 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<()> {
 /// slow, that is said before, and it takes a few steps only.
 fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
     let advice = Amp::advice(device)?;
-    print(&advice);
+    print(format_args!("Advice for this device: {advice}."));
     let bf16 = advice.speedups.iter().find(|(dtype, _)| *dtype == Kind::BFloat16);
     let is_slow = bf16.is_none_or(|(_, [_, median, _])| *median < 1.0);
     if is_slow {

@@ -3,7 +3,7 @@
 //! use well.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tch::{Device, Kind, Tensor};
 
@@ -154,19 +154,25 @@ const MULTIPLE: u64 = 8;
 const SIZES: [i64; 5] = [64, 128, 256, 512, 1024];
 const LARGE_SIZES: [i64; 2] = [2048, 4096];
 
-/// If the products of one size take longer, no larger ones are measured, as where half precision is emulated.
+/// If it takes longer to measure one size, no larger ones are measured, as where half precision is emulated.
 const SLOW: Duration = Duration::from_secs(1);
 
 /// Measures how many times as fast as f32 products of each size are.
 pub(super) fn speeds(device: Device) -> Result<Vec<(i64, Gains)>> {
     let large = LARGE_SIZES.into_iter().filter(|_| device != Device::Cpu);
-    let mut speeds = Vec::new();
-    for size in SIZES.into_iter().chain(large) {
-        let start = Instant::now();
-        speeds.push((size, Gains::at(device, size)?));
-        if start.elapsed() > SLOW {
+    speeds_of(SIZES.into_iter().chain(large), |size| Gains::at(device, size))
+}
+
+fn speeds_of(
+    sizes: impl IntoIterator<Item = i64>,
+    measure: impl Fn(i64) -> Result<Gains>,
+) -> Result<Vec<(i64, Gains)>> {
+    let mut speeds: Vec<(i64, Gains)> = Vec::new();
+    for size in sizes {
+        if speeds.last().is_some_and(|(_, gains)| gains.spent > SLOW) {
             break;
         }
+        speeds.push((size, measure(size)?));
     }
     Ok(speeds)
 }
@@ -284,7 +290,7 @@ mod tests {
     fn speeds() -> Vec<(i64, Gains)> {
         let at = |size, bf16| {
             let gain = precision::Gain { low: bf16, median: bf16, high: bf16, is_worth: None };
-            (size, Gains { bf16: Some(gain), fp16: None })
+            (size, Gains { bf16: Some(gain), fp16: None, spent: Duration::ZERO })
         };
         vec![at(64, 0.5), at(1024, 4.0)]
     }
@@ -304,5 +310,16 @@ mod tests {
         let half = &gains(&report(vec![product(Dtype::BF16, 1024, 2.0)]), &speeds())[0];
         assert_eq!((half.possible, half.reached), (1.0, 1.6));
         assert!(gains(&report(vec![product(Dtype::F64, 1024, 2.0)]), &speeds()).is_empty());
+    }
+
+    #[test]
+    fn no_larger_size_is_measured_after_one_that_took_long() -> Result<()> {
+        let measure = |size| {
+            let spent = Duration::from_millis(if size < 256 { 10 } else { 1500 });
+            Ok(Gains { bf16: None, fp16: None, spent })
+        };
+        let sizes: Vec<_> = speeds_of(SIZES, measure)?.into_iter().map(|(size, _)| size).collect();
+        assert_eq!(sizes, [64, 128, 256]);
+        Ok(())
     }
 }

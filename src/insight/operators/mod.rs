@@ -87,8 +87,9 @@ impl Profiler {
     }
 
     /// Lets the report estimate what half precision would gain, from the speed of square products of several sizes on
-    /// the device. They are measured once in a process, after the recorded runs, which takes a few seconds; fp16 on a
-    /// CPU is left out, because it takes long.
+    /// the device. They are measured once in a process, before the first run, which takes a few seconds; fp16 on a CPU
+    /// is left out, because it takes long. While it measures on a GPU, libtorch's setting of TensorFloat-32, which is
+    /// the process's, changes back and forth.
     #[must_use]
     pub fn estimate_gains(self) -> Self {
         Self { estimates_gains: true, ..self }
@@ -109,13 +110,17 @@ impl Profiler {
     /// # Errors
     ///
     /// The error of `f`, [`Error::InvalidArgument`] for no runs, and [`Error::Torch`] if the operators cannot be
-    /// recorded.
+    /// recorded, or the speeds that a gain is estimated from cannot be measured.
     pub fn run<T>(&self, mut f: impl FnMut() -> Result<T>) -> Result<OperatorReport> {
         capture::refuse("a report of iterations", "make it of iterations without a graph")?;
         if self.runs == 0 {
             let problem = "is 0, but something must be recorded".to_owned();
             return Err(Error::InvalidArgument { name: "runs", problem });
         }
+        let speeds = match self.estimates_gains {
+            true => casts::speeds(self.device)?,
+            false => Vec::new(),
+        };
         let mut unrecorded_seconds = None;
         for _ in 0..self.warm_up {
             let start = Instant::now();
@@ -140,9 +145,7 @@ impl Profiler {
         report.seconds = seconds;
         report.unrecorded_seconds = unrecorded_seconds;
         report.padding = casts::padding(&report);
-        if self.estimates_gains {
-            report.gains = casts::gains(&report, &casts::speeds(self.device)?);
-        }
+        report.gains = casts::gains(&report, &speeds);
         Ok(report)
     }
 }
