@@ -451,10 +451,11 @@ impl Drop for AutocastGuard {
 
 /// Runs `f` under autocast on `device` with PyTorch's defaults, and restores the previous state when `f` returns or
 /// panics. By PyTorch's lists a region on the CPU computes logarithms, exponentials and the like in the dtype of their
-/// inputs: a hand-written log-probability of half-precision outputs can be wrong by half there. A region of
+/// inputs: a hand-written log-probability of half-precision outputs can be off by 50 % there. A region of
 /// [`Amp`](crate::Amp), which chooses the dtype as well, keeps them in f32; so does [`LOG_PROBABILITIES`] by hand.
 ///
-/// [`Autocast`] has the options. The counterpart of `with torch.autocast(device_type):`. The notes of [`AutocastGuard`] on training loops and thread pools apply here as well.
+/// [`Autocast`] has the options. The counterpart of `with torch.autocast(device_type):`. The notes of [`AutocastGuard`]
+/// on training loops and thread pools apply here as well.
 ///
 /// # Errors
 ///

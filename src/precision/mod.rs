@@ -1,5 +1,5 @@
-//! Whether a device computes in bf16, and how precise its matrix products are. How fast it is in each precision,
-//! [`Amp::advice`](crate::Amp::advice) says.
+//! Whether a device computes in bf16, and how precise its matrix products are. [`Amp::advice`](crate::Amp::advice) says
+//! how fast it is in each precision.
 
 mod choice;
 mod matmul;
