@@ -69,6 +69,19 @@ fn rate(gradient: f64) -> f64 {
 const INFINITE: f64 = f64::INFINITY;
 
 #[test]
+fn an_infinite_rate_survives_json() {
+    let Training { w, mut opt, mut scaler, .. } = Training::new(Device::Cpu);
+    let mut history = ScaleHistory::new(1).unwrap();
+    scaler.backward(&w.sum(Kind::Float)).unwrap();
+    let outcome = scaler.step(&mut opt).unwrap();
+    history.record(&scaler, &outcome, INFINITE).unwrap();
+    let report = history.report().unwrap();
+    let json = serde_json::to_string(&report).unwrap();
+    assert!(json.contains(r#""learning_rate":"inf""#), "{json}");
+    assert_eq!(serde_json::from_str::<HistoryReport>(&json).unwrap(), report);
+}
+
+#[test]
 fn scales_causes_norms_and_rates_are_those_of_the_steps() {
     let iterations: [(f64, Option<f64>, Option<SkipCause>); 10] = [
         (1.0, Some(1.0), None),

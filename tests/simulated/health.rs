@@ -206,7 +206,7 @@ fn a_history_is_recorded_without_synchronizing() {
             let loss = Tensor::full([1], gradient, (Kind::BFloat16, device));
             let (recorded, counts) = simulation.count(|| {
                 history.set_loss(&loss)?;
-                history.record(&scaler, &outcome, gradient)
+                history.record(&scaler, &outcome, 0.5)
             });
             recorded.unwrap();
             assert_eq!(counts.host_syncs, 0, "on {device:?}");

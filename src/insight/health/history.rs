@@ -12,6 +12,7 @@ use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ensure_defined};
 use crate::ffi::exponents::{self, ReadNumbers, StepNumber, StepNumbers};
 use crate::ffi::{self, Counted};
+use crate::insight::numbers;
 use crate::scaler::{StepOutcome, StepResult};
 
 /// The most steps that a history can remember.
@@ -79,6 +80,7 @@ pub(in crate::insight) struct StepRecord {
     pub(in crate::insight) skipped: Option<SkipCause>,
     pub(in crate::insight) norm: Option<f64>,
     pub(in crate::insight) loss: Option<f64>,
+    #[serde(with = "numbers")]
     pub(in crate::insight) learning_rate: f64,
 }
 
