@@ -185,6 +185,11 @@ fn region(device: Device, dtype: Option<Kind>) -> Autocast {
     }
 }
 
+/// A ratio with one digit after the point, or two where it would be 0.0.
+fn shown(ratio: f64) -> String {
+    if ratio < 0.095 { format!("{ratio:.2}") } else { format!("{ratio:.1}") }
+}
+
 /// The dtype whose products are fast enough, and why; `None` for f32. fp16 needs a scaler and, on CPUs, has few fast
 /// kernels, so that it is measured on a GPU alone, and comes after bf16. What could be otherwise in the next start is
 /// not chosen.
@@ -200,7 +205,8 @@ fn fastest(gains: &Gains) -> (Option<Kind>, String) {
             }
             Some(false) => {
                 others.push(format!(
-                    "{name} products are only {median:.1} times as fast as f32 here"
+                    "{name} products are only {} times as fast as f32 here",
+                    shown(median)
                 ));
             }
             None => {
@@ -585,6 +591,7 @@ mod tests {
                 "fp16 products are 5.0 times as fast as f32 here",
             ),
             (gain(0.2, no), None, None, "bf16 products are only 0.2 times as fast as f32 here"),
+            (gain(0.02, no), None, None, "bf16 products are only 0.02 times as fast as f32 here"),
             (
                 gain(1.2, no),
                 gain(0.5, no),
