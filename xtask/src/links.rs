@@ -184,9 +184,14 @@ impl Sources {
         self.files.iter().find(|(_, text)| defines(text)).map(|(file, _)| file.clone())
     }
 
-    /// The first file that defines a public item of this name.
+    /// The first file that defines a public item of this name, if possible outside of blocks: a method may have the name
+    /// of a function. A macro may define an item, too.
     fn defining(&self, name: &str) -> Option<String> {
-        self.files.iter().find(|(_, text)| defines(text, name)).map(|(file, _)| file.clone())
+        let is_outside =
+            |text: &str| text.lines().any(|line| line.starts_with("pub ") && defines(line, name));
+        let outside = self.files.iter().find(|(_, text)| is_outside(text));
+        let anywhere = || self.files.iter().find(|(_, text)| defines(text, name));
+        outside.or_else(anywhere).map(|(file, _)| file.clone())
     }
 }
 
