@@ -574,6 +574,17 @@ mod tests {
     }
 
     #[test]
+    fn advice_that_is_uncertain_says_so() {
+        let (dtype, reason) = (None, "bf16 products are 1.4 to 1.6 times as fast".to_owned());
+        let advice = |is_decided| {
+            let (device, reason) = (Device::Cpu, reason.clone());
+            Advice { device, dtype, speedups: Vec::new(), is_decided, reason }.to_string()
+        };
+        assert_eq!(advice(false), format!("no advice for Cpu: {reason}"));
+        assert_eq!(advice(true), format!("train in f32 on Cpu: {reason}"));
+    }
+
+    #[test]
     fn auto_takes_bf16_where_it_is_worth_it_and_then_fp16_and_nothing_that_is_uncertain() {
         let chosen = |bf16, fp16| fastest(&Gains { bf16, fp16, spent: std::time::Duration::ZERO });
         let (no, yes, unknown) = (Some(false), Some(true), None);
