@@ -2,37 +2,22 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use serde::Deserialize;
 use tch::{Device, Kind, Tensor};
 use tch_amp::average::Swa;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::graph::Captured;
-use tch_amp::insight::{HealthReport, HistoryReport, ScaleHealth, ScaleHistory, SkipCause};
+use tch_amp::insight::{HealthReport, HistoryReport, ScaleHealth, ScaleHistory};
 use tch_amp::optim::{AdamW, Lion, Sgd};
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepCounter, StepOutcome};
 use tch_amp::{Error, GradScaler, Result};
 
 use crate::training::{Program, Records, Training, Way, lr, overflows, warm_up_and_cosine};
 use crate::{gpu, refusal};
-use testkit::rows::rows;
+use testkit::rows::steps_of;
 use testkit::simulation::Simulation;
 
 /// The steps that a history of these tests remembers.
 const CAPACITY: usize = 16;
-
-#[derive(Deserialize)]
-struct Step {
-    step: u64,
-    scale: f64,
-    skipped: Option<SkipCause>,
-    norm: Option<f64>,
-    loss: Option<f64>,
-    learning_rate: f64,
-}
-
-fn steps_of(history: &HistoryReport) -> Vec<Step> {
-    rows(history, "steps")
-}
 
 /// Which of the steps were skipped.
 fn skips_of(history: &HistoryReport) -> Vec<bool> {

@@ -1,6 +1,5 @@
 //! The history of the scale: what it remembers, how long, and that a checkpoint has it.
 
-use serde::Deserialize;
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, Prepared, SaveState, SavedState, Stateful};
 use tch_amp::insight::{HistoryReport, ScaleHistory, SkipCause};
@@ -10,21 +9,7 @@ use tch_amp::{Error, GradScaler, Result};
 
 use testkit::files::Folder;
 use testkit::for_each_device;
-use testkit::rows::rows;
-
-#[derive(Deserialize)]
-struct Step {
-    step: u64,
-    scale: f64,
-    skipped: Option<SkipCause>,
-    norm: Option<f64>,
-    loss: Option<f64>,
-    learning_rate: f64,
-}
-
-fn steps(report: &HistoryReport) -> Vec<Step> {
-    rows(report, "steps")
-}
+use testkit::rows::{Step, rows, steps_of};
 
 struct Training {
     w: Tensor,
@@ -106,13 +91,13 @@ fn scales_causes_norms_and_rates_are_those_of_the_steps() {
                 wanted.push((i as u64 + 1, scale, skipped, gradient, loss));
                 // Reading in between changes nothing.
                 if i == 4 {
-                    assert_eq!(steps(&history.report().unwrap()).len(), capacity.min(5));
+                    assert_eq!(steps_of(&history.report().unwrap()).len(), capacity.min(5));
                 }
             }
             let report = history.report().unwrap();
             assert_eq!(report.total, 10);
             let wanted = wanted.split_off(10 - capacity.min(10));
-            let found = steps(&report);
+            let found = steps_of(&report);
             assert_eq!(found.len(), wanted.len());
             let finite = |x: f64| Some(x).filter(|x| x.is_finite());
             for (found, (step, scale, skipped, gradient, loss)) in found.iter().zip(wanted) {
@@ -137,7 +122,7 @@ fn steps_without_a_norm_a_scale_or_gradients_are_recorded() {
     disabled.backward(&training.w.sum(None)).unwrap();
     let outcome = disabled.step(&mut training.opt).unwrap();
     history.record(&disabled, &outcome, 0.5).unwrap();
-    let steps = steps(&history.report().unwrap());
+    let steps = steps_of(&history.report().unwrap());
     let of = |step: &Step| (step.scale, step.skipped, step.norm, step.loss, step.learning_rate);
     assert_eq!(of(&steps[0]), (65536.0, None, None, None, 0.0));
     assert_eq!(of(&steps[1]), (1.0, None, None, None, 0.5));
@@ -181,7 +166,7 @@ fn a_resumed_history_continues() {
             let report = resumed.report().unwrap();
             assert_eq!(report.total, 6);
             let skipped: Vec<_> =
-                steps(&report).iter().map(|step| step.skipped.is_some()).collect();
+                steps_of(&report).iter().map(|step| step.skipped.is_some()).collect();
             let all: Vec<_> = gradients.iter().map(|gradient| *gradient == INFINITE).collect();
             assert_eq!(skipped, all[6 - capacity.min(6)..]);
             let json = serde_json::to_string(&report).unwrap();
@@ -289,7 +274,7 @@ fn damaged_columns_are_refused_and_change_nothing() {
     let mut checkpoint = Checkpoint::new();
     checkpoint.add("history", &mut Columns(7, vec![])).unwrap();
     checkpoint.restore().add("history", &mut history).apply().unwrap();
-    let steps = steps(&history.report().unwrap());
+    let steps = steps_of(&history.report().unwrap());
     assert_eq!(steps.iter().map(|step| step.step).collect::<Vec<_>>(), [6, 7]);
 }
 

@@ -1,30 +1,17 @@
 //! Counts of exponents and histories of steps on devices: without synchronizing, in as many launches for many parameters
 //! as for few, and with the CPU's results.
 
-use serde::Deserialize;
 use serde_json::{Value, json};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::insight::{HealthReport, HistoryReport, ScaleHealth, ScaleHistory, SkipCause};
+use tch_amp::insight::{HealthReport, ScaleHealth, ScaleHistory, SkipCause};
 use tch_amp::optim::Sgd;
 use tch_amp::scaler::SpikeConfig;
 use tch_amp::{Autocast, Error, GradScaler};
 
 use testkit::rng::Rng;
-use testkit::rows::rows;
+use testkit::rows::{rows, steps_of};
 use testkit::simulation::Simulation;
-
-#[derive(Deserialize)]
-struct Step {
-    scale: f64,
-    skipped: Option<SkipCause>,
-    loss: Option<f64>,
-    learning_rate: f64,
-}
-
-fn steps(report: &HistoryReport) -> Vec<Step> {
-    rows(report, "steps")
-}
 
 const GPUS: [Device; 2] = [Device::Cuda(0), Device::Cuda(1)];
 
@@ -185,7 +172,7 @@ fn a_failed_allocation_leaves_the_counts_and_the_history_as_they_were() {
         assert!(matches!(recorded, Err(Error::Torch(_))), "allocation {n}");
     }
     let report = history.report().unwrap();
-    assert_eq!((report.total, steps(&report)[0].learning_rate), (2, 0.25));
+    assert_eq!((report.total, steps_of(&report)[0].learning_rate), (2, 0.25));
 }
 
 #[test]
@@ -215,7 +202,7 @@ fn a_history_is_recorded_without_synchronizing() {
         }
         let (report, counts) = simulation.count(|| history.report().unwrap());
         assert_eq!(counts.host_syncs, 1, "on {device:?}");
-        let steps = steps(&report);
+        let steps = steps_of(&report);
         let skipped: Vec<_> = steps.iter().map(|step| step.skipped).collect();
         let (spike, overflow) = (Some(SkipCause::Spike), Some(SkipCause::Overflow));
         assert_eq!(skipped, [None, None, spike, overflow, None]);
