@@ -467,9 +467,9 @@ const COMPUTES_NOTHING: &[&str] = &[
 /// The source of each job of own arithmetic.
 fn jobs() -> Vec<String> {
     let files = [
-        "tests/autocast/own_arithmetic.rs",
-        "tests/distributed/own_arithmetic.rs",
-        "tests/insight/own_arithmetic.rs",
+        "tests/regions/autocast/own_arithmetic.rs",
+        "tests/processes/distributed/own_arithmetic.rs",
+        "tests/reports/insight/own_arithmetic.rs",
     ];
     let split =
         |file| read(file).split("    Job {\n").skip(1).map(str::to_owned).collect::<Vec<_>>();

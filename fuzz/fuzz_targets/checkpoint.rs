@@ -14,7 +14,7 @@ use tch_amp::GradScaler;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, Optimizer, Sgd};
 
-const GOLDEN: &[u8] = include_bytes!("../../tests/checkpoint/golden/format-1.safetensors");
+const GOLDEN: &[u8] = include_bytes!("../../tests/files/checkpoint/golden/format-1.safetensors");
 
 /// The objects to restore, created once: those of the seeds.
 struct Target {

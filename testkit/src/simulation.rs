@@ -1,5 +1,5 @@
 //! What `Device::Cuda` is in this process, its counters, and the failures that can be planted: on the simulated GPUs of
-//! `tests/simulated_cuda/`, on `tests/null_cuda/`, and in part on real GPUs.
+//! `testbench/simulated_cuda/`, on `testbench/null_cuda/`, and in part on real GPUs.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -87,7 +87,7 @@ fn kind() -> Option<i32> {
     if kind.is_null() {
         return None;
     }
-    // SAFETY: the symbol is that of tests/simulated_cuda/simulated_cuda.h, which declares it with this type.
+    // SAFETY: the symbol is that of testbench/simulated_cuda/simulated_cuda.h, which declares it with this type.
     let kind = unsafe { std::mem::transmute::<*mut c_void, extern "C" fn() -> i32>(kind) };
     Some(kind())
 }
@@ -96,7 +96,7 @@ const MODEL: i32 = 0;
 const REAL_HOST_CODE: i32 = 1;
 
 /// Whether launches, synchronizations and memory are counted: on simulated GPUs, on null CUDA, and on a real GPU with
-/// `tests/real_cuda/`.
+/// `testbench/real_cuda/`.
 pub fn is_counted() -> bool {
     kind().is_some()
 }
@@ -145,7 +145,7 @@ impl Simulation {
             return None;
         }
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the symbols are those of tests/simulated_cuda/simulated_cuda.h, which declares them with these types.
+        // SAFETY: the symbols are those of testbench/simulated_cuda/simulated_cuda.h, which declares them with these types.
         // All three are defined in one library, which is loaded because the first was found.
         let simulation = unsafe {
             use std::mem::transmute;

@@ -9,7 +9,7 @@ The arithmetic of the update is labml's ("labml": the bias corrections are in th
 root that is not corrected) or that of torch.optim over the copies ("single" and "fused"), and "wide" is f32 or f64.
 Roots are rounded to nearest in each of them: what `Tensor.sqrt` is built on need not do that, a fused kernel does.
 
-tests/optim/adam_fp16.rs writes the programs.
+tests/steps/optim/adam_fp16.rs writes the programs.
 """
 
 import json

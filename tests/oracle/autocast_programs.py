@@ -1,6 +1,6 @@
 """Runs programs of nested autocast regions: one operation a line on stdin, one answer a line on stdout.
 
-tests/autocast_programs/program.rs writes the operations and says what each means. An answer is the autocast state of
+tests/regions/autocast/programs/program.rs writes the operations and says what each means. An answer is the autocast state of
 the CPU after the operation, then what the operation gave: nothing, a tensor's dtype and bits, or an error's first line.
 
 The argument says whose lists decide what is cast, "cpu" or "cuda". All is computed on the CPU, and where the lists of

@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints as a Python program does, for tests/checkpoint/python.rs.
+"""Saves and loads checkpoints as a Python program does, for tests/files/checkpoint/python.rs.
 
 save FOLDER: trains a little and writes FOLDER/ALGORITHM.pt for each optimizer, and prints for each the losses of the
 next steps as hexadecimal floats.
@@ -7,7 +7,7 @@ that are built in several ways, and prints some values and the next losses.
 state FOLDER: reads FOLDER/rust.pt, which has states of the program's own, prints them, and writes FOLDER/python.pt with
 others.
 save_norm FILE, load_norm FILE: a model with a norm, whose running variances are printed.
-golden FILE: writes what tests/checkpoint/golden.rs expects.
+golden FILE: writes what tests/files/checkpoint/golden.rs expects.
 odd FOLDER: writes files with what Python programs save besides.
 others FILE: writes the states of all optimizers that this crate lacks, and prints their names.
 options FOLDER: gives the options of each optimizer in FOLDER/rust.pt to the class that its name begins with, and writes

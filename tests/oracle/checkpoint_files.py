@@ -1,4 +1,4 @@
-"""Writes the files that Python programs have, for tests/checkpoint/files.rs and tests/checkpoint/unsupported.rs.
+"""Writes the files that Python programs have, for tests/files/checkpoint/files.rs and tests/files/checkpoint/unsupported.rs.
 
 shapes FOLDER: writes a small model and what trains it in every shape in which programs, Lightning and transformers save
 them, and prints what is in them as JSON.

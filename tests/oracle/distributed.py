@@ -1,7 +1,7 @@
 """Trains with DistributedDataParallel: JSON [ranks, [configuration, ...]] on stdin, and on stdout a line of JSON for
 each configuration, with the bits of the parameters and buffers of each rank.
 
-tests/distributed/training.rs trains the same.
+tests/processes/distributed/training.rs trains the same.
 """
 
 import contextlib

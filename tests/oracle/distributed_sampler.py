@@ -2,7 +2,7 @@
 [[length, ranks, seed, epoch, shuffle, drop_last], ...] on stdin, and on stdout a line of JSON for each, a list of indices
 for each rank.
 
-tests/distributed/sampler.rs chooses the same.
+tests/processes/distributed/sampler.rs chooses the same.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Custom autograd functions as torch.autograd.Function with custom_fwd and custom_bwd: the twin of tests/function_cases.rs.
+"""Custom autograd functions as torch.autograd.Function with custom_fwd and custom_bwd: the twin of tests/regions/function/cases.rs.
 
 Reads one JSON object a line, {"case": name, "inputs": [...]} with the inputs' bits, and answers one a line: the outputs
 and the gradients of the inputs, as dtype, shape and bits, or null for a gradient that is not there.

@@ -1,4 +1,4 @@
-"""torch.autograd.grad: the counterpart of the cases in tests/function/grad.rs.
+"""torch.autograd.grad: the counterpart of the cases in tests/regions/function/grad.rs.
 
 Prints one JSON object: for each case the gradients, as their bits, null for a missing one, or "error".
 """

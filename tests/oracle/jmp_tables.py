@@ -1,4 +1,4 @@
-"""Prints what jmp answers: the tables in tests/policy/text.rs and tests/loss_scale/dynamic.rs.
+"""Prints what jmp answers: the tables in tests/regions/policy/text.rs and tests/steps/loss_scale/dynamic.rs.
 
 No test runs it. In an environment of its own: `pip install jmp jax`, then `python jmp_tables.py`.
 """

@@ -1,4 +1,4 @@
-"""Exchanges states of AdamW and Muon with tests/checkpoint/low_bit.rs.
+"""Exchanges states of AdamW and Muon with tests/files/checkpoint/low_bit.rs.
 
 save FILE: takes 60 steps of AdamW and writes the model and the state.
 resume FILE OUT: loads what this crate has written from moments of fewer bits, checks that it is what torch.optim saves,

@@ -1,6 +1,6 @@
 """Trains with torch.optim, with fused=True where it has that: a JSON program a line on stdin, a line of bits for each of its steps on stdout.
 
-tests/optim_programs writes the programs. All is computed on the CPU. Where a GPU rounds otherwise, in clipping and
+tests/steps/optim/programs writes the programs. All is computed on the CPU. Where a GPU rounds otherwise, in clipping and
 in the update of halves, the same is done here for a program on GPUs. With `--cuda` all is computed by PyTorch on the
 first GPU, a program that it refuses there is answered with lines of `error`, and without a GPU nothing is printed.
 """

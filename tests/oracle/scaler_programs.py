@@ -1,6 +1,6 @@
 """Runs GradScaler programs: one program a line on stdin, one line an operation on stdout.
 
-tests/scaler_programs/text.rs writes the programs, and program.rs beside it says what each operation means.
+tests/steps/scaler/programs/text.rs writes the programs, and program.rs beside it says what each operation means.
 Each answer is the outcome of the operation, then the whole state after it, or "=" where the state is as it was.
 All is computed on the CPU. Clipping, which rounds otherwise on a GPU, is computed here as there for a program on
 GPUs. With `--cuda` all is computed by PyTorch on the first GPU, and without a GPU nothing is printed.

@@ -1,7 +1,7 @@
 """Prints the learning rates and momenta of torch.optim.lr_scheduler: JSON [case, ...] on stdin, and on stdout a line of
 JSON for each, a list of [learning rates, momenta] after the start and after each step.
 
-A case has the options of a schedule as tests/schedule/oracle.rs writes them, the learning rates of the groups, the
+A case has the options of a schedule as tests/steps/schedule/oracle.rs writes them, the learning rates of the groups, the
 number of steps, and the learning rates that the program itself sets before some of the steps. A case with metrics is
 one of ReduceLROnPlateau. One with "saved" writes, after "at" of the steps, the states of the scheduler and of the
 optimizer into files, in the layout of Hugging Face's Trainer, of Lightning, or of a dict of states.

@@ -1,4 +1,4 @@
-"""Opens files with weights as Python programs do, for tests/checkpoint/weights.rs.
+"""Opens files with weights as Python programs do, for tests/files/checkpoint/weights.rs.
 
 read FILE: prints the name, dtype, shape and bytes of each tensor, by torch.load, torch.jit.load, or the specification
 of safetensors.

@@ -80,7 +80,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     report(&bundle, if is_lease { MAX_MIB_OF_LEASES } else { MAX_MIB })
 }
 
-/// The programs that the steps of a lease name, such as `tests/scaler`.
+/// The programs that the steps of a lease name, such as `tests/steps/scaler`.
 fn leased(plan: &str) -> Result<BTreeSet<String>> {
     let plan: Value = serde_json::from_str(plan).context("lease.json is not JSON")?;
     let of = |value: &Value, key: &str| value[key].as_array().cloned().unwrap_or_default();
@@ -134,7 +134,7 @@ fn pack(bundle: &Path) -> Result<()> {
     Ok(fs::remove_dir_all(bundle.join("bin"))?)
 }
 
-/// Compiles `tests/real_cuda` with the headers of CUDA that the wheels of PyTorch bring.
+/// Compiles `testbench/real_cuda` with the headers of CUDA that the wheels of PyTorch bring.
 fn compile_preloads(libtorch: &Libtorch, folder: &Path) -> Result<()> {
     fs::create_dir_all(folder)?;
     let site = libtorch.site();
@@ -151,7 +151,7 @@ fn compile_preloads(libtorch: &Libtorch, folder: &Path) -> Result<()> {
         for headers in &headers {
             compiler.arg("-isystem").arg(headers);
         }
-        compiler.arg(paths::root().join("tests/real_cuda").join(format!("{name}.cpp")));
+        compiler.arg(paths::root().join("testbench/real_cuda").join(format!("{name}.cpp")));
         compiler.arg("-o").arg(folder.join(format!("lib{name}.so")));
         compiler.arg("-L").arg(libtorch.lib()).arg("-L").arg(cuda.join("lib"));
         compiler.args(["-Wl,--as-needed", "-lc10_cuda", "-lc10", "-l:libcupti.so.13", "-ldl"]);
@@ -247,10 +247,10 @@ not JSON";
 
     #[test]
     fn the_programs_of_a_lease_are_those_that_its_steps_name() {
-        let plan = r#"{"calls": [{"stages": [{"steps": ["python a.py", "tests/scaler gradients::"]}]},
-            {"stages": [{"steps": ["check --code 1 tests/optim x/y", "bench/gpu --bench step"]}]}]}"#;
+        let plan = r#"{"calls": [{"stages": [{"steps": ["python a.py", "tests/steps/scaler gradients::"]}]},
+            {"stages": [{"steps": ["check --code 1 tests/steps/optim x/y", "bench/gpu --bench step"]}]}]}"#;
         let programs: Vec<_> = leased(plan).unwrap().into_iter().collect();
-        assert_eq!(programs, ["bench/gpu", "tests/optim", "tests/scaler"]);
+        assert_eq!(programs, ["bench/gpu", "tests/steps/optim", "tests/steps/scaler"]);
     }
 
     /// A file, or a folder with a main.rs.

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use crate::args::Args;
 use crate::compiler::cxx_files;
 use crate::venv::Venv;
-use crate::{links, null_cuda, paths, pictures, process, simulation};
+use crate::{links, paths, pictures, process};
 
 /// The format depends on the release of clang-format, so one release is fixed.
 const CLANG_FORMAT: &str = "20.1.8";
@@ -38,7 +38,7 @@ fn rustfmt(arguments: &[&str]) -> Result<()> {
 }
 
 fn clang_format(arguments: &[&str]) -> Result<()> {
-    let files = cxx_files(&["csrc", simulation::SOURCES, null_cuda::SOURCES, "tests/real_cuda"])?;
+    let files = cxx_files(&["csrc", "testbench"])?;
     if files.is_empty() {
         return Ok(());
     }

@@ -18,7 +18,8 @@ type Files = BTreeMap<Path, Source>;
 type Uses = BTreeMap<String, BTreeSet<String>>;
 
 /// The sources whose files are checked.
-const SOURCES: [&str; 5] = ["src", "recipes/src", "run-report/src", "torch-files/src", "xtask/src"];
+const SOURCES: [&str; 6] =
+    ["src", "recipes/src", "run-report/src", "testbench/src", "torch-files/src", "xtask/src"];
 
 /// Fails if modules or files use one another in a circle, and names them.
 pub(crate) fn check() -> Result<()> {

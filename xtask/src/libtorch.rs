@@ -1,43 +1,15 @@
 //! Finds libtorch: the one that the user has set, or the one in the environment in the cache folder.
 
 use std::env;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Result, anyhow, bail, ensure};
+pub(crate) use testbench::libtorch::{Libtorch, Rule, without_build};
 
 use crate::venv::Venv;
-use crate::versions::{Pair, without_build};
+use crate::versions::Pair;
 use crate::{oracle, process, release};
-
-/// A libtorch of the right version.
-#[derive(Clone, Debug)]
-pub(crate) struct Libtorch {
-    /// The folder with `lib/` and `include/`.
-    pub(crate) root: PathBuf,
-    pub(crate) version: String,
-    pub(crate) rule: Rule,
-    /// A Python whose torch has the same version.
-    pub(crate) python: Option<PathBuf>,
-}
-
-/// The rule by which a libtorch was found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Rule {
-    Libtorch,
-    UsePytorch,
-    Cache,
-}
-
-impl Rule {
-    pub(crate) fn reason(self) -> &'static str {
-        match self {
-            Self::Libtorch => "LIBTORCH is set",
-            Self::UsePytorch => "LIBTORCH_USE_PYTORCH is set",
-            Self::Cache => "no LIBTORCH set for it: the cache folder of xtask",
-        }
-    }
-}
 
 /// The result of a search. `Absent` holds the environment that would have to be created.
 #[derive(Debug)]
@@ -86,34 +58,6 @@ pub(crate) fn provide(pair: Pair, locked: Pair) -> Result<Libtorch> {
                 anyhow!("{error:#}\nOr set LIBTORCH to a libtorch {}.", pair.libtorch)
             })?;
             of_venv(&venv)
-        }
-    }
-}
-
-impl Libtorch {
-    /// The folder of the libraries.
-    pub(crate) fn lib(&self) -> PathBuf {
-        let moved = env::var_os("LIBTORCH_LIB").filter(|_| self.rule == Rule::Libtorch);
-        moved.map_or_else(|| self.root.clone(), PathBuf::from).join("lib")
-    }
-
-    /// The folder of Python's packages, if this libtorch is that of one.
-    pub(crate) fn site(&self) -> &Path {
-        self.root.parent().unwrap_or(&self.root)
-    }
-
-    /// Whether this libtorch was built with CUDA.
-    pub(crate) fn has_cuda(&self) -> bool {
-        self.lib().join("libtorch_cuda.so").exists()
-    }
-
-    /// Makes builds that `command` starts use this libtorch and no other.
-    pub(crate) fn apply(&self, command: &mut Command) {
-        if self.rule == Rule::Cache {
-            for name in ["LIBTORCH_USE_PYTORCH", "LIBTORCH_INCLUDE", "LIBTORCH_LIB"] {
-                command.env_remove(name);
-            }
-            command.env("LIBTORCH", &self.root);
         }
     }
 }

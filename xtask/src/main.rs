@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
+use testbench::{cache, compiled, compiler, paths, process};
 
 use crate::args::Args;
 
@@ -11,9 +12,6 @@ mod args;
 mod bench;
 mod build_time;
 mod bundle;
-mod cache;
-mod compiled;
-mod compiler;
 mod cpu;
 mod demo;
 mod doctor;
@@ -27,10 +25,8 @@ mod minimum;
 mod null_cuda;
 mod oracle;
 mod package;
-mod paths;
 mod pictures;
 mod planted;
-mod process;
 mod recipes;
 mod release;
 mod sanitize;

@@ -1,141 +1,18 @@
-//! Null CUDA: the real libtorch_cuda on stand-ins for the libraries of CUDA, which `tests/null_cuda/` builds.
-//!
-//! libtorch finds its libraries beside itself, so the stand-ins are not preloaded: a folder of links to the files of
-//! libtorch has the stand-ins in the places of NVIDIA's libraries, and only what loads libtorch from there has them.
+//! The tests on null CUDA, and the comparison of launches and synchronizations with those of the simulated GPUs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, bail, ensure};
+use testbench::compiled;
+use testbench::null_cuda::{NullCuda, Numbers, SOURCES, check_possible};
 
 use crate::args::Args;
-use crate::compiled::{self, Unit, cxx, files};
-use crate::libtorch::Libtorch;
 use crate::process::run as show;
-use crate::versions::without_build;
 use crate::workspace::Workspace;
 use crate::{paths, process, simulation};
-
-/// The path of the sources, relative to the root of the repository.
-pub(crate) const SOURCES: &str = "tests/null_cuda";
-
-/// The stand-ins know private parts of this libtorch, and the functions that it calls.
-const LIBTORCH: &str = "2.13.0";
-
-/// A stand-in for a library.
-struct Library {
-    /// Where libtorch looks for it, relative to the folder of Python's packages.
-    place: &'static str,
-    soname: &'static str,
-    /// The version of its symbols, if they have one.
-    is_versioned: bool,
-    /// How the names of its functions begin, as a pattern, and the error that those return which are not here.
-    functions: (&'static str, &'static str),
-    sources: &'static [&'static str],
-}
-
-/// In the order of their dependencies: the others call the first.
-const LIBRARIES: [Library; 6] = [
-    Library {
-        place: "nvidia/cu13/lib",
-        soname: "libcudart.so.13",
-        is_versioned: true,
-        functions: ("(__)?cuda", "801"),
-        sources: &[
-            "runtime/captures.cpp",
-            "runtime/copies.cpp",
-            "runtime/devices.cpp",
-            "runtime/errors.cpp",
-            "runtime/events.cpp",
-            "runtime/graphs.cpp",
-            "runtime/kernels.cpp",
-            "runtime/memory.cpp",
-            "runtime/pinned.cpp",
-            "runtime/record.cpp",
-            "runtime/streams.cpp",
-            "runtime/variables.cpp",
-            "../simulated_cuda/settings.cpp",
-        ],
-    },
-    Library {
-        place: "nvidia/cu13/lib",
-        soname: "libcublas.so.13",
-        is_versioned: true,
-        functions: ("cublas(?!Lt)", "15"),
-        sources: &["libraries/cublas.cpp"],
-    },
-    Library {
-        place: "nvidia/cu13/lib",
-        soname: "libcublasLt.so.13",
-        is_versioned: true,
-        functions: ("cublasLt", "15"),
-        sources: &["libraries/cublaslt.cpp"],
-    },
-    Library {
-        place: "nvidia/cu13/lib",
-        soname: "libnvrtc.so.13",
-        is_versioned: true,
-        functions: ("nvrtc", "11"),
-        sources: &["libraries/nvrtc.cpp"],
-    },
-    Library {
-        place: "nvidia/nccl/lib",
-        soname: "libnccl.so.2",
-        is_versioned: false,
-        functions: ("nccl", "4"),
-        sources: &["libraries/nccl.cpp", "libraries/ranks.cpp", "libraries/reductions.cpp"],
-    },
-    // The driver is no part of the wheels; libtorch looks for it where its own libraries are, too.
-    Library {
-        place: "torch/lib",
-        soname: "libcuda.so.1",
-        is_versioned: false,
-        functions: ("cu(?!File)", "801"),
-        sources: &["libraries/driver.cpp"],
-    },
-];
-
-/// The library of values takes the place of libtorch_cuda, which it loads under this name.
-const REAL: &str = "libtorch_cuda_real.so";
-const VALUES: [&str; 10] = [
-    "values/allocations.cpp",
-    "values/computation.cpp",
-    "values/counters.cpp",
-    "values/model.cpp",
-    "values/numbers.cpp",
-    "values/operators.cpp",
-    "values/views.cpp",
-    "../simulated_cuda/cells.cpp",
-    "../simulated_cuda/costs.cpp",
-    "../simulated_cuda/semantics.cpp",
-];
-
-/// What kernels leave in the memory of the devices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Numbers {
-    /// Nothing: they do nothing.
-    None,
-    /// The numbers of the CPU's kernels.
-    Cpu,
-}
-
-impl Numbers {
-    fn folder(self) -> &'static str {
-        match self {
-            Self::None => "plain",
-            Self::Cpu => "values",
-        }
-    }
-}
-
-/// The built stand-ins.
-#[derive(Debug)]
-pub(crate) struct NullCuda {
-    folder: PathBuf,
-}
 
 /// `cargo xtask null-cuda`.
 pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
@@ -151,7 +28,7 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
         );
     };
     let workspace = Workspace::new(pair)?;
-    let null_cuda = NullCuda::provide(&workspace)?;
+    let null_cuda = NullCuda::provide(&workspace.libtorch)?;
     let mut command = workspace.command(&program);
     command.args(words);
     let name = Path::new(&program).file_name().unwrap_or_default().to_string_lossy();
@@ -166,257 +43,21 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     process::exit_code(&mut command)
 }
 
-impl NullCuda {
-    /// Builds the stand-ins for the libtorch of a workspace, unless that was done before.
-    pub(crate) fn provide(workspace: &Workspace) -> Result<Self> {
-        let libtorch = &workspace.libtorch;
-        check_possible(libtorch)?;
-        let mut sources = files(simulation::SOURCES, "")?;
-        for folder in ["", "/libraries", "/runtime", "/values"] {
-            sources.extend(files(&format!("{SOURCES}{folder}"), "")?);
-        }
-        let build = |folder: &Path| Build::new(libtorch, folder)?.all();
-        let folder = compiled::provide("null_cuda", workspace, &sources, build)?;
-        Ok(Self { folder })
-    }
-
-    /// Makes `command` and the processes that it starts use the real libtorch_cuda on the stand-ins.
-    pub(crate) fn apply(&self, numbers: Numbers, command: &mut Command) {
-        compiled::search_first(&self.packages(numbers).join("torch/lib"), command);
-    }
-
-    /// Like [`apply`](Self::apply) for a Python, whose torch loads libtorch from its own folder.
-    pub(crate) fn apply_to_python(&self, numbers: Numbers, python: &mut Command) {
-        self.apply(numbers, python);
-        python.env("PYTHONPATH", self.packages(numbers));
-    }
-
-    /// A folder of Python's packages, with links to torch and to NVIDIA's libraries.
-    fn packages(&self, numbers: Numbers) -> PathBuf {
-        self.folder.join(numbers.folder())
-    }
-}
-
-/// Fails with the reason if the real libtorch_cuda cannot be run on stand-ins.
-pub(crate) fn check_possible(libtorch: &Libtorch) -> Result<()> {
-    ensure!(
-        cfg!(all(target_os = "linux", target_arch = "x86_64")),
-        "null CUDA is made for Linux on x86-64"
-    );
-    ensure!(
-        libtorch.has_cuda(),
-        "the libtorch in {} is one without CUDA: set LIBTORCH to a CUDA build, or unset it to have one downloaded",
-        libtorch.root.display()
-    );
-    ensure!(
-        without_build(&libtorch.version) == LIBTORCH,
-        "null CUDA is made for the functions and the private parts of libtorch {LIBTORCH}, and this is {}: use \
-         `cargo xtask simulate`, which works with every supported version",
-        libtorch.version
-    );
-    let headers = libtorch.site().join("nvidia/cu13/include/cuda_runtime_api.h");
-    ensure!(
-        headers.is_file(),
-        "there is no {}: null CUDA needs the libtorch of a PyTorch wheel for CUDA 13, and the wheels that come with \
-         it; unset LIBTORCH to have them downloaded",
-        headers.display()
-    );
-    Ok(())
-}
-
-/// One build of all libraries.
-struct Build<'a> {
-    libtorch: &'a Libtorch,
-    folder: &'a Path,
-    unit: Unit<'a>,
-}
-
-impl<'a> Build<'a> {
-    fn new(libtorch: &'a Libtorch, folder: &'a Path) -> Result<Self> {
-        let site = libtorch.site();
-        let mut headers = files(simulation::SOURCES, ".h")?;
-        for each in ["", "/libraries", "/runtime", "/values"] {
-            headers.extend(files(&format!("{SOURCES}{each}"), ".h")?);
-        }
-        let unit = Unit {
-            libtorch,
-            folder,
-            // cublas.h includes these headers, which need one of libcu++, and uses nothing of them.
-            flags: &[
-                "-fvisibility=hidden",
-                "-D__CUDA_FP16_H__",
-                "-D__CUDA_BF16_H__",
-                "-D__CUDA_FP8_H__",
-            ],
-            // The wheel of CUDA's runtime has no crt/, but Triton's has.
-            system: vec![
-                site.join("nvidia/cu13/include"),
-                site.join("nvidia/nccl/include"),
-                site.join("triton/backends/nvidia/include"),
-            ],
-            own: vec![paths::root().join(simulation::SOURCES)],
-            headers,
-        };
-        Ok(Self { libtorch, folder, unit })
-    }
-
-    fn all(&self) -> Result<()> {
-        for library in &LIBRARIES {
-            self.library(library)?;
-        }
-        self.values()?;
-        for numbers in [Numbers::None, Numbers::Cpu] {
-            self.packages(&self.folder.join(numbers.folder()), numbers)?;
-        }
-        Ok(())
-    }
-
-    fn compile(&self, names: &[&str]) -> Result<Vec<PathBuf>> {
-        let sources = names.iter().map(|name| paths::root().join(SOURCES).join(name));
-        self.unit.compile(&sources.collect::<Vec<_>>())
-    }
-
-    fn library(&self, library: &Library) -> Result<()> {
-        let Library { soname, is_versioned, .. } = *library;
-        let mut objects = self.compile(library.sources)?;
-        let stubs = self.stubs(library, &objects)?;
-        objects.extend(self.unit.compile(&[stubs])?);
-        let mut linker = self.linker(soname, &objects);
-        if is_versioned {
-            let script = self.folder.join(format!("{soname}.map"));
-            fs::write(&script, format!("{soname} {{ global: *; }};\n"))?;
-            linker.arg(format!("-Wl,--version-script={}", script.display()));
-        }
-        if soname != LIBRARIES[0].soname {
-            linker.arg(self.folder.join(LIBRARIES[0].soname));
-        }
-        process::run(&mut linker)
-    }
-
-    /// A source with the functions that libtorch imports and the stand-in lacks.
-    fn stubs(&self, library: &Library, objects: &[PathBuf]) -> Result<PathBuf> {
-        let stubs = self.folder.join(format!("{}-stubs.cpp", library.soname));
-        let (pattern, error) = library.functions;
-        let mut script = compiled::python(self.libtorch, SOURCES, "libraries/stubs.py");
-        script.args([pattern, error]).arg(&stubs).args(objects).arg("--");
-        script.args(shared_libraries(&self.libtorch.lib())?);
-        script.arg(self.libtorch.site().join("nvidia/cu13/lib/libcusolver.so.12"));
-        process::run(&mut script)?;
-        Ok(stubs)
-    }
-
-    fn values(&self) -> Result<()> {
-        // Under the name that the library asks for there is the real libtorch_cuda when it runs.
-        let empty = self.folder.join(REAL);
-        process::run(&mut self.linker(REAL, &[]))?;
-        let mut linker = self.linker("libtorch_cuda.so", &self.compile(&VALUES)?);
-        linker.arg("-Wl,--no-as-needed").arg(&empty).arg("-L").arg(self.libtorch.lib());
-        linker.args(["-lc10_cuda", "-ltorch_cpu", "-lc10"]);
-        linker.arg(self.folder.join(LIBRARIES[0].soname));
-        // As libtorch's own libraries do.
-        linker.arg("-Wl,--disable-new-dtags,-rpath,$ORIGIN/../../nvidia/cu13/lib:$ORIGIN");
-        // What libtorch's libraries need is searched for where they are when they run.
-        process::run(linker.arg("-Wl,--unresolved-symbols=ignore-all"))
-    }
-
-    fn linker(&self, soname: &str, objects: &[PathBuf]) -> Command {
-        let mut linker = cxx();
-        linker.args(["-shared", "-o"]).arg(self.folder.join(soname)).args(objects);
-        linker.arg(format!("-Wl,-soname,{soname}"));
-        linker
-    }
-
-    /// Links to torch and to NVIDIA's libraries, with the stand-ins in their places.
-    fn packages(&self, packages: &Path, numbers: Numbers) -> Result<()> {
-        if packages.exists() {
-            fs::remove_dir_all(packages)?;
-        }
-        let site = self.libtorch.site();
-        let mut own: Vec<(PathBuf, PathBuf)> = LIBRARIES
-            .iter()
-            .map(|library| {
-                (Path::new(library.place).join(library.soname), self.folder.join(library.soname))
-            })
-            .collect();
-        if numbers == Numbers::Cpu {
-            let lib = Path::new("torch/lib");
-            own.push((lib.join("libtorch_cuda.so"), self.folder.join("libtorch_cuda.so")));
-            own.push((lib.join(REAL), self.libtorch.lib().join("libtorch_cuda.so")));
-        }
-        for name in [
-            "torch",
-            "torch/lib",
-            "nvidia",
-            "nvidia/cu13",
-            "nvidia/cu13/lib",
-            "nvidia/nccl",
-            "nvidia/nccl/lib",
-        ] {
-            fs::create_dir_all(packages.join(name))?;
-        }
-        for (place, file) in &own {
-            link(file, &packages.join(place))?;
-        }
-        for name in ["torch", "torch/lib", "nvidia", "nvidia/cu13/lib", "nvidia/nccl/lib"] {
-            link_all(&site.join(name), &packages.join(name))?;
-        }
-        Ok(())
-    }
-}
-
-/// Links to everything in a folder that is not in the other one.
-fn link_all(from: &Path, to: &Path) -> Result<()> {
-    let entries =
-        fs::read_dir(from).with_context(|| format!("{} cannot be read", from.display()))?;
-    for entry in entries {
-        let entry = entry?;
-        let there = to.join(entry.file_name());
-        if there.symlink_metadata().is_err() {
-            link(&entry.path(), &there)?;
-        }
-    }
-    Ok(())
-}
-
-fn link(file: &Path, place: &Path) -> Result<()> {
-    symlink(file, place).with_context(|| format!("{} cannot be linked", place.display()))
-}
-
-fn shared_libraries(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut libraries = Vec::new();
-    for entry in fs::read_dir(folder)? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|kind| kind == "so") {
-            libraries.push(path);
-        }
-    }
-    libraries.sort();
-    Ok(libraries)
-}
-
-/// The tests that see what the host code of CUDA does.
-const SUITES: [&str; 10] = [
-    "accumulation",
-    "autocast",
-    "autocast_ops",
-    "autocast_programs",
-    "average",
-    "function",
-    "optim",
-    "scaler",
-    "schedule",
-    "simulated",
+/// The tests that see what the host code of CUDA does, beside all of `devices`.
+const PARTS: [(&str, &[&str]); 2] = [
+    ("regions", &["autocast::", "function::"]),
+    ("steps", &["accumulation::", "average::", "optim::", "scaler::", "schedule::"]),
 ];
 
 /// What they capture is launched by replays, which no operator is asked for, so that it is not compared.
-const OF_GRAPHS: [&str; 1] = ["graph"];
+const OF_GRAPHS: [&str; 1] = ["graph::"];
 
 /// Those that depend on when answers arrive run again with answers that arrive only when the host waits.
-const OF_LATE_ANSWERS: [&str; 2] = ["records::", "schedules::"];
+const OF_LATE_ANSWERS: [&str; 2] = ["graph::records::", "graph::schedules::"];
 
 /// Two ranks on two devices, over the real ProcessGroupNCCL, and two hosts whose link is cut, where NCCL's threads may
 /// read from the store forever. The other tests of `distributed` are about Gloo, and pass there, too, in seven minutes.
-const OF_NCCL: [&str; 5] = ["--test", "distributed", "--", "nccl::", "hosts::"];
+const OF_NCCL: [&str; 2] = ["distributed::nccl::", "distributed::hosts::"];
 
 /// Tests that are left out, and why.
 const LEFT_OUT: [(&str, &str); 2] = [
@@ -466,29 +107,27 @@ pub(crate) fn test(workspace: &Workspace) -> Result<()> {
     if !is_possible(workspace) {
         return Ok(());
     }
-    let null_cuda = NullCuda::provide(workspace)?;
+    let null_cuda = NullCuda::provide(&workspace.libtorch)?;
     let costs = paths::target().join("null_cuda/costs.tsv");
     if costs.exists() {
         fs::remove_file(&costs)?;
     }
-    let mut tests = simulation::on_counted_devices(workspace, SUITES);
-    null_cuda.apply(Numbers::Cpu, &mut tests);
-    tests.env("NULL_CUDA_MODEL", &costs).arg("--");
-    simulation::skip_parts_on_the_cpu(&mut tests);
-    for (name, reason) in LEFT_OUT {
-        println!("left out: {name}: {reason}");
-        tests.args(["--skip", name]);
+    let on_null_cuda = |programs: &[&str]| {
+        let mut tests = simulation::on_counted_devices(workspace, programs);
+        null_cuda.apply(Numbers::Cpu, &mut tests);
+        tests
+    };
+    let mut parts = on_null_cuda(&PARTS.map(|(program, _)| program));
+    simulation::skip_comparisons(simulation::only(&mut parts, &PARTS));
+    let mut devices = on_null_cuda(&["devices"]);
+    for tests in [&mut parts, devices.arg("--")] {
+        tests.env("NULL_CUDA_MODEL", &costs);
+        show(leave_out(simulation::skip_parts_on_the_cpu(tests)))?;
     }
-    show(&mut tests)?;
-    let mut tests = simulation::on_counted_devices(workspace, OF_GRAPHS);
-    null_cuda.apply(Numbers::Cpu, &mut tests);
-    show(&mut tests)?;
-    let mut tests = simulation::on_counted_devices(workspace, OF_GRAPHS);
-    null_cuda.apply(Numbers::Cpu, &mut tests);
-    show(tests.env("SIMULATED_CUDA_LAG", "never").arg("--").args(OF_LATE_ANSWERS))?;
-    let mut tests = simulation::on_counted_devices(workspace, []);
-    null_cuda.apply(Numbers::Cpu, &mut tests);
-    show(tests.args(OF_NCCL))?;
+    show(on_null_cuda(&["steps"]).arg("--").args(OF_GRAPHS))?;
+    let mut late = on_null_cuda(&["steps"]);
+    show(late.env("SIMULATED_CUDA_LAG", "never").arg("--").args(OF_LATE_ANSWERS))?;
+    show(on_null_cuda(&["processes"]).arg("--").args(OF_NCCL))?;
     if workspace.libtorch.python.is_some() {
         for script in ["captures.py", "iterations.py"] {
             let mut python = compiled::python(&workspace.libtorch, SOURCES, script);
@@ -500,22 +139,28 @@ pub(crate) fn test(workspace: &Workspace) -> Result<()> {
     compare(&costs)
 }
 
-/// Writes what each part that the suite `simulated` counts costs on null CUDA, for a run on a real GPU to be compared with:
+/// Writes what each part that the program `devices` counts costs on null CUDA, for a run on a real GPU to be compared with:
 /// a file in `folder` with the version of libtorch in its name. Without null CUDA nothing is written.
 pub(crate) fn count(folder: &Path) -> Result<()> {
     let workspace = Workspace::new(None)?;
     if !is_possible(&workspace) {
         return Ok(());
     }
-    let null_cuda = NullCuda::provide(&workspace)?;
-    let mut tests = simulation::on_counted_devices(&workspace, ["simulated"]);
+    let null_cuda = NullCuda::provide(&workspace.libtorch)?;
+    let mut tests = simulation::on_counted_devices(&workspace, &["devices"]);
     null_cuda.apply(Numbers::Cpu, &mut tests);
     let file = folder.join(format!("counts-{}.jsonl", workspace.libtorch.version));
     tests.env("TCH_AMP_COUNTS", file).args(["--", "--quiet"]);
-    for (name, _) in LEFT_OUT {
+    show(leave_out(&mut tests))
+}
+
+/// Leaves out the tests of [`LEFT_OUT`], with the reasons.
+fn leave_out(tests: &mut Command) -> &mut Command {
+    for (name, reason) in LEFT_OUT {
+        println!("left out: {name}: {reason}");
         tests.args(["--skip", name]);
     }
-    show(&mut tests)
+    tests
 }
 
 /// Fails if an operator had other costs than the simulation says, and says which.
@@ -525,7 +170,7 @@ fn compare(costs: &Path) -> Result<()> {
     let Compared { operators, calls, differences, known } = compared(&table)?;
     ensure!(
         differences.is_empty(),
-        "the simulated GPUs say other costs than the real host code has (tests/simulated_cuda/costs.cpp; operator, \
+        "the simulated GPUs say other costs than the real host code has (testbench/simulated_cuda/costs.cpp; operator, \
          launches and waits here, launches and waits there, arguments):\n{}",
         differences.into_iter().collect::<Vec<_>>().join("\n")
     );
@@ -559,7 +204,7 @@ struct Compared {
     known: BTreeSet<String>,
 }
 
-/// Compares the rows of `tests/null_cuda/values/model.cpp`.
+/// Compares the rows of `testbench/null_cuda/values/model.cpp`.
 fn compared(table: &str) -> Result<Compared> {
     let mut calls: BTreeMap<&str, u64> = BTreeMap::new();
     let (mut differences, mut known) = (BTreeSet::new(), BTreeSet::new());
@@ -588,57 +233,12 @@ fn compared(table: &str) -> Result<Compared> {
 
 #[cfg(test)]
 mod tests {
-    use std::env;
-
     use super::*;
-    use crate::libtorch::Rule;
-
-    fn libtorch(name: &str, version: &str, has_cuda: bool) -> Libtorch {
-        let root = env::temp_dir().join(format!("xtask-{name}-{}", std::process::id()));
-        fs::create_dir_all(root.join("lib")).unwrap();
-        if has_cuda {
-            fs::write(root.join("lib/libtorch_cuda.so"), "").unwrap();
-        }
-        Libtorch { root, version: version.into(), rule: Rule::Cache, python: None }
-    }
 
     #[test]
-    fn a_libtorch_that_it_is_not_made_for_is_refused_with_the_reason() {
-        for (name, version, has_cuda, reason) in [
-            ("cpu", "2.13.0+cpu", false, "without CUDA"),
-            ("older", "2.11.0+cu130", true, "and this is 2.11.0+cu130"),
-            ("newer", "2.14.0", true, "and this is 2.14.0"),
-            ("alone", "2.13.0+cu126", true, "for CUDA 13"),
-        ] {
-            let libtorch = libtorch(name, version, has_cuda);
-            let error = check_possible(&libtorch).unwrap_err().to_string();
-            fs::remove_dir_all(&libtorch.root).unwrap();
-            assert!(error.contains(reason), "{error}");
-        }
-    }
-
-    #[test]
-    fn every_source_belongs_to_one_library() {
-        let named = LIBRARIES.iter().flat_map(|library| library.sources).chain(&VALUES);
-        let mut named: Vec<_> =
-            named.filter(|name| !name.starts_with("..")).map(|name| (*name).to_owned()).collect();
-        let mut there = Vec::new();
-        for folder in ["libraries", "runtime", "values"] {
-            for file in files(&format!("{SOURCES}/{folder}"), ".cpp").unwrap() {
-                there.push(format!("{folder}/{}", file.file_name().unwrap().display()));
-            }
-        }
-        named.sort();
-        there.sort();
-        assert_eq!(named, there);
-    }
-
-    #[test]
-    fn every_named_suite_exists() {
-        let names = simulation::integration_tests(&paths::root().join("tests")).unwrap();
-        for name in SUITES.iter().chain(&OF_GRAPHS).chain(&OF_NCCL[1..2]) {
-            assert!(names.iter().any(|there| there == name), "{name}");
-        }
+    fn every_named_part_exists() {
+        let of_steps = ("steps", &[&OF_GRAPHS[..], &OF_LATE_ANSWERS].concat()[..]);
+        simulation::check_names(&[&PARTS[..], &[of_steps, ("processes", &OF_NCCL)]].concat());
     }
 
     #[test]

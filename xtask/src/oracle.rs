@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::process;
-use crate::versions::without_build;
+use testbench::libtorch::without_build;
 
 /// A Python with torch of `version`: the one that owns the libtorch in `root`, the user's choice, or the installed one.
 pub(crate) fn find(root: &Path, version: &str) -> Option<PathBuf> {

@@ -119,7 +119,7 @@ pub(crate) fn lint() -> Result<()> {
 pub(crate) fn test_members() -> Result<()> {
     let mut tests = process::cargo();
     tests.args(["test", "--locked"]).args(MEMBERS.iter().flat_map(|name| ["--package", name]));
-    process::run(tests.current_dir(paths::root()))
+    process::run(process::on_all_cores(tests.current_dir(paths::root())))
 }
 
 /// Packs the crate with its members and unpacks it in another folder.

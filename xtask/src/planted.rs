@@ -7,10 +7,10 @@ use std::process::{Command, Output};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
+use testbench::null_cuda::{NullCuda, Numbers};
+use testbench::simulated_cuda::Simulation;
 
 use crate::args::Args;
-use crate::null_cuda::{NullCuda, Numbers};
-use crate::simulation::Simulation;
 use crate::workspace::{self, Workspace};
 use crate::{paths, process};
 
@@ -154,8 +154,9 @@ impl Field {
     fn new(faults: &[Fault]) -> Result<Self> {
         let workspace = Workspace::announced(None)?.moved(sown(None)?);
         let needs = |runtime| faults.iter().any(|fault| fault.test.runtime == runtime);
-        let simulation = needs(Runtime::Simulated).then(|| Simulation::provide(&workspace));
-        let null_cuda = needs(Runtime::NullCuda).then(|| NullCuda::provide(&workspace));
+        let simulation =
+            needs(Runtime::Simulated).then(|| Simulation::provide(&workspace.libtorch));
+        let null_cuda = needs(Runtime::NullCuda).then(|| NullCuda::provide(&workspace.libtorch));
         let (simulation, null_cuda) = (simulation.transpose()?, null_cuda.transpose()?);
         Ok(Self { workspace, simulation, null_cuda })
     }

@@ -1,131 +1,49 @@
-//! The simulated GPUs: builds `tests/simulated_cuda/` as a library that replaces libtorch_cuda.
+//! The tests on simulated GPUs.
 
-use std::path::{Path, PathBuf};
+#[cfg(test)]
+use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::{env, fs};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
+use testbench::simulated_cuda::{Simulation, check_possible};
 
 use crate::args::Args;
-use crate::compiled::{self, Unit, cxx, files};
-use crate::libtorch::Libtorch;
 use crate::process::run as show;
 use crate::workspace::Workspace;
 use crate::{paths, process};
 
-/// The path of the sources, relative to the root of the repository.
-pub(crate) const SOURCES: &str = "tests/simulated_cuda";
+/// The programs with tests that use devices.
+const ON_DEVICES: [&str; 6] = ["devices", "memory", "precision", "regions", "reports", "steps"];
 
-const LIBRARY: &str = "libtorch_cuda.so";
-
-/// The built library.
-#[derive(Debug)]
-pub(crate) struct Simulation {
-    folder: PathBuf,
-}
-
-impl Simulation {
-    /// Builds the library for the libtorch of a workspace, unless that was done before.
-    pub(crate) fn provide(workspace: &Workspace) -> Result<Self> {
-        let libtorch = &workspace.libtorch;
-        check_possible(libtorch)?;
-        let build = |folder: &Path| build(libtorch, folder);
-        let folder = compiled::provide("simulated_cuda", workspace, &files(SOURCES, "")?, build)?;
-        Ok(Self { folder })
-    }
-
-    /// Makes `command` and the processes that it starts use the simulated GPUs instead of real ones.
-    pub(crate) fn apply(&self, command: &mut Command) {
-        compiled::search_first(&self.folder, command);
-    }
-}
-
-/// Compiles the sources that have changed, and links.
-fn build(libtorch: &Libtorch, folder: &Path) -> Result<()> {
-    let operators = folder.join("operators.inc");
-    // The list of CUDA's operators, which `operators.cpp` includes.
-    let mut script = compiled::python(libtorch, SOURCES, "operators.py");
-    process::run(script.arg(functions_of(libtorch)).arg(&operators))?;
-    let mut headers = files(SOURCES, ".h")?;
-    headers.push(operators);
-    let unit = Unit {
-        libtorch,
-        folder,
-        flags: &[],
-        system: vec![paths::root().join("csrc/distributed/gloo_headers")],
-        own: vec![folder.to_owned()],
-        headers,
-    };
-    let objects = unit.compile(&files(SOURCES, ".cpp")?)?;
-    let mut linker = cxx();
-    linker.args(["-shared", "-o"]).arg(folder.join(LIBRARY)).args(&objects);
-    linker.arg(format!("-Wl,-soname,{LIBRARY}"));
-    linker.arg("-L").arg(libtorch.lib()).args(["-ltorch_cpu", "-lc10"]);
-    process::run(&mut linker)
-}
-
-/// The list of PyTorch's operators, which the wheel contains beside torch.
-fn functions_of(libtorch: &Libtorch) -> PathBuf {
-    libtorch.site().join("torchgen/packaged/ATen/native/native_functions.yaml")
-}
-
-/// Fails with the reason if GPUs cannot be simulated.
-pub(crate) fn check_possible(libtorch: &Libtorch) -> Result<()> {
-    ensure!(cfg!(target_os = "linux"), "GPUs are simulated on Linux only");
-    ensure!(
-        libtorch.has_cuda(),
-        "the libtorch in {} is one without CUDA, and what is linked with it asks for no GPU: set LIBTORCH to a CUDA \
-         build, or unset it to have one downloaded",
-        libtorch.root.display()
-    );
-    let functions = functions_of(libtorch);
-    ensure!(
-        functions.is_file(),
-        "there is no {}: the simulated GPUs need the libtorch of a PyTorch wheel; unset LIBTORCH to have one downloaded",
-        functions.display()
-    );
-    Ok(())
-}
-
-/// Tests that use no device, or that measure a process on the CPU: its memory, its files, its signals.
-const CPU_ONLY: [&str; 13] = [
-    "abi",
-    "budget",
-    "checkpoint",
-    "demo",
-    "distributed",
-    "examples",
-    "function_soak",
-    "linking",
-    "master_memory",
-    "recipe",
-    "scaler_soak",
-    "tensors",
-    "threads",
+/// Parts of these that need none, by what their names begin with.
+const PARTS_ON_THE_CPU: [&str; 6] = [
+    "budget::",
+    "optim::adam_fp16::",
+    "optim::low_bit::a_step_has_the_bits_of_the_definition",
+    "optim::low_bit::every_set_of_instructions_has_the_same_bits",
+    "optim::low_bit::histories::",
+    "optim::low_bit::losses::",
 ];
 
-/// Parts of other tests of which the same is true, by what their names begin with.
-const PARTS_ON_THE_CPU: [&str; 5] = [
-    "adam_fp16::",
-    "low_bit::a_step_has_the_bits_of_the_definition",
-    "low_bit::every_set_of_instructions_has_the_same_bits",
-    "low_bit::histories::",
-    "low_bit::losses::",
+/// The tests of other programs and of such parts that use devices.
+const OTHERS_ON_DEVICES: [(&str, &[&str]); 3] = [
+    ("files", &["checkpoint::round_trip::", "checkpoint::weights::"]),
+    ("processes", &["resume::"]),
+    ("reports", &["budget::cuda::"]),
 ];
 
 /// The tests that depend on copies from a device run with copies that arrive immediately, and with copies that arrive
 /// only when the host synchronizes. A step of an optimizer waits for no copy: it runs with the late ones alone.
 const LAGS: [(&str, &[&str]); 2] =
-    [("0", &["scaler", "schedule"]), ("never", &["optim", "scaler", "schedule"])];
-/// The tests of checkpoints that use devices.
-const OF_CHECKPOINTS: [&str; 5] = ["--test", "checkpoint", "--", "round_trip::", "weights::"];
-/// Budgets with the lists of CUDA.
-const OF_BUDGETS: [&str; 4] = ["--test", "budget", "--", "cuda::"];
-const ABOUT_LAGS: [&str; 5] = ["--test", "simulated", "--", "controls::", "skips::"];
+    [("0", &["scaler::", "schedule::"]), ("never", &["optim::", "scaler::", "schedule::"])];
+const ABOUT_LAGS: [&str; 2] = ["controls::", "skips::"];
 
 /// The tests that see which operators libtorch has on a device, and what its kernels do.
-const OF_KERNELS: [&str; 7] =
-    ["accumulation", "autocast", "autocast_ops", "average", "function", "optim", "scaler"];
+const OF_KERNELS: [(&str, &[&str]); 2] = [
+    ("regions", &["autocast::", "function::"]),
+    ("steps", &["accumulation::", "average::", "optim::", "scaler::"]),
+];
 
 /// Which tests to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,37 +54,37 @@ pub(crate) enum Extent {
     OfKernels,
 }
 
-/// Whether these tests are among those of [`Extent::OfKernels`].
-pub(crate) fn is_of_kernels(name: &str) -> bool {
-    OF_KERNELS.contains(&name)
-}
-
-/// Adds those of cargo's integration tests that `which` selects by their names to a command of cargo.
-pub(crate) fn add(tests: &mut Command, which: impl Fn(&str) -> bool) -> Result<()> {
-    let names = integration_tests(&paths::root().join("tests"))?;
-    for name in names.iter().filter(|name| which(name.as_str())) {
-        tests.args(["--test", name]);
-    }
-    Ok(())
-}
-
 /// Runs the tests on simulated GPUs, with CUDA required. Returns whether that is possible.
 pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
     if !is_possible(workspace) {
         return Ok(false);
     }
-    let simulation = Simulation::provide(workspace)?;
-    let names = integration_tests(&paths::root().join("tests"))?;
+    let simulation = Simulation::provide(&workspace.libtorch)?;
+    let tests = |programs: &[&str]| cargo_test(workspace, &simulation, programs);
     if extent == Extent::OfKernels {
-        show(cargo_test(workspace, &simulation, OF_KERNELS).arg("--lib"))?;
+        show(tests(&[]).arg("--lib"))?;
+        let all = OF_KERNELS.map(|(program, _)| program);
+        show(skip_comparisons(only(&mut tests(&all), &OF_KERNELS)))?;
         return Ok(true);
     }
-    let on_devices = names.iter().map(String::as_str).filter(|name| !CPU_ONLY.contains(name));
-    let mut tests = cargo_test(workspace, &simulation, on_devices);
-    show(skip_parts_on_the_cpu(tests.args(["--lib", "--"])))?;
-    show(cargo_test(workspace, &simulation, []).args(OF_CHECKPOINTS))?;
-    show(cargo_test(workspace, &simulation, []).args(OF_BUDGETS))?;
+    show(skip_parts_on_the_cpu(tests(&ON_DEVICES).args(["--lib", "--"])))?;
+    let others = OTHERS_ON_DEVICES.map(|(program, _)| program);
+    show(only(&mut tests(&others), &OTHERS_ON_DEVICES))?;
     Ok(true)
+}
+
+/// The parts that run with [`Extent::OfKernels`], but for [those that are left out](skip_comparisons).
+pub(crate) fn parts_of_kernels() -> impl Iterator<Item = &'static str> {
+    OF_KERNELS.into_iter().flat_map(|(_, parts)| parts).copied()
+}
+
+/// Adds the names of these parts to a command of cargo that runs their programs.
+pub(crate) fn only<'a>(tests: &'a mut Command, parts: &[(&str, &[&str])]) -> &'a mut Command {
+    tests.arg("--");
+    for (_, parts) in parts {
+        tests.args(*parts);
+    }
+    tests
 }
 
 /// Runs the tests that depend on copies from a device with copies that arrive at another time.
@@ -174,13 +92,14 @@ pub(crate) fn test_lags(workspace: &Workspace) -> Result<()> {
     if !is_possible(workspace) {
         return Ok(());
     }
-    let simulation = Simulation::provide(workspace)?;
-    for (lag, names) in LAGS {
+    let simulation = Simulation::provide(&workspace.libtorch)?;
+    for (lag, parts) in LAGS {
         println!("\n-- SIMULATED_CUDA_LAG={lag}");
-        let mut tests = cargo_test(workspace, &simulation, names.iter().copied());
-        show(skip_parts_on_the_cpu(tests.env("SIMULATED_CUDA_LAG", lag).arg("--")))?;
-        let mut tests = cargo_test(workspace, &simulation, []);
-        show(tests.args(ABOUT_LAGS).env("SIMULATED_CUDA_LAG", lag))?;
+        for (program, parts) in [("steps", parts), ("devices", &ABOUT_LAGS)] {
+            let mut tests = cargo_test(workspace, &simulation, &[program]);
+            tests.env("SIMULATED_CUDA_LAG", lag).arg("--").args(parts);
+            show(skip_parts_on_the_cpu(&mut tests))?;
+        }
     }
     Ok(())
 }
@@ -196,24 +115,17 @@ fn is_possible(workspace: &Workspace) -> bool {
     possible.is_ok()
 }
 
-fn cargo_test<'a>(
-    workspace: &Workspace,
-    simulation: &Simulation,
-    names: impl IntoIterator<Item = &'a str>,
-) -> Command {
-    let mut tests = on_counted_devices(workspace, names);
+fn cargo_test(workspace: &Workspace, simulation: &Simulation, programs: &[&str]) -> Command {
+    let mut tests = on_counted_devices(workspace, programs);
     simulation.apply(&mut tests);
     tests
 }
 
-/// `cargo test` for these integration tests, which fail without CUDA devices that are counted.
-pub(crate) fn on_counted_devices<'a>(
-    workspace: &Workspace,
-    names: impl IntoIterator<Item = &'a str>,
-) -> Command {
+/// `cargo test` for these programs of tests, which fail without CUDA devices that are counted.
+pub(crate) fn on_counted_devices(workspace: &Workspace, programs: &[&str]) -> Command {
     let mut tests = workspace.cargo_test();
     tests.args(["--package", "tch-amp"]);
-    for name in names {
+    for name in programs {
         tests.args(["--test", name]);
     }
     fewer_programs(&mut tests);
@@ -229,15 +141,25 @@ pub(crate) fn skip_parts_on_the_cpu(tests: &mut Command) -> &mut Command {
     tests
 }
 
+/// Leaves out the fixed cases and random programs of these modules that are compared with PyTorch, which computes on the
+/// CPU.
+pub(crate) fn skip_comparisons(tests: &mut Command) -> &mut Command {
+    tests.args(
+        ["function::cases::", "optim::programs::", "scaler::programs::"]
+            .map(|name| format!("--skip={name}")),
+    )
+}
+
 /// Reduces the number of random programs. The full number runs on the CPU with the locked version of tch.
 pub(crate) fn fewer_programs(tests: &mut Command) {
     tests.env("TCH_AMP_PROGRAMS", "400").env("TCH_AMP_OPTIM_PROGRAMS", "300");
 }
 
-/// The names of cargo's integration tests: the files and the folders with a `main.rs`.
-pub(crate) fn integration_tests(folder: &Path) -> Result<Vec<String>> {
+/// The names of the programs of tests: the files and the folders with a `main.rs`.
+pub(crate) fn programs() -> Result<Vec<String>> {
+    let folder = paths::root().join("tests");
     let entries =
-        fs::read_dir(folder).with_context(|| format!("{} cannot be read", folder.display()))?;
+        fs::read_dir(&folder).with_context(|| format!("{} cannot be read", folder.display()))?;
     let mut names = Vec::new();
     for entry in entries {
         let path = entry?.path();
@@ -262,7 +184,7 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
         );
     };
     let workspace = Workspace::new(pair)?;
-    let simulation = Simulation::provide(&workspace)?;
+    let simulation = Simulation::provide(&workspace.libtorch)?;
     let mut command = workspace.command(&program);
     command.args(words);
     simulation.apply(&mut command);
@@ -272,32 +194,54 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     process::exit_code(&mut command)
 }
 
+/// Fails if a program of tests, or a part of it, does not exist.
+#[cfg(test)]
+pub(crate) fn check_names(parts: &[(&str, &[&str])]) {
+    for (program, parts) in parts {
+        let folder = paths::root().join("tests").join(program);
+        assert!(folder.join("main.rs").is_file(), "{program}");
+        for part in *parts {
+            // A module, or one of its functions.
+            let (module, function) =
+                part.rsplit_once("::").expect("a part ends with `::` or a name");
+            let source = source_of(&folder.join(module.replace("::", "/")));
+            assert!(source.contains(&format!("fn {function}")), "{part}");
+        }
+    }
+}
+
+/// The source of a module.
+#[cfg(test)]
+fn source_of(module: &Path) -> String {
+    let file = [module.with_extension("rs"), module.join("mod.rs")]
+        .into_iter()
+        .find(|file| file.is_file());
+    fs::read_to_string(file.unwrap_or_else(|| panic!("there is no {}", module.display()))).unwrap()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn every_named_test_exists() {
-        let names = integration_tests(&paths::root().join("tests")).unwrap();
-        let with_lags = LAGS.iter().flat_map(|(_, names)| *names);
-        for name in CPU_ONLY.iter().chain(with_lags).chain(&OF_KERNELS) {
+        let names = programs().unwrap();
+        for name in ON_DEVICES {
             assert!(names.iter().any(|there| there == name), "{name}");
         }
-        for selected in [&OF_CHECKPOINTS[..], &OF_BUDGETS, &ABOUT_LAGS] {
-            let suite = selected[1];
-            for module in &selected[3..] {
-                let path = format!("tests/{suite}/{}.rs", module.trim_end_matches("::"));
-                assert!(paths::root().join(&path).is_file(), "{path}");
-            }
-        }
+        let with_lags = LAGS.map(|(_, parts)| ("steps", parts));
+        let all = [&OTHERS_ON_DEVICES[..], &OF_KERNELS, &with_lags, &[("devices", &ABOUT_LAGS)]];
+        check_names(&all.concat());
     }
 
     #[test]
     fn parts_on_the_cpu_exist_and_use_no_device() {
-        for name in PARTS_ON_THE_CPU {
+        // Of budgets, the part that uses one is named beside it.
+        for name in &PARTS_ON_THE_CPU[1..] {
+            check_names(&[("steps", &[name])]);
             let (module, function) = name.rsplit_once("::").unwrap();
-            let path = format!("tests/optim/{}.rs", module.replace("::", "/"));
-            let source = fs::read_to_string(paths::root().join(&path)).unwrap();
+            let source =
+                source_of(&paths::root().join("tests/steps").join(module.replace("::", "/")));
             // A whole module, or one of its functions.
             let source = match function {
                 "" => &*source,

@@ -13,25 +13,18 @@ use crate::steps::{self, Beside, Steps};
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::Workspace;
 use crate::{
-    fmt, fuzz, layers, links, minimum, null_cuda, package, paths, planted, recipes, sanitize,
-    simulation, surface,
+    fmt, fuzz, layers, links, minimum, null_cuda, package, paths, planted, process, recipes,
+    sanitize, simulation, surface,
 };
 
 const FUZZ_SECONDS: u32 = 10;
 
-/// Tests of whole programs, and of this crate's own files and processes. Before a release, the others see what differs
-/// between the versions.
-const OF_ANY_LIBTORCH: [&str; 9] = [
-    "budget",
-    "checkpoint_resume",
-    "demo",
-    "examples",
-    "function_soak",
-    "master_memory",
-    "pairs",
-    "recipe",
-    "scaler_soak",
-];
+/// Tests of whole programs, and of this crate's own files and processes, with programs that have no others first. Before
+/// a release, the others see what differs between the versions.
+const OF_ANY_LIBTORCH: (&[&str], &[&str]) = (
+    &["abi", "master_memory", "soak"],
+    &["budget::", "demo::", "examples::", "pairs::", "recipe::", "resume::"],
+);
 
 /// Which tests run with another version than the locked one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,10 +66,10 @@ const STAGES: &[Stage] = &[
     check("members", "tests of torch-files and run-report", package::test_members),
     with_libtorch("lib", "tests of private code", |workspace| {
         // Of the crate and of the recipes.
-        show(workspace.cargo_test().arg("--lib"))
+        show(process::on_all_cores(workspace.cargo_test().arg("--lib")))
     }),
-    with_libtorch("xtask", "tests of xtask", |workspace| {
-        show(workspace.cargo("test").args(["--package", "xtask"]))
+    with_libtorch("xtask", "tests of xtask and testbench", |workspace| {
+        show(workspace.cargo("test").args(["--package", "xtask", "--package", "testbench"]))
     }),
     check("surface", "surface", surface::check),
     check("documentation", "documentation", package::check_documentation),
@@ -93,7 +86,11 @@ const STAGES: &[Stage] = &[
         simulation::test(workspace, Extent::Whole).map(drop)
     }),
     on_devices("null-cuda", "tests on the real host code of CUDA", null_cuda::test),
-    beside("cpu", "tests on the CPU", |workspace| on_cpu(workspace, |_| true)),
+    beside("cpu", "tests on the CPU", |workspace| {
+        let mut tests = on_cpu(workspace);
+        tests.args(["--test", "*"]);
+        Ok(tests)
+    }),
     beside("sanitize", "tests under sanitizers", |_| {
         let mut sanitized = Command::new(env::current_exe()?);
         sanitized.arg("sanitize");
@@ -182,8 +179,10 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
         (Some(name), Some(_)) => bail!("the stage `{name}` runs with the tch of Cargo.lock alone"),
         (None, Some(pair)) => {
             let mut steps = Steps::default();
-            let (name, mut tests) = test_other(&mut steps, pair, Selection::All)?;
-            steps.run(&name, || show(&mut tests))
+            for (name, mut tests) in test_other(&mut steps, pair, Selection::All)? {
+                steps.run(&name, || show(&mut tests))?;
+            }
+            Ok(())
         }
         (None, None) => all(),
     }
@@ -231,8 +230,8 @@ pub(crate) fn check_release(args: Args) -> Result<()> {
     let mut steps = Steps::default();
     let mut beside = Vec::new();
     for pair in PAIRS.into_iter().filter(|pair| *pair != locked) {
-        let (name, tests) = test_other(&mut steps, pair, Selection::OfLibtorch)?;
-        beside.push(Beside::start(&name, [(name.clone(), tests)])?);
+        let tests = test_other(&mut steps, pair, Selection::OfLibtorch)?;
+        beside.push(Beside::start(&format!("tests with tch {}", pair.tch), tests)?);
     }
     let checked = check_alone(&mut steps);
     // Also after a check that has failed: nothing goes on in the background, and one run shows both.
@@ -262,14 +261,18 @@ fn pairs(mut args: Args, pair: Option<Pair>) -> Result<()> {
     let seconds: u32 = seconds.parse().context("the seconds of `pairs` must be a whole number")?;
     let workspace = Workspace::announced(pair)?;
     let mut tests = workspace.cargo_test();
-    tests.args(["--test", "pairs", "--", "--nocapture"]);
+    tests.args(["--test", "steps", "--", "pairs::", "--nocapture"]);
     show(tests.env("TCH_AMP_PAIRS_SECONDS", seconds.to_string()))
 }
 
 /// Runs the tests with another tch than the locked one, without the checks that do not depend on it: neither late copies
-/// nor the examples in the documentation do. Returns the name and the command of those that did not run on simulated
+/// nor the examples in the documentation do. Returns the names and the commands of those that did not run on simulated
 /// GPUs: they mostly wait for processes and for time.
-fn test_other(steps: &mut Steps, pair: Pair, selection: Selection) -> Result<(String, Command)> {
+fn test_other(
+    steps: &mut Steps,
+    pair: Pair,
+    selection: Selection,
+) -> Result<[(String, Command); 2]> {
     let name = format!("libtorch for tch {}", pair.tch);
     let workspace = steps.run(&name, || Workspace::announced(Some(pair)))?;
     let with = format!("with tch {}", pair.tch);
@@ -277,28 +280,38 @@ fn test_other(steps: &mut Steps, pair: Pair, selection: Selection) -> Result<(St
         simulation::test(&workspace, Extent::OfKernels)
     })?;
     null_cuda::is_possible(&workspace);
-    // Regions are tested without a GPU as well: there they are refused on one.
-    let remains = |name: &str| {
-        let has_run = simulated && simulation::is_of_kernels(name) && name != "autocast";
-        !has_run && (selection == Selection::All || !OF_ANY_LIBTORCH.contains(&name))
-    };
-    let mut tests = on_cpu(&workspace, remains)?;
+    let mut lib = workspace.cargo_test();
+    process::on_all_cores(lib.arg("--lib"));
+    let mut tests = on_cpu(&workspace);
     simulation::fewer_programs(&mut tests);
-    tests.arg("--lib").env("TCH_AMP_SHORT", "1");
-    Ok((format!("cargo test {with}"), tests))
+    tests.env("TCH_AMP_SHORT", "1");
+    let (programs, mut parts) = match selection {
+        Selection::All => (&[][..], Vec::new()),
+        Selection::OfLibtorch => (OF_ANY_LIBTORCH.0, OF_ANY_LIBTORCH.1.to_vec()),
+    };
+    if simulated {
+        // Regions are tested without a GPU as well: there they are refused on one.
+        parts.extend(simulation::parts_of_kernels().filter(|part| *part != "autocast::"));
+    }
+    for program in simulation::programs()? {
+        if !programs.contains(&program.as_str()) {
+            tests.args(["--test", &program]);
+        }
+    }
+    tests.arg("--").args(parts.iter().flat_map(|part| ["--skip", part]));
+    Ok([(format!("private code {with}"), lib), (format!("cargo test {with}"), tests)])
 }
 
-/// The integration tests that `which` selects, on the CPU.
+/// `cargo test` on the CPU.
 ///
 /// cargo-nextest would start a process for each test. One that loads libtorch takes a second of processor time before it
 /// begins: 40 minutes for all of them.
-fn on_cpu(workspace: &Workspace, which: impl Fn(&str) -> bool) -> Result<Command> {
+fn on_cpu(workspace: &Workspace) -> Command {
     workspace.warn_without_python();
     let mut tests = workspace.cargo_test();
     // One run shows all that fails: the next one would take as long.
     tests.arg("--no-fail-fast");
-    simulation::add(&mut tests, which)?;
-    Ok(tests)
+    tests
 }
 
 #[cfg(test)]

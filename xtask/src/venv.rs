@@ -6,8 +6,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::versions::without_build;
 use crate::{cache, process};
+use testbench::libtorch::without_build;
 
 /// An environment with one package of one version.
 #[derive(Clone, Debug)]

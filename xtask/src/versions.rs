@@ -51,11 +51,6 @@ fn minor(version: &str) -> &str {
     }
 }
 
-/// The version without the build after `+`: `2.13.0` for `2.13.0+cu130`.
-pub(crate) fn without_build(version: &str) -> &str {
-    version.split_once('+').map_or(version, |(release, _)| release)
-}
-
 /// The numbers of a version, for comparison. A missing number is 0.
 pub(crate) fn numbers(version: &str) -> [u32; 3] {
     let mut parts = version.split('.').map(|part| part.parse().unwrap_or(0));
@@ -103,12 +98,6 @@ version = \"0.24.1\"
     fn the_repository_locks_a_supported_pair() {
         let root = crate::paths::root();
         assert!(PAIRS.contains(&Pair::locked(&root).unwrap()));
-    }
-
-    #[test]
-    fn the_build_is_not_part_of_the_release() {
-        assert_eq!(without_build("2.13.0+cu130"), "2.13.0");
-        assert_eq!(without_build("2.13.0"), "2.13.0");
     }
 
     #[test]

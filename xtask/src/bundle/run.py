@@ -9,7 +9,7 @@ to which each program adds a line as it ends, and output.log with all that they 
 right, how fast is it, and what do the sanitizer and NCCL say. `report.py` makes tables of their results.
 
 --preload second_device shows the only GPU a second time, for tests of two; --preload counters counts on a real GPU what
-the suite `simulated` compares. Both may be given.
+the program `devices` compares. Both may be given.
 """
 
 import argparse
@@ -117,7 +117,8 @@ def named(kind, options):
                 steps[each == "bench"].append(shlex.join(["taskset", "-c", core, *words] if pinned else words))
     one = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     shared = {"timeout": options.timeout, "preload": options.preload}
-    yield Stage(steps[False], jobs=options.jobs or 1, **shared)
+    # The tests of a whole program disturb each other; those of one of its modules, as in a lease, do not.
+    yield Stage(steps[False], jobs=options.jobs or 1, env={"RUST_TEST_THREADS": "1"}, **shared)
     yield Stage(steps[True], env=one, **shared)
 
 

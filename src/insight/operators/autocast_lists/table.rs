@@ -1,5 +1,5 @@
 //! Autocast's lists. The tests compare them with PyTorch, and write this table and the guide's page from it, as
-//! `tests/autocast_ops/page.rs` says.
+//! `tests/regions/autocast/operations/page.rs` says.
 
 use super::AutocastList::{self, F32, F32UnlessAsked, LowerPrecision, Refused, Widest};
 use super::VERSIONS as ALL;

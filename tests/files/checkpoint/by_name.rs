@@ -1,0 +1,200 @@
+//! Optimizers whose parameters have names in the place of numbers, as FSDP and `torch.distributed.checkpoint` save
+//! them.
+
+use std::collections::BTreeMap;
+
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Format, Restore};
+use tch_amp::optim::{AdamW, Muon, Optimizer};
+use tch_amp::{Error, Result};
+
+use crate::checkpoint::Run;
+use crate::checkpoint::python::{ALGORITHMS, Twin, hex_float};
+use testkit::files::Folder;
+use testkit::python::Oracle;
+
+/// The numbers of the parameters of the optimizer differ from Python's: it lists the bias first.
+fn other_order(algorithm: &str) -> Twin {
+    let twin = Twin::new(algorithm);
+    let list = [("bias", twin.net.bs.as_ref().unwrap()), ("weight", &twin.net.ws)];
+    let list: Vec<_> = list.map(|(name, tensor)| (name, tensor.shallow_clone())).into();
+    let Twin { vs, net, opt, scaler } = twin;
+    let group = opt.param_group(0).unwrap();
+    let mut opt = group.algorithm.build(list, group.lr).unwrap();
+    opt.assign_group(1, &["bias"]).unwrap();
+    opt.set_weight_decay_group(1, 0.0).unwrap();
+    Twin { vs, net, opt, scaler }
+}
+
+struct Files {
+    folder: Folder,
+    /// What Python computes from each file on.
+    losses: BTreeMap<String, Vec<u32>>,
+    /// What this crate computes after each file that Python loads.
+    ours: BTreeMap<String, Vec<u32>>,
+}
+
+/// Trains on, and returns the bits of the losses.
+fn next(twin: &mut Twin) -> Vec<u32> {
+    twin.train(4, &[]).into_iter().map(f32::to_bits).collect()
+}
+
+/// Writes `rust.pt`, and lets Python read it and write its own files.
+fn files() -> Option<Files> {
+    let python = Oracle::find("checkpoint.py")?;
+    let folder = Folder::new();
+    let mut ours = BTreeMap::new();
+    let mut checkpoint = Checkpoint::new();
+    let mut twins = Vec::new();
+    for name in ALGORITHMS {
+        let mut twin = other_order(name);
+        twin.train(5, &[2]);
+        checkpoint.add(&format!("{name} model"), &twin.vs).unwrap();
+        checkpoint.add(&format!("{name} optimizer"), &mut twin.opt).unwrap();
+        checkpoint.add(&format!("{name} scaler"), &mut twin.scaler).unwrap();
+        twins.push(twin);
+    }
+    checkpoint.save_as(folder.file("rust.pt"), Format::TorchByName).unwrap();
+    for (name, mut twin) in ALGORITHMS.into_iter().zip(twins) {
+        ours.insert(format!("rust {name}"), next(&mut twin));
+    }
+    let printed = python.run(&["by_name", folder.0.to_str().unwrap()], "");
+    let losses = printed.lines().map(|line| {
+        let (name, losses) = line.split_once(',').unwrap();
+        let losses = losses.split(',').map(|loss| hex_float(loss).to_bits());
+        (name.to_owned(), losses.collect())
+    });
+    Some(Files { losses: losses.collect(), ours, folder })
+}
+
+fn refused(restore: Restore<'_>, name: &str, opt: &mut Optimizer) -> String {
+    let before = format!("{:?}", opt.state_dict().unwrap());
+    let error = restore.add(name, &mut *opt).apply().unwrap_err();
+    assert_eq!(format!("{:?}", opt.state_dict().unwrap()), before, "{name}");
+    error.to_string()
+}
+
+#[test]
+fn training_resumes_from_names_in_rust_and_in_python() {
+    let Some(files) = files() else { return };
+    for (name, ours) in &files.ours {
+        assert_eq!(ours, &files.losses[name], "{name}");
+    }
+    let checkpoint = Checkpoint::load(files.folder.file("dcp.pt")).unwrap();
+    let rust = Checkpoint::load(files.folder.file("rust.pt")).unwrap();
+    let resumed = |checkpoint: &Checkpoint, name: &str, parts: [&str; 3]| {
+        let mut twin = other_order(name);
+        twin.train(1, &[]);
+        let Twin { vs, opt, scaler, .. } = &mut twin;
+        let [model, optimizer, scale] = parts;
+        let restore = checkpoint.restore().add(model, &*vs).add(optimizer, opt);
+        restore.add(scale, scaler).apply().unwrap();
+        next(&mut twin)
+    };
+    for name in ALGORITHMS {
+        for part in ["optim", "flat"] {
+            let parts = ["model", part, "scaler"].map(|part| format!("{name}.{part}"));
+            let losses = resumed(&checkpoint, name, parts.each_ref().map(String::as_str));
+            assert_eq!(losses, files.losses[name], "{name}.{part}");
+        }
+        let parts = ["model", "optimizer", "scaler"].map(|part| format!("{name} {part}"));
+        let losses = resumed(&rust, name, parts.each_ref().map(String::as_str));
+        assert_eq!(losses, files.ours[&format!("rust {name}")], "{name}");
+    }
+    assert_eq!(files.losses.len(), 2 * ALGORITHMS.len() + 1);
+    // A file of its own is found like any other optimizer.
+    let flat = Checkpoint::load(files.folder.file("flat.pt")).unwrap();
+    let mut opt = other_order("adamw").opt;
+    flat.restore().add("optimizer", &mut opt).apply().unwrap();
+    assert_eq!(opt.state_dict().unwrap().state["bias"]["step"].double_value(&[]), 4.0);
+
+    let odd = Checkpoint::load(files.folder.file("odd.pt")).unwrap();
+    options_that_are_tensors_are_read(&files, &odd);
+    folders_of_pieces_are_named(&files.folder);
+    names_that_do_not_fit_are_refused(&odd);
+}
+
+fn options_that_are_tensors_are_read(files: &Files, odd: &Checkpoint) {
+    let mut twin = Twin::new("adamw");
+    let Twin { vs, opt, scaler, .. } = &mut twin;
+    let restore = odd.restore().add("model", &*vs).add("tensors", opt).add("scaler", scaler);
+    restore.apply().unwrap();
+    assert_eq!(twin.opt.param_group(0).unwrap().lr, f64::from(0.05f32));
+    assert_eq!(next(&mut twin), files.losses["tensors"]);
+}
+
+/// What torch.distributed.checkpoint has written is no single file, and the message has the command that makes one.
+fn folders_of_pieces_are_named(folder: &Folder) {
+    let dcp = folder.file("dcp");
+    let command = format!(
+        "python -m torch.distributed.checkpoint.format_utils dcp_to_torch '{}' run.pt",
+        dcp.display()
+    );
+    for piece in ["", "__0_0.distcp", ".metadata"] {
+        let path = if piece.is_empty() { dcp.clone() } else { dcp.join(piece) };
+        match Checkpoint::load(&path) {
+            Err(Error::Checkpoint(CheckpointError::Damaged { path: named, problem })) => {
+                assert_eq!(named, path);
+                assert!(problem.contains(&command), "{problem}");
+                assert_eq!(problem.contains("a piece of"), !piece.is_empty(), "{problem}");
+            }
+            other => panic!("{piece}: {other:?}"),
+        }
+    }
+    // The content counts where it is a checkpoint, and a missing file is missing.
+    let renamed = folder.file("renamed.distcp");
+    std::fs::copy(folder.file("flat.pt"), &renamed).unwrap();
+    assert!(Checkpoint::load(&renamed).unwrap().contains("optimizer"));
+    let missing = Checkpoint::load(folder.file("missing.distcp"));
+    assert!(matches!(missing, Err(Error::Checkpoint(CheckpointError::Io { .. }))), "{missing:?}");
+    let folder = Checkpoint::load(&folder.0);
+    assert!(matches!(folder, Err(Error::Checkpoint(CheckpointError::Io { .. }))), "{folder:?}");
+}
+
+fn names_that_do_not_fit_are_refused(odd: &Checkpoint) {
+    let mut twin = other_order("adamw");
+    let opt = &mut twin.opt;
+    let unknown = refused(odd.restore(), "unknown", opt);
+    assert!(unknown.contains("weigth") && unknown.contains("did you mean `weight`?"), "{unknown}");
+    let missing = refused(odd.restore(), "missing", opt);
+    assert!(missing.contains("bias") && missing.contains("in no group"), "{missing}");
+    let misspelled = refused(odd.restore(), "misspelled", opt);
+    assert!(misspelled.contains("`wieght`"), "{misspelled}");
+    assert!(misspelled.contains("did you mean `weight`?"), "{misspelled}");
+    let mixed = refused(odd.restore(), "mixed", opt);
+    assert!(mixed.contains("`weight`, and others by numbers, such as 1"), "{mixed}");
+    let wrapped = refused(odd.restore(), "wrapped", opt);
+    assert!(wrapped.contains("rename_prefix(\"module._orig_mod.\", \"\")"), "{wrapped}");
+    let unwrap = || odd.restore().rename_prefix("module.", "").rename_prefix("_orig_mod.", "");
+    drop(unwrap().add("wrapped", &mut *opt).apply().unwrap());
+    drop(odd.restore().add("beside", &mut *opt).apply().unwrap());
+    for name in ["weight", "bias"] {
+        assert_eq!(opt.state_dict().unwrap().state[name]["step"].double_value(&[]), 4.0, "{name}");
+    }
+    // As in a model, what only one side has is listed instead.
+    let restored = odd.restore().strict(false).add("unknown", &mut *opt).apply().unwrap();
+    assert_eq!(restored.unexpected_keys, ["unknown/weigth"]);
+    assert_eq!(restored.missing_keys, ["unknown/weight"]);
+    let skipped = odd.restore().skip(&["weight"]).strict(false).add("unknown", opt).apply();
+    assert_eq!(skipped.unwrap().skipped_keys, ["unknown/weight"]);
+}
+
+/// Muon is two optimizers in Python, whose numbers both begin at 0.
+#[test]
+fn muon_is_written_by_names_and_read_again() -> Result<()> {
+    let folder = Folder::new();
+    let muon =
+        Muon { adamw: AdamW { weight_decay: 0.25, ..Default::default() }, ..Default::default() };
+    let mut run = Run::new(tch::Device::Cpu);
+    run.opt = muon.build(&run.vs, 0.1)?;
+    run.train(3);
+    run.checkpoint().save_as(folder.file("muon.pt"), Format::TorchByName)?;
+    let saved = run.fingerprint();
+    run.train(1);
+    let checkpoint = Checkpoint::load(folder.file("muon.pt"))?;
+    run.restore(&checkpoint)?;
+    assert_eq!(run.fingerprint(), saved);
+    let python =
+        checkpoint.restore().add("optimizer", &mut AdamW::default().build(&run.vs, 0.1)?).apply();
+    assert!(matches!(python, Err(Error::Optimizer(_))), "{python:?}");
+    Ok(())
+}

@@ -1,0 +1,473 @@
+//! What does not fit is refused, and nothing changes.
+
+use std::collections::BTreeMap;
+
+use serde::de::DeserializeOwned;
+use serde_json::{Value as Json, json};
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::accumulation::Accumulation;
+use tch_amp::checkpoint::{
+    Checkpoint, CheckpointError, Format, Limits, Prepared, Restored, Rng, SaveState, SavedState,
+    Stateful,
+};
+use tch_amp::insight::{BudgetFile, HistoryReport};
+use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
+use tch_amp::optim::{OptimizerError, ParamGroupState, Sgd};
+use tch_amp::scaler::{GradScalerState, PerLossScalers, ScalerError};
+use tch_amp::schedule::StepLr;
+use tch_amp::{Error, GradScaler};
+
+use crate::checkpoint::Run;
+use crate::checkpoint::own::Ema;
+use testkit::bits::bits;
+use testkit::files::{Folder, names_in};
+
+/// A checkpoint that was loaded from a file, and the folder that holds the file.
+fn saved(fill: impl FnOnce(&mut Checkpoint)) -> (Folder, Checkpoint) {
+    let folder = Folder::new();
+    let mut checkpoint = Checkpoint::new();
+    fill(&mut checkpoint);
+    let path = folder.file("x.safetensors");
+    checkpoint.save(&path).unwrap();
+    let loaded = Checkpoint::load(path).unwrap();
+    (folder, loaded)
+}
+
+fn checkpoint_error(result: tch_amp::Result<Restored>) -> CheckpointError {
+    match result {
+        Err(Error::Checkpoint(error)) => error,
+        other => panic!("not refused by the checkpoint: {other:?}"),
+    }
+}
+
+#[test]
+fn one_part_that_does_not_fit_leaves_all_unchanged() {
+    let mut source = Run::new(Device::Cpu);
+    source.train(4);
+    let other = VarStore::new(Device::Cpu);
+    let _net = nn::linear(other.root() / "linear", 3, 5, Default::default());
+    let (_folder, whole) = saved(|checkpoint| {
+        checkpoint.add("model", &source.vs).unwrap();
+        checkpoint.add("other", &other).unwrap();
+        checkpoint.add("optimizer", &mut source.opt).unwrap();
+        let mut sgd = Sgd::default().build(&source.vs, 0.1).unwrap();
+        checkpoint.add("sgd", &mut sgd).unwrap();
+        checkpoint.add("scaler", &mut source.scaler).unwrap();
+        checkpoint.add("disabled", &mut GradScaler::disabled()).unwrap();
+        checkpoint.add_tensor("rng", &Tensor::zeros([3], (Kind::Uint8, Device::Cpu))).unwrap();
+    });
+    let mut run = Run::new(Device::Cpu);
+    run.train(1);
+    let before = run.fingerprint();
+    let parts = [
+        ["other", "optimizer", "scaler"],
+        ["model", "sgd", "scaler"],
+        ["model", "optimizer", "disabled"],
+        ["model", "nothing", "scaler"],
+        ["scaler", "optimizer", "scaler"],
+        ["model", "model", "scaler"],
+        ["model", "optimizer", "rng"],
+    ];
+    for [model, optimizer, scaler] in parts {
+        let Run { vs, opt, scaler: target, .. } = &mut run;
+        let restore = whole.restore().add(model, vs).add(optimizer, opt);
+        assert!(restore.add(scaler, target).apply().is_err());
+        assert_eq!(run.fingerprint(), before, "{model} {optimizer} {scaler}");
+    }
+    let Run { vs, opt, .. } = &mut run;
+    let restore = whole.restore().add("model", vs).add("optimizer", opt);
+    assert!(matches!(restore.add("rng", Rng(Device::Cpu)).apply(), Err(Error::Torch(_))));
+    assert_eq!(run.fingerprint(), before);
+    run.restore(&whole).unwrap();
+    assert_eq!(run.fingerprint(), source.fingerprint());
+}
+
+#[test]
+fn an_open_iteration_is_not_saved_and_not_overwritten() {
+    let (_folder, whole) = {
+        let mut source = Run::new(Device::Cpu);
+        saved(|checkpoint| *checkpoint = source.checkpoint())
+    };
+    let mut run = Run::new(Device::Cpu);
+    let loss = run.net.ws.sum(Kind::Float);
+    run.scaler.backward(&loss).unwrap();
+    run.scaler.unscale_(&mut run.opt).unwrap();
+    let refused = Checkpoint::new().add("scaler", &mut run.scaler);
+    assert!(matches!(refused, Err(Error::Scaler(ScalerError::IterationOpen { .. }))));
+    let before = bits(&run.net.ws);
+    assert!(matches!(run.restore(&whole), Err(Error::Scaler(ScalerError::IterationOpen { .. }))));
+    assert_eq!(bits(&run.net.ws), before);
+}
+
+#[test]
+fn names_are_compared_unless_strict_is_off() {
+    let model = |names: &[&str]| {
+        let vs = VarStore::new(Device::Cpu);
+        for name in names {
+            drop(vs.root().ones(name, &[2]));
+        }
+        vs
+    };
+    let mut source = model(&["a", "b"]);
+    let mut sgd = Sgd { momentum: 0.5, ..Default::default() }.build(&source, 0.5).unwrap();
+    source.trainable_variables().iter().for_each(|w| w.sum(Kind::Float).backward());
+    sgd.step().unwrap();
+    source.freeze();
+    let (_folder, whole) = saved(|checkpoint| {
+        checkpoint.add("model", &source).unwrap();
+        checkpoint.add("opt", &mut sgd).unwrap();
+    });
+    let target = model(&["b", "c"]);
+    let CheckpointError::Keys { missing, unexpected, .. } =
+        checkpoint_error(whole.restore().add("model", &target).apply())
+    else {
+        panic!("another error");
+    };
+    assert_eq!((missing, unexpected), (vec!["c".to_owned()], vec!["a".to_owned()]));
+    let mut opt = Sgd { momentum: 0.9, ..Default::default() }.build(&target, 0.1).unwrap();
+    let refused = whole.restore().add("opt", &mut opt).apply();
+    assert!(matches!(refused, Err(Error::Optimizer(OptimizerError::State { .. }))), "{refused:?}");
+    let restore = whole.restore().add("model", &target).add("opt", &mut opt);
+    let restored = restore.strict(false).apply().unwrap();
+    assert_eq!(restored.missing_keys, ["model/c", "opt/c"]);
+    assert_eq!(restored.unexpected_keys, ["model/a", "opt/a"]);
+    let state = opt.state_dict().unwrap();
+    assert_eq!(state.state.keys().collect::<Vec<_>>(), ["b"]);
+    assert_eq!(opt.lr(0).unwrap(), 0.5);
+    let variables = target.variables();
+    let mean = |name: &str| variables[name].mean(Kind::Float).double_value(&[]);
+    assert_eq!((mean("b"), mean("c")), (0.5, 1.0));
+}
+
+#[test]
+fn another_dtype_is_converted_only_on_request() {
+    let mut source = VarStore::new(Device::Cpu);
+    let _w = source.root().randn_standard("w", &[3]);
+    source.bfloat16();
+    let (_folder, whole) = saved(|checkpoint| checkpoint.add("m", &source).unwrap());
+    let target = VarStore::new(Device::Cpu);
+    let w = target.root().zeros("w", &[3]);
+    let error = checkpoint_error(whole.restore().add("m", &target).apply());
+    assert!(matches!(error, CheckpointError::Tensor { .. }) && error.to_string().contains("cast"));
+    whole.restore().add("m", &target).cast(true).apply().unwrap();
+    assert_eq!(bits(&w), bits(&source.variables()["w"].to_kind(Kind::Float)));
+}
+
+fn weights(numbers: &[f64], kind: Kind) -> Ema {
+    let tensor = Tensor::from_slice(numbers).to_kind(kind);
+    Ema { updates: 0, weights: BTreeMap::from([("w".to_owned(), tensor)]) }
+}
+
+#[test]
+fn a_cast_that_would_make_finite_numbers_infinite_is_refused() {
+    let (half, bfloat16) = (65520.0, (2.0 - 2f64.powi(-8)) * 2f64.powi(127));
+    let float = (2.0 - 2f64.powi(-24)) * 2f64.powi(127);
+    let large = f64::from(f32::MAX);
+    let numbers =
+        [1.0, 65504.0, 65519.0, half, -1e30, f64::INFINITY, f64::NAN, large, -1e300, 0.0, 1e5];
+    // The saved and the wanted dtype, and the smallest number that rounds to infinity there.
+    let cases = [
+        (Kind::Float, Kind::Half, half),
+        (Kind::Double, Kind::Half, half),
+        (Kind::BFloat16, Kind::Half, half),
+        (Kind::Double, Kind::Float, float),
+        (Kind::Double, Kind::BFloat16, bfloat16),
+        (Kind::Float, Kind::BFloat16, bfloat16),
+    ];
+    for (from, to, limit) in cases {
+        let mut source = weights(&numbers, from);
+        let there = testkit::to_f64(&source.weights["w"]);
+        let lost = there.iter().filter(|number| number.is_finite() && number.abs() >= limit);
+        let count = lost.count();
+        assert!(count > 0, "{from:?} {to:?}");
+        let (_folder, checkpoint) = saved(|checkpoint| checkpoint.add("e", &mut source).unwrap());
+        let mut target = weights(&[0.5; 11], to);
+        let error = checkpoint_error(checkpoint.restore().cast(true).add("e", &mut target).apply());
+        assert!(matches!(error, CheckpointError::Tensor { .. }), "{error:?}");
+        let message = error.to_string();
+        assert!(message.contains(&format!("`w` in `e` has {count} finite numbers")), "{message}");
+        assert_eq!(testkit::to_f64(&target.weights["w"]), [0.5; 11]);
+        let skip = checkpoint.restore().cast(true).skip(&["w"]).add("e", &mut target);
+        assert_eq!(skip.apply().unwrap().skipped_keys, ["e/w"]);
+        // The other way nothing is lost.
+        let (_folder, checkpoint) =
+            saved(|checkpoint| checkpoint.add("e", &mut weights(&numbers, to)).unwrap());
+        let mut target = weights(&[0.5; 11], from);
+        checkpoint.restore().cast(true).add("e", &mut target).apply().unwrap();
+    }
+    for (numbers, is_refused) in [
+        ([1.0, f64::INFINITY, f64::NAN], false),
+        ([65519.0, -65519.0, 2.0], false),
+        ([7e4, 0.0, 1.0], true),
+    ] {
+        let kinds =
+            if numbers[1].is_finite() { vec![Kind::Float, Kind::Int64] } else { vec![Kind::Float] };
+        for kind in kinds {
+            let (_folder, checkpoint) =
+                saved(|checkpoint| checkpoint.add("e", &mut weights(&numbers, kind)).unwrap());
+            let mut target = weights(&[0.5; 3], Kind::Half);
+            let applied = checkpoint.restore().cast(true).add("e", &mut target).apply();
+            assert_eq!(applied.is_err(), is_refused, "{numbers:?} {kind:?}");
+        }
+    }
+}
+
+#[test]
+fn parts_that_cannot_be_saved_are_named() {
+    let mut checkpoint = Checkpoint::new();
+    let one = Tensor::from(1f32);
+    checkpoint.add_tensor("one", &one).unwrap();
+    for name in ["", "a/b", "one", "__metadata__"] {
+        let refused = checkpoint.add_tensor(name, &one);
+        assert!(
+            matches!(refused, Err(Error::Checkpoint(CheckpointError::Unsaveable { .. }))),
+            "{name}"
+        );
+    }
+    let square = one.expand([2, 2], false).contiguous();
+    for tensor in [
+        one.view([1]).to_sparse_sparse_dim(1),
+        square.to_sparse_csr(None),
+        square.to_sparse_csc(None),
+        square.to_sparse_bsr([1i64, 1], None),
+        square.to_mkldnn(),
+        one.view(&[1i64; 65][..]),
+        Tensor::new(),
+    ] {
+        let refused = checkpoint.add_tensor("x", &tensor);
+        assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Unsaveable { .. }))));
+    }
+    assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["one"]);
+}
+
+#[test]
+fn a_save_that_fails_leaves_the_old_file() {
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_value("step", &1).unwrap();
+    checkpoint.save(&path).unwrap();
+    let before = std::fs::read(&path).unwrap();
+    // safetensors has no such dtype.
+    let complex = Tensor::zeros([2], (Kind::ComplexDouble, Device::Cpu));
+    checkpoint.add_tensor("z", &complex).unwrap();
+    let refused = checkpoint.save(&path);
+    assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Unsaveable { .. }))));
+    assert_eq!(std::fs::read(&path).unwrap(), before);
+    let refused = Checkpoint::new().save(folder.file("nowhere/x.safetensors"));
+    let Err(Error::Checkpoint(CheckpointError::Save(torch_files::Error::Io { .. }))) = refused
+    else {
+        panic!("{refused:?}");
+    };
+    assert_eq!(names_in(&folder.0), ["x.safetensors"]);
+}
+
+#[test]
+fn a_restore_that_fails_midway_is_reported_as_partial() {
+    let mut source = Run::new(Device::Cpu);
+    source.train(2);
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    source.checkpoint().save(&path).unwrap();
+    let checkpoint = Checkpoint::load(&path).unwrap();
+    // Unlike any save, this shortens the open file.
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(400).unwrap();
+    let target = Run::new(Device::Cpu);
+    match checkpoint.restore().add("model", &target.vs).apply() {
+        Err(Error::Checkpoint(CheckpointError::Interrupted { cause })) => {
+            assert!(cause.to_string().contains("ends too early"), "{cause}");
+        }
+        other => panic!("{other:?}"),
+    }
+    // An optimizer is read completely before anything changes.
+    let mut run = Run::new(Device::Cpu);
+    let before = run.fingerprint();
+    assert!(matches!(
+        run.restore(&checkpoint),
+        Err(Error::Checkpoint(CheckpointError::Damaged { .. }))
+    ));
+    assert_eq!(run.fingerprint(), before);
+}
+
+/// A checkpoint that could not be loaded again must not replace an existing file. This one was loaded from a file in
+/// which strings are shared: its JSON would be longer than safetensors files may have it.
+#[test]
+fn saving_refuses_values_that_would_not_load() {
+    let folder = Folder::new();
+    let path = folder.file("x.pt");
+    let length = 3_000_000u32;
+    let text = [b"X".as_slice(), &length.to_le_bytes(), &vec![b'x'; length as usize], b"q\0"];
+    let list = [b"](".as_slice(), &text.concat(), &b"h\0".repeat(12), b"e"].concat();
+    let pickle = [b"\x80\x02}X\x05\0\0\0value".as_slice(), &list, b"s."].concat();
+    let mut zip = zip::ZipWriter::new(std::fs::File::create(&path).unwrap());
+    let options = zip::write::SimpleFileOptions::default();
+    zip.start_file("a/data.pkl", options.compression_method(zip::CompressionMethod::Stored))
+        .unwrap();
+    std::io::Write::write_all(&mut zip, &pickle).unwrap();
+    zip.finish().unwrap();
+    let checkpoint = Checkpoint::load(&path).unwrap();
+    let target = folder.file("x.safetensors");
+    std::fs::write(&target, "before").unwrap();
+    match checkpoint.save(&target) {
+        Err(Error::Checkpoint(CheckpointError::Unsaveable { .. })) => {}
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(std::fs::read(&target).unwrap(), b"before");
+}
+
+/// In every format of this crate: of the tensors, and of the values, which are in a pickle or in the manifest.
+#[test]
+fn a_file_is_loaded_within_the_limits_of_the_call() {
+    let folder = Folder::new();
+    let path = folder.file("run");
+    let few_tensors = Limits { max_tensors: 2, ..Limits::default() };
+    let few_values = Limits { max_values: 500, ..Limits::default() };
+    for format in [Format::Safetensors, Format::Torch] {
+        let mut run = Checkpoint::new();
+        for name in ["a", "b", "c"] {
+            run.add_tensor(name, &Tensor::from(1.0)).unwrap();
+        }
+        run.add_value("numbers", &vec![1; 1000]).unwrap();
+        run.save_as(&path, format).unwrap();
+        assert!(Checkpoint::load_with(&path, &Limits::default()).is_ok());
+        for (limits, expected) in
+            [(&few_tensors, "more than 2 tensors"), (&few_values, "more than 500")]
+        {
+            let refused = Checkpoint::load_with(&path, limits);
+            let Err(Error::Checkpoint(CheckpointError::Damaged { problem, .. })) = refused else {
+                panic!("{format:?}: {refused:?}");
+            };
+            assert!(problem.contains(expected), "{format:?}: {problem}");
+        }
+    }
+}
+
+#[test]
+fn complex_state_is_not_converted_to_real() {
+    let vs = VarStore::new(Device::Cpu);
+    let _w = vs.root().zeros("w", &[2]);
+    let mut opt = Sgd { momentum: 0.5, ..Default::default() }.build(&vs, 0.1).unwrap();
+    let mut state = opt.state_dict().unwrap();
+    let complex = Tensor::zeros([2], (Kind::ComplexFloat, Device::Cpu));
+    state.state.insert("w".to_owned(), [("momentum_buffer".to_owned(), complex)].into());
+    let refused = opt.load_state_dict(&state).unwrap_err().to_string();
+    assert!(refused.contains("complex"), "{refused}");
+}
+
+#[test]
+fn a_generator_is_unchanged_if_a_later_one_cannot_be_restored() {
+    let (_folder, whole) = saved(|checkpoint| {
+        checkpoint.add("rng", Rng(Device::Cpu)).unwrap();
+        checkpoint.add_tensor("wrong", &Tensor::zeros([3], (Kind::Uint8, Device::Cpu))).unwrap();
+    });
+    // Other tests may only advance the generator further.
+    let _drawn = Tensor::rand([1], (Kind::Float, Device::Cpu));
+    let restore = whole.restore().add("rng", Rng(Device::Cpu)).add("wrong", Rng(Device::Cpu));
+    assert!(matches!(restore.apply(), Err(Error::Torch(_))));
+    assert_ne!(Rng(Device::Cpu).get_state().unwrap(), whole.tensor("rng").unwrap());
+}
+
+#[test]
+fn the_scalers_of_losses_cannot_use_a_name_twice() {
+    let mut scalers = PerLossScalers::new(Device::Cpu, 2).unwrap();
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_value("scaler.1", &7).unwrap();
+    let error = checkpoint.add("scaler", &mut scalers).unwrap_err().to_string();
+    assert!(error.contains("already"), "{error}");
+    assert!(!checkpoint.contains("scaler.0"));
+    assert_eq!(checkpoint.value::<i32>("scaler.1").unwrap(), 7);
+}
+
+/// Restores a value as a `T`, and returns what is said of it.
+fn refused_value<T: DeserializeOwned>(value: &Json) -> String {
+    let (_folder, loaded) = saved(|checkpoint| checkpoint.add_value("it", value).unwrap());
+    match loaded.value::<T>("it").map(drop) {
+        Err(Error::Checkpoint(error @ CheckpointError::Value { .. })) => error.to_string(),
+        other => panic!("{value}: {other:?}"),
+    }
+}
+
+/// A part with the keys of a map.
+struct Foreign(Json);
+
+impl Stateful for Foreign {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> tch_amp::Result<()> {
+        let fields = self.0.as_object().unwrap();
+        fields.iter().try_for_each(|(key, value)| state.value(key, value))
+    }
+
+    fn prepare_restore<'a>(&'a mut self, _: &SavedState<'a>) -> tch_amp::Result<Prepared<'a>> {
+        Ok(Prepared::new(|| ()))
+    }
+}
+
+/// Where a misspelled key would be taken for one that is missing, and have its default.
+#[test]
+fn an_unknown_key_in_a_state_of_this_crate_is_refused_with_the_nearest_one() {
+    let dynamic = json!({"kind": "Dynamic", "loss_scale": 8.0, "perod": 5});
+    let text = refused_value::<LossScaleState>(&dynamic);
+    assert!(text.contains("`perod`, did you mean `period`? expected one of"), "{text}");
+    let text = refused_value::<DynamicLossScaleState>(&json!({"min_lossscale": 5.0}));
+    assert!(text.contains("`min_lossscale`, did you mean `min_loss_scale`?"), "{text}");
+    let fixed = json!({"kind": "Static", "loss_scale": 8.0, "factor": 2.0});
+    assert!(refused_value::<LossScaleState>(&fixed).contains("unknown field `factor`"));
+
+    let step = json!({
+        "step": 1, "scale": 2.0, "skiped": "Overflow", "norm": null, "loss": null, "learning_rate": 0.1,
+    });
+    let history = json!({"total": 1, "steps": [step]});
+    let text = refused_value::<HistoryReport>(&history);
+    assert!(text.contains("`skiped`, did you mean `skipped`?"), "{text}");
+    let budget = json!({"dtype": "bf16", "device": "cpu", "mesured": {"quantities": []}});
+    let text = refused_value::<BudgetFile>(&budget);
+    assert!(text.contains("`mesured`, did you mean `measured`?"), "{text}");
+
+    let mut window = Accumulation::of_equal(2).unwrap();
+    let mut state = json!({"shares": [0.5, 0.5], "taken": 1, "dropped": []});
+    for (key, is_known) in [("taken", true), ("takn", false)] {
+        state[key] = 1.into();
+        let (_folder, loaded) = saved(|checkpoint| {
+            checkpoint.add("window", &mut Foreign(json!({"window": &state}))).unwrap()
+        });
+        let mut gradients = window.with_gradients(Vec::new());
+        let restored = loaded.restore().add("window", &mut gradients).apply();
+        if is_known {
+            assert!(restored.is_ok(), "{restored:?}");
+        } else {
+            let text = checkpoint_error(restored).to_string();
+            assert!(text.contains("`takn`, did you mean `taken`?"), "{text}");
+        }
+    }
+}
+
+/// Other tools keep what they need beside what PyTorch writes.
+#[test]
+fn unknown_keys_in_the_states_of_python_are_ignored() {
+    let scaler = json!({
+        "scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 5, "_growth_tracker": 0,
+        "cur_hysteresis": 2,
+    });
+    let state: GradScalerState = serde_json::from_value(scaler.clone()).unwrap();
+    assert_eq!(state.scale, Some(8.0));
+    let schedule = json!({
+        "last_epoch": 3, "base_lrs": [0.1], "_last_lr": [0.1], "_step_count": 4, "verbose": false, "step_size": 30,
+        "gamma": 0.5,
+    });
+    let group = json!({
+        "algorithm": "Sgd", "lr": 0.1, "momentum": 0.9, "foreach": null, "fused": true, "params": ["w"],
+    });
+    let group: ParamGroupState = serde_json::from_value(group).unwrap();
+    assert_eq!((group.options.lr, group.params.len()), (0.1, 1));
+    let (_folder, loaded) = saved(|checkpoint| {
+        checkpoint.add_value("scaler", &scaler).unwrap();
+        checkpoint.add("schedule", &mut Foreign(schedule.clone())).unwrap();
+    });
+    let state: GradScalerState = loaded.value("scaler").unwrap();
+    assert_eq!(state.scale, Some(8.0));
+    let vs = VarStore::new(Device::Cpu);
+    let _w = vs.root().ones("w", &[1]);
+    let mut opt = Sgd::default().build(&vs, 0.1).unwrap();
+    let mut scheduler = StepLr { step_size: 30, gamma: 0.5 }.build(&mut opt).unwrap();
+    loaded.restore().strict(false).add("schedule", &mut scheduler).apply().unwrap();
+}

@@ -1,0 +1,299 @@
+//! Every example runs, and its assertions hold.
+
+#[path = "../../examples/accumulation.rs"]
+mod accumulation;
+#[path = "../../examples/clipping.rs"]
+mod clipping;
+#[path = "../../examples/distributed.rs"]
+mod distributed;
+#[path = "../../examples/fused.rs"]
+mod fused;
+#[path = "../../examples/insight.rs"]
+#[allow(dead_code, reason = "the test chooses the path of the page")]
+mod insight;
+#[path = "../../examples/lost_updates.rs"]
+#[allow(dead_code, reason = "the test chooses the path of the picture")]
+mod lost_updates;
+#[path = "../../examples/matmul.rs"]
+mod matmul;
+#[path = "../../examples/multiple.rs"]
+mod multiple;
+#[path = "../../examples/own_optimizer.rs"]
+mod own_optimizer;
+#[path = "../../examples/penalty.rs"]
+mod penalty;
+#[path = "../../examples/policy.rs"]
+#[allow(dead_code, reason = "the tests choose the options")]
+mod policy;
+#[path = "../../examples/resume.rs"]
+mod resume;
+#[path = "../../examples/sparsemax.rs"]
+mod sparsemax;
+#[path = "../../examples/threads.rs"]
+mod threads;
+#[path = "../../examples/train.rs"]
+mod train;
+
+use anyhow::Context;
+use recipes::text_classifier::batch::Collate;
+use recipes::text_classifier::model::{Classifier, Dropout, Pooling};
+use recipes::text_classifier::pretrained;
+use recipes::{gan, gpt, images, inference, text_classifier};
+use serde_json::json;
+use std::path::Path;
+use tch::Device;
+use tch::nn::VarStore;
+use tch_amp::Amp;
+use testkit::bits;
+use testkit::files::Folder;
+use testkit::python::Oracle;
+
+#[test]
+fn train_runs() -> anyhow::Result<()> {
+    train::main()
+}
+
+#[test]
+fn clipping_runs() -> anyhow::Result<()> {
+    clipping::main()
+}
+
+#[test]
+fn accumulation_runs() -> anyhow::Result<()> {
+    accumulation::main()
+}
+
+#[test]
+fn distributed_runs() -> anyhow::Result<()> {
+    distributed::main()
+}
+
+#[test]
+fn penalty_runs() -> anyhow::Result<()> {
+    penalty::main()
+}
+
+#[test]
+fn lost_updates_runs() -> anyhow::Result<()> {
+    let folder = Folder::new();
+    let path = folder.file("lost-updates.svg");
+    lost_updates::run(&path)?;
+    let picture = std::fs::read_to_string(&path)?;
+    anyhow::ensure!(
+        picture.matches("<polyline").count() == 7,
+        "expected six means and a single weight"
+    );
+    anyhow::ensure!(picture.starts_with("<svg ") && picture.trim_end().ends_with("</svg>"));
+    anyhow::ensure!(!picture.contains("NaN") && !picture.contains("inf"));
+    Ok(())
+}
+
+#[test]
+fn multiple_runs() -> anyhow::Result<()> {
+    multiple::main()
+}
+
+#[test]
+fn threads_runs() -> anyhow::Result<()> {
+    threads::main()
+}
+
+#[test]
+fn own_optimizer_runs() -> anyhow::Result<()> {
+    own_optimizer::main()
+}
+
+#[test]
+fn resume_runs() -> anyhow::Result<()> {
+    resume::run(&["examples::resume_runs", "--exact", "--nocapture"])
+}
+
+#[test]
+fn fused_runs() -> anyhow::Result<()> {
+    fused::main()
+}
+
+#[test]
+fn policy_runs() -> anyhow::Result<()> {
+    for policy in ["full", "p=f32,c=half,o=f32", "c=bf16", "O1", "O2", "bf16"] {
+        for loss_scale in ["none", "1024", "dynamic:65536"] {
+            policy::run(policy, loss_scale)?;
+        }
+    }
+    let error = policy::run("full", "adaptive").unwrap_err().to_string();
+    anyhow::ensure!(error.contains("`adaptive`"), "{error}");
+    Ok(())
+}
+
+/// A few steps. `tests/processes/recipe` starts it as a program, which it interrupts.
+#[test]
+fn gan_runs() -> anyhow::Result<()> {
+    for (amp, steps) in [(Amp::Off, 20), (Amp::Bf16, 20), (Amp::Fp16, 6)] {
+        let run = gan::short_run(Device::Cpu, amp, steps)?;
+        let loss = run.log.last(gan::measure::DISCRIMINATOR);
+        anyhow::ensure!(loss.is_some_and(f64::is_finite), "{run:?}");
+        // The first scales of fp16 are too large, and lowering them skips steps.
+        anyhow::ensure!(run.skipped == 0 || amp == Amp::Fp16, "{run:?}");
+    }
+    println!("{}", gan::bce::plain_bce(Device::Cpu)?);
+    Ok(())
+}
+
+/// A few steps. `tests/processes/recipe` starts it as a program, which it kills and interrupts, also on two ranks.
+#[test]
+fn gpt_runs() -> anyhow::Result<()> {
+    for (amp, steps) in [(Amp::Off, 5), (Amp::Bf16, 5), (Amp::Fp16, 2)] {
+        let run = gpt::short_run(Device::Cpu, amp, steps)?;
+        anyhow::ensure!(run.log.rows().len() == steps as usize, "{run:?}");
+        let loss = run.log.last(recipes::measure::HELD_OUT);
+        anyhow::ensure!(loss.is_some_and(|loss| (4.0..7.0).contains(&loss)), "{run:?}");
+    }
+    Ok(())
+}
+
+/// A few steps, in which it learns to tell sentences apart, and in fp16 a single one, which is slow on the CPU.
+#[test]
+fn text_classifier_runs() -> anyhow::Result<()> {
+    for (amp, steps) in [(Amp::Off, 40), (Amp::Bf16, 40), (Amp::Fp16, 1)] {
+        let run = text_classifier::short_run(Device::Cpu, amp, steps)?;
+        anyhow::ensure!(run.log.rows().len() == steps as usize, "{run:?}");
+        let accuracy = run.test.accuracy();
+        anyhow::ensure!(accuracy > 0.9 || amp == Amp::Fp16, "{amp:?}: {run:?}");
+        // The best weights are those that were reloaded.
+        let accuracies = run.log.series(recipes::measure::ACCURACY);
+        let best = accuracies.iter().map(|point| point.1).fold(0.0, f64::max);
+        anyhow::ensure!(best == run.held_out.accuracy(), "{best}: {run:?}");
+    }
+    Ok(())
+}
+
+/// A few steps, in which it learns to tell bars apart, and in fp16 fewer, which are slow on the CPU.
+#[test]
+fn images_runs() -> anyhow::Result<()> {
+    for (amp, steps) in [(Amp::Off, 60), (Amp::Bf16, 60), (Amp::Fp16, 2)] {
+        let run = images::short_run(Device::Cpu, amp, steps)?;
+        anyhow::ensure!(run.log.rows().len() == steps as usize, "{run:?}");
+        let tested = run.tested.as_ref().context("no test")?;
+        for confusion in [&tested.averaged, &tested.last] {
+            anyhow::ensure!(confusion.counts.iter().flatten().sum::<usize>() == 50, "{run:?}");
+            let accuracy = confusion.accuracy();
+            anyhow::ensure!(accuracy > 0.9 || amp == Amp::Fp16, "{amp:?}: {run:?}");
+        }
+    }
+    Ok(())
+}
+
+/// The mean outputs of a pretrained model, in f32 and with padding, differ by rounding from Python's in f64 without.
+fn compare_with_python(
+    folder: &Path,
+    args: &[&str],
+    sentences: &[(&str, Option<&[i64]>)],
+) -> anyhow::Result<()> {
+    let Some(oracle) = Oracle::find("bert.py") else { return Ok(()) };
+    let path = folder.to_string_lossy();
+    let run = |args: &[&str], tokens: &[Vec<i64>]| -> anyhow::Result<Vec<Vec<f64>>> {
+        let args: Vec<&str> = [&*path].into_iter().chain(args.iter().copied()).collect();
+        Ok(serde_json::from_str(&oracle.run(&args, &json!(tokens).to_string()))?)
+    };
+    // It may write the files, before the vocabulary is read.
+    assert_eq!(run(args, &[])?.len(), 0);
+    let rows: Vec<_> = sentences.iter().map(|(text, _)| ((*text).to_owned(), 0)).collect();
+    let (tokens, config) = pretrained::describe(folder, 16)?;
+    let encode = |row: &(String, i64)| tokens.encode(&row.0, 16);
+    let encoded = rows.iter().map(encode).collect::<anyhow::Result<Vec<_>>>()?;
+    for (found, (text, want)) in encoded.iter().zip(sentences) {
+        assert!(want.is_none_or(|want| found == want), "{text}: {found:?}");
+    }
+    let want = run(&[], &encoded)?;
+
+    let vs = VarStore::new(Device::Cpu);
+    let dropout = Dropout { hidden: 0.1, attention: 0.1 };
+    let model = Classifier::new(&vs.root(), config, Pooling::Mean, 2, dropout);
+    pretrained::load(folder, Pooling::Mean, &vs)?;
+    let collate = Collate { tokens: tokens.into(), length: 16, pads_to_length: false };
+    let batch = collate.batch(rows.iter())?;
+    let found: Vec<Vec<f32>> = Vec::try_from(model.pooled(&batch, false))?;
+    let mut most = 0.0_f64;
+    for (found, want) in found.iter().zip(&want) {
+        assert_eq!(found.len(), want.len());
+        let differences = found.iter().zip(want).map(|(f, w)| (f64::from(*f) - w).abs());
+        most = differences.fold(most, f64::max);
+    }
+    println!("the largest difference is {most:.1e}");
+    assert!(want.len() == rows.len() && most < 1e-5, "{most}");
+    Ok(())
+}
+
+#[test]
+fn a_pretrained_bert_has_the_outputs_of_python() -> anyhow::Result<()> {
+    let folder = Folder::new();
+    let sentences: [(&str, Option<&[i64]>); 3] = [
+        ("AB cd e.", Some(&[2, 4, 6, 7, 8, 9, 10, 3])),
+        ("b", Some(&[2, 5, 3])),
+        ("abd, what?", Some(&[2, 4, 6, 8, 11, 1, 1, 3])),
+    ];
+    compare_with_python(&folder.0, &["random"], &sentences)
+}
+
+/// With a model from elsewhere: `TCH_AMP_TEST_BERT` is its folder.
+#[test]
+#[ignore = "needs a downloaded model"]
+fn a_downloaded_bert_has_the_outputs_of_python() -> anyhow::Result<()> {
+    let folder = std::env::var("TCH_AMP_TEST_BERT")?;
+    let sentences =
+        ["A short one.", "The learning rate falls, and the loss does, too.", "Überraschung!"];
+    compare_with_python(Path::new(&folder), &[], &sentences.map(|text| (text, None)))
+}
+
+/// The bad batch is skipped, and the attention is to blame.
+#[test]
+fn insight_runs() -> anyhow::Result<()> {
+    let folder = Folder::new();
+    let file = folder.file("insight.html");
+    let page = insight::run(&file)?;
+    let culprits = page.explanations.iter().map(|explanation| explanation.culprit.as_ref());
+    let culprits: Vec<_> = culprits.flatten().map(|culprit| culprit.path.as_deref()).collect();
+    anyhow::ensure!(culprits == [Some("attention")], "{page}");
+    anyhow::ensure!(std::fs::read_to_string(&file)? == page.to_html(), "another page was written");
+    Ok(())
+}
+
+/// Python gets the same bits from the same file.
+#[test]
+fn inference_runs() -> anyhow::Result<()> {
+    let folder = Folder::new();
+    let file = folder.file("inference.pt");
+    let compared = inference::run(Device::Cpu, &file, 32, 3)?;
+    anyhow::ensure!(compared.table.rows.len() == 4, "{compared:?}");
+    // The report can be made, too.
+    inference::page(&compared, Device::Cpu).to_html();
+    let inference::Compared { inputs, outputs, .. } = compared;
+    let Some(oracle) = Oracle::find("inference.py") else { return Ok(()) };
+    let request = json!({ "shape": inputs.size(), "bits": bits::hex(&inputs) }).to_string();
+    let threads = tch::get_num_threads().to_string();
+    let path = file.to_string_lossy();
+    let printed = oracle.run(&[&path, &threads], &request);
+    anyhow::ensure!(printed.trim() == bits::hex(&outputs), "Python's outputs differ");
+    Ok(())
+}
+
+#[test]
+fn matmul_runs() -> anyhow::Result<()> {
+    matmul::main()
+}
+
+#[test]
+fn sparsemax_runs() -> anyhow::Result<()> {
+    sparsemax::main()
+}
+
+#[test]
+fn every_example_is_run() -> anyhow::Result<()> {
+    let this = include_str!("examples.rs");
+    for entry in std::fs::read_dir(testkit::python::root().join("examples"))? {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        anyhow::ensure!(this.contains(&format!("../examples/{name}")), "no test runs {name}");
+    }
+    Ok(())
+}

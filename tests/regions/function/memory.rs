@@ -1,0 +1,258 @@
+//! Nothing that a function captures or saves keeps its graph alive.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs};
+
+use crate::function::{Counted, Owning, apply, to_f64};
+use testkit::for_each_device;
+use testkit::tensors::leaf;
+
+/// The number of values left after the forward, and after forward and backward, of a function that keeps tensors with
+/// `keep`.
+fn left(
+    device: Device,
+    keep: impl Fn(&mut ForwardContext, &Tensor, &Tensor, Counted) + Send + 'static,
+) -> [usize; 2] {
+    let count = Arc::new(AtomicUsize::new(0));
+    let keep = Arc::new(Mutex::new(keep));
+    [false, true].map(|backward| {
+        let (keep, inner, counted) =
+            (Arc::clone(&keep), Arc::clone(&count), Owning(Counted::new(&count)));
+        let x = leaf(&[0.5], Kind::Double, device);
+        let y = apply(
+            &[&(&x * 1.0)],
+            move |ctx, x| {
+                let y = x[0].exp();
+                keep.lock().unwrap()(ctx, x[0], &y, Counted::new(&inner));
+                counted.hold();
+                Ok(y)
+            },
+            |_, g| Ok(&g[0] * 1.0),
+        )
+        .unwrap();
+        assert_eq!(count.load(Ordering::SeqCst), 2, "the function and its saved value exist");
+        if backward {
+            y.backward();
+        }
+        drop(y);
+        count.load(Ordering::SeqCst)
+    })
+}
+
+#[test]
+fn a_saved_value_may_hold_anything() {
+    for_each_device(|device| {
+        assert_eq!(left(device, |ctx, _, _, c| ctx.save_value(c)), [0, 0]);
+        assert_eq!(
+            left(device, |ctx, x, _, c| ctx.save_value((c, x.shallow_clone()))),
+            [0, 0],
+            "the input"
+        );
+        assert_eq!(
+            left(device, |ctx, _, y, c| ctx.save_value((c, y.shallow_clone()))),
+            [0, 0],
+            "the output"
+        );
+        assert_eq!(
+            left(device, |ctx, _, y, c| ctx.save_value((c, vec![y.view(-1)]))),
+            [0, 0],
+            "a view of it"
+        );
+        assert_eq!(
+            left(device, |ctx, _, y, c| ctx.save_value((c, y.detach()))),
+            [0, 0],
+            "its memory"
+        );
+        let both = left(device, |ctx, x, y, c| {
+            ctx.save_for_backward(&[x, y]);
+            ctx.save_value((c, y.shallow_clone()));
+        });
+        assert_eq!(both, [0, 0], "saved both ways");
+    });
+}
+
+#[test]
+fn a_captured_cell_may_hold_the_output() {
+    for_each_device(|device| {
+        let count = Arc::new(AtomicUsize::new(0));
+        let counted = Owning(Counted::new(&count));
+        let cell: Mutex<Option<Tensor>> = Mutex::new(None);
+        let x = leaf(&[0.5], Kind::Double, device);
+        let y = apply(
+            &[&x],
+            move |_, x| {
+                counted.hold();
+                let y = x[0].exp();
+                *cell.lock().unwrap() = Some(y.shallow_clone());
+                Ok(y)
+            },
+            |_, g| Ok(&g[0] * 1.0),
+        )
+        .unwrap();
+        assert_eq!(to_f64(&y), [0.5f64.exp()]);
+        drop(y);
+        assert_eq!(count.load(Ordering::SeqCst), 0);
+    });
+}
+
+#[test]
+fn a_dirty_input_that_forward_keeps_is_refused() {
+    for_each_device(|device| {
+        let x = leaf(&[1.0], Kind::Double, device);
+        let keeps = |keep: fn(&mut ForwardContext, &Tensor)| {
+            let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
+                let y = x[0].shallow_clone().f_mul_scalar_(2.0)?;
+                ctx.mark_dirty(x);
+                keep(ctx, x[0]);
+                Ok(y)
+            };
+            apply(&[&(&x * 1.0)], forward, |_, g| Ok(&g[0] * 2.0))
+        };
+        keeps(|_, _| ()).unwrap().backward();
+        keeps(|ctx, x| ctx.save_for_backward(&[x])).unwrap().backward();
+        keeps(|ctx, x| ctx.save_value(x.detach())).unwrap().backward();
+        for kept in [
+            keeps(|ctx, x| ctx.save_value(x.shallow_clone())),
+            keeps(|ctx, x| ctx.save_value(x.view(-1))),
+        ] {
+            let error = kept.unwrap_err().to_string();
+            assert!(error.contains("input 0 is marked dirty and kept by forward"), "{error}");
+        }
+        assert_eq!(to_f64(&x.grad()), [6.0]);
+    });
+}
+
+#[test]
+fn saved_values_are_freed_by_the_last_backward() {
+    for_each_device(|device| {
+        let count = Arc::new(AtomicUsize::new(0));
+        let inner = Arc::clone(&count);
+        let x = leaf(&[1.0], Kind::Double, device);
+        let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
+            ctx.save_value(Counted::new(&inner));
+            Ok(x[0] * 2.0)
+        };
+        let y = apply(&[&x], forward, |_, g| Ok(&g[0] * 2.0)).unwrap();
+        Tensor::run_backward(&[&y], &[&x], true, false);
+        assert_eq!(count.load(Ordering::SeqCst), 1, "the graph is retained");
+        y.backward();
+        assert_eq!(
+            count.load(Ordering::SeqCst),
+            0,
+            "backward frees it, although the output still exists"
+        );
+    });
+}
+
+#[test]
+fn a_failed_backward_frees_everything() {
+    for_each_device(|device| {
+        let count = Arc::new(AtomicUsize::new(0));
+        for _ in 0..100 {
+            let counted = Owning(Counted::new(&count));
+            let x = leaf(&[1.0], Kind::Double, device);
+            let backward =
+                move |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
+                    counted.hold();
+                    Err("no".into())
+                };
+            let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), backward).unwrap();
+            assert!((&y + &y).f_backward().is_err());
+        }
+        assert_eq!(count.load(Ordering::SeqCst), 0);
+    });
+}
+
+/// A chain of 100,000 calls. `keep` makes each hold the output of the previous one in some way.
+fn long_chain(
+    keep: impl Fn(&mut ForwardContext, &Tensor, &Tensor) + Copy + Send + 'static,
+) -> Tensor {
+    // Only on the CPU: the graph that is dropped is in the host's memory in any case.
+    let x = leaf(&[1.0], Kind::Double, Device::Cpu);
+    let mut y = &x * 1.0;
+    for _ in 0..100_000 {
+        let last = Mutex::new(Some(y.shallow_clone()));
+        let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
+            let last = last.lock().unwrap().take();
+            keep(ctx, x[0], &last.unwrap());
+            Ok(x[0] * 1.0)
+        };
+        y = apply(&[&y], forward, |_, g| Ok(g[0].shallow_clone())).unwrap();
+    }
+    y
+}
+
+#[test]
+fn a_long_chain_is_dropped_without_recursion() {
+    drop(long_chain(|ctx, x, _| ctx.save_for_backward(&[x])));
+    drop(long_chain(|ctx, _, last| ctx.save_value(last.shallow_clone())));
+    drop(long_chain(|ctx, _, last| ctx.save_value(tch::with_grad(|| last * 2.0))));
+    drop(long_chain(|ctx, _, last| ctx.save_for_backward(&[tch::with_grad(|| last * 2.0)])));
+}
+
+/// A chain of calls whose closures hold the output of the previous one, with or without an edge to it.
+fn chain_of_closures(edges: bool, drop_it: impl FnOnce(Tensor)) {
+    let x = leaf(&[1.0], Kind::Double, Device::Cpu);
+    let mut y = x.shallow_clone();
+    for _ in 0..100_000 {
+        let (held, input) = (Owning(y), x.shallow_clone());
+        let input = if edges { held.0.shallow_clone() } else { input };
+        let backward = move |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
+            held.hold();
+            Ok(g[0].shallow_clone())
+        };
+        y = apply(&[&input], |_, x| Ok(x[0] * 1.0), backward).unwrap();
+    }
+    drop_it(y);
+}
+
+#[test]
+fn a_long_chain_of_closures_is_dropped_without_recursion() {
+    for edges in [false, true] {
+        chain_of_closures(edges, drop);
+        chain_of_closures(edges, |y| y.backward());
+        chain_of_closures(edges, |y| std::thread::spawn(move || drop(y)).join().unwrap());
+    }
+}
+
+#[test]
+fn values_that_a_destructor_drops_are_freed_before_it_continues() {
+    struct Watches {
+        number: usize,
+        y: Option<Tensor>,
+        count: Arc<AtomicUsize>,
+        left: Arc<Mutex<Vec<(usize, usize)>>>,
+    }
+
+    impl Drop for Watches {
+        fn drop(&mut self) {
+            self.y = None;
+            let count = self.count.load(Ordering::SeqCst);
+            self.left.lock().unwrap().push((self.number, count));
+        }
+    }
+
+    let (count, left) = (Arc::default(), Arc::<Mutex<Vec<_>>>::default());
+    let x = leaf(&[1.0], Kind::Double, Device::Cpu);
+    let mut y = None;
+    for number in 0..4 {
+        let counted = Owning(Counted::new(&count));
+        let watches =
+            Owning(Watches { number, y, count: Arc::clone(&count), left: Arc::clone(&left) });
+        let backward = move |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
+            watches.hold();
+            counted.hold();
+            Ok(g[0].shallow_clone())
+        };
+        y = Some(apply(&[&x], |_, x| Ok(x[0] * 1.0), backward).unwrap());
+    }
+    drop(y);
+    assert_eq!(
+        *left.lock().unwrap(),
+        [(0, 4), (1, 3), (2, 2), (3, 1)],
+        "each drops after those that it owns"
+    );
+}

@@ -1,0 +1,148 @@
+//! Higher derivatives.
+
+use tch::{Kind, Tensor};
+use tch_amp::function::Function;
+use tch_amp::{autocast, function};
+
+use crate::function::{MyMm, message, square, to_f64};
+use testkit::for_each_device;
+use testkit::tensors::leaf;
+
+/// The gradient of `y` with respect to `x`, which can itself be differentiated.
+fn gradient(y: &Tensor, x: &Tensor) -> Tensor {
+    Tensor::run_backward(&[y.sum(None)], &[x], true, true).remove(0)
+}
+
+#[test]
+fn a_gradient_penalty_can_use_a_function() {
+    for_each_device(|device| {
+        let penalty = |mm: &dyn Fn(&Tensor, &Tensor) -> Tensor| {
+            let a = leaf(&[1.0, 2.0, 3.0, 4.0], Kind::Double, device);
+            let b = leaf(&[0.5, -1.0, 2.0, 1.5], Kind::Double, device);
+            let [left, right] = [&a, &b].map(|t| t.view([2, 2]));
+            let y = mm(&left, &right).square();
+            let grads = Tensor::run_backward(&[y.sum(None)], &[&a, &b], true, true);
+            (y.sum(None) + grads[0].square().sum(None) + grads[1].square().sum(None)).backward();
+            [to_f64(&a.grad()), to_f64(&b.grad())]
+        };
+        let ours = penalty(&|a, b| MyMm::default().apply(&[a, b]).unwrap());
+        assert_eq!(ours, penalty(&|a, b| a.mm(b)));
+    });
+}
+
+#[test]
+fn third_derivatives_are_correct() {
+    for_each_device(|device| {
+        let x = leaf(&[2.0], Kind::Double, device);
+        let cube = function(
+            |ctx, x| {
+                ctx.save_for_backward(x);
+                Ok(x[0].pow_tensor_scalar(3))
+            },
+            |ctx, g| {
+                let [x] = ctx.saved_tensors()?;
+                Ok(x.square() * 3.0 * &g[0])
+            },
+        );
+        let first = gradient(&cube.apply(&[&x]).unwrap(), &x);
+        let second = gradient(&first, &x);
+        let third = gradient(&second, &x);
+        assert_eq!([&first, &second, &third].map(|t| to_f64(t)[0]), [12.0, 12.0, 6.0]);
+    });
+}
+
+#[test]
+fn a_saved_output_keeps_its_history() {
+    for_each_device(|device| {
+        // Also an output of which forward keeps another copy, so that the caller gets a tensor of its own.
+        for held in [false, true] {
+            let x = leaf(&[0.5], Kind::Double, device);
+            let exp = function(
+                move |ctx, x| {
+                    let y = x[0].exp();
+                    ctx.save_for_backward(&[&y]);
+                    if held {
+                        ctx.save_value(y.shallow_clone());
+                    }
+                    Ok(y)
+                },
+                |ctx, g| {
+                    let [y] = ctx.saved_tensors()?;
+                    Ok(y * &g[0])
+                },
+            );
+            let first = gradient(&exp.apply(&[&x]).unwrap(), &x);
+            assert_eq!(to_f64(&gradient(&first, &x)), [0.5f64.exp()]);
+        }
+    });
+}
+
+/// x², whose second derivative is refused.
+fn once_square(x: &Tensor) -> Tensor {
+    let square = function(
+        |ctx, x| {
+            ctx.save_for_backward(x);
+            Ok(x[0].square())
+        },
+        |ctx, g| {
+            let [x] = ctx.saved_tensors()?;
+            Ok(x * 2.0 * &g[0])
+        },
+    );
+    square.name("Square").once_differentiable().apply(&[x]).unwrap()
+}
+
+#[test]
+fn a_once_differentiable_function_refuses_its_second_derivative() {
+    for_each_device(|device| {
+        let x = leaf(&[3.0], Kind::Double, device);
+        let first = gradient(&once_square(&x), &x);
+        assert_eq!(to_f64(&first), [6.0]);
+        let error = message(first.f_backward());
+        assert!(error.contains("Square is once differentiable"), "{error}");
+        // The same in a sum with parts that can be differentiated: no part is silently left out.
+        let error = message((gradient(&once_square(&x), &x) + x.square()).f_backward());
+        assert!(error.contains("Square is once differentiable"), "{error}");
+        assert_eq!(to_f64(&gradient(&gradient(&square(&x).unwrap(), &x), &x)), [2.0]);
+        // The gradient also depends on the incoming gradient, and cannot be differentiated with respect to that either.
+        let weight = leaf(&[5.0], Kind::Double, device);
+        let first = gradient(&(once_square(&x) * &weight), &x);
+        assert_eq!(to_f64(&first), [30.0]);
+        let second = Tensor::f_run_backward(&[first.sum(None)], &[&weight], true, false);
+        let error = message(second.map(drop));
+        assert!(error.contains("Square is once differentiable"), "{error}");
+    });
+}
+
+#[test]
+fn a_once_differentiable_function_has_first_derivatives() {
+    for_each_device(|device| {
+        let x = leaf(&[3.0], Kind::Double, device);
+        once_square(&x).backward();
+        assert_eq!(to_f64(&x.grad()), [6.0]);
+        assert!(!x.grad().requires_grad());
+    });
+}
+
+#[test]
+fn second_derivatives_flow_through_a_cast() {
+    for_each_device(|device| {
+        let x = Tensor::from_slice(&[3f32]).to_device(device).set_requires_grad(true);
+        let cube = function(
+            |ctx, x| {
+                assert_eq!(x[0].kind(), Kind::BFloat16);
+                ctx.save_for_backward(x);
+                Ok(x[0] * x[0] * x[0])
+            },
+            |ctx, g| {
+                let [x] = ctx.saved_tensors()?;
+                Ok(&x * &x * 3.0 * &g[0])
+            },
+        )
+        .cast_inputs(Kind::BFloat16);
+        let y = autocast(device, || cube.apply(&[&x])).unwrap().unwrap();
+        let first = gradient(&y, &x);
+        assert_eq!((first.kind(), to_f64(&first)), (Kind::Float, vec![27.0]));
+        assert_eq!(to_f64(&gradient(&first, &x)), [18.0]);
+    });
+}

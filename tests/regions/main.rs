@@ -1,0 +1,17 @@
+//! Autocast regions, and what is computed in them: operators, custom functions, policies.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::disallowed_methods,
+    reason = "a test fails by panicking"
+)]
+
+mod autocast;
+mod buffers;
+mod function;
+mod gradcheck;
+mod half;
+mod jit;
+mod policy;
+mod recompute;
+mod tree;

@@ -1,0 +1,437 @@
+//! Activation checkpointing: gradients, random numbers, autocast, nesting, errors and memory.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tch::nn::{self, Module, ModuleT, VarStore};
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::autocast::{AutocastGuard, Plan, Rule, RunAs, is_autocast_enabled};
+use tch_amp::checkpoint::Rng;
+use tch_amp::function::{FunctionError, FunctionResult, GradConfig, grad};
+use tch_amp::recompute::{Recomputed, RecomputedT, checkpointed};
+use tch_amp::{Autocast, Error, GradScaler};
+
+use testkit::bits::{bits, from_hex, hex};
+use testkit::python::Oracle;
+
+/// Held by tests that use random numbers: the generator is that of the process.
+static RANDOM: Mutex<()> = Mutex::new(());
+
+fn random() -> MutexGuard<'static, ()> {
+    RANDOM.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A block with dropout, a norm and two products.
+fn block(vs: &nn::Path<'_>) -> nn::Sequential {
+    nn::seq()
+        .add(nn::linear(vs / "up", 8, 16, Default::default()))
+        .add_fn(|xs| xs.gelu("none").dropout(0.3, true))
+        .add(nn::layer_norm(vs / "norm", vec![16], Default::default()))
+        .add(nn::linear(vs / "down", 16, 8, Default::default()))
+}
+
+/// Four blocks, the same for the same seed, of which every second one is recomputed or none.
+fn model(vs: &VarStore, recomputed: bool) -> nn::Sequential {
+    tch::manual_seed(5);
+    let mut model = nn::seq();
+    for i in 0..4 {
+        let block = block(&(vs.root() / i));
+        if recomputed && i % 2 == 0 {
+            model = model.add(Recomputed::new(block));
+        } else {
+            model = model.add(block);
+        }
+    }
+    model
+}
+
+/// The bits of the gradients and of the loss after some iterations.
+fn train(device: Device, dtype: Option<Kind>, recomputed: bool) -> Vec<Vec<u8>> {
+    let vs = VarStore::new(device);
+    let model = model(&vs, recomputed);
+    let scaler = GradScaler::new(device).unwrap();
+    tch::manual_seed(6);
+    let xs = Tensor::randn([5, 8], (Kind::Float, device)).set_requires_grad(true);
+    let mut all = Vec::new();
+    for _ in 0..3 {
+        let region = Autocast::new(device).enabled(dtype.is_some());
+        let region = dtype.map_or(region, |dtype| region.dtype(dtype));
+        let loss = region.run(|| model.forward(&xs).square().mean(Kind::Float)).unwrap();
+        scaler.backward(&loss).unwrap();
+        all.push(bits(&loss));
+    }
+    let mut variables: Vec<_> = vs.variables().into_iter().collect();
+    variables.sort_by(|a, b| a.0.cmp(&b.0));
+    all.extend(variables.iter().map(|(_, w)| bits(&w.grad())));
+    all.push(bits(&xs.grad()));
+    // The generator has continued as if nothing had run twice.
+    all.push(bits(&Tensor::rand([4], (Kind::Float, device))));
+    all
+}
+
+#[test]
+fn gradients_and_random_numbers_are_the_same_bit_by_bit() {
+    let _random = random();
+    testkit::for_each_device(|device| {
+        for dtype in [None, Some(Kind::BFloat16), Some(Kind::Half)] {
+            if dtype == Some(Kind::Half) && device == Device::Cpu {
+                continue;
+            }
+            let same = train(device, dtype, true) == train(device, dtype, false);
+            assert!(same, "{device:?} {dtype:?}");
+        }
+    });
+}
+
+/// `x · w`, checkpointed, with a count of the runs.
+fn product(x: &Tensor, w: &Tensor, runs: &Arc<AtomicUsize>) -> Tensor {
+    let (w, runs) = (w.shallow_clone(), Arc::clone(runs));
+    let f = move |x: &[&Tensor]| -> FunctionResult<Tensor> {
+        runs.fetch_add(1, Ordering::Relaxed);
+        Ok(x[0].f_matmul(&w)?)
+    };
+    checkpointed(&[x], f).unwrap()
+}
+
+fn eye() -> Tensor {
+    Tensor::eye(3, (Kind::Float, Device::Cpu))
+}
+
+#[test]
+fn the_closure_runs_once_more_in_each_backward_and_not_without_gradients() {
+    let _random = random();
+    let (w, runs) = (eye().set_requires_grad(true), Arc::default());
+    let y = product(&eye(), &w, &runs);
+    assert!(y.requires_grad());
+    assert_eq!(runs.load(Ordering::Relaxed), 1);
+    let loss = y.sum(Kind::Float);
+    GradScaler::disabled().backward_retain_graph(&loss).unwrap();
+    assert_eq!(runs.load(Ordering::Relaxed), 2);
+    loss.backward();
+    assert_eq!(runs.load(Ordering::Relaxed), 3);
+    assert_eq!(w.grad(), eye().ones_like() * 2.0);
+    let y = no_grad(|| product(&eye(), &w, &runs));
+    assert!(!y.requires_grad());
+    assert_eq!(runs.load(Ordering::Relaxed), 4);
+}
+
+#[test]
+fn weights_are_trained_where_no_input_requires_a_gradient_and_backward_runs_in_the_region() {
+    let _random = random();
+    // The weight is used again in the region, after a cast in the first run, which has no history.
+    let w = eye().set_requires_grad(true);
+    let region = AutocastGuard::new(Device::Cpu).unwrap();
+    let y = product(&eye(), &w, &Arc::default());
+    let again = eye().matmul(&w);
+    assert!(again.requires_grad());
+    let loss = y.sum(Kind::Float) + again.sum(Kind::Float) * 2.0;
+    loss.backward();
+    // And again, after a cast in the second run, whose graph is gone.
+    eye().matmul(&w).sum(Kind::Float).backward();
+    drop(region);
+    assert_eq!(w.grad(), eye().ones_like() * 4.0);
+}
+
+#[test]
+fn the_second_run_has_the_autocast_state_of_the_first() {
+    let _random = random();
+    let seen = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&seen);
+    let w = eye().set_requires_grad(true);
+    let f = move |x: &[&Tensor]| {
+        count.fetch_add(usize::from(is_autocast_enabled(Device::Cpu)), Ordering::Relaxed);
+        let y = x[0].matmul(&w);
+        assert_eq!(y.kind(), Kind::BFloat16);
+        Ok(y)
+    };
+    let y: Tensor = Autocast::new(Device::Cpu).run(|| checkpointed(&[eye()], f)).unwrap().unwrap();
+    y.sum(Kind::Float).backward();
+    assert_eq!(seen.load(Ordering::Relaxed), 2);
+}
+
+/// Regions that keep a product in f32 within another region, and whether the backward pass is inside of that, too.
+fn regions_of_products() -> Vec<(&'static str, Autocast, Option<Autocast>)> {
+    let (half, f32) =
+        (Autocast::new(Device::Cpu).dtype(Kind::BFloat16), Plan::new(Device::Cpu).unwrap());
+    let narrow = Rule { below: Some(1 << 20), ..Rule::new("matmul", RunAs::F32) };
+    let narrow = Plan { dtype: Some(Kind::BFloat16), rules: vec![narrow], ..f32.clone() };
+    vec![
+        ("switched off inside", half, Some(Autocast::new(Device::Cpu).enabled(false))),
+        ("a plan in f32 inside", half, Some(Autocast::new(Device::Cpu).plan(&f32).unwrap())),
+        ("kept in f32", half.keep_in_f32(["matmul"]), None),
+        ("kept in f32 inside", half, Some(half.keep_in_f32(["matmul"]))),
+        ("a plan", half.plan(&narrow).unwrap(), None),
+        ("fp16", half.dtype(Kind::Half).keep_in_f32(["matmul"]), None),
+        ("half", half, None),
+    ]
+}
+
+/// The factors of a product.
+fn factors() -> (Tensor, Tensor) {
+    tch::manual_seed(7);
+    let draw = |size: [i64; 2]| Tensor::randn(size, (Kind::Float, Device::Cpu)) * 300;
+    (draw([5, 8]), draw([8, 3]))
+}
+
+/// The bits of the gradients of a product with values for which fp16 is too small.
+fn gradients_of_a_product(
+    regions: (Autocast, Option<Autocast>),
+    recomputed: bool,
+    is_inside: bool,
+) -> Vec<Vec<u8>> {
+    let (outer, inner) = regions;
+    let (x, w) = factors();
+    let (x, w) = (x.set_requires_grad(true), w.set_requires_grad(true));
+    let weight = w.shallow_clone();
+    let product = move |x: &[&Tensor]| -> FunctionResult<Tensor> {
+        let product = || x[0].f_matmul(&weight);
+        Ok(inner.map_or_else(|| Ok(product()), |region| region.run(product))??)
+    };
+    let forward = || match recomputed {
+        true => checkpointed(&[&x], product).unwrap(),
+        false => product(&[&x]).unwrap(),
+    };
+    let loss = |y: &Tensor| y.to_kind(Kind::Float).square().sum(Kind::Float);
+    match is_inside {
+        true => outer.run(|| loss(&forward()).backward()).unwrap(),
+        false => loss(&outer.run(forward).unwrap()).backward(),
+    }
+    [x, w].iter().map(|x| bits(&x.grad())).collect()
+}
+
+/// The second run has the state of the first, and its backward pass that of the backward pass around it.
+#[test]
+fn what_a_region_keeps_in_f32_has_gradients_in_f32() {
+    let _random = random();
+    let off = (Autocast::new(Device::Cpu).enabled(false), None);
+    let exact = gradients_of_a_product(off, false, false);
+    for (name, outer, inner) in regions_of_products() {
+        let regions = (outer, inner);
+        for is_inside in [false, true] {
+            let plain = gradients_of_a_product(regions, false, is_inside);
+            assert!(
+                gradients_of_a_product(regions, true, is_inside) == plain,
+                "{name}, {is_inside}"
+            );
+            // As in PyTorch, autocast casts products of a backward pass inside of a region, but for what a rule keeps.
+            let is_exact = name != "half"
+                && !(is_inside && name.ends_with("inside") && name != "kept in f32 inside");
+            assert_eq!(plain == exact, is_exact, "{name}, {is_inside}");
+        }
+    }
+}
+
+/// Both kinds of PyTorch's checkpointing, and a backward pass in the region for the kind that is the counterpart.
+#[test]
+fn gradients_are_those_of_pytorchs_checkpointing() {
+    let Some(oracle) = Oracle::find("recompute.py") else { return };
+    let _random = random();
+    let (x, w) = factors();
+    let answers = oracle.run(&[], &format!("{}\n{}\n", hex(&x), hex(&w)));
+    let half = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+    let off = Some(Autocast::new(Device::Cpu).enabled(false));
+    let ours = |off_inside: bool, is_inside| {
+        let regions = (half, off.filter(|_| off_inside));
+        gradients_of_a_product(regions, true, is_inside)
+    };
+    let cases = [true, false].into_iter().flat_map(|reentrant| {
+        [true, false].into_iter().flat_map(move |off_inside| {
+            [false, true].map(|is_inside| (reentrant, off_inside, is_inside))
+        })
+    });
+    let mut compared = 0;
+    for ((reentrant, off_inside, is_inside), line) in cases.zip(answers.lines()) {
+        if reentrant || !is_inside {
+            let theirs: Vec<_> = line.split(' ').map(from_hex).collect();
+            let same = ours(off_inside, is_inside) == theirs;
+            assert!(
+                same,
+                "reentrant: {reentrant}, off inside: {off_inside}, backward inside: {is_inside}"
+            );
+            compared += 1;
+        }
+    }
+    assert_eq!(compared, 6);
+}
+
+/// Two outputs of two inputs and a weight.
+fn inner(w: &Tensor) -> impl Fn(&[&Tensor]) -> FunctionResult<[Tensor; 2]> + Send + use<> {
+    let w = w.shallow_clone();
+    move |x| Ok([x[0].matmul(&w).tanh(), x[1].sin()])
+}
+
+#[test]
+fn nested_calls_and_several_inputs_and_outputs() {
+    let _random = random();
+    let run = |recomputed: bool| {
+        let a = (eye() * 2.0).set_requires_grad(true);
+        let b = (eye() + 1.0).set_requires_grad(true);
+        let w = (eye() - 0.5).set_requires_grad(true);
+        let weight = w.shallow_clone();
+        let outer = move |x: &[&Tensor]| -> FunctionResult<Vec<Tensor>> {
+            let inputs = [x[0].exp(), x[1] * 3.0];
+            let [p, q] = match recomputed {
+                true => checkpointed(&inputs, inner(&weight))?,
+                false => inner(&weight)(&[&inputs[0], &inputs[1]])?,
+            };
+            // An integer output, one that is not used, and an input.
+            Ok(vec![&p * &q, p.argmax(0, false), q, x[0].shallow_clone(), Tensor::new()])
+        };
+        let outputs = match recomputed {
+            true => checkpointed(&[&a, &b], outer).unwrap(),
+            false => outer(&[&a, &b]).unwrap(),
+        };
+        assert_eq!((outputs[1].kind(), outputs[4].defined()), (Kind::Int64, false));
+        let loss = outputs[0].sum(Kind::Float) * 2.0 + outputs[3].get(0).sum(Kind::Float);
+        loss.backward();
+        [a, b, w].map(|w| bits(&w.grad()))
+    };
+    assert_eq!(run(true), run(false));
+}
+
+/// libtorch leaves the gradients of both terms of a sum in one memory, to which a part must not add what belongs to
+/// one.
+#[test]
+fn gradients_that_the_rest_of_the_pass_left_in_one_memory_are_told_apart() {
+    let _random = random();
+    let leaves = || [(); 2].map(|()| eye().set_requires_grad(true));
+    let rest = |leaves: &[Tensor; 2]| {
+        let [a, b] = leaves.each_ref().map(|w| w.reshape([1, -1]));
+        ((a + b) * (eye() + 1.0).reshape([1, -1])).sum(Kind::Float)
+    };
+    let both = leaves();
+    rest(&both).backward();
+    let [a, b] = both.map(|w| w.grad().data_ptr());
+    assert_eq!(a, b, "libtorch shares otherwise by now");
+
+    let run = |recomputed: bool| {
+        let leaves = leaves();
+        let (x, weight) = (eye() * 3.0, leaves[0].shallow_clone());
+        let part = move |x: &[&Tensor]| Ok(x[0].matmul(&weight));
+        let y = match recomputed {
+            true => checkpointed(&[x], part).unwrap(),
+            false => part(&[&x]).unwrap(),
+        };
+        // What was computed last is differentiated first.
+        let rest = rest(&leaves);
+        (y.sum(Kind::Float) + rest).backward();
+        leaves.map(|w| bits(&w.grad()))
+    };
+    assert_eq!(run(true), run(false));
+}
+
+/// The message of a backward through a closure that returns what `f` says, for the number of the run.
+fn failure<O: tch_amp::function::Outputs>(
+    f: impl Fn(usize, &Tensor) -> FunctionResult<O> + Send + 'static,
+    first: impl Fn(&O) -> Tensor,
+) -> String {
+    let w = eye().set_requires_grad(true);
+    let (weight, runs) = (w.shallow_clone(), AtomicUsize::new(0));
+    let run = move |_: &[&Tensor]| f(runs.fetch_add(1, Ordering::Relaxed), &weight);
+    let outputs = checkpointed(&[eye()], run).unwrap();
+    let before = Rng(Device::Cpu).get_state().unwrap();
+    let error = first(&outputs).sum(Kind::Float).f_backward().unwrap_err().to_string();
+    assert_eq!(Rng(Device::Cpu).get_state().unwrap(), before);
+    assert!(!w.grad().defined());
+    error
+}
+
+#[test]
+fn a_second_run_that_differs_is_an_error() {
+    let _random = random();
+    let same = |y: &Tensor| y.shallow_clone();
+    let shape = failure(|run, w| Ok(w.narrow(0, 0, 3 - run as i64) * 1.0), same);
+    assert!(shape.contains("output 0 of the second run") && shape.contains("[2, 3]"), "{shape}");
+    let kinds = [Kind::Float, Kind::Double];
+    let kind = failure(move |run, w| Ok(w.to_kind(kinds[run])), same);
+    assert!(kind.contains("Double") && kind.contains("the same both times"), "{kind}");
+    let number = failure(
+        |run, w| Ok((0..=run).map(|_| w * 2.0).collect::<Vec<_>>()),
+        |outputs| outputs[0].shallow_clone(),
+    );
+    assert!(number.contains("returned 2 outputs, and the first 1"), "{number}");
+}
+
+#[test]
+fn a_closure_that_fails_or_panics_is_an_error() {
+    let _random = random();
+    let same = |y: &Tensor| y.shallow_clone();
+    let fails =
+        failure(|run, w| if run == 0 { Ok(w * 2.0) } else { Err("no memory".into()) }, same);
+    assert!(fails.contains("checkpointed") && fails.contains("no memory"), "{fails}");
+    let panics = failure(
+        |run, w| {
+            let _numbers = Tensor::rand([2], (Kind::Float, Device::Cpu));
+            assert!(run == 0, "it has gone wrong");
+            Ok(w * 2.0)
+        },
+        same,
+    );
+    assert!(panics.contains("it has gone wrong"), "{panics}");
+    let f = |_: &[&Tensor]| -> FunctionResult<Tensor> { Err("not this time".into()) };
+    let error = checkpointed(&[eye()], f).unwrap_err();
+    assert!(matches!(error, Error::Function(FunctionError::Forward { .. })), "{error:?}");
+}
+
+#[test]
+fn gradients_of_chosen_tensors_and_changed_inputs_are_errors() {
+    let _random = random();
+    let [w, x] = [eye(), eye()].map(|w| w.set_requires_grad(true));
+    let y = product(&x, &w, &Arc::default()).sum(Kind::Float);
+    let kept = GradConfig { retain_graph: Some(true), allow_unused: true, ..Default::default() };
+    let error = grad(&[&y], &[&x], &kept).unwrap_err();
+    assert!(error.to_string().contains("works with `backward()` only"), "{error}");
+    // libtorch does not come to a part that leads to none of the chosen tensors.
+    assert_eq!(grad(&[&y], &[&w], &kept).unwrap(), [None]);
+    let mut x = eye();
+    let y = product(&x, &w, &Arc::default());
+    drop(x.fill_(2.0));
+    let error = y.sum(Kind::Float).f_backward().unwrap_err().to_string();
+    assert!(error.contains("modified by an inplace operation"), "{error}");
+    assert!(!w.grad().defined());
+}
+
+#[test]
+fn modules_that_are_told_whether_they_train() {
+    let _random = random();
+    let vs = VarStore::new(Device::Cpu);
+    let config = nn::BatchNormConfig { ws_init: nn::Init::Const(0.5), ..Default::default() };
+    let plain = nn::batch_norm1d(vs.root() / "a", 3, config);
+    let norm = nn::batch_norm1d(vs.root() / "b", 3, config);
+    let xs = Tensor::randn([6, 3], (Kind::Float, Device::Cpu));
+    let module = RecomputedT::new(norm);
+    let [y, expected] = [module.forward_t(&xs, true), plain.forward_t(&xs, true)];
+    assert_eq!(y, expected);
+    y.square().sum(Kind::Float).backward();
+    expected.square().sum(Kind::Float).backward();
+    let variables = vs.variables();
+    assert_eq!(variables["a.weight"].grad(), variables["b.weight"].grad());
+    // As in PyTorch, the second run counts the batch again.
+    let mean = |name: &str| variables[&format!("{name}.running_mean")].double_value(&[0]);
+    assert!((mean("b") - 1.9 * mean("a")).abs() < 1e-6);
+}
+
+#[test]
+fn backward_may_run_on_another_thread() {
+    let _random = random();
+    let (w, runs) = (eye().set_requires_grad(true), Arc::default());
+    let loss = product(&eye(), &w, &runs).sum(Kind::Float);
+    std::thread::spawn(move || loss.backward()).join().unwrap();
+    assert_eq!(w.grad(), eye().ones_like());
+}
+
+#[test]
+fn the_history_of_a_captured_tensor_is_freed_with_the_part() {
+    let _random = random();
+    let w = eye().set_requires_grad(true);
+    // As an input, it may be used elsewhere, too.
+    let hidden = w.exp();
+    let f = |x: &[&Tensor]| -> FunctionResult<Tensor> { Ok(x[0].tanh()) };
+    (checkpointed(&[&hidden], f).unwrap() + &hidden).sum(Kind::Float).backward();
+    let hidden = w.exp();
+    let captured = hidden.shallow_clone();
+    let f = move |x: &[&Tensor]| -> FunctionResult<Tensor> { Ok(x[0] + captured.tanh()) };
+    let y: Tensor = checkpointed(&[eye()], f).unwrap();
+    let error = (y + hidden).sum(Kind::Float).f_backward().unwrap_err().to_string();
+    assert!(error.contains("a second time"), "{error}");
+}

@@ -1,0 +1,67 @@
+//! The numbers that a recording counts, beside plain loops.
+
+use rstest::rstest;
+use tch::{Device, Kind, Tensor};
+
+use crate::insight::{Model, batch, explain};
+
+/// Numbers that are 1, -1 or 0, and ones and zeros: their quotients are finite, infinite and NaN.
+fn operands(elements: i64, kind: Kind) -> [Tensor; 2] {
+    let a = Tensor::randint(3, [elements], (Kind::Int64, Device::Cpu)) - 1;
+    let b = Tensor::randint(2, [elements], (Kind::Int64, Device::Cpu));
+    [a, b].map(|tensor| tensor.to_kind(kind))
+}
+
+#[rstest]
+#[case(Kind::Float)]
+#[case(Kind::Double)]
+#[case(Kind::Half)]
+#[case(Kind::BFloat16)]
+fn numbers_are_counted_as_by_a_loop(#[case] kind: Kind) {
+    let model = Model::new();
+    let x = batch();
+    for elements in [1000, 16384, 40003] {
+        let [a, b] = operands(elements, kind);
+        let explanation = explain(&model.vs, Kind::Float, 1.0, || {
+            let quotient = (&a / &b).sum(Kind::Float);
+            model.loss(&x, |x| x * &quotient)
+        })
+        .unwrap();
+        let culprit = explanation.culprit.unwrap();
+        assert_eq!(culprit.operator, "aten::div");
+        let (mut positive, mut negative, mut nan) = (0, 0, 0);
+        let [a, b] = [a, b].map(|tensor| Vec::<f64>::try_from(tensor).unwrap());
+        for (a, b) in a.iter().zip(&b) {
+            let quotient = a / b;
+            positive += i64::from(quotient == f64::INFINITY);
+            negative += i64::from(quotient == f64::NEG_INFINITY);
+            nan += i64::from(quotient.is_nan());
+        }
+        let values = culprit.values;
+        let counted = (values.positive_infinite, values.negative_infinite, values.nan);
+        assert_eq!(counted, (positive, negative, nan), "{kind:?}, {elements} elements");
+        assert_eq!(values.elements, elements);
+    }
+}
+
+#[rstest]
+#[case(Kind::Float)]
+#[case(Kind::Double)]
+#[case(Kind::Half)]
+#[case(Kind::BFloat16)]
+fn the_largest_finite_number_beside_a_mask_is_found(#[case] kind: Kind) {
+    let model = Model::new();
+    let x = batch();
+    let numbers = Tensor::randn([40003], (Kind::Float, Device::Cpu)).to_kind(kind);
+    let mask = numbers.gt(1.0);
+    let largest = numbers.masked_fill(&mask, 0).abs().max().double_value(&[]);
+    let masked = numbers.masked_fill(&mask, f64::NEG_INFINITY);
+    let explanation = explain(&model.vs, Kind::Float, 1.0, || {
+        let nothing = (&masked - masked.view_as(&masked)).sum(Kind::Float);
+        model.loss(&x, |x| x * &nothing)
+    })
+    .unwrap();
+    let culprit = explanation.culprit.unwrap();
+    assert_eq!(culprit.operator, "aten::sub");
+    assert_eq!(culprit.largest_inputs, [largest, largest]);
+}

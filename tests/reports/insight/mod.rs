@@ -1,0 +1,82 @@
+//! Explanations of skipped steps: planted overflows whose operator and part of the model are known. The health of the
+//! loss scale: counts of exponents and histories of steps.
+
+mod audit;
+mod blame;
+mod contexts;
+mod counts;
+mod health;
+mod history;
+mod operators;
+mod own_arithmetic;
+mod page;
+mod recorder;
+mod report_casts;
+mod report_flops;
+mod report_oracle;
+mod report_times;
+mod restored;
+mod scales;
+mod skipped;
+mod tools;
+mod tune;
+mod written;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::insight::{Explanation, Tracer};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Autocast, Result};
+
+/// The random number generator and autocast's cache, which tests share: the end of any thread's region clears the cache.
+static RANDOM: Mutex<()> = Mutex::new(());
+
+/// A linear layer in `layers.0`, what is planted, and a linear layer in `layers.1`.
+pub(crate) struct Model {
+    pub(crate) vs: VarStore,
+    first: nn::Linear,
+    last: nn::Linear,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Model {
+    pub(crate) fn new() -> Self {
+        let alone = alone();
+        tch::manual_seed(0);
+        let vs = VarStore::new(Device::Cpu);
+        let layers = vs.root() / "layers";
+        let first = nn::linear(&layers / 0, 4, 4, Default::default());
+        let last = nn::linear(&layers / 1, 4, 4, Default::default());
+        Self { vs, first, last, _alone: alone }
+    }
+
+    pub(crate) fn loss(&self, x: &Tensor, planted: impl Fn(&Tensor) -> Tensor) -> Tensor {
+        planted(&x.apply(&self.first)).apply(&self.last).to_kind(Kind::Float).square().mean(None)
+    }
+}
+
+/// Keeps other tests from random numbers and from opening regions until it is dropped.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    RANDOM.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub(crate) fn batch() -> Tensor {
+    Tensor::arange(8, (Kind::Float, Device::Cpu)).reshape([2, 4]) / 8 + 0.5
+}
+
+/// Explains an iteration in `kind` at a scale.
+pub(crate) fn explain(
+    vs: &VarStore,
+    kind: Kind,
+    scale: f64,
+    loss: impl Fn() -> Tensor,
+) -> Result<Explanation> {
+    let scaler = GradScalerConfig { init_scale: scale, ..Default::default() }.build(Device::Cpu)?;
+    let mut tracer = Tracer::new(vs)?;
+    tracer.begin(&scaler)?;
+    let region = Autocast::new(Device::Cpu).dtype(kind).enabled(kind != Kind::Float);
+    let explanation = tracer.explain(&scaler, || region.run(&loss))?;
+    Ok(explanation.expect("the limit is not reached"))
+}

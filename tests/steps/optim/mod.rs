@@ -1,0 +1,85 @@
+//! The rules of the fused optimizers, one test each. Random programs are compared with PyTorch in `programs/`.
+
+mod adam_fp16;
+mod build;
+mod clip;
+mod delayed;
+mod f32_gradients;
+mod groups;
+mod labml;
+mod lost_updates;
+mod low_bit;
+mod masters;
+mod muon;
+mod norms;
+mod numbers;
+mod programs;
+mod refused;
+mod replaced;
+mod scaled;
+mod skipped;
+mod stale;
+mod state;
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{
+    Adafactor, Adagrad, Adam, AdamW, Algorithm, IntoParameters, Lion, Muon, NAdam, Optimizer,
+    RmsProp, Sgd,
+};
+
+/// One of each algorithm, with all the options that affect its arithmetic.
+fn algorithms() -> Vec<Algorithm> {
+    let adam = Adam { weight_decay: 0.1, ..Default::default() };
+    let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, ..Default::default() };
+    let rmsprop = RmsProp { alpha: 0.9, weight_decay: 0.1, ..Default::default() };
+    let nadam = NAdam { weight_decay: 0.1, ..Default::default() };
+    let adafactor = Adafactor { weight_decay: 0.1, ..Default::default() };
+    let lion = Lion { weight_decay: 0.1, ..Default::default() };
+    vec![
+        AdamW::default().into(),
+        AdamW { amsgrad: true, maximize: true, betas: (0.4, 0.9), ..Default::default() }.into(),
+        adam.into(),
+        Adam { amsgrad: true, ..adam }.into(),
+        Sgd { weight_decay: 0.1, maximize: true, ..Default::default() }.into(),
+        sgd.into(),
+        Sgd { dampening: 0.3, ..sgd }.into(),
+        Sgd { nesterov: true, ..sgd }.into(),
+        Adagrad { initial_accumulator_value: 0.5, lr_decay: 0.1, ..Default::default() }.into(),
+        rmsprop.into(),
+        RmsProp { momentum: 0.9, maximize: true, ..rmsprop }.into(),
+        RmsProp { centered: true, ..rmsprop }.into(),
+        RmsProp { centered: true, momentum: 0.5, weight_decay: 0.0, ..rmsprop }.into(),
+        lion.into(),
+        Lion { betas: (0.5, 0.75), maximize: true, ..lion }.into(),
+        nadam.into(),
+        NAdam { decoupled_weight_decay: true, maximize: true, betas: (0.4, 0.9), ..nadam }.into(),
+        adafactor.into(),
+        Adafactor { maximize: true, eps: (Some(1e-3), 0.5), d: 1.5, ..adafactor }.into(),
+        // Steps vectors by AdamW.
+        Muon { adamw_lr_factor: 0.5, ..Default::default() }.into(),
+    ]
+}
+
+fn build(algorithm: Algorithm, parameters: impl IntoParameters, lr: f64) -> Optimizer {
+    algorithm.build(parameters, lr).unwrap()
+}
+
+/// Replaces the gradient of `w` with `values`.
+fn set_grad(w: &Tensor, values: &[f64]) {
+    w.grad().defined().then(|| w.grad().detach_().zero_());
+    let factors = Tensor::from_slice(values).to_kind(w.kind()).to_device(w.device());
+    let mut old = w.grad();
+    if old.defined() {
+        tch::no_grad(|| old.copy_(&factors.view_as(w)));
+    } else {
+        (w * factors.view_as(w)).sum(w.kind()).backward();
+    }
+}
+
+fn to_f64(tensor: &Tensor) -> Vec<f64> {
+    let plain = tensor.detach().to_device(Device::Cpu).to_kind(Kind::Double);
+    Vec::try_from(plain.contiguous().view(-1)).unwrap()
+}
+
+const INF: f64 = f64::INFINITY;
+const NAN: f64 = f64::NAN;

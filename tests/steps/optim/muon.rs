@@ -1,0 +1,432 @@
+//! Muon: the formula for matrices, which parameters AdamW steps, and what moves between the two.
+
+use std::collections::BTreeMap;
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{
+    AdamW, AdjustLr, AmpOptimizer as _, MasterWeights, Muon, Optimizer, OptimizerError, ParamGroup,
+    Step,
+};
+use tch_amp::{Error, GradScaler};
+
+use crate::optim::{NAN, set_grad, to_f64};
+use testkit::bits::bits;
+use testkit::for_each_device;
+use testkit::tensors::leaf;
+
+type Rows = Vec<Vec<f64>>;
+
+fn product(a: &Rows, b: &Rows) -> Rows {
+    let element = |row: &Vec<f64>, j: usize| row.iter().zip(b).map(|(x, other)| x * other[j]).sum();
+    a.iter().map(|row| (0..b[0].len()).map(|j| element(row, j)).collect()).collect()
+}
+
+fn turned(a: &Rows) -> Rows {
+    (0..a[0].len()).map(|j| a.iter().map(|row| row[j]).collect()).collect()
+}
+
+fn combined(a: &Rows, x: f64, b: &Rows, y: f64) -> Rows {
+    let rows = a.iter().zip(b);
+    rows.map(|(a, b)| a.iter().zip(b).map(|(a, b)| x * a + y * b).collect()).collect()
+}
+
+/// The iteration of the paper, in f64, without turning tall matrices.
+fn orthogonalized(momentum: &Rows, muon: &Muon) -> Rows {
+    let norm = momentum.iter().flatten().map(|x| x * x).sum::<f64>().sqrt().max(muon.eps);
+    let mut x = combined(momentum, 1.0 / norm, momentum, 0.0);
+    let (a, b, c) = muon.ns_coefficients;
+    for _ in 0..muon.ns_steps {
+        let gram = product(&x, &turned(&x));
+        let polynomial = combined(&gram, b, &product(&gram, &gram), c);
+        x = combined(&x, a, &product(&polynomial, &x), 1.0);
+    }
+    x
+}
+
+/// A matrix and its momentum, stepped in f64.
+struct Matrix {
+    values: Rows,
+    buffer: Rows,
+}
+
+impl Matrix {
+    fn step(&mut self, muon: &Muon, lr: f64, gradient: &Rows) {
+        let (m, decay) = (muon.momentum, 1.0 - lr * muon.weight_decay);
+        self.buffer = combined(&self.buffer, m, gradient, 1.0 - m);
+        let ahead = combined(&self.buffer, m, gradient, 1.0 - m);
+        let along = orthogonalized(if muon.nesterov { &ahead } else { &self.buffer }, muon);
+        let (rows, columns) = (self.values.len() as f64, self.values[0].len() as f64);
+        let rate = match muon.adjust_lr_fn {
+            AdjustLr::MatchRmsAdamW => 0.2 * lr * rows.max(columns).sqrt(),
+            _ => lr * (rows / columns).max(1.0).sqrt(),
+        };
+        self.values = combined(&self.values, decay, &along, -rate);
+    }
+}
+
+/// No singular value is near to zero: the iterations would make one of the rounding errors there.
+fn gradient(rows: i64, columns: i64, step: i64) -> Rows {
+    let wild = |i: i64, j: i64| (((i * 37 + j * 101 + step * 59) as f64).powi(2) * 0.731).sin();
+    let number = |i, j| wild(i, j) / 4.0 + if i == j { 1.0 } else { 0.0 };
+    (0..rows).map(|i| (0..columns).map(|j| number(i, j)).collect()).collect()
+}
+
+fn flat(rows: &Rows) -> Vec<f64> {
+    rows.concat()
+}
+
+fn matrix(values: &Rows, kind: Kind, device: Device) -> Tensor {
+    let shape = [values.len() as i64, values[0].len() as i64];
+    let plain = Tensor::from_slice(&flat(values)).reshape(shape).to_kind(kind);
+    plain.to_device(device).set_requires_grad(true)
+}
+
+fn largest_difference(one: &[f64], other: &[f64]) -> f64 {
+    one.iter().zip(other).map(|(one, other)| (one - other).abs()).fold(0.0, f64::max)
+}
+
+fn options() -> Vec<Muon> {
+    let muon = Muon::default();
+    let gentle = Muon { ns_coefficients: (2.0, -1.5, 0.5), ns_steps: 3, ..muon };
+    vec![
+        muon,
+        Muon { nesterov: false, momentum: 0.5, weight_decay: 0.0, ..muon },
+        Muon { adjust_lr_fn: AdjustLr::MatchRmsAdamW, ..muon },
+        Muon { momentum: 0.5, ..gentle },
+        Muon { momentum: 0.0, ..gentle },
+        Muon { ns_steps: 0, momentum: 0.5, ..muon },
+        Muon { ns_steps: 0, eps: 100.0, ..muon },
+    ]
+}
+
+/// The products are rounded to bf16, whose numbers have 8 significant bits, and the default coefficients multiply the
+/// errors. The bounds are about twice as large as what was observed.
+#[test]
+fn every_option_computes_what_a_plain_loop_does() {
+    const LR: f64 = 0.125;
+    for_each_device(|device| {
+        for muon in options() {
+            let tolerance = if muon.ns_steps == 5 { 0.1 } else { 0.02 };
+            for (rows, columns) in [(3, 5), (5, 3), (1, 4), (4, 1), (1, 1), (24, 20)] {
+                let start = gradient(rows, columns, 100);
+                let w = matrix(&start, Kind::Double, device);
+                let mut opt = muon.build(&[w.shallow_clone()], LR).unwrap();
+                let zeros = combined(&start, 0.0, &start, 0.0);
+                let mut want = Matrix { values: start, buffer: zeros };
+                let mut bound = 0.0;
+                for step in 0..3 {
+                    let gradient = gradient(rows, columns, step);
+                    set_grad(&w, &flat(&gradient));
+                    opt.step().unwrap();
+                    let before = flat(&want.values);
+                    want.step(&muon, LR, &gradient);
+                    let after = flat(&want.values);
+                    bound += tolerance * largest_difference(&after, &before);
+                    let off = largest_difference(&to_f64(&w), &after);
+                    assert!(
+                        off <= bound,
+                        "{muon:?} {rows}x{columns}, step {step}: {off} > {bound}"
+                    );
+                    let buffer = &opt.state_dict().unwrap().state["0"]["momentum_buffer"];
+                    for (got, want) in to_f64(buffer).into_iter().zip(flat(&want.buffer)) {
+                        assert!((got - want).abs() < 1e-14, "{muon:?}");
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// A Hadamard matrix, whose numbers no product rounds: one iteration multiplies it by a + b/4 + c/16.
+#[test]
+fn an_iteration_is_exact_where_bf16_is() {
+    for_each_device(|device| {
+        let sign = |i: u32, j: u32| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
+        let hadamard: Rows = (0..4).map(|i| (0..4).map(|j| sign(i, j)).collect()).collect();
+        let muon = Muon {
+            ns_coefficients: (2.0, -1.5, 0.5),
+            ns_steps: 1,
+            weight_decay: 0.5,
+            ..Default::default()
+        };
+        for (kind, masters) in [
+            (Kind::Double, MasterWeights::None),
+            (Kind::Float, MasterWeights::None),
+            (Kind::BFloat16, MasterWeights::Float),
+            (Kind::BFloat16, MasterWeights::Remainder),
+            (Kind::Half, MasterWeights::Float),
+        ] {
+            let w = matrix(&combined(&hadamard, 2.0, &hadamard, 0.0), kind, device);
+            let list = vec![w.shallow_clone()];
+            let mut opt = muon.master_weights(masters).build(list, 0.5).unwrap();
+            set_grad(&w, &flat(&hadamard));
+            opt.step().unwrap();
+            // 2 * (1 - 0.5 * 0.5) - 0.5 * (2 - 0.375 + 0.03125) / 4
+            let factor = 1.5 - 0.207_031_25;
+            let want: Vec<_> = flat(&hadamard).iter().map(|sign| sign * factor).collect();
+            let got = match opt.master_weight(0).unwrap() {
+                Some(master) => to_f64(&master),
+                None => to_f64(&w),
+            };
+            assert_eq!(got, want, "{kind:?} {masters:?}");
+        }
+    });
+}
+
+/// One parameter of each kind: a matrix, a bias, the filters of a convolution and a number.
+fn network(device: Device) -> Vec<(&'static str, Tensor)> {
+    let random = |shape: &[i64]| {
+        let count = shape.iter().product::<i64>();
+        let values = Tensor::arange(count, (Kind::Float, Device::Cpu)).sin();
+        values.reshape(shape).to_device(device).set_requires_grad(true)
+    };
+    vec![
+        ("hidden", random(&[6, 4])),
+        ("bias", random(&[6])),
+        ("filters", random(&[2, 3, 4, 4])),
+        ("number", random(&[])),
+        ("head", random(&[5, 6])),
+    ]
+}
+
+fn backward(list: &[Tensor], step: usize) {
+    for (index, w) in list.iter().enumerate() {
+        let values: Vec<_> =
+            (0..w.numel()).map(|i| ((i * 7 + step * 3 + index) as f64).cos()).collect();
+        set_grad(w, &values);
+    }
+}
+
+fn train(opt: &mut Optimizer, steps: std::ops::Range<usize>) {
+    for step in steps {
+        backward(&opt.trainable_variables(), step);
+        opt.step().unwrap();
+    }
+}
+
+fn keys(opt: &mut Optimizer) -> BTreeMap<String, Vec<String>> {
+    let state = opt.state_dict().unwrap().state;
+    state.into_iter().map(|(name, entries)| (name, entries.into_keys().collect())).collect()
+}
+
+const BY_ADAMW: [&str; 3] = ["exp_avg", "exp_avg_sq", "step"];
+const BY_MUON: [&str; 1] = ["momentum_buffer"];
+
+#[test]
+fn adamw_steps_all_parameters_but_the_matrices_of_groups_that_use_muon() {
+    for_each_device(|device| {
+        let muon = Muon {
+            adamw: AdamW { betas: (0.5, 0.75), ..Default::default() },
+            adamw_lr_factor: 0.25,
+            ..Default::default()
+        };
+        let list = network(device);
+        let mut opt = muon.build(list, 0.5).unwrap();
+        opt.assign_group(1, &["head"]).unwrap();
+        opt.set_param_group(1, ParamGroup::new(0.5, Muon { use_muon: false, ..muon })).unwrap();
+        let rest: Vec<_> =
+            network(device).into_iter().filter(|(name, _)| *name != "hidden").collect();
+        let mut adamw = muon.adamw.build(rest, 0.125).unwrap();
+        for step in 0..3 {
+            let all = opt.trainable_variables();
+            backward(&all, step);
+            // The same gradients, whose values depend on the places in the list.
+            for (w, other) in all[1..].iter().zip(adamw.trainable_variables()) {
+                set_grad(&other, &to_f64(&w.grad()));
+            }
+            opt.step().unwrap();
+            adamw.step().unwrap();
+            for (w, other) in all[1..].iter().zip(adamw.trainable_variables()) {
+                assert_eq!(bits(w), bits(&other));
+            }
+        }
+        let found = keys(&mut opt);
+        for (name, want) in [("hidden", &BY_MUON[..]), ("head", &BY_ADAMW), ("filters", &BY_ADAMW)]
+        {
+            assert_eq!(found[name], want, "{name}");
+        }
+        assert_eq!((found["bias"].clone(), found["number"].clone()), {
+            let want = BY_ADAMW.map(str::to_owned).to_vec();
+            (want.clone(), want)
+        });
+    });
+}
+
+#[test]
+fn the_learning_rate_drives_both_and_weight_decay_is_that_of_both() {
+    let mut opt = Muon { adamw_lr_factor: 0.0, ..Default::default() }
+        .build(network(Device::Cpu), 0.5)
+        .unwrap();
+    let before: Vec<_> = opt.trainable_variables().iter().map(to_f64).collect();
+    train(&mut opt, 0..1);
+    let changed = |opt: &Optimizer, before: &[Vec<f64>]| {
+        let all = opt.trainable_variables();
+        all.iter().zip(before).map(|(w, before)| to_f64(w) != *before).collect::<Vec<_>>()
+    };
+    assert_eq!(changed(&opt, &before), [true, false, false, false, true]);
+    let before: Vec<_> = opt.trainable_variables().iter().map(to_f64).collect();
+    opt.set_lr(0.0).unwrap();
+    train(&mut opt, 1..2);
+    assert_eq!(changed(&opt, &before), [false; 5]);
+    opt.set_weight_decay(0.25).unwrap();
+    opt.set_momentum(0.5).unwrap();
+    let want =
+        Muon { adamw_lr_factor: 0.0, weight_decay: 0.25, momentum: 0.5, ..Default::default() };
+    let want = Muon { adamw: AdamW { weight_decay: 0.25, ..Default::default() }, ..want };
+    assert_eq!(opt.param_group(0).unwrap().algorithm, want.into());
+}
+
+#[test]
+fn a_parameter_that_moves_between_muon_and_adamw_starts_anew() {
+    let muon = Muon::default();
+    let mut opt = muon.build(network(Device::Cpu), 0.1).unwrap();
+    train(&mut opt, 0..2);
+    opt.assign_group(1, &["head", "bias"]).unwrap();
+    assert!(keys(&mut opt).contains_key("head"), "an equal group changes nothing");
+    opt.set_param_group(1, ParamGroup::new(0.1, Muon { use_muon: false, ..muon })).unwrap();
+    assert!(!keys(&mut opt).contains_key("head"));
+    let steps =
+        |opt: &mut Optimizer, name: &str| to_f64(&opt.state_dict().unwrap().state[name]["step"])[0];
+    assert_eq!(steps(&mut opt, "bias"), 2.0);
+    train(&mut opt, 2..3);
+    assert_eq!((steps(&mut opt, "bias"), steps(&mut opt, "head")), (3.0, 1.0));
+    opt.assign_group(0, &["head"]).unwrap();
+    train(&mut opt, 3..4);
+    assert_eq!(keys(&mut opt)["head"], BY_MUON);
+    // The hidden matrix has never moved.
+    assert_eq!(keys(&mut opt)["hidden"], BY_MUON);
+}
+
+#[test]
+fn a_state_of_the_other_algorithm_is_refused() {
+    let mut by_muon = Muon::default().build(network(Device::Cpu), 0.1).unwrap();
+    let mut by_adamw =
+        Muon { use_muon: false, ..Default::default() }.build(network(Device::Cpu), 0.1).unwrap();
+    train(&mut by_muon, 0..1);
+    train(&mut by_adamw, 0..1);
+    let mut state = by_adamw.state_dict().unwrap();
+    state.param_groups = by_muon.state_dict().unwrap().param_groups;
+    let before: Vec<_> = keys(&mut by_muon).into_iter().collect();
+    let error = by_muon.load_state_dict(&state).unwrap_err();
+    let is_refused = matches!(&error, Error::Optimizer(OptimizerError::State { parameter, problem })
+        if parameter == "hidden" && problem.contains("which Muon does not keep"));
+    assert!(is_refused, "{error}");
+    assert_eq!(keys(&mut by_muon).into_iter().collect::<Vec<_>>(), before);
+    // With its groups, the state is that of AdamW.
+    by_muon.load_state_dict(&by_adamw.state_dict().unwrap()).unwrap();
+    train(&mut by_muon, 1..2);
+    assert_eq!(keys(&mut by_muon)["hidden"], BY_ADAMW);
+}
+
+fn everything(opt: &mut Optimizer) -> Vec<Vec<u8>> {
+    let state = opt.state_dict().unwrap().state;
+    let state = state.values().flat_map(|entries| entries.values().map(bits));
+    opt.trainable_variables().iter().map(bits).chain(state).collect()
+}
+
+#[test]
+fn a_skipped_step_changes_no_bit_of_a_matrix() {
+    for_each_device(|device| {
+        let flag = Tensor::from(1f32).to_device(device);
+        for (kind, masters) in [
+            (Kind::Float, MasterWeights::None),
+            (Kind::BFloat16, MasterWeights::None),
+            (Kind::BFloat16, MasterWeights::Float),
+            (Kind::BFloat16, MasterWeights::Remainder),
+            (Kind::BFloat16, MasterWeights::StochasticRounding { seed: 3 }),
+        ] {
+            let list = network(device)
+                .into_iter()
+                .map(|(name, w)| (name, w.detach().to_kind(kind).set_requires_grad(true)));
+            let muon = Muon::default().master_weights(masters);
+            let mut opt = muon.build(list.collect::<Vec<_>>(), 0.1).unwrap();
+            train(&mut opt, 0..2);
+            let before = everything(&mut opt);
+            for bad in [NAN, f64::INFINITY, 1.0] {
+                let all = opt.trainable_variables();
+                backward(&all, 2);
+                let _bad = tch::no_grad(|| all[0].grad().view(-1).get(3).fill_(bad));
+                opt.update(&Step::default().with_found_inf(&flag)).unwrap();
+                assert_eq!(everything(&mut opt), before, "{kind:?} {masters:?} {bad}");
+            }
+            train(&mut opt, 3..4);
+            assert_ne!(everything(&mut opt), before);
+        }
+    });
+}
+
+/// A scale that is no power of two, in one optimizer with those that unscale otherwise.
+#[test]
+fn a_scaler_steps_matrices_and_the_rest_with_the_same_scale() {
+    for_each_device(|device| {
+        let [mut plain, mut scaled] =
+            [(); 2].map(|()| Muon::default().build(network(device), 0.1).unwrap());
+        let config = tch_amp::scaler::GradScalerConfig { init_scale: 3.0, ..Default::default() };
+        let mut scaler: GradScaler = config.build(device).unwrap();
+        for step in 0..3 {
+            for (opt, factor) in [(&plain, 1.0), (&scaled, 3.0)] {
+                for w in opt.trainable_variables() {
+                    let values = (0..w.numel()).map(|i| factor * ((i + step) as f64).cos());
+                    set_grad(&w, &values.collect::<Vec<_>>());
+                }
+            }
+            plain.step().unwrap();
+            assert!(scaler.step(&mut scaled).unwrap().is_stepped().unwrap());
+            scaler.update().unwrap();
+        }
+        for (one, other) in plain.trainable_variables().iter().zip(scaled.trainable_variables()) {
+            for (one, other) in to_f64(one).into_iter().zip(to_f64(&other)) {
+                // A gradient that is rounded once more may change the last bit of a bf16 number.
+                assert!((one - other).abs() < 0.02, "{one} {other}");
+            }
+        }
+    });
+}
+
+/// A step inside a region multiplies in bf16, whatever the dtype of the region.
+#[test]
+fn a_region_does_not_change_a_step() {
+    let run = |inside: bool| {
+        let mut opt = Muon::default().build(network(Device::Cpu), 0.1).unwrap();
+        backward(&opt.trainable_variables(), 0);
+        if inside {
+            let region = tch_amp::Autocast::new(Device::Cpu).dtype(Kind::Half);
+            region.run(|| opt.step().unwrap()).unwrap();
+        } else {
+            opt.step().unwrap();
+        }
+        everything(&mut opt)
+    };
+    assert_eq!(run(true), run(false));
+}
+
+/// Views with gaps and other orders of memory, on the CPU. The products of a turned matrix may be rounded otherwise.
+#[test]
+fn matrices_of_any_layout_are_stepped() {
+    let values = gradient(4, 6, 7);
+    let plain = matrix(&values, Kind::Float, Device::Cpu);
+    let turned = plain.detach().tr().contiguous().tr().set_requires_grad(true);
+    let wide = Tensor::stack(&[plain.detach(), plain.detach()], -1);
+    let gaps = wide.select(-1, 0).set_requires_grad(true);
+    let all = [plain, turned, gaps];
+    let mut opt = Muon::default().build(&all, 0.1).unwrap();
+    for step in 0..3 {
+        all.iter().for_each(|w| set_grad(w, &flat(&gradient(4, 6, step))));
+        opt.step().unwrap();
+    }
+    assert_eq!(to_f64(&all[0]), to_f64(&all[2]));
+    for (one, other) in to_f64(&all[0]).into_iter().zip(to_f64(&all[1])) {
+        assert!((one - other).abs() < 0.005, "{one} {other}");
+    }
+    assert_eq!(to_f64(&wide.select(-1, 1)), to_f64(&matrix(&values, Kind::Float, Device::Cpu)));
+    // A parameter without elements, and one whose momentum is zero.
+    let none = Tensor::zeros([3, 0], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let zero = leaf(&[1.0, 2.0], Kind::Float, Device::Cpu).detach().reshape([1, 2]);
+    let zero = zero.set_requires_grad(true);
+    let mut opt = Muon { weight_decay: 0.0, ..Default::default() }
+        .build(&[none.shallow_clone(), zero.shallow_clone()], 1.0);
+    set_grad(&none, &[]);
+    set_grad(&zero, &[0.0, 0.0]);
+    opt.as_mut().unwrap().step().unwrap();
+    assert_eq!(to_f64(&zero), [1.0, 2.0]);
+}

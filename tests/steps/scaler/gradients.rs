@@ -1,0 +1,594 @@
+//! Dtypes and layouts of gradients.
+
+use half::{bf16, f16};
+use rstest::rstest;
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::gradients::{ClipNorm, GradientError, clip_grad_norm, clip_grad_value};
+use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer, Sgd};
+use tch_amp::scaler::{GradScalerConfig, PerLossScalers, Unscaled};
+use tch_amp::{Error, GradScaler};
+
+use crate::scaler::{Descent, INF, NAN, loss, model, ones, scaler};
+use testkit::tensors::leaf;
+use testkit::{devices, for_each_device, to_f64};
+
+#[rstest]
+#[case(Kind::Float)]
+#[case(Kind::Double)]
+#[case(Kind::BFloat16)]
+fn floating_gradients_are_unscaled(#[case] kind: Kind) {
+    for_each_device(|device| {
+        let w = ones(kind, device);
+        let mut opt = Descent(vec![w.shallow_clone()]);
+        let mut scaler = scaler(device);
+        scaler.backward(&loss(&w, &[1.0, -2.0, 0.5])).unwrap();
+        scaler.unscale_(&mut opt).unwrap();
+        assert_eq!(w.grad().kind(), kind);
+        assert_eq!(to_f64(&w.grad()), [1.0, -2.0, 0.5]);
+        assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+    });
+}
+
+#[rstest]
+#[case(Kind::Float, 1)]
+#[case(Kind::Double, 1)]
+#[case(Kind::BFloat16, 1)]
+#[case(Kind::Float, 70_000)]
+#[case(Kind::Double, 70_000)]
+#[case(Kind::BFloat16, 70_000)]
+fn one_non_finite_element_anywhere_is_found(#[case] kind: Kind, #[case] n: i64) {
+    for_each_device(|device| {
+        for (place, bad) in [(0, INF), (n / 2, NAN), (n - 1, -INF)] {
+            let w = Tensor::ones([n], (kind, device)).set_requires_grad(true);
+            let mut opt = Descent(vec![w.shallow_clone()]);
+            let mut scaler = scaler(device);
+            scaler.backward(&w.sum(None)).unwrap();
+            let _filled = w.grad().get(place).fill_(bad);
+            assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap(), "{kind:?} at {place}");
+            assert_eq!(w.min().double_value(&[]), 1.0);
+        }
+    });
+}
+
+/// With scales that are not powers of two, every product is rounded. The reference is a plain loop with `half`'s
+/// rounding.
+#[test]
+fn unscaling_rounds_like_a_plain_loop() {
+    for_each_device(|device| {
+        let values: Vec<f32> = (1..=1000).map(|i| 0.37 * i as f32).collect();
+        let config = GradScalerConfig { init_scale: 3.0, ..Default::default() };
+        let inverse = (1.0 / 3.0) as f32;
+        for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
+            let w = Tensor::zeros([1000], (kind, device)).set_requires_grad(true);
+            let factors = Tensor::from_slice(&values).to_kind(kind).to_device(device);
+            let mut scaler = config.build(device).unwrap();
+            (&w * &factors).sum(kind).backward();
+            let scaled = to_f64(&w.grad());
+            scaler.unscale_(&mut Descent(vec![w.shallow_clone()])).unwrap();
+            let want = scaled.iter().map(|&g| match kind {
+                Kind::Double => g * f64::from(inverse),
+                Kind::BFloat16 => bf16::from_f32(g as f32 * inverse).to_f64(),
+                _ => f64::from(g as f32 * inverse),
+            });
+            assert_eq!(to_f64(&w.grad()), want.collect::<Vec<_>>(), "{kind:?}");
+        }
+    });
+}
+
+#[test]
+fn fp16_gradients_are_refused_by_name_before_any_gradient_is_touched() {
+    for_each_device(|device| {
+        let (vs, w, _opt) = model(device);
+        let low = ones(Kind::Half, device);
+        let mut opt = Descent(vec![w.shallow_clone(), low.shallow_clone()]);
+        let mut scaler = scaler(device);
+        let total = loss(&w, &[1.0; 3]) + loss(&low, &[1.0; 3]).to_kind(Kind::Float);
+        scaler.backward(&total).unwrap();
+        let error = scaler.unscale_(&mut opt).unwrap_err().to_string();
+        assert!(error.contains("parameter 1 [3]") && error.contains("allow_fp16_gradients"));
+        assert_eq!((to_f64(&w.grad()), to_f64(&low.grad())), (vec![8.0; 3], vec![8.0; 3]));
+        drop(vs);
+    });
+}
+
+#[test]
+fn a_named_parameter_is_named() {
+    let mut vs = tch::nn::VarStore::new(Device::Cpu);
+    let w = (vs.root() / "layer").ones("weight", &[3]);
+    vs.half();
+    let mut opt = tch::nn::OptimizerConfig::build(tch::nn::Sgd::default(), &vs, 1.0).unwrap();
+    let mut scaler = scaler(Device::Cpu);
+    scaler.name_parameters(&vs).unwrap();
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let error = scaler.step(&mut opt).unwrap_err().to_string();
+    assert!(error.contains("parameter `layer.weight` [3]"), "{error}");
+}
+
+#[test]
+fn fp16_gradients_are_unscaled_on_request() {
+    for_each_device(|device| {
+        let config =
+            GradScalerConfig { init_scale: 8.0, allow_fp16_gradients: true, ..Default::default() };
+        let mut scaler = config.build(device).unwrap();
+        let w = ones(Kind::Half, device);
+        let mut opt = Descent(vec![w.shallow_clone()]);
+        scaler.backward(&loss(&w, &[1.0, 0.1, 3.0])).unwrap();
+        scaler.step(&mut opt).unwrap();
+        let want = [1.0, 0.1, 3.0].map(|v| f16::from_f64(1.0 - f16::from_f64(v).to_f64()).to_f64());
+        assert_eq!(to_f64(&w), want);
+    });
+}
+
+#[test]
+fn sparse_gradients_are_unscaled_with_their_duplicates() {
+    for_each_device(|device| {
+        let table = Tensor::ones([4, 2], (Kind::Float, device)).set_requires_grad(true);
+        let indices = Tensor::from_slice(&[1i64, 3, 1]).to_device(device);
+        let rows = Tensor::embedding(&table, &indices, -1, false, true);
+        let mut scaler = scaler(device);
+        scaler.backward(&rows.sum(Kind::Float)).unwrap();
+        assert!(table.grad().is_sparse());
+        scaler.unscale_(&mut Descent(vec![table.shallow_clone()])).unwrap();
+        let dense = table.grad().to_dense(None, false);
+        assert_eq!(to_f64(&dense), [0.0, 0.0, 2.0, 2.0, 0.0, 0.0, 1.0, 1.0]);
+    });
+}
+
+#[test]
+fn fp16_duplicates_that_add_up_to_infinity_are_found() {
+    let config =
+        GradScalerConfig { init_scale: 1.0, allow_fp16_gradients: true, ..Default::default() };
+    let mut scaler = config.build(Device::Cpu).unwrap();
+    let table = Tensor::ones([2, 1], (Kind::Half, Device::Cpu)).set_requires_grad(true);
+    let indices = Tensor::from_slice(&[1i64, 1]);
+    let rows = Tensor::embedding(&table, &indices, -1, false, true);
+    scaler.backward(&(rows * 64000.0).sum(Kind::Half).to_kind(Kind::Float)).unwrap();
+    let outcome = scaler.step(&mut Descent(vec![table.shallow_clone()])).unwrap();
+    assert!(outcome.is_skipped().unwrap());
+}
+
+#[test]
+fn complex_gradients_are_unscaled_and_checked() {
+    for_each_device(|device| {
+        let w = Tensor::ones([2], (Kind::ComplexFloat, device)).set_requires_grad(true);
+        let mut opt = Descent(vec![w.shallow_clone()]);
+        let mut scaler = scaler(device);
+        let parts = |factors: &[f64]| {
+            let factors = Tensor::from_slice(factors).to_kind(Kind::Float).to_device(device);
+            (w.view_as_real() * factors.view([2, 2])).sum(None)
+        };
+        scaler.backward(&parts(&[1.0, 2.0, 3.0, 4.0])).unwrap();
+        scaler.unscale_(&mut opt).unwrap();
+        assert_eq!(to_f64(&w.grad().view_as_real()), [1.0, 2.0, 3.0, 4.0]);
+        scaler.update().unwrap();
+        scaler.backward(&parts(&[1.0, INF, 3.0, 4.0])).unwrap();
+        assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
+    });
+}
+
+#[test]
+fn gradients_of_any_layout_are_unscaled_in_place() {
+    for_each_device(|device| {
+        let base = Tensor::zeros([3, 4], (Kind::Float, device));
+        let transposed = base.transpose(0, 1).set_requires_grad(true);
+        let columns = Tensor::zeros([4, 6], (Kind::Float, device)).slice(1, 0, 6, 2);
+        let columns = columns.set_requires_grad(true);
+        for w in [transposed, columns] {
+            let factors = Tensor::arange(12, (Kind::Float, device)).view([4, 3]);
+            let mut scaler = scaler(device);
+            scaler.backward(&(&w * &factors).sum(Kind::Float)).unwrap();
+            scaler.unscale_(&mut Descent(vec![w.shallow_clone()])).unwrap();
+            assert_eq!(to_f64(&w.grad()), to_f64(&factors));
+        }
+    });
+}
+
+/// Gives `w` a gradient that backward would not produce.
+fn force_gradient(w: &Tensor, gradient: &Tensor) {
+    loss(w, &[1.0; 3]).backward();
+    w.grad().set_data(gradient);
+}
+
+/// Each element is unscaled once, in a copy.
+#[test]
+fn a_gradient_whose_elements_share_memory_gets_its_own() {
+    for_each_device(|device| {
+        let expanded = Tensor::ones([1], (Kind::Float, device)).expand([3], false);
+        let sliding = Tensor::ones([4], (Kind::Float, device)).as_strided([3, 2], [1, 1], None);
+        for gradient in [expanded, sliding] {
+            let w = ones(Kind::Float, device);
+            force_gradient(&w, &gradient);
+            scaler(device).unscale_(&mut Descent(vec![w.shallow_clone()])).unwrap();
+            assert_eq!(w.grad().size(), gradient.size());
+            assert_eq!(to_f64(&w.grad().flatten(0, -1)), vec![0.125; w.grad().numel()]);
+            assert_eq!(gradient.max().double_value(&[]), 1.0);
+        }
+    });
+}
+
+type Change = fn(&mut GradScaler, [Tensor; 2]);
+
+const CHANGES: [(&str, Change); 5] = [
+    ("unscale_", |scaler, all| scaler.unscale_(&mut Descent(all.into())).unwrap()),
+    ("clip_grad_norm", |_, all| drop(clip_grad_norm(&all, 1.0).unwrap())),
+    ("clip_grad_value", |_, all| clip_grad_value(&all, 0.5).unwrap()),
+    ("step", |scaler, all| {
+        let mut opt = Sgd::default().build(&all, 0.5).unwrap();
+        drop(scaler.step(&mut opt).unwrap());
+    }),
+    ("step_clip_norm", |scaler, all| {
+        let mut opt = Sgd::default().build(&all, 0.5).unwrap();
+        drop(scaler.step_clip_norm(&mut opt, 1.0).unwrap());
+    }),
+];
+
+/// libtorch's kernels for lists write to the memory of a lazy copy as if it were its own.
+#[rstest]
+#[case(Kind::Float)]
+#[case(Kind::Double)]
+#[case(Kind::BFloat16)]
+fn gradients_that_are_lazy_copies_are_changed_and_their_original_is_not(#[case] kind: Kind) {
+    for_each_device(|device| {
+        for (name, change) in CHANGES {
+            let changed = |copy: fn(&Tensor) -> Tensor| {
+                let original =
+                    Tensor::from_slice(&[8.0, 16.0, -8.0]).to_kind(kind).to_device(device);
+                let all = [(); 2].map(|()| ones(kind, device));
+                all.iter().for_each(|w| force_gradient(w, &copy(&original)));
+                change(&mut scaler(device), all.each_ref().map(Tensor::shallow_clone));
+                let changed = all.map(|w| (to_f64(&w), to_f64(&w.grad())));
+                assert_eq!(to_f64(&original), [8.0, 16.0, -8.0], "{name} on {device:?}");
+                changed
+            };
+            let plain = changed(|original| original.copy());
+            assert_eq!(changed(|original| original.internal_lazy_clone()), plain, "{name}");
+            assert_eq!(plain[0], plain[1], "{name}");
+        }
+    });
+}
+
+#[test]
+fn an_integer_gradient_is_refused() {
+    let w = ones(Kind::Float, Device::Cpu);
+    force_gradient(&w, &Tensor::ones([3], (Kind::Int64, Device::Cpu)));
+    let error = scaler(Device::Cpu).unscale_(&mut Descent(vec![w.shallow_clone()])).unwrap_err();
+    assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
+}
+
+#[test]
+fn an_undefined_parameter_is_refused() {
+    let mut opt = Descent(vec![ones(Kind::Float, Device::Cpu), Tensor::new()]);
+    let error = scaler(Device::Cpu).unscale_(&mut opt).unwrap_err();
+    assert!(error.to_string().contains("parameter 1"), "{error}");
+}
+
+#[test]
+fn missing_and_empty_gradients_are_accepted() {
+    for_each_device(|device| {
+        let (w, unused) = (ones(Kind::Float, device), ones(Kind::Float, device));
+        let empty = Tensor::zeros([0], (Kind::Float, device)).set_requires_grad(true);
+        let all = [&w, &unused, &empty].map(Tensor::shallow_clone);
+        let mut scaler = scaler(device);
+        scaler.backward(&(loss(&w, &[1.0; 3]) + empty.sum(None))).unwrap();
+        assert!(scaler.step(&mut Descent(all.into())).unwrap().is_stepped().unwrap());
+        assert_eq!((to_f64(&w), to_f64(&unused)), (vec![0.0; 3], vec![1.0; 3]));
+    });
+}
+
+#[test]
+fn a_gradient_of_a_frozen_parameter_neither_skips_a_step_nor_is_applied() {
+    for_each_device(|device| {
+        let (frozen, w) = (ones(Kind::Float, device), ones(Kind::Float, device));
+        let mut opt = Descent(vec![frozen.shallow_clone(), w.shallow_clone()]);
+        let mut scaler = scaler(device);
+        scaler.backward(&loss(&frozen, &[INF, 1.0, NAN])).unwrap();
+        let _frozen = frozen.set_requires_grad(false);
+        scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+        assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+        assert_eq!((to_f64(&frozen), to_f64(&w)), (vec![1.0; 3], vec![0.0; 3]));
+    });
+}
+
+#[test]
+fn mixed_dtypes_are_unscaled_together() {
+    for_each_device(|device| {
+        let kinds = [Kind::Float, Kind::Double, Kind::BFloat16];
+        let all = kinds.map(|kind| ones(kind, device));
+        let mut scaler = scaler(device);
+        let total: Tensor = all.iter().map(|w| loss(w, &[1.0; 3]).to_kind(Kind::Double)).sum();
+        scaler.backward(&total).unwrap();
+        let mut opt = Descent(all.iter().map(Tensor::shallow_clone).collect());
+        assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+        all.iter().for_each(|w| assert_eq!(to_f64(w), [0.0; 3]));
+    });
+}
+
+#[test]
+fn gradients_on_several_devices_decide_together() {
+    let devices = devices();
+    let bad = std::iter::once(None).chain((0..devices.len()).map(Some));
+    let cases = bad.flat_map(|bad| devices.iter().map(move |home| (bad, *home)));
+    for (bad, home) in cases {
+        let all = devices.iter().map(|device| leaf(&[1.0; 3], Kind::Float, *device));
+        let all: Vec<_> = all.collect();
+        let mut scaler = GradScaler::new(home).unwrap();
+        for (i, w) in all.iter().enumerate() {
+            let value = if bad == Some(i) { INF } else { 1.0 };
+            scaler.backward(&loss(w, &[value; 3])).unwrap();
+        }
+        let mut opt = Descent(all.iter().map(Tensor::shallow_clone).collect());
+        let stepped = scaler.step(&mut opt).unwrap().is_stepped().unwrap();
+        assert_eq!(stepped, bad.is_none(), "{bad:?} of {devices:?} with the scaler on {home:?}");
+        let want = if bad.is_none() { 0.0 } else { 1.0 };
+        all.iter().for_each(|w| assert_eq!(to_f64(w), [want; 3]));
+        scaler.update().unwrap();
+    }
+}
+
+/// Every second column: a layout with gaps, in which no element occurs twice.
+#[test]
+fn a_gradient_with_gaps_is_unscaled() {
+    for_each_device(|device| {
+        let w = Tensor::zeros([2, 3], (Kind::Float, device)).set_requires_grad(true);
+        let mut opt = Descent(vec![w.shallow_clone()]);
+        let mut scaler = scaler(device);
+        scaler.backward(&w.sum(Kind::Float)).unwrap();
+        let wide = Tensor::full([2, 5], 8.0, (Kind::Float, device));
+        // While it is held here, the gradient stays the same tensor.
+        let mut gradient = w.grad();
+        no_grad(|| gradient.set_data(&wide.slice(1, 0, 5, 2)));
+        assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+        assert_eq!(w.sum(Kind::Double).double_value(&[]), -6.0);
+        assert_eq!(
+            wide.sum(Kind::Double).double_value(&[]),
+            6.0 + 4.0 * 8.0,
+            "the gaps are unchanged"
+        );
+    });
+}
+
+#[test]
+fn unscaling_is_a_change_in_place_that_autograd_detects() {
+    for_each_device(|device| {
+        let w = Tensor::ones([3], (Kind::Float, device)).set_requires_grad(true);
+        let mut opt = Descent(vec![w.shallow_clone()]);
+        let mut scaler = scaler(device);
+        scaler.backward(&w.square().sum(Kind::Float)).unwrap();
+        let gradient = w.grad();
+        let other = Tensor::ones([3], (Kind::Float, device)).set_requires_grad(true);
+        // The product saves the gradient for its backward.
+        let product = (&other * &gradient).sum(Kind::Float);
+        scaler.unscale_(&mut opt).unwrap();
+        let error = product.f_backward().unwrap_err().to_string();
+        assert!(error.contains("modified by an inplace operation"), "{error}");
+    });
+}
+
+/// Two finite numbers for one row whose sum is infinite.
+#[test]
+fn sparse_gradients_of_several_losses_are_checked_as_their_sum() {
+    for_each_device(|device| {
+        let w = Tensor::zeros([3, 1], (Kind::Float, device)).set_requires_grad(true);
+        let mut opt = Descent(vec![w.shallow_clone()]);
+        let config = GradScalerConfig { init_scale: 1.0, ..Default::default() };
+        let mut scalers = PerLossScalers::with_configs(device, &[config, config]).unwrap();
+        let rows = Tensor::from_slice(&[1i64]).to_device(device);
+        for id in 0..2 {
+            let loss = Tensor::embedding(&w, &rows, -1, false, true) * 3e38;
+            scalers.backward(id, &loss.sum(Kind::Float), &mut opt).unwrap();
+        }
+        assert!(w.grad().is_sparse());
+        assert!(scalers.step(&mut opt).unwrap().is_skipped().unwrap(), "on {device:?}");
+    });
+}
+
+/// Both parts of complex half are fp16, so small values are lost as in fp16.
+#[test]
+fn a_complex_half_gradient_is_refused_like_an_fp16_gradient() {
+    let w = Tensor::ones([2], (Kind::ComplexFloat, Device::Cpu)).set_requires_grad(true);
+    let mut opt = Descent(vec![w.shallow_clone()]);
+    let mut scaler = scaler(Device::Cpu);
+    scaler.backward(&w.view_as_real().sum(Kind::Float)).unwrap();
+    let half = w.grad().to_kind(Kind::ComplexHalf);
+    no_grad(|| w.grad().set_data(&half));
+    let error = scaler.unscale_(&mut opt).unwrap_err();
+    assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
+    assert!(error.to_string().contains("is fp16"), "{error}");
+}
+
+#[test]
+fn parameters_of_several_stores_are_named() {
+    let mut stores = [(); 2].map(|()| tch::nn::VarStore::new(Device::Cpu));
+    let names = ["first", "second"];
+    let ws: Vec<_> =
+        stores.iter().zip(names).map(|(vs, name)| vs.root().ones(name, &[3])).collect();
+    stores.iter_mut().for_each(tch::nn::VarStore::half);
+    let mut alone = scaler(Device::Cpu);
+    let mut scalers = PerLossScalers::new(Device::Cpu, 2).unwrap();
+    for vs in &stores {
+        alone.name_parameters(vs).unwrap();
+        scalers.name_parameters(vs).unwrap();
+    }
+    for (name, w) in names.iter().zip(&ws) {
+        let wanted = format!("parameter `{name}` [3]");
+        let mut opt = Descent(vec![w.shallow_clone()]);
+        // For each loss, its own gradients are checked.
+        let error = scalers.backward(1, &loss(w, &[1.0; 3]), &mut opt).unwrap_err().to_string();
+        assert!(error.contains(&wanted), "{error}");
+        alone.backward(&loss(w, &[1.0; 3])).unwrap();
+        let error = alone.step(&mut opt).unwrap_err().to_string();
+        assert!(error.contains(&wanted), "{error}");
+    }
+}
+
+/// An optimizer that steps every gradient it finds, as tch's own does.
+#[test]
+fn a_parameter_that_is_frozen_after_unscaling_is_neither_clipped_nor_stepped() {
+    for_each_device(|device| {
+        let clips: [fn(&mut GradScaler, &mut dyn AmpOptimizer) -> bool; 5] = [
+            |scaler, opt| scaler.step(opt).unwrap().is_stepped().unwrap(),
+            |scaler, opt| scaler.step_clip_norm(opt, 100.0).unwrap().is_stepped().unwrap(),
+            |scaler, opt| scaler.step_clip_value(opt, 100.0).unwrap().is_stepped().unwrap(),
+            |scaler, opt| {
+                scaler.abandon(opt).unwrap();
+                scaler.step(opt).unwrap().is_stepped().unwrap()
+            },
+            |scaler, opt| {
+                scaler.abandon(opt).unwrap();
+                scaler.step_clip_norm(opt, 100.0).unwrap().is_stepped().unwrap()
+            },
+        ];
+        for (case, step) in clips.iter().enumerate() {
+            for fused in [false, true] {
+                let vs = tch::nn::VarStore::new(device);
+                let [frozen, w] = ["frozen", "w"].map(|name| vs.root().ones(name, &[3]));
+                let sgd = tch::nn::Sgd::default();
+                let mut plain = tch::nn::OptimizerConfig::build(sgd, &vs, 1.0).unwrap();
+                let mut own = tch_amp::optim::Sgd::default().build(&vs, 1.0).unwrap();
+                let opt: &mut dyn AmpOptimizer = if fused { &mut own } else { &mut plain };
+                let mut scaler = GradScaler::skip_only(device).unwrap();
+                scaler.backward(&(loss(&frozen, &[1.0; 3]) + loss(&w, &[1.0; 3]))).unwrap();
+                scaler.unscale_(opt).unwrap();
+                let _frozen = frozen.set_requires_grad(false);
+                assert!(step(&mut scaler, opt), "case {case}");
+                assert_eq!(to_f64(&frozen), [1.0; 3], "case {case}, fused: {fused}");
+                assert_eq!(to_f64(&w), [0.0; 3], "case {case}, fused: {fused}");
+                assert!(!frozen.grad().defined(), "case {case}, fused: {fused}");
+            }
+        }
+    });
+}
+
+#[test]
+fn the_norm_in_a_transaction_leaves_out_a_parameter_that_is_frozen_after_unscaling() {
+    let clips: [fn(&mut Unscaled<'_>) -> tch_amp::Result<Tensor>; 2] = [
+        |unscaled| unscaled.clip_grad_norm(10.0),
+        |unscaled| unscaled.clip_grad_norm(ClipNorm { error_if_nonfinite: true, ..10.0.into() }),
+    ];
+    for_each_device(|device| {
+        for clip in clips {
+            let (frozen, w) = (ones(Kind::Float, device), ones(Kind::Float, device));
+            let mut opt = Descent(vec![frozen.shallow_clone(), w.shallow_clone()]);
+            let scaler = scaler(device);
+            scaler.backward(&(loss(&frozen, &[100.0; 3]) + loss(&w, &[2.0, 0.0, 0.0]))).unwrap();
+            let mut unscaled = scaler.unscale(&mut opt).unwrap();
+            let _frozen = frozen.set_requires_grad(false);
+            assert_eq!(to_f64(&clip(&mut unscaled).unwrap()), [2.0]);
+            // Its gradient was not clipped, and is not stepped with.
+            let _trained = frozen.set_requires_grad(true);
+            assert!(unscaled.step().unwrap().is_stepped().unwrap());
+            assert_eq!((to_f64(&frozen), to_f64(&w)), (vec![1.0; 3], vec![-1.0, 1.0, 1.0]));
+        }
+    });
+}
+
+/// A later backward would add to gradients that are still scaled.
+#[rstest]
+fn gradients_are_dropped_if_all_parameters_are_frozen(#[values(false, true)] fused: bool) {
+    for_each_device(|device| {
+        let (vs, w, mut plain) = model(device);
+        let mut own = tch_amp::optim::Sgd::default().build(&vs, 1.0).unwrap();
+        let opt: &mut dyn AmpOptimizer = if fused { &mut own } else { &mut plain };
+        let mut scaler = scaler(device);
+        scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+        let _frozen = w.set_requires_grad(false);
+        assert!(scaler.step(opt).unwrap().has_no_gradients());
+        let _trained = w.set_requires_grad(true);
+        scaler.backward(&loss(&w, &[2.0; 3])).unwrap();
+        assert!(scaler.step(opt).unwrap().is_stepped().unwrap());
+        assert_eq!(to_f64(&w), [-1.0; 3]);
+    });
+}
+
+/// The coalesced gradient is used for the check alone, so that the gradient stays the one that was seen.
+#[test]
+fn a_sparse_fp16_gradient_is_checked_and_stepped() {
+    for allow in [false, true] {
+        for (value, want) in [(1.0, Some(-2.0)), (40000.0, None)] {
+            let config = GradScalerConfig {
+                init_scale: 1.0,
+                allow_fp16_gradients: true,
+                ..Default::default()
+            };
+            let mut scaler = match allow {
+                true => config.build(Device::Cpu).unwrap(),
+                false => GradScaler::skip_only(Device::Cpu).unwrap(),
+            };
+            let table = Tensor::zeros([2, 1], (Kind::Half, Device::Cpu)).set_requires_grad(true);
+            let mut opt = Descent(vec![table.shallow_clone()]);
+            let rows = Tensor::embedding(&table, &Tensor::from_slice(&[1i64, 1]), -1, false, true);
+            scaler.backward(&(rows * value).sum(Kind::Half).to_kind(Kind::Float)).unwrap();
+            scaler.unscale_(&mut opt).unwrap();
+            if !allow {
+                assert!(!table.grad().is_coalesced(), "nothing was written");
+            }
+            let outcome = scaler.step(&mut opt).unwrap();
+            assert_eq!(outcome.is_stepped().unwrap(), want.is_some());
+            assert_eq!(to_f64(&table), [0.0, want.unwrap_or(0.0)]);
+            scaler.update().unwrap();
+        }
+    }
+}
+
+/// Clipping is refused before the gradients are unscaled.
+#[test]
+fn a_step_that_cannot_clip_leaves_the_gradients_scaled() {
+    let table = Tensor::zeros([2, 1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let complex = Tensor::ones([2], (Kind::ComplexFloat, Device::Cpu)).set_requires_grad(true);
+    let w = ones(Kind::Float, Device::Cpu);
+    let rows = || Tensor::embedding(&table, &Tensor::from_slice(&[1i64]), -1, false, true);
+    let mut scaler = scaler(Device::Cpu);
+    let total = loss(&w, &[1.0; 3]) + rows().sum(None) + complex.view_as_real().sum(None);
+    scaler.backward(&total).unwrap();
+    for (other, by_value) in [(&table, false), (&table, true), (&complex, true)] {
+        let mut opt = Descent(vec![w.shallow_clone(), other.shallow_clone()]);
+        let error = match by_value {
+            true => scaler.step_clip_value(&mut opt, 1.0).unwrap_err(),
+            false => scaler.step_clip_norm(&mut opt, 1.0).unwrap_err(),
+        };
+        assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
+        assert!(error.to_string().contains("parameter 1"), "{error}");
+        assert_eq!(to_f64(&w.grad()), [8.0; 3]);
+        assert!(scaler.step(&mut Descent(vec![w.shallow_clone()])).unwrap().is_stepped().unwrap());
+        scaler.update().unwrap();
+        w.shallow_clone().zero_grad();
+        scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    }
+}
+
+/// A refused call does not leave half-precision gradients in f32, neither those there are nor later ones.
+#[rstest]
+fn a_refused_unscale_does_not_widen_gradients(#[values(Kind::BFloat16, Kind::Half)] kind: Kind) {
+    for_each_device(|device| {
+        let calls: [fn(&mut GradScaler, &mut Optimizer) -> tch_amp::Result<()>; 4] = [
+            |scaler, opt| scaler.unscale_(opt),
+            |scaler, opt| scaler.step_clip_norm(opt, 1.0).map(drop),
+            |scaler, opt| scaler.step_clip_value(opt, 1.0).map(drop),
+            |scaler, opt| scaler.unscale(opt).map(drop),
+        ];
+        for call in calls {
+            let (low, w) = (ones(kind, device), ones(Kind::Float, device));
+            let list = vec![low.shallow_clone(), w.shallow_clone()];
+            let sgd = tch_amp::optim::Sgd::default().master_weights(MasterWeights::Float);
+            let mut opt = sgd.build(list, 1.0).unwrap();
+            let mut scaler = scaler(device);
+            scaler
+                .backward(&(loss(&low, &[1.0; 3]).to_kind(Kind::Float) + loss(&w, &[1.0; 3])))
+                .unwrap();
+            // The gradient of `w` belongs to another optimizer.
+            scaler.unscale_(&mut Descent(vec![w.shallow_clone()])).unwrap();
+            let error = call(&mut scaler, &mut opt).unwrap_err();
+            assert!(matches!(error, Error::Gradient(GradientError::Shared { .. })), "{error}");
+            assert_eq!((low.grad().kind(), to_f64(&low.grad())), (kind, vec![8.0; 3]));
+            // Nor does one that names an integer gradient.
+            scaler.abandon(&mut Descent(vec![w.shallow_clone()])).unwrap();
+            no_grad(|| w.grad().set_data(&Tensor::ones([3], (Kind::Int64, device))));
+            let error = call(&mut scaler, &mut opt).unwrap_err();
+            assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
+            assert_eq!((low.grad().kind(), to_f64(&low.grad())), (kind, vec![8.0; 3]));
+            opt.zero_grad().unwrap();
+            loss(&low, &[1.0; 3]).backward();
+            assert_eq!(low.grad().kind(), kind, "the next gradient");
+        }
+    });
+}
