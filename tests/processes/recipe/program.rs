@@ -72,6 +72,8 @@ impl Recipe {
             .arg("--default-signal=INT")
             .arg(env::current_exe().unwrap())
             .args(["--exact", self.test, "--ignored", "--nocapture"])
+            // With one thread, the harness prints the name of a test before it runs, and fails if stdout is closed.
+            .env("RUST_TEST_THREADS", "2")
             .env(ARGUMENTS, format!("{}\n{}", paths.join("\n"), words.join("\n")))
             .stdout(Stdio::piped())
             .stderr(stderr)

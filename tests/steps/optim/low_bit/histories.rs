@@ -407,7 +407,7 @@ const PROGRAMS: [&str; 3] = ["program", "liveness_program", "momentum_program"];
 fn updates_follow_those_of_exact_moments() {
     for program in PROGRAMS {
         assert!(passes(
-            &format!("low_bit::histories::{program}"),
+            &format!("optim::low_bit::histories::{program}"),
             ("TCH_AMP_PLANTED_FAULT", "none")
         ));
     }
@@ -417,7 +417,7 @@ fn updates_follow_those_of_exact_moments() {
 #[cfg_attr(not(debug_assertions), ignore = "faults are planted in debug builds")]
 fn rounding_to_nearest_fails_the_histories() {
     for program in PROGRAMS {
-        let test = format!("low_bit::histories::{program}");
+        let test = format!("optim::low_bit::histories::{program}");
         assert!(!passes(&test, ("TCH_AMP_PLANTED_FAULT", "nearest")), "{program}");
     }
 }

@@ -496,7 +496,7 @@ fn cnn_program() {
 #[test]
 fn losses_are_those_of_f32_moments() {
     for program in ["gpt_program", "cnn_program", "muon_program"] {
-        let test = format!("low_bit::losses::{program}");
+        let test = format!("optim::low_bit::losses::{program}");
         assert!(passes(&test, ("TCH_AMP_PLANTED_FAULT", "none")), "{program}");
     }
 }
