@@ -120,6 +120,11 @@ impl Reader {
         (self.rows / self.ranks).saturating_mul(tokens)
     }
 
+    /// The epoch of the batch with this number, from 1 on, if the batches end with the epochs.
+    pub fn epoch_of(&self, number: u64) -> u64 {
+        1 + number / batches(self.len(), self.rows, self.ranks)
+    }
+
     /// The batches from this number on, which so many threads make ahead of their use.
     pub fn batches(
         &self,
@@ -141,7 +146,7 @@ impl Reader {
         let in_epoch = batches(self.len(), self.rows, self.ranks);
         let (epoch, shuffled) = match self.order {
             Order::Endless { seed } => return self.endless(number, seed).map(Some),
-            Order::Epochs => (1 + number / in_epoch, true),
+            Order::Epochs => (self.epoch_of(number), true),
             Order::Once { shuffled } if number < in_epoch => (0, shuffled),
             Order::Once { .. } => return Ok(None),
         };
@@ -260,6 +265,8 @@ mod tests {
             let threads: Vec<_> = threads.take(10).map(|batch| labels(&batch.unwrap())).collect();
             assert_eq!(threads, whole);
         }
+        let reader = reader(Order::Epochs, 4, [0, 2]);
+        assert_eq!([0, 1, 2, 5].map(|number| reader.epoch_of(number)), [1, 1, 2, 3]);
         assert_eq!(batches(7, 4, 2), 2);
         assert_eq!(batches(9, 4, 2), 3);
     }

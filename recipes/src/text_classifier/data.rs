@@ -33,6 +33,20 @@ impl Data {
         Lines::new(lines, origin).divided_in_three()
     }
 
+    /// Names labels that are the numbers from 0 on. There may be more names than labels that occur.
+    pub fn name_labels(&mut self, names: &[String]) -> Result<()> {
+        let (count, given) = (self.labels.len(), names.len());
+        let mut numbered = self.labels.iter().enumerate();
+        ensure!(
+            numbered.all(|(number, label)| *label == number.to_string()),
+            "the labels of {} are not the numbers from 0 on",
+            self.origin
+        );
+        ensure!(given >= count, "{given} names, but there are {count} labels in {}", self.origin);
+        self.labels = names.to_vec();
+        Ok(())
+    }
+
     /// What tells them from other sentences, wherever they are from.
     pub fn identity(&self) -> String {
         let other = if self.is_tested_on_held_out() { 0 } else { self.test.len() };
@@ -140,6 +154,22 @@ mod tests {
             all.push(pair);
         }
         assert!(Data::new(lines[..1].to_vec(), String::new()).is_err());
+    }
+
+    #[test]
+    fn labels_that_are_numbers_get_names() {
+        let data = |labels: [&str; 2]| {
+            let all = (0..50).map(|i| (labels[i % 2].to_owned(), format!("text {i}")));
+            Data::new(all.collect(), String::new()).unwrap()
+        };
+        let names = ["joy", "anger", "fear"].map(str::to_owned);
+        let mut numbered = data(["0", "1"]);
+        assert!(numbered.name_labels(&names[..1]).is_err());
+        numbered.name_labels(&names).unwrap();
+        assert_eq!(numbered.labels, names);
+        for others in [["1", "2"], ["a", "b"]] {
+            assert!(data(others).name_labels(&names).is_err(), "{others:?}");
+        }
     }
 
     #[test]

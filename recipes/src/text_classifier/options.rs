@@ -5,7 +5,7 @@ use super::data::Data;
 use super::lines::Lines;
 use super::model::{Config, Dropout, Pooling};
 use crate::options::{Flag, OwnOptions, below_target};
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use tch::Kind;
@@ -20,6 +20,8 @@ pub struct Options {
     /// How many sentences are read of it; `None`: all.
     pub rows_limit: Option<usize>,
     pub remove_blanks: bool,
+    /// The names of the labels, if these are numbers; `None`: the numbers.
+    pub labels: Option<Vec<String>>,
     /// The share of sentences to learn; `None`: four fifths, and the rest is divided once more.
     pub ratio: Option<f64>,
     /// The model to begin with; `None`: random weights.
@@ -81,6 +83,12 @@ where the first -- keeps the options apart from those of torchrun.",
              [\"a sentence\", 2] on each line; default the doc comments of six crates,\n\
              which are to be told apart",
             |it, args| args.path().map(|path| it.data = Some(path)),
+        ),
+        (
+            "--labels",
+            "the names of labels that are numbers, from 0 on and separated by commas,\n\
+             such as the keys of label2id; default the numbers",
+            |it, args| args.parsed(names).map(|names| it.labels = Some(names)),
         ),
         ("--rows-limit", "read no more than the first N sentences, default all", |it, args| {
             args.at_least(1).map(|rows| it.rows_limit = Some(rows))
@@ -226,6 +234,7 @@ impl Options {
         Self {
             common,
             data: None,
+            labels: None,
             rows_limit: None,
             remove_blanks: false,
             ratio: None,
@@ -342,10 +351,14 @@ impl Options {
                 .iter_mut()
                 .for_each(|(_, text)| *text = text.replace(' ', "").trim().to_owned());
         }
-        match self.ratio {
-            Some(ratio) => lines.divided_in_two(ratio, self.common.seed),
-            None => lines.divided_in_three(),
+        let mut data = match self.ratio {
+            Some(ratio) => lines.divided_in_two(ratio, self.common.seed)?,
+            None => lines.divided_in_three()?,
+        };
+        if let Some(names) = &self.labels {
+            data.name_labels(names).context("--labels")?;
         }
+        Ok(data)
     }
 
     /// The options that a resumed run must have in common with its first part, because the numbers depend on them.
@@ -380,6 +393,13 @@ fn compression(name: &str) -> Result<Option<Kind>> {
         "bf16" => Ok(Some(Kind::BFloat16)),
         _ => bail!("is off, fp16 or bf16"),
     }
+}
+
+/// The value of `--labels`.
+fn names(text: &str) -> Result<Vec<String>> {
+    let names: Vec<_> = text.split(',').map(|name| name.trim().to_owned()).collect();
+    ensure!(names.iter().all(|name| !name.is_empty()), "a name is empty");
+    Ok(names)
 }
 
 /// The value of `--weights`, whose name says the format.
@@ -431,6 +451,12 @@ mod tests {
     }
 
     #[test]
+    fn names_of_labels_are_separated_by_commas() {
+        let labels = parse("--labels joy,anger").unwrap().labels;
+        assert_eq!(labels, Some(vec!["joy".to_owned(), "anger".to_owned()]));
+    }
+
+    #[test]
     fn a_bad_value_is_refused() {
         for line in [
             "--ratio 1",
@@ -440,6 +466,7 @@ mod tests {
             "--compress fp8",
             "--dev-loss median",
             "--weights best.onnx",
+            "--labels joy,,anger",
             "--workers 65",
             "--attention-dropout 1",
         ] {

@@ -228,7 +228,9 @@ impl Training for Trainer<'_> {
     }
 
     fn words(&self, numbers: &[Number]) -> String {
-        self.meter.words(numbers)
+        let words = self.meter.words(numbers);
+        let Some(epochs) = self.options.epochs else { return words };
+        format!("epoch {}/{epochs}, {words}", self.train.epoch())
     }
 
     fn save(&mut self, checkpoint: &mut Checkpoint) -> Result<()> {
@@ -281,6 +283,11 @@ impl Batches {
         let ahead = self.ahead.get_or_insert_with(|| Box::new(reader.batches(read, workers)));
         self.read += 1;
         ahead.next().context("there are no more batches")?
+    }
+
+    /// The epoch of the last batch that was read.
+    fn epoch(&self) -> u64 {
+        self.reader.epoch_of(self.read.saturating_sub(1))
     }
 
     fn go_on_after(&mut self, read: u64) {
