@@ -532,7 +532,7 @@ impl GradScaler {
     }
 
     /// Ends the iteration and sets the scale to the value of a one-element tensor. Corresponds to `update(new_scale)`
-    /// with a tensor in PyTorch.
+    /// with a tensor in PyTorch. The value is copied: a later change of `new_scale` in place has no effect.
     ///
     /// If the tensor and the scale are on GPUs, this does not synchronize: the device checks the value. A value that is
     /// not from `min_scale` to `max_scale` leaves the scale as it is, and the next call that reads the scale, such as

@@ -188,6 +188,19 @@ fn a_new_scale_in_a_tensor_is_that_of_the_next_loss() {
 }
 
 #[test]
+fn a_later_change_of_a_new_scale_in_a_tensor_has_no_effect() {
+    for_each_device(|device| {
+        let mut scaler = GradScaler::new(device).unwrap();
+        let mut new_scale = Tensor::from(4.0f32).to_device(device);
+        scaler.update_with_tensor(&new_scale).unwrap();
+        let _changed = new_scale.fill_(16.0);
+        let one = Tensor::ones([], (Kind::Float, device));
+        assert_eq!(to_f64(&scaler.scale(&one).unwrap()), [4.0]);
+        assert_eq!(scaler.get_scale().unwrap(), 4.0);
+    });
+}
+
+#[test]
 fn a_new_scale_of_several_elements_is_refused() {
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     let several = Tensor::ones([2], (Kind::Float, Device::Cpu));
