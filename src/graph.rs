@@ -6,6 +6,33 @@
 //! detectors of spikes of this crate keep theirs on the device, and what would stand still or wait is refused.
 //!
 //! The guide's page on [graphs](crate::guide::graphs) says what an iteration may do.
+//!
+//! # Examples
+//!
+//! ```
+//! use tch::{Device, Kind, Tensor, nn};
+//! use tch_amp::graph::Captured;
+//! use tch_amp::{Amp, optim};
+//!
+//! let device = Device::cuda_if_available();
+//! let amp = Amp::Fp16.on(device)?;
+//! let vs = nn::VarStore::new(device);
+//! let net = nn::linear(vs.root(), 4, 1, Default::default());
+//! let mut opt = optim::AdamW::default().build(&vs, 1e-3)?;
+//! let mut scaler = amp.scaler()?;
+//! let mut xs = Tensor::zeros([8, 4], (Kind::Float, device)); // every batch is copied into it
+//! let mut graph = Captured::new(device)?;
+//! for _ in 0..6 {
+//!     xs.copy_(&Tensor::randn([8, 4], (Kind::Float, device)));
+//!     let iteration = graph.replay(|| {
+//!         let loss = amp.autocast(|| xs.apply(&net).square().mean(Kind::Float))?;
+//!         scaler.backward_step(&mut opt, &loss)?;
+//!         Ok(loss.detach())
+//!     })?;
+//!     println!("{:.3}", iteration.output().double_value(&[]));
+//! }
+//! # Ok::<(), tch_amp::Error>(())
+//! ```
 
 use std::panic::Location;
 use std::sync::Arc;
