@@ -1,5 +1,5 @@
 //! TorchScript modules under autocast: TorchScript's own autocast pass, and freezing. tch runs such modules as
-//! [`tch::CModule`]. The feature `jit` adds this module.
+//! `tch::CModule`. The feature `jit` adds this module.
 //!
 //! PyTorch has deprecated TorchScript in favour of `torch.export`, whose compiled packages run in Python and C++. For
 //! programs in Rust a TorchScript file is still the way to run a model without its code. The recipe
@@ -35,8 +35,8 @@ pub fn set_autocast_mode(enabled: bool) -> Result<bool> {
 }
 
 /// Makes the parameters, buffers and attributes of a TorchScript module constants of its `forward`, and optimizes
-/// `forward` for them. Takes the content of a file that [`tch::CModule::save`] or `torch.jit.save` has written, and
-/// returns that of a new one, which [`tch::CModule::load_data`] and `torch.jit.load` read. The counterpart of
+/// `forward` for them. Takes the content of a file that `tch::CModule::save` or `torch.jit.save` has written, and
+/// returns that of a new one, which `tch::CModule::load_data` and `torch.jit.load` read. The counterpart of
 /// `torch.jit.freeze`.
 ///
 /// A frozen module has no parameters, cannot be trained, and has no other methods than `forward`. Tracing in tch makes
@@ -48,7 +48,7 @@ pub fn set_autocast_mode(enabled: bool) -> Result<bool> {
 /// # Errors
 ///
 /// [`Error::Torch`](crate::Error::Torch) for bytes that are no TorchScript file, for one of a device that this process
-/// does not have, and for a module in training mode, which [`tch::CModule::set_eval`] ends.
+/// does not have, and for a module in training mode, which `tch::CModule::set_eval` ends.
 ///
 /// # Examples
 ///

@@ -279,14 +279,14 @@ impl Function for Seed {
     }
 }
 
-/// A [`Module`] that keeps only its input for the backward pass and runs again there. See [`checkpointed`].
+/// A `Module` that keeps only its input for the backward pass and runs again there. See [`checkpointed`].
 ///
 /// The module is behind a lock, because the backward pass may run on a thread of libtorch's. A module that calls itself
 /// through this wrapper deadlocks.
 #[derive(Debug)]
 pub struct Recomputed<M>(Arc<Mutex<M>>);
 
-/// A [`ModuleT`] that keeps only its input for the backward pass and runs again there. See [`Recomputed`].
+/// A `ModuleT` that keeps only its input for the backward pass and runs again there. See [`Recomputed`].
 #[derive(Debug)]
 pub struct RecomputedT<M>(Arc<Mutex<M>>);
 
@@ -301,7 +301,7 @@ impl<M: Module + Send + 'static> Recomputed<M> {
         Self(Arc::new(Mutex::new(module)))
     }
 
-    /// Runs the module. [`Module::forward`] does the same, and panics instead of returning an error.
+    /// Runs the module. `Module::forward` does the same, and panics instead of returning an error.
     ///
     /// # Errors
     ///
@@ -322,7 +322,7 @@ impl<M: ModuleT + Send + 'static> RecomputedT<M> {
         Self(Arc::new(Mutex::new(module)))
     }
 
-    /// Runs the module. [`ModuleT::forward_t`] does the same, and panics instead of returning an error.
+    /// Runs the module. `ModuleT::forward_t` does the same, and panics instead of returning an error.
     ///
     /// # Errors
     ///

@@ -94,7 +94,7 @@ impl Autocast {
         Self { device, dtype: None, enabled: true, cache: None, overrides: None }
     }
 
-    /// Sets the dtype of the region: [`Kind::BFloat16`] or [`Kind::Half`]. Defaults to that of the enclosing region.
+    /// Sets the dtype of the region: `Kind::BFloat16` or `Kind::Half`. Defaults to that of the enclosing region.
     ///
     /// On a CPU use bf16. libtorch has few fast fp16 kernels there: a region in fp16 takes several times to tens of
     /// times as long as one in f32, depending on the CPU, and an LSTM fails in it on CPUs without fp16 instructions.

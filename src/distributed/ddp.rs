@@ -140,7 +140,7 @@ impl DistributedDataParallel {
     }
 
     /// Copies the buffers of rank 0 to the other ranks, runs a forward pass, and returns its result. As in PyTorch,
-    /// buffers are not copied in the pass that follows one within [`no_sync`](Self::no_sync) or under [`tch::no_grad`].
+    /// buffers are not copied in the pass that follows one within [`no_sync`](Self::no_sync) or under `tch::no_grad`.
     /// Without gradients nothing else is communicated, so ranks may evaluate different numbers of batches if the model
     /// has no buffers or `broadcast_buffers` is off. Corresponds to calling the module in PyTorch.
     ///

@@ -13,7 +13,7 @@ use crate::function::{BackwardContext, ForwardContext, Function, FunctionResult,
 /// Batch normalization by the mean and variance of the batches of all ranks together, for training with small batches.
 /// Corresponds to `torch.nn.SyncBatchNorm`, which runs on GPUs only; this one runs on the CPU as well.
 ///
-/// It replaces [`tch::nn::batch_norm1d`], [`batch_norm2d`](tch::nn::batch_norm2d) and
+/// It replaces `tch::nn::batch_norm1d`, [`batch_norm2d`](tch::nn::batch_norm2d) and
 /// [`batch_norm3d`](tch::nn::batch_norm3d), and its variables have the same names. The input has the shape
 /// `[N, C, ..]`, and the output has the same shape and dtype. The ranks may have batches of different sizes, even empty
 /// ones. Statistics are computed in f32, or in f64 for f64 inputs. In evaluation the running statistics are used, and

@@ -17,7 +17,7 @@ use crate::variables::Parameters;
 /// An optimizer that a [`GradScaler`](crate::GradScaler) can step. The counterpart of `torch.optim.Optimizer`, reduced
 /// to what a scaler needs.
 ///
-/// It is implemented for the fused [`Optimizer`] and for [`tch::nn::Optimizer`]. Implementing it for another optimizer
+/// It is implemented for the fused [`Optimizer`] and for `tch::nn::Optimizer`. Implementing it for another optimizer
 /// takes a few lines:
 ///
 /// ```

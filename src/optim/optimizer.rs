@@ -28,7 +28,7 @@ use crate::{capture, ffi};
 /// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd), [`Adagrad`](crate::optim::Adagrad),
 /// [`RmsProp`](crate::optim::RmsProp), [`NAdam`](crate::optim::NAdam), [`Adafactor`](crate::optim::Adafactor),
 /// [`Lion`](crate::optim::Lion) or [`Muon`](crate::optim::Muon). The counterpart of `torch.optim.Optimizer` with
-/// `fused=True`, with the methods of [`tch::nn::Optimizer`].
+/// `fused=True`, with the methods of `tch::nn::Optimizer`.
 ///
 /// Parameters may be f32, f64, bf16 or fp16, on any device. The state of a parameter has the parameter's dtype, except
 /// for `step`, which is f32 (i64 with low-bit moments), and unless [`MasterWeights`] keep the state in f32 or

@@ -11,7 +11,7 @@ use crate::ffi;
 use crate::variables::{Names, Variable, each_once};
 
 /// The forms in which parameters are given to a fused optimizer: a `VarStore`, a list of tensors, or a list or map of
-/// tensors with names, such as [`VarStore::variables`] returns.
+/// tensors with names, such as `VarStore::variables` returns.
 ///
 /// Tensors without names are called by their index in the optimizer, `"0"`, `"1"` and so on, as PyTorch numbers them in
 /// a `state_dict`. A tensor that a `VarStore` or a map has under several names, such as a tied weight, is one

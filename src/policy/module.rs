@@ -10,7 +10,7 @@ use crate::policy::Policy;
 use crate::policy::dtypes::cast;
 use crate::tree::{Tree, floating_kind, leaves};
 
-/// A [`Module`] that runs under a [`Policy`] or in f32; see [`Policy::apply_to`] and [`run_in_f32`].
+/// A `Module` that runs under a [`Policy`] or in f32; see [`Policy::apply_to`] and [`run_in_f32`].
 #[derive(Debug)]
 pub struct PolicyModule<M> {
     /// The wrapped module.
@@ -18,7 +18,7 @@ pub struct PolicyModule<M> {
     way: Way,
 }
 
-/// A [`ModuleT`] that runs under a [`Policy`] or in f32; see [`Policy::apply_to_t`] and [`run_in_f32_t`].
+/// A `ModuleT` that runs under a [`Policy`] or in f32; see [`Policy::apply_to_t`] and [`run_in_f32_t`].
 #[derive(Debug)]
 pub struct PolicyModuleT<M> {
     /// The wrapped module.
@@ -43,7 +43,7 @@ impl Way {
 }
 
 impl Policy {
-    /// Wraps a [`Module`] in this policy: its input is cast to `compute`, and its output to `output`. apex patches a
+    /// Wraps a `Module` in this policy: its input is cast to `compute`, and its output to `output`. apex patches a
     /// model's `forward` in the same way.
     ///
     /// If `param` and `compute` differ, the module runs in an [`Autocast`] region of the dtype `compute`. Where jmp
@@ -76,7 +76,7 @@ impl Policy {
         Ok(PolicyModule { module, way: Way::Under(ModulePolicy::new(*self)?) })
     }
 
-    /// Wraps a [`ModuleT`] in this policy, like [`apply_to`](Self::apply_to) for a [`Module`].
+    /// Wraps a `ModuleT` in this policy, like [`apply_to`](Self::apply_to) for a `Module`.
     ///
     /// # Errors
     ///
@@ -173,7 +173,7 @@ impl<M: ModuleT> PolicyModuleT<M> {
     }
 }
 
-/// Panics with an error, as tch's own modules do, because [`Module`] has no other way to report it.
+/// Panics with an error, as tch's own modules do, because `Module` has no other way to report it.
 fn or_panic(result: Result<Tensor>) -> Tensor {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
@@ -225,7 +225,7 @@ pub fn run_in_f32<M: Module>(layer: M) -> PolicyModule<M> {
     PolicyModule { module: layer, way: Way::InF32 }
 }
 
-/// Wraps a [`ModuleT`], such as a batch norm, so that it runs in f32, like [`run_in_f32`] for a [`Module`].
+/// Wraps a `ModuleT`, such as a batch norm, so that it runs in f32, like [`run_in_f32`] for a `Module`.
 pub fn run_in_f32_t<M: ModuleT>(layer: M) -> PolicyModuleT<M> {
     PolicyModuleT { module: layer, way: Way::InF32 }
 }

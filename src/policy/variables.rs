@@ -70,7 +70,7 @@ impl Policy {
     ///
     /// The layers of the model share these tensors, so they have the new dtypes at once. Proceed in this order:
     ///
-    /// 1. Load pretrained weights: [`VarStore::load`] gives variables the dtypes of the file. A
+    /// 1. Load pretrained weights: `VarStore::load` gives variables the dtypes of the file. A
     ///    [`Checkpoint`](crate::checkpoint::Checkpoint) can be restored after the cast as well, with `cast(true)`.
     /// 2. Cast.
     /// 3. Build the optimizer, whose state depends on the dtypes of the parameters.
