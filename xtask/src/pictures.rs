@@ -12,6 +12,9 @@ const PICTURES: &str = "docs/pictures";
 /// Defines the targets of the pictures in the documentation, before the README defines them as files.
 pub(crate) const TARGETS: &str = "src/guide/pictures.md";
 
+/// The width of a picture in the documentation, in pixels.
+const WIDTH: u32 = 480;
+
 /// Fails if the documentation has other pictures than the folder.
 pub(crate) fn check() -> Result<()> {
     let path = paths::root().join(TARGETS);
@@ -36,10 +39,15 @@ fn targets() -> Result<String> {
     let mut text = String::new();
     for path in paths.iter().filter(|path| path.extension().is_some_and(|end| end == "svg")) {
         let name = path.file_stem().unwrap_or_default().to_string_lossy();
-        let svg = fs::read_to_string(path)?;
+        let svg = sized(&fs::read_to_string(path)?);
         writeln!(text, "[{name} picture]: data:image/svg+xml,{}", encoded(&svg))?;
     }
     Ok(text)
+}
+
+/// The picture as wide as half of a page of docs.rs: without a width it is as wide as the page.
+fn sized(svg: &str) -> String {
+    svg.replacen("<svg ", &format!("<svg width=\"{WIDTH}\" "), 1)
 }
 
 /// The characters that an address may have as they are, and every other byte as `%` and two digits.
@@ -58,6 +66,14 @@ fn encoded(svg: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_picture_has_a_width() {
+        assert_eq!(
+            sized("<svg viewBox=\"0 0 9 9\"></svg>"),
+            "<svg width=\"480\" viewBox=\"0 0 9 9\"></svg>"
+        );
+    }
 
     #[test]
     fn what_an_address_may_not_have_is_encoded() {
