@@ -31,6 +31,12 @@ pub mod porting {}
 pub mod tch_examples {}
 
 #[doc = include_str!("guide/links.md")]
+/// Which libtorch has CUDA, which variables it needs, and how to see that a program uses the GPU.
+#[doc = ""]
+#[doc = include_str!("../docs/libtorch.md")]
+pub mod libtorch {}
+
+#[doc = include_str!("guide/links.md")]
 /// The training loop: gradient clipping, gradient accumulation, several losses, threads, and pitfalls.
 #[doc = ""]
 #[doc = include_str!("../docs/training.md")]
