@@ -1,6 +1,15 @@
 //! The guide: how to train in mixed precision, which results to expect, and how to resolve errors.
 //!
 //! The pages are those of the folder `docs/` in the repository. Their code is compiled as tests, and most of it is run.
+//!
+#![doc = include_str!("guide/links.md")]
+//!
+//! | | |
+//! |---|---|
+//! | **Start** | the [tutorial] step by step; [recipes], an example for each need; [porting] from Python; [tch's examples] converted; a [CUDA libtorch][libtorch] |
+//! | **Train** | [training] loops; [losses written by hand][losses]; [optimizers]; [low-bit moments]; [half-precision parameters]; [policies and loss scales]; [checkpoints]; [several devices]; [custom functions]; [graphs] |
+//! | **Understand** | [insight] into a model; [precision budgets]; [number formats]; [operations] and their dtypes; [calls that synchronize][synchronization] |
+//! | **Look up** | [common errors]; [differences] from PyTorch; [guarantees] |
 
 // guide/links.md defines the links of all pages and of the README. It is included first, so that its definitions take
 // precedence over those at the end of a page, which link to files of the repository.
