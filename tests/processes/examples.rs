@@ -33,6 +33,22 @@ mod sparsemax;
 mod threads;
 #[path = "../../examples/train.rs"]
 mod train;
+#[path = "../../examples/tutorial_1_f32.rs"]
+mod tutorial_1_f32;
+#[path = "../../examples/tutorial_2_amp.rs"]
+mod tutorial_2_amp;
+#[path = "../../examples/tutorial_3_scaler.rs"]
+mod tutorial_3_scaler;
+#[path = "../../examples/tutorial_4_schedule.rs"]
+mod tutorial_4_schedule;
+#[path = "../../examples/tutorial_5_resume.rs"]
+mod tutorial_5_resume;
+#[path = "../../examples/tutorial_6_insight.rs"]
+mod tutorial_6_insight;
+#[path = "../../examples/tutorial_7_plan.rs"]
+mod tutorial_7_plan;
+#[path = "../../examples/tutorial_8_actor_critic.rs"]
+mod tutorial_8_actor_critic;
 
 use anyhow::Context;
 use recipes::text_classifier::batch::Collate;
@@ -285,6 +301,80 @@ fn matmul_runs() -> anyhow::Result<()> {
 #[test]
 fn sparsemax_runs() -> anyhow::Result<()> {
     sparsemax::main()
+}
+
+#[test]
+fn tutorial_1_f32_runs() -> Result<(), Box<dyn std::error::Error>> {
+    tutorial_1_f32::main()
+}
+
+#[test]
+fn tutorial_2_amp_runs() -> Result<(), Box<dyn std::error::Error>> {
+    tutorial_2_amp::main()
+}
+
+#[test]
+fn tutorial_3_scaler_runs() -> Result<(), Box<dyn std::error::Error>> {
+    tutorial_3_scaler::main()
+}
+
+#[test]
+fn tutorial_4_schedule_runs() -> Result<(), Box<dyn std::error::Error>> {
+    Ok(tutorial_4_schedule::main()?)
+}
+
+#[test]
+fn tutorial_5_resume_runs() -> Result<(), Box<dyn std::error::Error>> {
+    tutorial_5_resume::main()
+}
+
+#[test]
+fn tutorial_6_insight_runs() -> Result<(), Box<dyn std::error::Error>> {
+    Ok(tutorial_6_insight::main()?)
+}
+
+#[test]
+fn tutorial_7_plan_runs() -> Result<(), Box<dyn std::error::Error>> {
+    tutorial_7_plan::main()
+}
+
+#[test]
+fn tutorial_8_actor_critic_runs() -> Result<(), Box<dyn std::error::Error>> {
+    Ok(tutorial_8_actor_critic::main()?)
+}
+
+/// A line of a program, and where it is one that docs.rs hides, the line without its mark.
+fn shown(line: &str) -> &str {
+    line.strip_prefix("# ").unwrap_or(line).trim_end()
+}
+
+/// The tutorial has the programs of the files, but for the comments at their beginning and before `main`.
+#[test]
+fn the_tutorial_has_the_programs_of_its_files() -> anyhow::Result<()> {
+    let root = testkit::python::root();
+    let page = std::fs::read_to_string(root.join("docs/tutorial.md"))?;
+    let mut blocks = page.split("```rust\n").skip(1);
+    for entry in [
+        "tutorial_1_f32",
+        "tutorial_2_amp",
+        "tutorial_3_scaler",
+        "tutorial_4_schedule",
+        "tutorial_5_resume",
+        "tutorial_6_insight",
+        "tutorial_7_plan",
+        "tutorial_8_actor_critic",
+    ] {
+        let file = std::fs::read_to_string(root.join(format!("examples/{entry}.rs")))?;
+        let file = file.replace("\npub fn main", "\nfn main");
+        let block = blocks.next().and_then(|rest| rest.split("```").next());
+        let block = block.with_context(|| format!("the tutorial has no program for {entry}"))?;
+        let is_code = |line: &&str| !line.is_empty() && !line.starts_with("//");
+        let found: Vec<_> = block.lines().map(shown).filter(is_code).collect();
+        let wanted: Vec<_> = file.lines().map(str::trim_end).filter(is_code).collect();
+        assert_eq!(found, wanted, "{entry}");
+    }
+    anyhow::ensure!(blocks.next().is_none(), "the tutorial has a program without a file");
+    Ok(())
 }
 
 #[test]
