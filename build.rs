@@ -84,8 +84,11 @@ fn compiler(include: &str, cuda: bool) -> cc::Build {
 
 /// The folders of `csrc/` that are compiled together, because libtorch's headers take longer than any source, beside
 /// that of each enabled feature. Two cores share a first build, and a change of an optimizer compiles one unit.
-const UNITS: [&[&str]; 3] =
-    [&["autocast", "border", "function", "gradients", "graph", "scale"], &["optim"], &["kernels"]];
+const UNITS: [&[&str]; 3] = [
+    &["autocast", "border", "function", "gradients", "graph", "lean", "scale"],
+    &["optim"],
+    &["kernels"],
+];
 
 /// Compiles the units. Only a change of its sources, a header, libtorch's version or an option compiles one again.
 fn compile(mut compiler: cc::Build, version: &str, out: &Path) -> Result<()> {

@@ -17,6 +17,7 @@ mod graph;
 pub(crate) mod insight;
 #[cfg(feature = "jit")]
 mod jit;
+mod lean;
 mod memory;
 mod numbers;
 mod optim;
@@ -45,6 +46,7 @@ pub(crate) use gradients::*;
 pub(crate) use graph::{Graph, graph_write};
 #[cfg(feature = "jit")]
 pub(crate) use jit::*;
+pub(crate) use lean::*;
 pub(crate) use memory::*;
 pub(crate) use numbers::*;
 pub(crate) use optim::*;

@@ -41,6 +41,7 @@ pub mod half;
 pub mod insight;
 #[cfg(feature = "jit")]
 pub mod jit;
+pub mod lean;
 pub mod loss_scale;
 pub mod memory;
 pub mod optim;

@@ -140,6 +140,21 @@ pub(crate) struct ScaleUpdate {
     pub(crate) rule: ScaleRule,
 }
 
+pub(crate) const LOSS_NONE: u8 = 0;
+pub(crate) const LOSS_MEAN: u8 = 1;
+pub(crate) const LOSS_SUM: u8 = 2;
+
+#[repr(C)]
+pub(crate) struct CrossEntropy {
+    pub(crate) class_weights: *const Tensor,
+    pub(crate) ignore_index: i64,
+    pub(crate) label_smoothing: f64,
+    pub(crate) soft_cap: f64,
+    pub(crate) z_loss: f64,
+    pub(crate) max_bytes: u64,
+    pub(crate) reduction: u8,
+}
+
 pub(crate) const OPTIM_ADAM: u8 = 0;
 pub(crate) const OPTIM_ADAMW: u8 = 1;
 pub(crate) const OPTIM_SGD: u8 = 2;
@@ -580,6 +595,21 @@ unsafe extern "C" {
     pub(crate) fn tamp_all_finite(
         tensors: *const *mut Tensor,
         count: usize,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+
+    pub(crate) fn tamp_targets_check(
+        targets: *const Tensor,
+        classes: i64,
+        ignored: i64,
+        err: *mut *mut c_char,
+    ) -> i64;
+    pub(crate) fn tamp_linear_cross_entropy(
+        hidden: *const Tensor,
+        weight: *const Tensor,
+        bias: *const Tensor,
+        targets: *const Tensor,
+        options: *const CrossEntropy,
         err: *mut *mut c_char,
     ) -> *mut Tensor;
 

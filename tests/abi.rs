@@ -341,13 +341,14 @@ fn body_of<'a>(definitions: &'a str, name: &str) -> &'a str {
 }
 
 /// The functions whose body belongs to the program, and therefore runs in its regions.
-const INSIDE_REGIONS: [&str; 6] = [
+const INSIDE_REGIONS: [&str; 7] = [
     "tamp_autocast_clear_cache", // runs destructors
     "tamp_autocast_enter",
     "tamp_autocast_exit",
     "tamp_autocast_read",
     "tamp_backward", // runs backward passes, hooks and custom functions
     "tamp_grad",
+    "tamp_linear_cross_entropy", // whose products are those of the region
 ];
 
 /// The functions that cannot fail, because they call no operation on tensors.
@@ -461,6 +462,7 @@ const COMPUTES_NOTHING: &[&str] = &[
     "tamp_store_set",
     "tamp_store_tcp",
     "tamp_store_wait",
+    "tamp_targets_check",
     "tamp_tensor_watched",
 ];
 

@@ -402,6 +402,31 @@ tamp_tensor *tamp_scaled(const tamp_tensor *tensor, const tamp_tensor *factor, c
 // device of the first one. Synchronizes only if the first tensor is on the CPU and others are on a GPU.
 tamp_tensor *tamp_all_finite(tamp_tensor *const *tensors, size_t count, char **err) TAMP_NOEXCEPT;
 
+// ---------------------------------------------------------------------------------------- lean/linear_cross_entropy.cpp
+// A loss that keeps fewer logits than a linear layer and cross_entropy.
+
+enum { TAMP_LOSS_NONE = 0, TAMP_LOSS_MEAN = 1, TAMP_LOSS_SUM = 2 };
+
+typedef struct {
+  const tamp_tensor *class_weights;  // one for each class; may be null
+  int64_t ignore_index;
+  double label_smoothing;
+  double soft_cap;     // 0 for none
+  double z_loss;       // the factor of the squares of the logarithms of the sums
+  uint64_t max_bytes;  // of the logits of a block; 0: all logits are kept
+  uint8_t reduction;
+} tamp_cross_entropy;
+
+// Returns the place of the first target that is no class and not the ignored number, or -1. Targets that are not on the
+// CPU are not looked at.
+int64_t tamp_targets_check(const tamp_tensor *targets, int64_t classes, int64_t ignored, char **err) TAMP_NOEXCEPT;
+
+// Returns the cross entropy of the outputs of a linear layer without a bias if that is null: f32, or f64 of f64 operands.
+// The products have the dtype of the thread's region, or that of the operands. Never synchronizes.
+tamp_tensor *tamp_linear_cross_entropy(const tamp_tensor *hidden, const tamp_tensor *weight, const tamp_tensor *bias,
+                                       const tamp_tensor *targets, const tamp_cross_entropy *options,
+                                       char **err) TAMP_NOEXCEPT;
+
 // -------------------------------------------------------------------------------------------------- gradients/clip.cpp
 // These functions clip gradients.
 

@@ -74,6 +74,38 @@ double sum_of_powers(const T *values, int64_t n, float factor, double unit, doub
 template <typename T>
 double largest(const T *values, int64_t n, float factor);
 
+// How the cross entropy of a row of logits is computed. W is the type of its numbers.
+template <typename W>
+struct CrossEntropy {
+  int64_t classes;
+  W soft_cap;        // the logits are capped by `cap * tanh(logit / cap)`; 0: they are not
+  const W *weights;  // of the classes; null: all are 1
+  bool is_smooth;    // whether labels are smoothed, for which the sum of the weighted logits is needed
+};
+
+// What the loss of a row is computed from, after the cap.
+template <typename W>
+struct RowStatistics {
+  W log_sum;   // the logarithm of the sum of the exponentials
+  W target;    // the logit of the target
+  W smoothed;  // the sum of the weighted logits, if labels are smoothed
+};
+
+// The gradient of a row: the probability of each class times a factor, minus its weight times another, and for the
+// target minus a third.
+template <typename W>
+struct RowFactors {
+  W probability, smoothing, target;
+};
+
+template <typename T>
+RowStatistics<Wide<T>> row_statistics(const T *row, int64_t target, const CrossEntropy<Wide<T>> &loss);
+
+// Puts the gradient of a row in the place of its logits.
+template <typename T>
+void row_gradient(T *row, int64_t target, Wide<T> log_sum, const RowFactors<Wide<T>> &factors,
+                  const CrossEntropy<Wide<T>> &loss);
+
 // A sum of squares of f64 numbers, whose own squares may overflow or underflow: `sum` times the square of `largest`, the
 // largest absolute value. As in LAPACK's nrm2.
 class ScaledSum {

@@ -13,6 +13,7 @@ use tch_amp::checkpoint::{
 use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradConfig, GradOutputs};
 use tch_amp::gradcheck::GradCheck;
 use tch_amp::gradients::{ClipNorm, NonFiniteGradient};
+use tch_amp::lean::LinearCrossEntropyConfig;
 use tch_amp::loss_scale::{
     DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
 };
@@ -211,6 +212,7 @@ only_send!(
     ForwardContext,
     Found,
     GradScaler,
+    LinearCrossEntropyConfig,
     Optimizer,
     OptimizerState,
     PerLossScalers,

@@ -12,6 +12,7 @@ mod function;
 mod gradcheck;
 mod half;
 mod jit;
+mod lean;
 mod policy;
 mod recompute;
 mod tree;

@@ -4,6 +4,7 @@ use tch::{Kind, Tensor};
 use tch_amp::function;
 use tch_amp::function::{GradConfig, grad};
 use tch_amp::gradcheck::{gradcheck, gradgradcheck};
+use tch_amp::lean::{LinearCrossEntropyConfig, linear_cross_entropy};
 
 use crate::tensors::{assert_takes, with_each_kind};
 
@@ -110,5 +111,28 @@ fn marks_and_saved_tensors() {
 fn inputs_of_gradgradcheck() {
     with_each_kind("gradgradcheck", |tensor| {
         gradgradcheck(|x| x[0].f_add(x[0]), &[tensor]).map(drop)
+    });
+}
+
+#[test]
+fn operands_of_a_loss_that_keeps_less() {
+    let config = LinearCrossEntropyConfig::default;
+    let [hidden, weight] =
+        [[2i64, 3], [4, 3]].map(|size| Tensor::ones(size, (Kind::Float, tch::Device::Cpu)));
+    let targets = Tensor::from_slice(&[0i64, 3]);
+    let with =
+        |hidden: &Tensor, weight: &Tensor, targets: &Tensor, config: LinearCrossEntropyConfig| {
+            let loss = linear_cross_entropy(hidden, weight, None, targets, &config)?;
+            if loss.requires_grad() {
+                loss.f_backward()?;
+            }
+            Ok(())
+        };
+    with_each_kind("hidden of a loss", |tensor| with(&tensor, &weight, &targets, config()));
+    with_each_kind("weight of a loss", |tensor| with(&hidden, &tensor, &targets, config()));
+    with_each_kind("targets of a loss", |tensor| with(&hidden, &weight, &tensor, config()));
+    with_each_kind("class weights of a loss", |tensor| {
+        let config = LinearCrossEntropyConfig { class_weights: Some(tensor), ..config() };
+        with(&hidden, &weight, &targets, config)
     });
 }

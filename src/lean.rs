@@ -1,0 +1,311 @@
+//! Losses that keep less for the backward pass than the operators that they replace, with the same numbers.
+//!
+//! The logits of a language model are its largest activation: tokens times words. Autocast computes them in half
+//! precision, `cross_entropy` makes them f32, and the two keep them several times over until the backward pass.
+//! [`linear_cross_entropy`] takes the place of the last linear layer and the loss. It keeps the logits once, in the dtype
+//! of the product, and turns them into their own gradient in place; or, within [`max_bytes`], only a block of them.
+//!
+//! # Examples
+//!
+//! ```
+//! use tch::nn::{self, Module};
+//! use tch::{Device, Kind, Tensor};
+//! use tch_amp::autocast;
+//! use tch_amp::lean::{LinearCrossEntropyConfig, linear_cross_entropy};
+//!
+//! let vs = nn::VarStore::new(Device::Cpu);
+//! let body = nn::linear(vs.root() / "body", 8, 16, Default::default());
+//! let head = nn::linear(vs.root() / "head", 16, 100, Default::default());
+//! let xs = Tensor::randn([4, 32, 8], (Kind::Float, Device::Cpu));
+//! let targets = Tensor::randint(100, [4, 32], (Kind::Int64, Device::Cpu));
+//! let loss = autocast(Device::Cpu, || {
+//!     let hidden = body.forward(&xs).relu();
+//!     // Instead of `head.forward(&hidden).view([-1, 100]).cross_entropy_for_logits(&targets.view([-1]))`.
+//!     let config = LinearCrossEntropyConfig::default();
+//!     linear_cross_entropy(&hidden, &head.ws, head.bs.as_ref(), &targets, &config)
+//! })??;
+//! assert_eq!(loss.kind(), Kind::Float);
+//! loss.backward();
+//! # Ok::<(), tch_amp::Error>(())
+//! ```
+//!
+//! [`max_bytes`]: LinearCrossEntropyConfig::max_bytes
+
+use tch::{Kind, Reduction, Tensor};
+
+use crate::error::{Error, Result};
+use crate::ffi::{self, CrossEntropy, OutsideRegions};
+
+/// The options of [`linear_cross_entropy`]: those of `torch.nn.functional.cross_entropy`, by their names there, and those
+/// that trainers of large models add.
+///
+/// # Examples
+///
+/// ```
+/// use tch_amp::lean::LinearCrossEntropyConfig;
+///
+/// let config = LinearCrossEntropyConfig { z_loss: 1e-4, ..Default::default() };
+/// assert_eq!(config.ignore_index, -100);
+/// ```
+#[derive(Debug)]
+pub struct LinearCrossEntropyConfig {
+    /// Whether the losses of all targets are averaged, added up or returned. By default [`Reduction::Mean`]: over the
+    /// targets that are not ignored, by their class weights, as in PyTorch.
+    pub reduction: Reduction,
+    /// The target that has no loss; -100 by default, as in PyTorch.
+    pub ignore_index: i64,
+    /// A weight for each class: a floating-point tensor of one dimension on the device of the weight. `None` by default.
+    pub class_weights: Option<Tensor>,
+    /// The part of each target that all classes share, from 0, the default, to 1.
+    pub label_smoothing: f64,
+    /// The limit `c` of the logits, which become `c * tanh(logit / c)`; a positive number. `None` by default.
+    ///
+    /// Source: Gemma Team, *Gemma 2*, <https://arxiv.org/abs/2408.00118>.
+    pub soft_cap: Option<f64>,
+    /// The factor of the square of `log(sum(exp(logits)))`, which is added to the loss of each target that is not
+    /// ignored, and averaged over these. 0, the default, adds nothing.
+    ///
+    /// Source: Chowdhery et al., *PaLM*, <https://arxiv.org/abs/2204.02311>, section 5.
+    pub z_loss: f64,
+    /// The most bytes that logits may take at a time. The forward pass then computes the gradients of a block of targets
+    /// after the other, before any loss scale is in them, and adds up that of the weight in f32. It keeps these
+    /// gradients, which have the sizes of `hidden` and `weight`, instead of logits. At least one target is in a block.
+    ///
+    /// With [`Reduction::None`] the backward pass computes the logits a second time. By default `None`: all logits are
+    /// kept, in the dtype of the product.
+    pub max_bytes: Option<usize>,
+}
+
+impl Default for LinearCrossEntropyConfig {
+    fn default() -> Self {
+        Self {
+            reduction: Reduction::Mean,
+            ignore_index: -100,
+            class_weights: None,
+            label_smoothing: 0.0,
+            soft_cap: None,
+            z_loss: 0.0,
+            max_bytes: None,
+        }
+    }
+}
+
+/// Returns the cross entropy of the logits `hidden * weight^T + bias`, which it keeps once at most, in the dtype of the
+/// product. The counterpart of `torch.nn.functional.linear` and `cross_entropy`.
+///
+/// `hidden` has the shape `[…, width]`, `weight` `[classes, width]`, `bias` `[classes]`, and `targets`, of [`Kind::Int64`],
+/// the shape of `hidden` without its last dimension. The loss is f32, or f64 if the operands are: a number, or with
+/// [`Reduction::None`] one for each target, in the shape of `targets`.
+///
+/// In an autocast region the products are computed in its dtype, on any device, and the gradients are those of autocast
+/// but for the rounding of some last digits: logits in half precision, the loss and the softmax in f32. Outside of a
+/// region they have the dtype of the operands. The program's overrides of autocast's lists do not apply.
+///
+/// The logits become their own gradient in the backward pass. A second one through the same graph (`retain_graph`)
+/// computes them again. Never synchronizes.
+///
+/// # Errors
+///
+/// [`Error::InvalidArgument`] for shapes, dtypes, devices or options that do not fit, and for a target that is neither a
+/// class nor [`ignore_index`](LinearCrossEntropyConfig::ignore_index); nothing has been computed then. On a GPU the host
+/// would have to wait to see the targets: there the loss of one that is out of range is NaN.
+///
+/// The `backward()` fails if an operand was changed in place after the forward pass. The gradients cannot be
+/// differentiated again, which fails with a message.
+pub fn linear_cross_entropy(
+    hidden: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+    config: &LinearCrossEntropyConfig,
+) -> Result<Tensor> {
+    check_operands(hidden, weight, bias, targets)?;
+    check_options(weight, config)?;
+    check_targets(weight, targets, config.ignore_index)?;
+    ffi::linear_cross_entropy(hidden, weight, bias, targets, &config.checked())
+}
+
+/// Returns the logarithm of the probability of each target among the logits `hidden * weight^T + bias`, in the shape of
+/// `targets`: what reinforcement learning and evaluations ask for. It keeps what [`linear_cross_entropy`] keeps, and its
+/// operands are the same.
+///
+/// Of `config` it takes [`ignore_index`], whose targets have 0, [`soft_cap`] and [`max_bytes`]; the reduction is not
+/// used.
+///
+/// # Errors
+///
+/// The same as [`linear_cross_entropy`], and [`Error::InvalidArgument`] for class weights, label smoothing or a z-loss:
+/// a probability has none.
+///
+/// [`ignore_index`]: LinearCrossEntropyConfig::ignore_index
+/// [`soft_cap`]: LinearCrossEntropyConfig::soft_cap
+/// [`max_bytes`]: LinearCrossEntropyConfig::max_bytes
+pub fn token_log_probs(
+    hidden: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+    config: &LinearCrossEntropyConfig,
+) -> Result<Tensor> {
+    for (name, is_set) in [
+        ("class_weights", config.class_weights.is_some()),
+        ("label_smoothing", config.label_smoothing != 0.0),
+        ("z_loss", config.z_loss != 0.0),
+    ] {
+        if is_set {
+            let problem = "is an option of a loss, and the probability of a target has none";
+            return Err(invalid(name, problem.to_owned()));
+        }
+    }
+    check_operands(hidden, weight, bias, targets)?;
+    check_options(weight, config)?;
+    check_targets(weight, targets, config.ignore_index)?;
+    let options = CrossEntropy { reduction: Reduction::None, ..config.checked() };
+    let loss = ffi::linear_cross_entropy(hidden, weight, bias, targets, &options)?;
+    let _own = OutsideRegions::enter();
+    Ok(loss.f_neg()?)
+}
+
+impl LinearCrossEntropyConfig {
+    /// The options for the shim, which have been checked.
+    fn checked(&self) -> CrossEntropy<'_> {
+        CrossEntropy {
+            reduction: self.reduction,
+            ignore_index: self.ignore_index,
+            class_weights: self.class_weights.as_ref(),
+            label_smoothing: self.label_smoothing,
+            soft_cap: self.soft_cap.unwrap_or(0.0),
+            z_loss: self.z_loss,
+            max_bytes: self.max_bytes.unwrap_or(0),
+        }
+    }
+}
+
+fn invalid(name: &'static str, problem: String) -> Error {
+    Error::InvalidArgument { name, problem }
+}
+
+/// Fails unless the argument is a dense floating-point tensor.
+fn check_floating(name: &'static str, tensor: &Tensor) -> Result<()> {
+    if !tensor.defined() {
+        return Err(invalid(name, "is undefined".to_owned()));
+    }
+    let is_floating = ffi::dtype_code(tensor.f_kind()?).is_some();
+    if !is_floating || tensor.is_sparse() {
+        let problem = format!(
+            "must be a dense floating-point tensor, and this one is {:?}",
+            tensor.f_kind()?
+        );
+        return Err(invalid(name, problem));
+    }
+    Ok(())
+}
+
+fn check_operands(
+    hidden: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+) -> Result<()> {
+    let named = [("hidden", Some(hidden)), ("weight", Some(weight)), ("bias", bias)];
+    for (name, tensor) in named.into_iter().filter_map(|(name, tensor)| Some((name, tensor?))) {
+        check_floating(name, tensor)?;
+    }
+    let (rows, classes) = (hidden.size(), weight.size());
+    let Some((width, places)) = rows.split_last() else {
+        return Err(invalid("hidden", "must have a last dimension, its width".to_owned()));
+    };
+    if classes.len() != 2 || classes[1] != *width || *width == 0 || classes[0] == 0 {
+        let problem = format!(
+            "must have the shape [classes, {width}] for a hidden of {rows:?}, not {classes:?}"
+        );
+        return Err(invalid("weight", problem));
+    }
+    if let Some(bias) = bias.filter(|bias| bias.size() != [classes[0]]) {
+        let problem = format!("must have the shape [{}], not {:?}", classes[0], bias.size());
+        return Err(invalid("bias", problem));
+    }
+    if !targets.defined() || targets.f_kind()? != Kind::Int64 {
+        return Err(invalid("targets", "must be of Kind::Int64".to_owned()));
+    }
+    if targets.size() != places {
+        let problem =
+            format!("must have the shape {places:?} of hidden's rows, not {:?}", targets.size());
+        return Err(invalid("targets", problem));
+    }
+    for (name, tensor) in [("weight", Some(weight)), ("bias", bias), ("targets", Some(targets))] {
+        let Some(tensor) = tensor else { continue };
+        if tensor.device() != hidden.device() {
+            let (own, other) = (tensor.device(), hidden.device());
+            return Err(invalid(name, format!("is on {own:?}, and hidden on {other:?}")));
+        }
+    }
+    check_dtypes(hidden, weight, bias)
+}
+
+/// Fails unless the product can have one dtype: outside of a region nothing is cast, and inside of one f64 is not.
+fn check_dtypes(hidden: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+    let kind = hidden.f_kind()?;
+    let is_cast = crate::autocast::is_autocast_enabled(hidden.device());
+    for (name, tensor) in [("weight", Some(weight)), ("bias", bias)] {
+        let Some(other) = tensor.map(Tensor::f_kind).transpose()? else { continue };
+        let fits =
+            if is_cast { (kind == Kind::Double) == (other == Kind::Double) } else { kind == other };
+        if !fits {
+            let problem = format!(
+                "is {other:?}, and hidden {kind:?}: give them one dtype, or compute in an autocast region, which casts \
+                 all but f64"
+            );
+            return Err(invalid(name, problem));
+        }
+    }
+    Ok(())
+}
+
+fn check_options(weight: &Tensor, config: &LinearCrossEntropyConfig) -> Result<()> {
+    if let Reduction::Other(code) = config.reduction {
+        let problem = format!("must be None, Mean or Sum, not Other({code})");
+        return Err(invalid("reduction", problem));
+    }
+    let numbers = [
+        ("label_smoothing", config.label_smoothing, 0.0..=1.0, "from 0 to 1"),
+        ("z_loss", config.z_loss, 0.0..=f64::MAX, "finite and at least 0"),
+        (
+            "soft_cap",
+            config.soft_cap.unwrap_or(1.0),
+            f64::MIN_POSITIVE..=f64::MAX,
+            "positive and finite",
+        ),
+    ];
+    for (name, number, range, allowed) in numbers {
+        if !range.contains(&number) {
+            return Err(invalid(name, format!("must be {allowed}, not {number}")));
+        }
+    }
+    if config.max_bytes == Some(0) {
+        return Err(invalid("max_bytes", "must be at least 1; None keeps all logits".to_owned()));
+    }
+    let Some(weights) = &config.class_weights else { return Ok(()) };
+    check_floating("class_weights", weights)?;
+    let classes = weight.size()[0];
+    if weights.size() != [classes] || weights.device() != weight.device() {
+        let problem = format!(
+            "must have the shape [{classes}] on {:?}, and these have {:?} on {:?}",
+            weight.device(),
+            weights.size(),
+            weights.device()
+        );
+        return Err(invalid("class_weights", problem));
+    }
+    Ok(())
+}
+
+fn check_targets(weight: &Tensor, targets: &Tensor, ignored: i64) -> Result<()> {
+    let classes = weight.size()[0];
+    let Some(place) = ffi::target_out_of_range(targets, classes, ignored)? else { return Ok(()) };
+    let problem = format!(
+        "must be classes from 0 to {}, or {ignored}, which is ignored; number {place} of them is not",
+        classes - 1
+    );
+    Err(invalid("targets", problem))
+}

@@ -1,0 +1,144 @@
+//! What autograd may ask of the loss: a second pass, second derivatives, changes in place.
+
+use tch::{Device, Kind, Reduction, Tensor, no_grad};
+use tch_amp::lean::LinearCrossEntropyConfig;
+use tch_amp::recompute::checkpointed;
+use tch_amp::{GradScaler, autocast};
+
+use super::{Operands, relative};
+use testkit::bits::bits;
+
+fn configs() -> [LinearCrossEntropyConfig; 4] {
+    let new = LinearCrossEntropyConfig::default;
+    let none = || LinearCrossEntropyConfig { reduction: Reduction::None, ..new() };
+    [
+        new(),
+        LinearCrossEntropyConfig { max_bytes: Some(256), ..new() },
+        none(),
+        LinearCrossEntropyConfig { max_bytes: Some(256), ..none() },
+    ]
+}
+
+fn gradients(loss: &Tensor, own: &Operands, keep: bool, create: bool) -> Vec<Tensor> {
+    Tensor::run_backward(&[loss.sum(Kind::Float)], &[&own.hidden, &own.weight], keep, create)
+}
+
+#[test]
+fn a_second_pass_has_the_bits_of_the_first_and_a_third_one_is_refused() {
+    testkit::for_each_device(|device| {
+        for config in configs() {
+            let own = Operands::random(device, [6, 4, 10], false);
+            let loss = autocast(device, || own.loss(&config)).unwrap();
+            let first = gradients(&loss, &own, true, false);
+            let second = gradients(&loss, &own, false, false);
+            for (first, second) in first.iter().zip(&second) {
+                assert_eq!(bits(first), bits(second), "{config:?}");
+            }
+            let third =
+                Tensor::f_run_backward(&[loss.sum(Kind::Float)], &[&own.hidden], false, false);
+            assert!(
+                third.unwrap_err().to_string().contains("backward through the graph a second time")
+            );
+        }
+    });
+}
+
+#[test]
+fn second_derivatives_are_refused_in_words() {
+    for config in configs() {
+        let own = Operands::random(Device::Cpu, [6, 4, 10], false);
+        let loss = own.loss(&config);
+        let first = gradients(&loss, &own, true, true);
+        let error = first[0].square().sum(Kind::Float).f_backward().unwrap_err().to_string();
+        assert!(error.contains("cannot be differentiated"), "{error}");
+    }
+}
+
+#[test]
+fn an_operand_that_was_changed_in_place_is_refused() {
+    for config in configs() {
+        let own = Operands::random(Device::Cpu, [6, 4, 10], false);
+        let loss = own.loss(&config).sum(Kind::Float);
+        drop(no_grad(|| own.weight.shallow_clone().fill_(0.0)));
+        let error = loss.f_backward().unwrap_err().to_string();
+        assert!(error.contains("modified by an inplace operation"), "{error}");
+    }
+}
+
+#[test]
+fn a_recomputed_loss_has_the_same_bits() {
+    testkit::for_each_device(|device| {
+        for config in configs() {
+            let [ours, theirs] = [0, 1].map(|_| Operands::random(device, [6, 4, 10], false));
+            let loss = autocast(device, || ours.loss(&config)).unwrap();
+            loss.sum(Kind::Float).backward();
+            let inside = Operands {
+                hidden: Tensor::new(),
+                weight: theirs.weight.shallow_clone(),
+                bias: None,
+                targets: theirs.targets.shallow_clone(),
+            };
+            let what = format!("{config:?}");
+            let again: Tensor = autocast(device, || {
+                checkpointed(&[&theirs.hidden], move |x| {
+                    let own = Operands {
+                        hidden: x[0].shallow_clone(),
+                        weight: inside.weight.shallow_clone(),
+                        bias: None,
+                        targets: inside.targets.shallow_clone(),
+                    };
+                    Ok(own.loss(&config))
+                })
+            })
+            .unwrap()
+            .unwrap();
+            again.sum(Kind::Float).backward();
+            for (ours, theirs) in ours.gradients().iter().zip(theirs.gradients()) {
+                assert_eq!(bits(ours), bits(&theirs), "{what}");
+            }
+        }
+    });
+}
+
+/// An infinite logit makes the loss infinite or NaN, and the step is skipped.
+#[test]
+fn an_overflow_skips_the_step() {
+    testkit::for_each_device(|device| {
+        for config in configs() {
+            let own = Operands::random(device, [6, 4, 10], false);
+            drop(no_grad(|| own.hidden.get(2).fill_(1e30)));
+            let mut scaler = GradScaler::new(device).unwrap();
+            let mut optimizer = tch_amp::optim::AdamW::default()
+                .build(vec![own.weight.shallow_clone()], 0.1)
+                .unwrap();
+            let before = own.weight.detach().copy();
+            let region = tch_amp::Autocast::new(device).dtype(Kind::Half);
+            let loss = region.run(|| own.loss(&config)).unwrap();
+            scaler.backward(&loss.mean(Kind::Float)).unwrap();
+            assert!(scaler.step(&mut optimizer).unwrap().is_skipped().unwrap(), "{config:?}");
+            scaler.update().unwrap();
+            assert_eq!(own.weight, before);
+        }
+    });
+}
+
+/// The parts of a batch add up to its gradient.
+#[test]
+fn accumulated_parts_add_up() {
+    let whole = Operands::random(Device::Cpu, [8, 4, 10], false);
+    let parts = whole.to(Kind::Float);
+    let sum = LinearCrossEntropyConfig { reduction: Reduction::Sum, ..Default::default() };
+    whole.loss(&sum).backward();
+    for at in [0, 4] {
+        let part = Operands {
+            hidden: parts.hidden.narrow(0, at, 4),
+            weight: parts.weight.shallow_clone(),
+            bias: None,
+            targets: parts.targets.narrow(0, at, 4),
+        };
+        part.loss(&sum).backward();
+    }
+    for (whole, parts) in whole.gradients().iter().zip(parts.gradients()) {
+        assert!(relative(&parts, whole) < 1e-6);
+    }
+}

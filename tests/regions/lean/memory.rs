@@ -1,0 +1,35 @@
+//! What a pass through the loss takes above its operands.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::lean::LinearCrossEntropyConfig;
+use tch_amp::memory::peak_during;
+
+use super::{Operands, region, usual};
+
+/// The peak of the bytes that the loss and its backward pass allocate.
+fn peak(operands: &Operands, loss: impl Fn(&Operands) -> Tensor) -> u64 {
+    let own = operands.to(Kind::Float);
+    let ((), bytes) = peak_during(|| {
+        region(Device::Cpu, Kind::BFloat16).run(|| loss(&own)).unwrap().backward();
+    })
+    .unwrap();
+    bytes
+}
+
+/// The logits are most of what a wide head takes: kept once in half precision, or not at all.
+#[test]
+fn logits_are_kept_once_or_by_the_block() {
+    let operands = Operands::random(Device::Cpu, [512, 16, 8192], false);
+    let logits: u64 = 512 * 8192 * 2;
+    let config = LinearCrossEntropyConfig::default();
+    let autocast = peak(&operands, |own| usual(own, &config));
+    let kept = peak(&operands, |own| own.loss(&config));
+    let blocks = LinearCrossEntropyConfig { max_bytes: Some(1 << 20), ..Default::default() };
+    let in_blocks = peak(&operands, |own| own.loss(&blocks));
+    println!("{autocast} bytes with autocast, {kept} kept, {in_blocks} in blocks of a MiB");
+    assert!(kept as f64 <= 0.40 * autocast as f64, "{kept} of {autocast}");
+    // The logits, the gradients of the operands and their casts.
+    let operands: u64 = 8192 * 16 * 8;
+    assert!(kept <= logits + 2 * operands, "{kept} for {logits} of logits");
+    assert!(in_blocks <= (1 << 20) + 4 * operands, "{in_blocks} in blocks");
+}
