@@ -205,12 +205,11 @@ RowStatistics<Wide<T>> row_statistics(const T *row, int64_t target, const CrossE
 template <typename T>
 void row_gradient(T *row, int64_t target, Wide<T> log_sum, const RowFactors<Wide<T>> &factors,
                   const CrossEntropy<Wide<T>> &loss) {
-  run([&](auto fma) TAMP_INLINE_LAMBDA {
-    gradient<Wide<T>, decltype(fma)::value>(row, target, log_sum, factors, loss);
-  });
+  run([&](auto fma)
+          TAMP_INLINE_LAMBDA { gradient<Wide<T>, decltype(fma)::value>(row, target, log_sum, factors, loss); });
 }
 
-#define TAMP_ROWS(T)                                                                              \
+#define TAMP_ROWS(T)                                                                                 \
   template RowStatistics<Wide<T>> row_statistics(const T *, int64_t, const CrossEntropy<Wide<T>> &); \
   template void row_gradient(T *, int64_t, Wide<T>, const RowFactors<Wide<T>> &, const CrossEntropy<Wide<T>> &);
 TAMP_ROWS(float)

@@ -57,7 +57,8 @@ struct Rows {
     // A target out of range is not read. On the CPU it has been refused, and elsewhere its loss is NaN.
     index = at::where(kept, targets, 0).clamp(0, classes - 1);
     const Tensor lost = at::logical_and(kept, index.ne(targets));
-    weights = options.class_weights.defined() ? options.class_weights.to(targets.device(), wide).contiguous() : Tensor();
+    weights =
+        options.class_weights.defined() ? options.class_weights.to(targets.device(), wide).contiguous() : Tensor();
     const Tensor one = at::ones({}, numbers), zero = at::zeros({}, numbers);
     nll = at::where(kept, weights.defined() ? weights.index_select(0, index) : one, zero);
     const Tensor nothing = at::full({}, std::numeric_limits<double>::quiet_NaN(), numbers);
@@ -115,9 +116,9 @@ class Loss {
 
   // The reduced loss, once all rows are there.
   Tensor reduced() const {
-    const Tensor sizes = options_.z_loss == 0
-                             ? Tensor()
-                             : at::where(rows_.kept, log_sums_.square() * options_.z_loss, at::zeros({}, losses_.options()));
+    const Tensor sizes = options_.z_loss == 0 ? Tensor()
+                                              : at::where(rows_.kept, log_sums_.square() * options_.z_loss,
+                                                          at::zeros({}, losses_.options()));
     if (options_.reduction == TAMP_LOSS_NONE) return sizes.defined() ? losses_ + sizes : losses_;
     Tensor loss = losses_.sum();
     if (options_.is_mean()) loss = loss / rows_.total;
@@ -271,8 +272,9 @@ class Loss {
       Tensor grad = p * column(probability);
       if (is_smooth()) {
         grad.sub_(rows_.weights.defined() ? rows_.weights * column(smoothed) : column(smoothed));
-        entry = entry - column(smoothed) * (rows_.weights.defined() ? rows_.weights.index_select(0, index.squeeze(1)).unsqueeze(1)
-                                                                    : at::ones({}, p.options()));
+        entry = entry - column(smoothed) * (rows_.weights.defined()
+                                                ? rows_.weights.index_select(0, index.squeeze(1)).unsqueeze(1)
+                                                : at::ones({}, p.options()));
       }
       grad.scatter_(1, index, entry);
       if (wide.defined()) grad.mul_(1 - (wide / options_.soft_cap).square());
@@ -338,8 +340,8 @@ class Blocks {
 // The derivative of the loss.
 class LinearCrossEntropyNode final : public Node {
  public:
-  LinearCrossEntropyNode(const Tensor &hidden, const Tensor &weight, const Tensor &bias, Loss loss, at::ScalarType dtype,
-                         edge_list &&edges)
+  LinearCrossEntropyNode(const Tensor &hidden, const Tensor &weight, const Tensor &bias, Loss loss,
+                         at::ScalarType dtype, edge_list &&edges)
       : Node(std::move(edges)),
         hidden_(hidden, /*is_output=*/false),
         weight_(weight, /*is_output=*/false),
@@ -351,7 +353,10 @@ class LinearCrossEntropyNode final : public Node {
 
   // Gives the node the logits, or the gradients before any scale.
   void keep(Tensor logits) { logits_ = std::move(logits); }
-  void keep(Gradients gradients) { gradients_ = std::move(gradients); has_gradients_ = true; }
+  void keep(Gradients gradients) {
+    gradients_ = std::move(gradients);
+    has_gradients_ = true;
+  }
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -373,7 +378,8 @@ class LinearCrossEntropyNode final : public Node {
     variable_list out;
     {
       const c10::NoGradGuard no_grad;
-      const Tensor grad = grads[0].detach().to(loss_.wide()).reshape(grads[0].dim() == 0 ? at::IntArrayRef{} : at::IntArrayRef{-1});
+      const Tensor grad =
+          grads[0].detach().to(loss_.wide()).reshape(grads[0].dim() == 0 ? at::IntArrayRef{} : at::IntArrayRef{-1});
       const Wanted wanted{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
       Gradients found = gradients(grad, wanted);
       out = {found.hidden, found.weight, found.bias};
@@ -445,8 +451,7 @@ Tensor cross_entropy(const Tensor &hidden, const Tensor &weight, const Tensor &b
   Tensor loss;
   LinearCrossEntropyNode *node = nullptr;
   NodePtr<LinearCrossEntropyNode> made;
-  const bool is_recorded = at::GradMode::is_enabled() &&
-                           torch::autograd::compute_requires_grad(hidden, weight, bias);
+  const bool is_recorded = at::GradMode::is_enabled() && torch::autograd::compute_requires_grad(hidden, weight, bias);
   {
     const c10::NoGradGuard no_grad;
     const Tensor h = hidden.detach().to(dtype), w = weight.detach().to(dtype);
