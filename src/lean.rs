@@ -187,18 +187,20 @@ fn invalid(name: &'static str, problem: String) -> Error {
 
 /// Fails unless the argument is a dense floating-point tensor.
 fn check_floating(name: &'static str, tensor: &Tensor) -> Result<()> {
-    if !tensor.defined() {
-        return Err(invalid(name, "is undefined".to_owned()));
+    check_dense(name, tensor)?;
+    let kind = tensor.f_kind()?;
+    match ffi::dtype_code(kind) {
+        Some(_) => Ok(()),
+        None => Err(invalid(name, format!("must be a floating-point tensor, not {kind:?}"))),
     }
-    let is_floating = ffi::dtype_code(tensor.f_kind()?).is_some();
-    if !is_floating || tensor.is_sparse() {
-        let problem = format!(
-            "must be a dense floating-point tensor, and this one is {:?}",
-            tensor.f_kind()?
-        );
-        return Err(invalid(name, problem));
+}
+
+fn check_dense(name: &'static str, tensor: &Tensor) -> Result<()> {
+    if tensor.defined() && ffi::is_dense(tensor)? {
+        return Ok(());
     }
-    Ok(())
+    let problem = "must be a dense tensor: one that is defined, and neither sparse nor nested";
+    Err(invalid(name, problem.to_owned()))
 }
 
 fn check_operands(
@@ -225,7 +227,8 @@ fn check_operands(
         let problem = format!("must have the shape [{}], not {:?}", classes[0], bias.size());
         return Err(invalid("bias", problem));
     }
-    if !targets.defined() || targets.f_kind()? != Kind::Int64 {
+    check_dense("targets", targets)?;
+    if targets.f_kind()? != Kind::Int64 {
         return Err(invalid("targets", "must be of Kind::Int64".to_owned()));
     }
     if targets.size() != places {

@@ -220,6 +220,9 @@ class Loss {
     return (wide / options_.soft_cap).tanh_().mul_(options_.soft_cap);
   }
 
+  // Whether the kernels of a softmax take these logits and return f32: on CUDA, of fp16 alone.
+  static bool narrows_in_the_kernel(const Tensor &z) { return z.is_cuda() && z.scalar_type() == at::kHalf; }
+
   // Rows that may be computed at once: their f32 numbers have at most 64 MiB.
   int64_t rows_at_once() const { return std::max<int64_t>(1, (int64_t{64} << 20) / (8 * classes_)); }
 
@@ -238,7 +241,7 @@ class Loss {
       const Tensor index = rows_.index.narrow(0, begin + at, count).unsqueeze(1);
       const bool is_plain = options_.soft_cap == 0;
       const Tensor wide = is_plain && !is_smooth() ? Tensor() : capped(z);
-      const Tensor logs = is_plain && z.scalar_type() != wide_ && z.is_cuda()
+      const Tensor logs = is_plain && narrows_in_the_kernel(z)
                               ? at::_log_softmax(z, 1, /*half_to_float=*/true)
                               : at::log_softmax(wide.defined() ? wide : z.to(wide_), 1);
       const Tensor logit = (wide.defined() ? wide : z).gather(1, index).squeeze(1).to(wide_);
@@ -257,9 +260,8 @@ class Loss {
       const Tensor index = rows_.index.narrow(0, begin + at, count).unsqueeze(1);
       const bool is_plain = options_.soft_cap == 0;
       const Tensor wide = is_plain ? Tensor() : capped(z);
-      const Tensor p = is_plain && z.scalar_type() != wide_ && z.is_cuda()
-                           ? at::_softmax(z, 1, /*half_to_float=*/true)
-                           : at::softmax(wide.defined() ? wide : z.to(wide_), 1);
+      const Tensor p = is_plain && narrows_in_the_kernel(z) ? at::_softmax(z, 1, /*half_to_float=*/true)
+                                                            : at::softmax(wide.defined() ? wide : z.to(wide_), 1);
       // The entry of the target is rounded once, like the others.
       Tensor entry = p.gather(1, index) * column(probability) - column(target);
       const Tensor empty = rows_.kept.narrow(0, begin + at, count).logical_not().unsqueeze(1);

@@ -22,14 +22,17 @@ fn arguments_that_do_not_fit_are_refused_by_name() {
     };
     let (h, w, b, t) = (&own.hidden, &own.weight, own.bias.as_ref(), &own.targets);
     for (said, start) in [
-        (with(&h.to_kind(Kind::Int64), w, b, t), "hidden must be a dense floating-point tensor"),
+        (
+            with(&h.to_kind(Kind::Int64), w, b, t),
+            "hidden must be a floating-point tensor, not Int64",
+        ),
         (with(&h.sum(Kind::Float), w, b, t), "hidden must have a last dimension"),
         (with(h, &w.tr(), b, t), "weight must have the shape [classes, 4]"),
         (with(h, w, Some(&w.select(1, 0).narrow(0, 0, 3)), t), "bias must have the shape [10]"),
         (with(h, w, b, &t.to_kind(Kind::Int)), "targets must be of Kind::Int64"),
         (with(h, w, b, &t.narrow(0, 0, 3)), "targets must have the shape [6]"),
         (with(&h.to_kind(Kind::BFloat16), w, b, t), "weight is Float, and hidden BFloat16"),
-        (with(&Tensor::new(), w, b, t), "hidden is undefined"),
+        (with(&Tensor::new(), w, b, t), "hidden must be a dense tensor"),
     ] {
         assert!(said.starts_with(start), "{said}");
     }
