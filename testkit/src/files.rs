@@ -27,6 +27,13 @@ impl Folder {
         }
     }
 
+    /// Creates the folder, and gives the path of a file in it.
+    pub fn with(name: &str) -> (Self, PathBuf) {
+        let folder = Self::new();
+        let path = folder.file(name);
+        (folder, path)
+    }
+
     /// The path of a file in the folder.
     pub fn file(&self, name: &str) -> PathBuf {
         self.0.join(name)

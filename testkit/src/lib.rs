@@ -12,6 +12,7 @@ pub mod files;
 pub mod functions;
 pub mod html;
 pub mod own_arithmetic;
+pub mod programs;
 pub mod python;
 pub mod rng;
 pub mod rows;
@@ -19,6 +20,7 @@ pub mod simulation;
 pub mod tensors;
 pub mod ulps;
 
+use std::fmt::Display;
 use std::io::Write;
 use std::sync::Once;
 
@@ -103,6 +105,14 @@ pub fn skipped(what: &str) {
 /// Whether the environment variable `name` is 1.
 pub fn is_set(name: &str) -> bool {
     std::env::var(name).is_ok_and(|value| value == "1")
+}
+
+/// Asserts that a call has failed, with this text in its message.
+#[track_caller]
+pub fn assert_says<T>(result: Result<T, impl Display>, text: &str) {
+    let Err(error) = result else { panic!("it has not failed, and should say: {text}") };
+    let message = error.to_string();
+    assert!(message.contains(text), "`{text}` is not in: {message}");
 }
 
 /// The elements of a floating-point tensor as `f64`, in row-major order.

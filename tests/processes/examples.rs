@@ -91,8 +91,7 @@ fn penalty_runs() -> anyhow::Result<()> {
 
 #[test]
 fn lost_updates_runs() -> anyhow::Result<()> {
-    let folder = Folder::new();
-    let path = folder.file("lost-updates.svg");
+    let (_folder, path) = Folder::with("lost-updates.svg");
     lost_updates::run(&path)?;
     let picture = std::fs::read_to_string(&path)?;
     anyhow::ensure!(
@@ -264,8 +263,7 @@ fn a_downloaded_bert_has_the_outputs_of_python() -> anyhow::Result<()> {
 /// The bad batch is skipped, and the attention is to blame.
 #[test]
 fn insight_runs() -> anyhow::Result<()> {
-    let folder = Folder::new();
-    let file = folder.file("insight.html");
+    let (_folder, file) = Folder::with("insight.html");
     let page = insight::run(&file)?;
     let culprits = page.explanations.iter().map(|explanation| explanation.culprit.as_ref());
     let culprits: Vec<_> = culprits.flatten().map(|culprit| culprit.path.as_deref()).collect();
@@ -277,8 +275,7 @@ fn insight_runs() -> anyhow::Result<()> {
 /// Python gets the same bits from the same file.
 #[test]
 fn inference_runs() -> anyhow::Result<()> {
-    let folder = Folder::new();
-    let file = folder.file("inference.pt");
+    let (_folder, file) = Folder::with("inference.pt");
     let compared = inference::run(Device::Cpu, &file, 32, 3)?;
     anyhow::ensure!(compared.table.rows.len() == 4, "{compared:?}");
     // The report can be made, too.

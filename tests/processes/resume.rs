@@ -136,8 +136,7 @@ fn refuse(folder: &Folder, vs: &VarStore) {
 #[test]
 fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
     let _alone = ALONE.lock().unwrap();
-    let folder = Folder::new();
-    let path = folder.file("x.safetensors");
+    let (folder, path) = Folder::with("x.safetensors");
     let algorithms: [Algorithm; 7] = [
         AdamW { amsgrad: true, ..Default::default() }.into(),
         Sgd { momentum: 0.9, ..Default::default() }.into(),

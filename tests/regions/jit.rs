@@ -65,8 +65,7 @@ fn without_torchscripts_own_pass_a_region_rules_in_a_module_as_elsewhere() {
 #[test]
 fn a_frozen_trace_gives_the_same_bits() {
     for_each_device(|device| {
-        let folder = Folder::new();
-        let file = folder.file("traced.pt");
+        let (_folder, file) = Folder::with("traced.pt");
         let (module, xs) = (traced(device), inputs(device));
         module.save(&file).unwrap();
         let frozen = jit::freeze(&std::fs::read(&file).unwrap()).unwrap();
@@ -99,8 +98,7 @@ fn what_cannot_be_frozen_is_refused() {
         assert!(matches!(error, Error::Torch(_)), "{error}");
     }
     let Some(oracle) = Oracle::find("jit.py") else { return };
-    let folder = Folder::new();
-    let path = folder.file("training.pt");
+    let (_folder, path) = Folder::with("training.pt");
     oracle.run(&["write", path.to_str().unwrap(), "train"], "");
     let error = jit::freeze(&std::fs::read(&path).unwrap()).unwrap_err();
     assert!(error.to_string().contains("eval mode"), "{error}");

@@ -199,8 +199,7 @@ fn a_cut_link_is_an_error_on_both_hosts_and_a_new_group_resumes() {
     let Some(hosts) = Hosts::join() else {
         return skipped("two hosts need network namespaces: root on Linux, and the program `ip`");
     };
-    let folder = Folder::new();
-    let file = folder.file("training.safetensors");
+    let (_folder, file) = Folder::with("training.safetensors");
     let mut both = [0, 1].map(|rank| hosts.start(rank, &file));
     for rank in &mut both {
         rank.after("rank: trained");

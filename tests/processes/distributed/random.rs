@@ -14,6 +14,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::ranks;
 use testkit::bits::bits;
+use testkit::programs::number;
 use testkit::rng::Rng;
 
 const STEPS: usize = 10;
@@ -182,10 +183,6 @@ fn resume(
         scaler.load_state_dict(&kept).unwrap();
     }
     group.broadcast_scaler(scaler).unwrap();
-}
-
-fn number(variable: &str) -> Option<u64> {
-    std::env::var(variable).ok().map(|text| text.parse().expect("a number"))
 }
 
 #[test]

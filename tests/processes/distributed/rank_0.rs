@@ -172,8 +172,7 @@ fn all_ranks_get_the_checkpoint_of_rank_0() {
 /// The other ranks get the bytes within the limits of rank 0, which has read them.
 #[test]
 fn a_large_file_that_rank_0_trusts_reaches_every_rank() {
-    let folder = Folder::new();
-    let path = folder.file("large.pt");
+    let (_folder, path) = Folder::with("large.pt");
     let trusted = Limits { max_values: 5_000_000, ..Limits::default() };
     let numbers = Value::List(vec![Value::Int(1); 2_100_000]);
     let root = Value::Dict(vec![("numbers".into(), numbers), ("step".into(), Value::Int(7))]);

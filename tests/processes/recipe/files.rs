@@ -71,8 +71,7 @@ fn a_damaged_checkpoint_is_named_before_an_older_one_takes_its_place() {
 #[test]
 fn a_report_or_checkpoints_that_cannot_be_written_are_refused_before_the_first_step() {
     for recipe in [GPT, GAN, IMAGES] {
-        let folder = Folder::new();
-        let file = folder.file("file");
+        let (folder, file) = Folder::with("file");
         fs::write(&file, "a file").unwrap();
         let folder_name = folder.0.display().to_string();
         let below = file.join("below").display().to_string();

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{GroupConfig, ProcessGroup, Store};
 
+use testkit::programs::number;
 use testkit::rng::Rng;
 use testkit::simulation::is_model;
 
@@ -181,10 +182,6 @@ fn program_of(seed: u64, one: Ability, other: Ability) -> Program {
 /// The CPU, and GPUs that compute its bits.
 fn devices() -> Vec<Device> {
     [Device::Cpu].into_iter().chain(testkit::gpus_that_round_as_the_cpu()).collect()
-}
-
-fn number(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|value| value.parse().expect("a number"))
 }
 
 #[test]

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use rank::FAILED;
 use run::{Disturbance, Ended, Run, Started};
+use testkit::programs::number;
 use testkit::rng::Rng;
 
 /// How many runs there are at the same time. Most of their time they wait for a rank that does not answer.
@@ -116,7 +117,6 @@ fn check_parent(run: Run, ended: &Ended) -> Option<String> {
 
 #[test]
 fn a_run_that_is_killed_at_a_random_moment_ends_in_a_typed_error_or_the_right_result() {
-    let number = |name: &str| std::env::var(name).ok().map(|number| number.parse().unwrap());
     let runs: usize = number("TCH_AMP_RANK_KILLS").unwrap_or(4) as usize;
     let seed: u64 = number("TCH_AMP_SEED").unwrap_or_else(|| u64::from(std::process::id()) << 20);
     let references: Vec<_> = std::thread::scope(|scope| {

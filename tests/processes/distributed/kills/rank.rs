@@ -11,6 +11,7 @@ use tch_amp::{Error, GradScaler, Result, autocast};
 
 use super::super::system::children;
 use testkit::bits::hex;
+use testkit::programs::number;
 
 /// The number of ranks that a process starts, or 0 if it is a rank itself.
 const SPAWN: &str = "TCH_AMP_TEST_SPAWN";
@@ -28,10 +29,6 @@ pub fn command(timeout: Duration, spawns: usize) -> Command {
     command.env(TIMEOUT, timeout.as_millis().to_string()).env(SPAWN, spawns.to_string());
     command.env("OMP_NUM_THREADS", "1").stdout(Stdio::piped()).stderr(Stdio::piped());
     command
-}
-
-fn number(name: &str) -> Option<u64> {
-    std::env::var(name).ok()?.parse().ok()
 }
 
 #[test]

@@ -10,9 +10,10 @@ use tch_amp::{Autocast, Error};
 use crate::autocast::operations::args::Args;
 use crate::autocast::operations::oracle::{self, Answers, Case, Output};
 use crate::autocast::operations::{called, difference, not_in_tch, table, told, without_backends};
-use testkit::simulation::{is_model, lacks_libraries, rounds_as_the_cpu};
+use testkit::programs::python_can_have_the_gpu;
+use testkit::simulation::{lacks_libraries, rounds_as_the_cpu};
 use testkit::ulps::Histogram;
-use testkit::{cuda_or_skip, gpus, skipped};
+use testkit::{gpus, skipped};
 
 /// How a list changes the arguments of its ops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,9 +156,7 @@ fn is_of_autocast(error: &str) -> bool {
 
 #[test]
 fn every_op_of_cudas_lists_gives_the_results_of_inputs_cast_by_hand() {
-    let Some(answers) = oracle::answers() else {
-        return;
-    };
+    let Some(answers) = oracle::answers() else { return };
     // Sums are split between threads, and the simulated GPUs compute on the CPU.
     tch::set_num_threads(1);
     let mut failures = Vec::new();
@@ -196,11 +195,7 @@ const EQUAL_SHARE: f64 = 0.99;
 
 #[test]
 fn every_op_of_cudas_lists_gives_pythons_results_on_the_same_gpu() {
-    if !cuda_or_skip() {
-        return;
-    }
-    if is_model() {
-        skipped("Python has no simulated GPU");
+    if !python_can_have_the_gpu() {
         return;
     }
     let Some(answers) = oracle::answers_on_gpu() else {
@@ -243,9 +238,7 @@ fn every_op_of_cudas_lists_gives_pythons_results_on_the_same_gpu() {
 
 #[test]
 fn every_op_registered_for_autocast_on_cuda_is_compared_or_named_with_a_reason() {
-    let Some(answers) = oracle::answers() else {
-        return;
-    };
+    let Some(answers) = oracle::answers() else { return };
     let called = called(answers);
     for op in &answers.registered_on_cuda {
         if let Some(missing) = not_in_tch::find(op) {
@@ -287,9 +280,7 @@ fn compare_ruled(
 
 #[test]
 fn every_op_of_cudas_lists_obeys_a_plan() {
-    let Some(answers) = oracle::answers() else {
-        return;
-    };
+    let Some(answers) = oracle::answers() else { return };
     tch::set_num_threads(1);
     let mut failures = Vec::new();
     for device in gpus() {

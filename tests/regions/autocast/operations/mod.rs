@@ -72,9 +72,7 @@ fn without_backends(answer: Result<Vec<Output>, String>) -> Result<Vec<Output>, 
 
 #[test]
 fn every_op_of_the_lists_has_pytorchs_dtypes_and_bits() {
-    let Some(answers) = oracle::answers() else {
-        return;
-    };
+    let Some(answers) = oracle::answers() else { return };
     // Sums are split between threads.
     tch::set_num_threads(1);
     let (mut compared, mut errors, mut runs, mut failures) = (BTreeSet::new(), 0, 0, Vec::new());
@@ -108,9 +106,7 @@ fn called(answers: &Answers) -> BTreeSet<&str> {
 
 #[test]
 fn every_op_registered_for_autocast_on_the_cpu_is_compared_or_named_with_a_reason() {
-    let Some(answers) = oracle::answers() else {
-        return;
-    };
+    let Some(answers) = oracle::answers() else { return };
     let called = called(answers);
     let (compared, rest): (Vec<_>, Vec<_>) = answers
         .registered
@@ -130,9 +126,7 @@ fn every_op_registered_for_autocast_on_the_cpu_is_compared_or_named_with_a_reaso
 
 #[test]
 fn the_table_and_the_exceptions_name_only_ops_that_this_torch_has() {
-    let Some(answers) = oracle::answers() else {
-        return;
-    };
+    let Some(answers) = oracle::answers() else { return };
     let registered = answers.registered.iter().chain(&answers.registered_on_cuda);
     let known: BTreeSet<_> =
         called(answers).into_iter().chain(registered.map(String::as_str)).collect();

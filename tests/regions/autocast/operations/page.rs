@@ -73,9 +73,7 @@ const NAMES: &str = "        ";
 
 #[test]
 fn the_table_has_the_lists_of_this_libtorch() {
-    let Some(answers) = oracle::answers() else {
-        return;
-    };
+    let Some(answers) = oracle::answers() else { return };
     let version = minor(&answers.torch);
     assert!(
         VERSIONS.contains(&version.as_str()),

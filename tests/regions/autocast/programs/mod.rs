@@ -12,12 +12,12 @@ mod run;
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::ops::Range;
 
 use program::{Function, Op};
 use run::{Answer, Machine, Outcome, describe};
 use tch::{Device, Kind};
 use testkit::gpus_that_round_as_the_cpu;
+use testkit::programs::seeds;
 use testkit::python::Oracle;
 use testkit::simulation::lacks_libraries;
 
@@ -28,17 +28,6 @@ const ON_A_GPU: u64 = 400;
 
 /// How often each function succeeded, by the autocast state in which it ran.
 type Seen = BTreeMap<(Function, &'static str), u32>;
-
-fn number(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|value| value.parse().expect("a number"))
-}
-
-fn seeds() -> Range<u64> {
-    match number("TCH_AMP_SEED") {
-        Some(seed) => seed..seed + 1,
-        None => 0..number("TCH_AMP_PROGRAMS").unwrap_or(PROGRAMS),
-    }
-}
 
 fn region(answer: &Answer) -> &'static str {
     match (answer.enabled, answer.dtype) {
@@ -118,11 +107,10 @@ fn compare(device: Device, programs: &[Seeded], theirs: &str, enough: u64) {
 
 #[test]
 fn random_programs_of_nested_regions_equal_pytorch_bit_by_bit() {
-    let Some(oracle) = Oracle::find("autocast_programs.py") else {
-        return;
-    };
+    let Some(oracle) = Oracle::find("autocast_programs.py") else { return };
     tch::set_num_threads(1);
-    let programs: Vec<_> = seeds().map(|seed| (seed, generate::program(seed))).collect();
+    let seeds = seeds("TCH_AMP_PROGRAMS", PROGRAMS);
+    let programs: Vec<_> = seeds.map(|seed| (seed, generate::program(seed))).collect();
     compare(Device::Cpu, &programs, &answers(&oracle, &programs, "cpu"), PROGRAMS);
     let gpus = gpus_that_round_as_the_cpu();
     if gpus.is_empty() {

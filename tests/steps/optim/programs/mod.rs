@@ -14,6 +14,7 @@ use generate::Program;
 use run::Machine;
 use tch::Device;
 use testkit::gpus_that_round_as_the_cpu;
+use testkit::programs::seeds;
 use testkit::python::Oracle;
 
 const PROGRAMS: u64 = 3000;
@@ -23,11 +24,6 @@ const ON_GPUS: usize = 300;
 
 /// A program and its seed.
 type Seeded = (u64, Program);
-
-fn number(name: &str) -> Option<u64> {
-    let value = std::env::var(name).ok()?;
-    Some(value.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {value:?}")))
-}
 
 /// The programs in the form that the oracle reads.
 fn lines(devices: &[Device], programs: &[Seeded]) -> String {
@@ -87,15 +83,10 @@ fn compare<'a>(
 
 #[test]
 fn training_equals_pythons_bit_by_bit() {
-    let Some(oracle) = Oracle::find("optim_programs.py") else {
-        return;
-    };
+    let Some(oracle) = Oracle::find("optim_programs.py") else { return };
     // PyTorch's norms, unlike this crate's, depend on the number of threads.
     tch::set_num_threads(1);
-    let seeds = match number("TCH_AMP_SEED") {
-        Some(seed) => seed..seed + 1,
-        None => 0..number("TCH_AMP_OPTIM_PROGRAMS").unwrap_or(PROGRAMS),
-    };
+    let seeds = seeds("TCH_AMP_OPTIM_PROGRAMS", PROGRAMS);
     let programs: Vec<_> = seeds.map(|seed| (seed, generate::program(seed))).collect();
     let some = &programs[..programs.len().min(ON_GPUS)];
     let mut runs = vec![(vec![Device::Cpu], programs.as_slice())];

@@ -7,12 +7,12 @@ use tch_amp::optim::Algorithm;
 
 use crate::optim::programs::generate::{self, Mode, Program};
 use crate::optim::programs::run::Machine;
-use crate::optim::programs::{Seeded, lines, number};
+use crate::optim::programs::{Seeded, lines};
 use testkit::bits::from_hex;
+use testkit::programs::{python_can_have_the_gpu, seeds};
 use testkit::python::Oracle;
-use testkit::simulation::is_model;
+use testkit::skipped;
 use testkit::ulps::Histogram;
-use testkit::{cuda_or_skip, skipped};
 
 const GPU: Device = Device::Cuda(0);
 const PROGRAMS: u64 = 300;
@@ -105,20 +105,12 @@ fn compare<'a>(
 
 #[test]
 fn training_on_a_gpu_is_pythons_on_the_same_gpu() {
-    if !cuda_or_skip() {
-        return;
-    }
-    if is_model() {
-        skipped("Python has no simulated GPU");
+    if !python_can_have_the_gpu() {
         return;
     }
     let Some(oracle) = Oracle::find("optim_programs.py") else { return };
-    let programs: Vec<_> = match number("TCH_AMP_SEED") {
-        Some(seed) => seed..seed + 1,
-        None => 0..number("TCH_AMP_OPTIM_PROGRAMS").unwrap_or(PROGRAMS).min(PROGRAMS),
-    }
-    .map(|seed| (seed, generate::program(seed)))
-    .collect();
+    let seeds = seeds("TCH_AMP_OPTIM_PROGRAMS", PROGRAMS).take(PROGRAMS as usize);
+    let programs: Vec<_> = seeds.map(|seed| (seed, generate::program(seed))).collect();
     let answers = oracle.run(&["--cuda"], &lines(&[GPU], &programs));
     if answers.is_empty() {
         skipped("Python has no GPU here");

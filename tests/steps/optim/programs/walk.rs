@@ -12,10 +12,10 @@ use tch_amp::optim::{Algorithm, MasterWeights, Optimizer, OptimizerState, ParamG
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::optim::programs::generate::{ALGORITHMS, algorithm, magnitude, numbers};
-use crate::optim::programs::number;
 use testkit::bits::bits;
 use testkit::files::Folder;
 use testkit::gpus_that_round_as_the_cpu;
+use testkit::programs::seeds;
 use testkit::rng::Rng;
 
 const WALKS: u64 = 150;
@@ -337,14 +337,10 @@ impl Drop for On {
 
 #[test]
 fn whatever_state_is_reached_is_saved_and_loaded_bit_by_bit() {
-    let seeds = match number("TCH_AMP_SEED") {
-        Some(seed) => seed..seed + 1,
-        None => 0..number("TCH_AMP_STATE_WALKS").unwrap_or(WALKS),
-    };
     let folder = Folder::new();
     let mut devices = vec![Device::Cpu];
     devices.extend(gpus_that_round_as_the_cpu());
-    for seed in seeds {
+    for seed in seeds("TCH_AMP_STATE_WALKS", WALKS) {
         // Every second walk with the GPUs alone, if there are any.
         let some = if seed % 2 == 0 || devices.len() == 1 { &devices[..] } else { &devices[1..] };
         walk(seed, some, &folder);

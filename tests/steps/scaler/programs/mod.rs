@@ -21,11 +21,11 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::ops::Range;
 use std::process::{Child, Stdio};
-use std::str::FromStr;
 
 use run::Machine;
 use tch::Device;
 use testkit::gpus_that_round_as_the_cpu;
+use testkit::programs::seeds;
 use testkit::python::Oracle;
 
 /// A million operations: about 70 s on one core for the oracle, in parallel to which the Rust side runs.
@@ -55,7 +55,7 @@ type Outcomes = BTreeMap<String, u64>;
 type Run = (Vec<Device>, Range<u64>);
 
 fn runs() -> Vec<Run> {
-    let seeds = seeds();
+    let seeds = seeds("TCH_AMP_PROGRAMS", PROGRAMS);
     let some = seeds.start..seeds.end.min(seeds.start + ON_GPUS);
     let mut runs = vec![(vec![Device::Cpu], seeds)];
     let gpus = gpus_that_round_as_the_cpu();
@@ -78,9 +78,7 @@ fn write(runs: Vec<Run>, oracle: &mut impl Write) -> std::io::Result<()> {
 
 #[test]
 fn random_programs_equal_pytorch_bit_by_bit() {
-    let Some(oracle) = Oracle::find("scaler_programs.py") else {
-        return;
-    };
+    let Some(oracle) = Oracle::find("scaler_programs.py") else { return };
     tch::set_num_threads(1);
     let runs = runs();
     let mut python = start(&oracle);
@@ -104,18 +102,6 @@ fn random_programs_equal_pytorch_bit_by_bit() {
     }
     writer.join().expect("the writer does not panic").expect("the oracle reads its input");
     assert!(python.wait().expect("the oracle exits").success());
-}
-
-fn seeds() -> Range<u64> {
-    match number("TCH_AMP_SEED") {
-        Some(seed) => seed..seed + 1,
-        None => 0..number("TCH_AMP_PROGRAMS").unwrap_or(PROGRAMS),
-    }
-}
-
-fn number(name: &str) -> Option<u64> {
-    let value = std::env::var(name).ok()?;
-    Some(u64::from_str(&value).unwrap_or_else(|_| panic!("{name} must be a number, not {value:?}")))
 }
 
 fn start(oracle: &Oracle) -> Child {

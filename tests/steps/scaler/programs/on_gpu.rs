@@ -7,12 +7,12 @@ use tch::{Device, Kind};
 use crate::scaler::programs::generate;
 use crate::scaler::programs::program::{Dtype, ParamSpec, Program};
 use crate::scaler::programs::run::Machine;
-use crate::scaler::programs::{ON_GPUS, seeds};
+use crate::scaler::programs::{ON_GPUS, PROGRAMS};
 use testkit::bits::from_hex;
+use testkit::programs::{python_can_have_the_gpu, seeds};
 use testkit::python::Oracle;
-use testkit::simulation::is_model;
+use testkit::skipped;
 use testkit::ulps::Histogram;
-use testkit::{cuda_or_skip, skipped};
 
 const GPU: Device = Device::Cuda(0);
 
@@ -105,15 +105,11 @@ fn compare<'a>(
 
 #[test]
 fn programs_on_a_gpu_have_pythons_outcomes_on_the_same_gpu() {
-    if !cuda_or_skip() {
-        return;
-    }
-    if is_model() {
-        skipped("Python has no simulated GPU");
+    if !python_can_have_the_gpu() {
         return;
     }
     let Some(oracle) = Oracle::find("scaler_programs.py") else { return };
-    let seeds = seeds();
+    let seeds = seeds("TCH_AMP_PROGRAMS", PROGRAMS);
     let seeds = seeds.start..seeds.end.min(seeds.start + ON_GPUS);
     let mut programs = Vec::new();
     for seed in seeds.clone() {
