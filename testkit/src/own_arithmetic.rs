@@ -126,14 +126,18 @@ impl Results {
     }
 }
 
-/// A job, and the functions of the shim that it calls.
+/// Does a job on a device, with what is compared within the region that it is given.
+type Run = fn(Device, Within<'_>, &mut Results);
+
+/// A job, with its name in messages.
 pub struct Job {
-    /// The name in messages.
-    pub name: &'static str,
-    /// `tests/abi.rs` reads it in the source.
-    pub entries: &'static [&'static str],
-    /// Does the job on a device, with what is compared within the region that it is given.
-    pub run: fn(Device, Within<'_>, &mut Results),
+    name: &'static str,
+    run: Run,
+}
+
+/// A job, and the functions of the shim that it calls. `tests/abi.rs` reads them in the source.
+pub const fn job(name: &'static str, _entries: &[&str], run: Run) -> Job {
+    Job { name, run }
 }
 
 /// Asserts that jobs give the same bits in every region, and where gradients are in one memory.

@@ -10,16 +10,16 @@ use tch_amp::optim::AdamW;
 use tch_amp::{Autocast, GradScaler};
 
 use crate::distributed::ranks;
-use testkit::own_arithmetic::{Job, Results, assert_obeys_no_region, large, leaves, sum_of};
+use testkit::own_arithmetic::{Job, Results, assert_obeys_no_region, job, large, leaves, sum_of};
 
 const CPU: Device = Device::Cpu;
 const F32: Kind = Kind::Float;
 
 const JOBS: &[Job] = &[
-    Job {
-        name: "collectives, means and samplers",
-        entries: &["tamp_random_permutation", "tamp_random_seed"],
-        run: |_, within, results| {
+    job(
+        "collectives, means and samplers",
+        &["tamp_random_permutation", "tamp_random_seed"],
+        |_, within, results| {
             let found = ranks(2, |group| {
                 let mut results = Results::default();
                 within(&mut || {
@@ -45,36 +45,32 @@ const JOBS: &[Job] = &[
             });
             results.all(found);
         },
-    },
-    Job {
-        name: "batch normalization over ranks",
-        entries: &["tamp_statistics_momentum"],
-        run: |_, within, results| {
-            let found = ranks(2, |group| {
-                let mut results = Results::default();
-                let vs = VarStore::new(CPU);
-                let layer = SyncBatchNorm::new(vs.root(), 3, Default::default(), &group);
-                // It begins with a random one.
-                let weight = layer.bn.ws.as_ref().map(Tensor::shallow_clone);
-                let _filled = no_grad(|| weight.unwrap().fill_(1.3));
-                let xs = large(CPU, F32).set_requires_grad(true);
-                within(&mut || {
-                    let ys = layer.f_forward_t(&xs, true).unwrap();
-                    results.tensor(&ys);
-                    ys.as_strided([], [], Some(4)).backward();
-                    results.tensor(&layer.f_forward_t(&xs, false).unwrap());
-                });
-                results.tensor(&xs.grad());
-                results.tensor(&layer.bn.running_mean);
-                results.tensor(&layer.bn.running_var);
-                results
+    ),
+    job("batch normalization over ranks", &["tamp_statistics_momentum"], |_, within, results| {
+        let found = ranks(2, |group| {
+            let mut results = Results::default();
+            let vs = VarStore::new(CPU);
+            let layer = SyncBatchNorm::new(vs.root(), 3, Default::default(), &group);
+            // It begins with a random one.
+            let weight = layer.bn.ws.as_ref().map(Tensor::shallow_clone);
+            let _filled = no_grad(|| weight.unwrap().fill_(1.3));
+            let xs = large(CPU, F32).set_requires_grad(true);
+            within(&mut || {
+                let ys = layer.f_forward_t(&xs, true).unwrap();
+                results.tensor(&ys);
+                ys.as_strided([], [], Some(4)).backward();
+                results.tensor(&layer.f_forward_t(&xs, false).unwrap());
             });
-            results.all(found);
-        },
-    },
-    Job {
-        name: "averaged gradients",
-        entries: &[
+            results.tensor(&xs.grad());
+            results.tensor(&layer.bn.running_mean);
+            results.tensor(&layer.bn.running_var);
+            results
+        });
+        results.all(found);
+    }),
+    job(
+        "averaged gradients",
+        &[
             "tamp_reducer_new",
             "tamp_reducer_parameters",
             "tamp_reducer_may_rebuild",
@@ -84,7 +80,7 @@ const JOBS: &[Job] = &[
             "tamp_reducer_after_backward",
             "tamp_reducer_repeated",
         ],
-        run: |_, within, results| {
+        |_, within, results| {
             for compression in [None, Some(Kind::Half), Some(Kind::BFloat16)] {
                 let found = ranks(2, |group| {
                     let mut results = Results::default();
@@ -114,44 +110,35 @@ const JOBS: &[Job] = &[
                 results.all(found);
             }
         },
-    },
-    Job {
-        name: "sharded optimizers",
-        entries: &[],
-        run: |_, within, results| {
-            let found = ranks(2, |group| {
-                let mut results = Results::default();
-                let mut list = leaves(CPU, F32);
-                list.push(large(CPU, F32).tr().detach().set_requires_grad(true));
-                (&list[2] * 3.3).sum(F32).backward();
-                let mut opt = AdamW::default().build(&list, 0.1).unwrap();
-                opt.shard_over(&group).unwrap();
-                within(&mut || {
-                    opt.step().unwrap();
-                    let state = opt.state_dict().unwrap();
-                    for tensors in state.state.values() {
-                        tensors.values().for_each(|tensor| results.tensor(tensor));
-                    }
-                });
-                results.tensors(&list);
-                results
-            });
-            results.all(found);
-        },
-    },
-    Job {
-        name: "parts of a batch",
-        entries: &[],
-        run: |_, within, results| {
-            let w = large(CPU, F32).set_requires_grad(true);
+    ),
+    job("sharded optimizers", &[], |_, within, results| {
+        let found = ranks(2, |group| {
+            let mut results = Results::default();
+            let mut list = leaves(CPU, F32);
+            list.push(large(CPU, F32).tr().detach().set_requires_grad(true));
+            (&list[2] * 3.3).sum(F32).backward();
+            let mut opt = AdamW::default().build(&list, 0.1).unwrap();
+            opt.shard_over(&group).unwrap();
             within(&mut || {
-                let forward = |parameters: &[Tensor], _: &Tensor| parameters[0].view([3, 2]);
-                let ys =
-                    data_parallel(&[CPU, CPU], &[w.shallow_clone()], &large(CPU, F32), forward);
-                results.tensor(&ys.unwrap());
+                opt.step().unwrap();
+                let state = opt.state_dict().unwrap();
+                for tensors in state.state.values() {
+                    tensors.values().for_each(|tensor| results.tensor(tensor));
+                }
             });
-        },
-    },
+            results.tensors(&list);
+            results
+        });
+        results.all(found);
+    }),
+    job("parts of a batch", &[], |_, within, results| {
+        let w = large(CPU, F32).set_requires_grad(true);
+        within(&mut || {
+            let forward = |parameters: &[Tensor], _: &Tensor| parameters[0].view([3, 2]);
+            let ys = data_parallel(&[CPU, CPU], &[w.shallow_clone()], &large(CPU, F32), forward);
+            results.tensor(&ys.unwrap());
+        });
+    }),
 ];
 
 #[test]

@@ -24,7 +24,7 @@ use crate::autocast::alone;
 use testkit::descent::Descent;
 use testkit::files::Folder;
 use testkit::own_arithmetic::{
-    Job, assert_obeys_no_region, backward_of, large, leaves, loss_of, sum_of,
+    Job, assert_obeys_no_region, backward_of, job, large, leaves, loss_of, sum_of,
 };
 use testkit::{for_each_device, to_f64};
 
@@ -39,10 +39,10 @@ fn scaler(device: Device, scale: f64) -> GradScaler {
 }
 
 const JOBS: &[Job] = &[
-    Job {
-        name: "scaled losses and their gradients",
-        entries: &["tamp_scaled", "tamp_number_new", "tamp_backward"],
-        run: |device, within, results| {
+    job(
+        "scaled losses and their gradients",
+        &["tamp_scaled", "tamp_number_new", "tamp_backward"],
+        |device, within, results| {
             for kind in [F32, Kind::Double, Kind::Half, Kind::BFloat16] {
                 let scaler = scaler(device, 65536.0);
                 let w = Tensor::from(2.7).to_device(device).to_kind(kind).set_requires_grad(true);
@@ -56,27 +56,23 @@ const JOBS: &[Job] = &[
                 results.tensor(&w.grad());
             }
         },
-    },
-    Job {
-        name: "second derivatives of scaled losses",
-        entries: &[],
-        run: |device, within, results| {
-            let scaler = scaler(device, 65537.0);
-            let w = Tensor::from(2.7f32).to_device(device).set_requires_grad(true);
-            let g = Tensor::from(1.1f32).to_device(device).set_requires_grad(true);
-            within(&mut || {
-                let scaled = scaler.scale(&w).unwrap();
-                let seed = scaler.scale(&g).unwrap();
-                let config = GradConfig { create_graph: true, ..Default::default() };
-                let first = grad(&[scaled], &[&w], &config).unwrap();
-                results.tensors(&first.into_iter().flatten().collect::<Vec<_>>());
-                results.tensor(&seed);
-            });
-        },
-    },
-    Job {
-        name: "a host optimizer",
-        entries: &[
+    ),
+    job("second derivatives of scaled losses", &[], |device, within, results| {
+        let scaler = scaler(device, 65537.0);
+        let w = Tensor::from(2.7f32).to_device(device).set_requires_grad(true);
+        let g = Tensor::from(1.1f32).to_device(device).set_requires_grad(true);
+        within(&mut || {
+            let scaled = scaler.scale(&w).unwrap();
+            let seed = scaler.scale(&g).unwrap();
+            let config = GradConfig { create_graph: true, ..Default::default() };
+            let first = grad(&[scaled], &[&w], &config).unwrap();
+            results.tensors(&first.into_iter().flatten().collect::<Vec<_>>());
+            results.tensor(&seed);
+        });
+    }),
+    job(
+        "a host optimizer",
+        &[
             "tamp_gradients_inspect",
             "tamp_gradients_unscale",
             "tamp_gradients_drop",
@@ -88,7 +84,7 @@ const JOBS: &[Job] = &[
             "tamp_flags_join",
             "tamp_sizes",
         ],
-        run: |device, within, results| {
+        |device, within, results| {
             for tolerance in [0.0, 0.3] {
                 let config = GradScalerConfig {
                     init_scale: 1024.0,
@@ -132,10 +128,10 @@ const JOBS: &[Job] = &[
                 });
             }
         },
-    },
-    Job {
-        name: "fused optimizers",
-        entries: &[
+    ),
+    job(
+        "fused optimizers",
+        &[
             "tamp_optim_step",
             "tamp_optim_states_new",
             "tamp_masters_new",
@@ -151,7 +147,7 @@ const JOBS: &[Job] = &[
             "tamp_arrival_new",
             "tamp_arrival_poll",
         ],
-        run: |device, within, results| {
+        |device, within, results| {
             for algorithm in 0..7 {
                 for masters in 0..4 {
                     let kind = if masters == 0 { F32 } else { Kind::BFloat16 };
@@ -189,11 +185,11 @@ const JOBS: &[Job] = &[
                 }
             }
         },
-    },
-    Job {
-        name: "clipped gradients",
-        entries: &["tamp_clip_grad_norm", "tamp_clip_grad_value"],
-        run: |device, within, results| {
+    ),
+    job(
+        "clipped gradients",
+        &["tamp_clip_grad_norm", "tamp_clip_grad_value"],
+        |device, within, results| {
             let finite = ClipNorm { error_if_nonfinite: true, ..3.3.into() };
             for kind in [F32, Kind::Double, Kind::BFloat16] {
                 let mut list = leaves(device, kind);
@@ -214,38 +210,34 @@ const JOBS: &[Job] = &[
                 });
             }
         },
-    },
-    Job {
-        name: "a transaction on several devices",
-        entries: &[],
-        run: |device, within, results| {
-            let mut list = leaves(device, F32);
-            list.extend(leaves(Device::Cpu, F32));
-            let mut opt = Descent(list);
-            let mut scaler = scaler(device, 1024.0);
-            within(&mut || {
-                let mut unscaled = scaler.unscale(&mut opt).unwrap();
-                for norm_type in [1.0, 2.0, 2.7, f64::INFINITY] {
-                    let clip = ClipNorm { norm_type, ..33.3.into() };
-                    results.tensor(&unscaled.clip_grad_norm(clip).unwrap());
-                }
-                unscaled.clip_grad_value(0.1003).unwrap();
-                unscaled.step().unwrap();
-                scaler.update().unwrap();
-            });
-            results.tensors(&opt.0);
-            let mut opt = Sgd::default().build(leaves(device, F32), 0.1).unwrap();
-            within(&mut || {
-                let outcome = scaler.step_clip_norm(&mut opt, 3.3).unwrap();
-                results.tensor(outcome.total_norm().unwrap());
-                results.value(outcome.is_stepped().unwrap());
-            });
-        },
-    },
-    Job {
-        name: "scalers of several losses",
-        entries: &["tamp_gradients_take", "tamp_gradients_add"],
-        run: |device, within, results| {
+    ),
+    job("a transaction on several devices", &[], |device, within, results| {
+        let mut list = leaves(device, F32);
+        list.extend(leaves(Device::Cpu, F32));
+        let mut opt = Descent(list);
+        let mut scaler = scaler(device, 1024.0);
+        within(&mut || {
+            let mut unscaled = scaler.unscale(&mut opt).unwrap();
+            for norm_type in [1.0, 2.0, 2.7, f64::INFINITY] {
+                let clip = ClipNorm { norm_type, ..33.3.into() };
+                results.tensor(&unscaled.clip_grad_norm(clip).unwrap());
+            }
+            unscaled.clip_grad_value(0.1003).unwrap();
+            unscaled.step().unwrap();
+            scaler.update().unwrap();
+        });
+        results.tensors(&opt.0);
+        let mut opt = Sgd::default().build(leaves(device, F32), 0.1).unwrap();
+        within(&mut || {
+            let outcome = scaler.step_clip_norm(&mut opt, 3.3).unwrap();
+            results.tensor(outcome.total_norm().unwrap());
+            results.value(outcome.is_stepped().unwrap());
+        });
+    }),
+    job(
+        "scalers of several losses",
+        &["tamp_gradients_take", "tamp_gradients_add"],
+        |device, within, results| {
             let list =
                 [2.7f32, 3.1].map(|x| Tensor::from(x).to_device(device).set_requires_grad(true));
             let mut opt = Sgd::default().build(&list, 0.1).unwrap();
@@ -267,207 +259,172 @@ const JOBS: &[Job] = &[
             });
             results.tensors(&list);
         },
-    },
-    Job {
-        name: "functional loss scales",
-        entries: &["tamp_all_finite"],
-        run: |device, within, results| {
-            let tree =
-                vec![large(device, F32), large(device, Kind::Half), large(device, Kind::Double)];
-            let bad = Tensor::from(f32::NAN).to_device(device);
-            let mut dynamic = DynamicLossScale::new(device).unwrap();
-            within(&mut || {
-                let fixed = StaticLossScale::new(device, 1e5).unwrap();
-                results.tensors(&fixed.scale(&tree).unwrap());
-                results.tensors(&fixed.unscale(&tree).unwrap());
-                results.value(fixed.value().unwrap());
-                results.value(fixed.state_dict().unwrap());
-                for numbers in [&tree[0], &bad, &tree[2]] {
-                    let finite = all_finite(numbers).unwrap();
-                    results.tensor(&finite);
-                    results.tensors(&select_tree(&finite, &tree, &tree).unwrap());
-                    dynamic.adjust(&finite).unwrap();
-                    results.value(dynamic.value().unwrap());
-                    results.value(dynamic.state_dict().unwrap());
-                }
-                results.tensor(dynamic.loss_scale().unwrap());
-            });
-        },
-    },
-    Job {
-        name: "averages",
-        entries: &["tamp_average_count", "tamp_average_update"],
-        run: |device, within, results| {
-            for kind in [F32, Kind::BFloat16] {
-                let vs = VarStore::new(device);
-                let w = vs.root().var_copy("w", &large(device, F32));
-                let mut mean = vs.root().sub("bn").zeros_no_train("running_mean", &[2]);
-                let mut vs = vs;
-                if kind != F32 {
-                    vs.bfloat16();
-                }
-                let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1).unwrap();
-                let mut scaler = scaler(device, 1024.0);
-                let mut ema = Ema { decay: 0.9, warmup: true, debias: true, ..Ema::default() }
-                    .build(&vs)
-                    .unwrap();
-                let mut swa = None;
-                within(&mut || swa = Some(Swa::default().build(&vs).unwrap()));
-                let mut swa = swa.unwrap();
-                for _ in 0..3 {
-                    (&w * 100.0).sum(kind).backward();
-                    within(&mut || {
-                        let outcome = scaler.step(&mut opt).unwrap();
-                        scaler.update().unwrap();
-                        ema.update(&outcome).unwrap();
-                        swa.advance().unwrap();
-                    });
-                }
-                within(&mut || {
-                    results.value(ema.updates().unwrap());
-                    let batches = [1.003, 70.5];
-                    let forward = |number| {
-                        let _filled = mean.fill_(number);
-                        Ok(Tensor::new())
-                    };
-                    swa.update_batch_norm(0.1, batches, forward).unwrap();
-                    let swapped = ema.swap_in().unwrap();
-                    results.tensor(&w);
-                    drop(swapped);
-                    let swapped = swa.swap_in().unwrap();
-                    results.tensor(&mean);
-                    drop(swapped);
-                    ema.copy_to_model().unwrap();
-                });
-                results.tensor(&w);
-                let mut checkpoint = Checkpoint::new();
-                within(&mut || {
-                    checkpoint.add("ema", &mut ema).unwrap();
-                    checkpoint.restore().add("ema", &mut ema).apply().unwrap();
-                });
-                results.tensor(&ema.average("w").unwrap());
+    ),
+    job("functional loss scales", &["tamp_all_finite"], |device, within, results| {
+        let tree = vec![large(device, F32), large(device, Kind::Half), large(device, Kind::Double)];
+        let bad = Tensor::from(f32::NAN).to_device(device);
+        let mut dynamic = DynamicLossScale::new(device).unwrap();
+        within(&mut || {
+            let fixed = StaticLossScale::new(device, 1e5).unwrap();
+            results.tensors(&fixed.scale(&tree).unwrap());
+            results.tensors(&fixed.unscale(&tree).unwrap());
+            results.value(fixed.value().unwrap());
+            results.value(fixed.state_dict().unwrap());
+            for numbers in [&tree[0], &bad, &tree[2]] {
+                let finite = all_finite(numbers).unwrap();
+                results.tensor(&finite);
+                results.tensors(&select_tree(&finite, &tree, &tree).unwrap());
+                dynamic.adjust(&finite).unwrap();
+                results.value(dynamic.value().unwrap());
+                results.value(dynamic.state_dict().unwrap());
             }
-        },
-    },
-    Job {
-        name: "buffers",
-        entries: &[],
-        run: |device, within, results| {
+            results.tensor(dynamic.loss_scale().unwrap());
+        });
+    }),
+    job("averages", &["tamp_average_count", "tamp_average_update"], |device, within, results| {
+        for kind in [F32, Kind::BFloat16] {
             let vs = VarStore::new(device);
-            let mut mean = vs.root().zeros_no_train("mean", &[2, 3]);
-            mean.copy_(&large(device, F32));
-            within(&mut || {
-                let mut snapshot = BufferSnapshot::new(&vs).unwrap();
-                for changes in [true, false] {
-                    if changes {
-                        snapshot.save().unwrap();
-                    }
-                    let _filled = mean.fill_(1.0);
-                    snapshot.restore().unwrap();
-                }
-                results.value(check_buffers_finite(&vs).is_ok());
-            });
-            assert_ne!(mean.double_value(&[0, 0]), 1.0, "it is a buffer");
-            results.tensor(&mean);
-        },
-    },
-    Job {
-        name: "casts by a policy",
-        entries: &[],
-        run: |device, within, results| {
-            let policy = Policy { output: F32, ..Policy::BF16 };
-            let mut vs = VarStore::new(device);
             let w = vs.root().var_copy("w", &large(device, F32));
-            let tree = vec![large(device, F32), large(device, Kind::BFloat16)];
+            let mut mean = vs.root().sub("bn").zeros_no_train("running_mean", &[2]);
+            let mut vs = vs;
+            if kind != F32 {
+                vs.bfloat16();
+            }
+            let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1).unwrap();
+            let mut scaler = scaler(device, 1024.0);
+            let mut ema = Ema { decay: 0.9, warmup: true, debias: true, ..Ema::default() }
+                .build(&vs)
+                .unwrap();
+            let mut swa = None;
+            within(&mut || swa = Some(Swa::default().build(&vs).unwrap()));
+            let mut swa = swa.unwrap();
+            for _ in 0..3 {
+                (&w * 100.0).sum(kind).backward();
+                within(&mut || {
+                    let outcome = scaler.step(&mut opt).unwrap();
+                    scaler.update().unwrap();
+                    ema.update(&outcome).unwrap();
+                    swa.advance().unwrap();
+                });
+            }
             within(&mut || {
-                results.tensors(&Policy::FULL.cast_to_compute(&tree).unwrap());
-                results.tensors(&policy.cast_to_compute(&tree).unwrap());
-                results.tensors(&policy.cast_to_param(&tree).unwrap());
-                results.tensors(&policy.cast_to_output(&tree).unwrap());
-                results.value(policy.cast_variables(&mut vs, KeepF32::Norms).unwrap());
+                results.value(ema.updates().unwrap());
+                let batches = [1.003, 70.5];
+                let forward = |number| {
+                    let _filled = mean.fill_(number);
+                    Ok(Tensor::new())
+                };
+                swa.update_batch_norm(0.1, batches, forward).unwrap();
+                let swapped = ema.swap_in().unwrap();
+                results.tensor(&w);
+                drop(swapped);
+                let swapped = swa.swap_in().unwrap();
+                results.tensor(&mean);
+                drop(swapped);
+                ema.copy_to_model().unwrap();
             });
             results.tensor(&w);
-        },
-    },
-    Job {
-        name: "weighed losses",
-        entries: &[],
-        run: |device, within, results| {
-            for kind in [F32, Kind::Half, Kind::Double] {
-                let loss =
-                    Tensor::from(2.7).to_kind(kind).to_device(device).set_requires_grad(true);
-                within(&mut || {
-                    let mut window = Accumulation::of_weights([1.0, 2.0, 4.0]).unwrap();
-                    let weighed = window.weigh(&loss).unwrap();
-                    results.tensor(&weighed);
-                    weighed.backward();
-                });
-                results.tensor(&loss.grad());
-                let list = leaves(device, kind);
-                let mut window = Accumulation::of_weights([1.0, 2.0, 4.0]).unwrap();
-                for _ in 0..3 {
-                    let loss = loss_of([&list[0], &list[1]], &large(device, kind));
-                    let mut weighed = None;
-                    within(&mut || weighed = Some(window.weigh(&loss).unwrap()));
-                    weighed.unwrap().backward();
+            let mut checkpoint = Checkpoint::new();
+            within(&mut || {
+                checkpoint.add("ema", &mut ema).unwrap();
+                checkpoint.restore().add("ema", &mut ema).apply().unwrap();
+            });
+            results.tensor(&ema.average("w").unwrap());
+        }
+    }),
+    job("buffers", &[], |device, within, results| {
+        let vs = VarStore::new(device);
+        let mut mean = vs.root().zeros_no_train("mean", &[2, 3]);
+        mean.copy_(&large(device, F32));
+        within(&mut || {
+            let mut snapshot = BufferSnapshot::new(&vs).unwrap();
+            for changes in [true, false] {
+                if changes {
+                    snapshot.save().unwrap();
                 }
-                results.tensors(&gradients(&list));
+                let _filled = mean.fill_(1.0);
+                snapshot.restore().unwrap();
             }
-        },
-    },
-    Job {
-        name: "micro-batches that are left out",
-        entries: &[],
-        run: |device, within, results| {
-            let list =
-                [2.7f32, 3.1].map(|x| Tensor::from(x).to_device(device).set_requires_grad(true));
-            let opt = Sgd::default().build(&list, 0.1).unwrap();
-            let mut scaler = scaler(device, 65536.0);
+            results.value(check_buffers_finite(&vs).is_ok());
+        });
+        assert_ne!(mean.double_value(&[0, 0]), 1.0, "it is a buffer");
+        results.tensor(&mean);
+    }),
+    job("casts by a policy", &[], |device, within, results| {
+        let policy = Policy { output: F32, ..Policy::BF16 };
+        let mut vs = VarStore::new(device);
+        let w = vs.root().var_copy("w", &large(device, F32));
+        let tree = vec![large(device, F32), large(device, Kind::BFloat16)];
+        within(&mut || {
+            results.tensors(&Policy::FULL.cast_to_compute(&tree).unwrap());
+            results.tensors(&policy.cast_to_compute(&tree).unwrap());
+            results.tensors(&policy.cast_to_param(&tree).unwrap());
+            results.tensors(&policy.cast_to_output(&tree).unwrap());
+            results.value(policy.cast_variables(&mut vs, KeepF32::Norms).unwrap());
+        });
+        results.tensor(&w);
+    }),
+    job("weighed losses", &[], |device, within, results| {
+        for kind in [F32, Kind::Half, Kind::Double] {
+            let loss = Tensor::from(2.7).to_kind(kind).to_device(device).set_requires_grad(true);
+            within(&mut || {
+                let mut window = Accumulation::of_weights([1.0, 2.0, 4.0]).unwrap();
+                let weighed = window.weigh(&loss).unwrap();
+                results.tensor(&weighed);
+                weighed.backward();
+            });
+            results.tensor(&loss.grad());
+            let list = leaves(device, kind);
             let mut window = Accumulation::of_weights([1.0, 2.0, 4.0]).unwrap();
-            for batch in 0..3 {
-                let loss = sum_of(list.each_ref());
-                // Its gradient is infinite.
-                let scale = if batch == 1 { f64::from(f32::MAX) } else { 65536.0 };
-                let loss = if batch == 1 { loss * 1e20 } else { loss };
-                scaler.update_with(scale.min(2f64.powi(127))).unwrap();
-                within(&mut || window.backward_or_drop(&mut scaler, &opt, &loss).unwrap());
+            for _ in 0..3 {
+                let loss = loss_of([&list[0], &list[1]], &large(device, kind));
+                let mut weighed = None;
+                within(&mut || weighed = Some(window.weigh(&loss).unwrap()));
+                weighed.unwrap().backward();
             }
-            within(&mut || results.value(window.dropped().unwrap()));
             results.tensors(&gradients(&list));
-        },
-    },
-    Job {
-        name: "spikes",
-        entries: &["tamp_spikes_judge", "tamp_spikes_flag"],
-        run: |device, within, results| {
-            let list = leaves(device, F32);
-            let mut opt = Sgd::default().build(&list, 1e-6).unwrap();
-            let mut scaler = scaler(device, 1024.0);
-            let config = SpikeConfig { window: 4, warmup: 2, ..Default::default() };
-            let mut spikes = config.build().unwrap();
-            for factor in [1.0, 1.0003, 0.9991, 1.0004, 5000.0, 1.0] {
-                let loss = large(device, F32).max() * factor;
-                opt.zero_grad().unwrap();
-                backward_of([&list[0], &list[1]], &(large(device, F32) * factor));
-                within(&mut || {
-                    spikes.watch_loss(&loss);
-                    let outcome = scaler.step_unless_spike(&mut opt, 3.3, &mut spikes).unwrap();
-                    results.value(outcome.is_stepped().unwrap());
-                    scaler.update().unwrap();
-                    results.value(spikes.counts().unwrap());
-                });
-            }
-            results.tensors(&list);
-        },
-    },
-    Job {
-        name: "gradients in one memory",
-        entries: &[
-            "tamp_clip_by_norm",
-            "tamp_gradients_separate",
-            "tamp_gradients_separate_leaves",
-        ],
-        run: |device, within, results| {
+        }
+    }),
+    job("micro-batches that are left out", &[], |device, within, results| {
+        let list = [2.7f32, 3.1].map(|x| Tensor::from(x).to_device(device).set_requires_grad(true));
+        let opt = Sgd::default().build(&list, 0.1).unwrap();
+        let mut scaler = scaler(device, 65536.0);
+        let mut window = Accumulation::of_weights([1.0, 2.0, 4.0]).unwrap();
+        for batch in 0..3 {
+            let loss = sum_of(list.each_ref());
+            // Its gradient is infinite.
+            let scale = if batch == 1 { f64::from(f32::MAX) } else { 65536.0 };
+            let loss = if batch == 1 { loss * 1e20 } else { loss };
+            scaler.update_with(scale.min(2f64.powi(127))).unwrap();
+            within(&mut || window.backward_or_drop(&mut scaler, &opt, &loss).unwrap());
+        }
+        within(&mut || results.value(window.dropped().unwrap()));
+        results.tensors(&gradients(&list));
+    }),
+    job("spikes", &["tamp_spikes_judge", "tamp_spikes_flag"], |device, within, results| {
+        let list = leaves(device, F32);
+        let mut opt = Sgd::default().build(&list, 1e-6).unwrap();
+        let mut scaler = scaler(device, 1024.0);
+        let config = SpikeConfig { window: 4, warmup: 2, ..Default::default() };
+        let mut spikes = config.build().unwrap();
+        for factor in [1.0, 1.0003, 0.9991, 1.0004, 5000.0, 1.0] {
+            let loss = large(device, F32).max() * factor;
+            opt.zero_grad().unwrap();
+            backward_of([&list[0], &list[1]], &(large(device, F32) * factor));
+            within(&mut || {
+                spikes.watch_loss(&loss);
+                let outcome = scaler.step_unless_spike(&mut opt, 3.3, &mut spikes).unwrap();
+                results.value(outcome.is_stepped().unwrap());
+                scaler.update().unwrap();
+                results.value(spikes.counts().unwrap());
+            });
+        }
+        results.tensors(&list);
+    }),
+    job(
+        "gradients in one memory",
+        &["tamp_clip_by_norm", "tamp_gradients_separate", "tamp_gradients_separate_leaves"],
+        |device, within, results| {
             let list = [(); 2].map(|()| large(device, F32).detach().set_requires_grad(true));
             let [a, b] = &list;
             let mut opt = Descent(list.iter().map(Tensor::shallow_clone).collect());
@@ -484,33 +441,29 @@ const JOBS: &[Job] = &[
             });
             results.tensors(&gradients(&list));
         },
-    },
-    Job {
-        name: "optimizers with common parameters",
-        entries: &["tamp_gradient_rest"],
-        run: |device, within, results| {
-            let list = [(); 2].map(|()| large(device, F32).detach().set_requires_grad(true));
-            let [a, b] = &list;
-            let mut optimizers =
-                [(); 2].map(|()| Descent(list.iter().map(Tensor::shallow_clone).collect()));
-            let mut scaler = scaler(device, 8.0);
-            for opt in &mut optimizers {
-                for w in list.iter().filter(|w| w.grad().defined()) {
-                    let _zeroed = w.grad().zero_();
-                }
-                let loss = loss_of([a, b], &Tensor::full([6], 1.1, (F32, device)));
-                let mut scaled = None;
-                within(&mut || scaled = Some(scaler.scale(&loss).unwrap()));
-                scaled.unwrap().backward();
-                within(&mut || drop(scaler.step(opt).unwrap()));
+    ),
+    job("optimizers with common parameters", &["tamp_gradient_rest"], |device, within, results| {
+        let list = [(); 2].map(|()| large(device, F32).detach().set_requires_grad(true));
+        let [a, b] = &list;
+        let mut optimizers =
+            [(); 2].map(|()| Descent(list.iter().map(Tensor::shallow_clone).collect()));
+        let mut scaler = scaler(device, 8.0);
+        for opt in &mut optimizers {
+            for w in list.iter().filter(|w| w.grad().defined()) {
+                let _zeroed = w.grad().zero_();
             }
-            results.tensors(&list);
-        },
-    },
-    Job {
-        name: "master weights that go on in f32",
-        entries: &["tamp_gradients_narrow", "tamp_master_numbers", "tamp_overlapping"],
-        run: |device, within, results| {
+            let loss = loss_of([a, b], &Tensor::full([6], 1.1, (F32, device)));
+            let mut scaled = None;
+            within(&mut || scaled = Some(scaler.scale(&loss).unwrap()));
+            scaled.unwrap().backward();
+            within(&mut || drop(scaler.step(opt).unwrap()));
+        }
+        results.tensors(&list);
+    }),
+    job(
+        "master weights that go on in f32",
+        &["tamp_gradients_narrow", "tamp_master_numbers", "tamp_overlapping"],
+        |device, within, results| {
             let half = large(device, Kind::BFloat16).detach() * 1e-3;
             let half = half.set_requires_grad(true);
             let wide = half.detach().to_kind(F32).set_requires_grad(true);
@@ -526,11 +479,11 @@ const JOBS: &[Job] = &[
             });
             results.tensors(&[wide, half]);
         },
-    },
-    Job {
-        name: "low-bit moments",
-        entries: &["tamp_optim_step", "tamp_codes_decode", "tamp_codes_encode"],
-        run: |device, within, results| {
+    ),
+    job(
+        "low-bit moments",
+        &["tamp_optim_step", "tamp_codes_decode", "tamp_codes_encode"],
+        |device, within, results| {
             for (algorithm, states) in [
                 (Algorithm::from(AdamW::default()), MomentDtype::EightBit),
                 (AdamW::default().into(), MomentDtype::BFloat16),
@@ -567,10 +520,10 @@ const JOBS: &[Job] = &[
                 }
             }
         },
-    },
-    Job {
-        name: "checkpoints",
-        entries: &[
+    ),
+    job(
+        "checkpoints",
+        &[
             "tamp_elements_read",
             "tamp_elements_write",
             "tamp_is_dense",
@@ -578,7 +531,7 @@ const JOBS: &[Job] = &[
             "tamp_rng_state",
             "tamp_rng_set_state",
         ],
-        run: |device, within, results| {
+        |device, within, results| {
             let vs = VarStore::new(device);
             let w = vs.root().var_copy("w", &large(device, F32));
             let strided = large(device, F32).tr();
@@ -605,28 +558,24 @@ const JOBS: &[Job] = &[
             std::fs::remove_file(&path).unwrap();
             results.tensor(&w);
         },
-    },
-    Job {
-        name: "halves",
-        entries: &[],
-        run: |device, within, results| {
-            let numbers = large(device, Kind::BFloat16).tr();
-            within(&mut || {
-                results.value(half::to_vec::<::half::bf16>(&numbers).unwrap());
-                let back = half::from_slice(&[::half::bf16::from_f32(1e30)]).unwrap();
-                results.tensor(&back);
-            });
-        },
-    },
-    Job {
-        name: "materialized gradients and cast inputs of custom functions",
-        entries: &[
+    ),
+    job("halves", &[], |device, within, results| {
+        let numbers = large(device, Kind::BFloat16).tr();
+        within(&mut || {
+            results.value(half::to_vec::<::half::bf16>(&numbers).unwrap());
+            let back = half::from_slice(&[::half::bf16::from_f32(1e30)]).unwrap();
+            results.tensor(&back);
+        });
+    }),
+    job(
+        "materialized gradients and cast inputs of custom functions",
+        &[
             "tamp_function_begin",
             "tamp_function_record",
             "tamp_function_saved_tensors",
             "tamp_function_needs_input_grad",
         ],
-        run: |device, within, results| {
+        |device, within, results| {
             let x = large(device, F32).set_requires_grad(true);
             within(&mut || {
                 let two = function(
@@ -655,37 +604,28 @@ const JOBS: &[Job] = &[
             // Outside of all regions nothing is cast.
             results.value(to_f64(&cast.unwrap()));
         },
-    },
-    Job {
-        name: "a module that is frozen",
-        entries: &["tamp_jit_freeze"],
-        run: |device, within, results| {
-            let file = traced(device);
-            let mut frozen = Vec::new();
-            within(&mut || frozen = jit::freeze(&file).unwrap());
-            let module = CModule::load_data_on_device(&mut frozen.as_slice(), device).unwrap();
-            results.tensor(&module.forward_ts(&[large(device, F32)]).unwrap());
-        },
-    },
-    Job {
-        name: "checks of derivatives",
-        entries: &[],
-        run: |device, within, results| {
-            let x = large(device, Kind::Double).set_requires_grad(true);
-            within(&mut || {
-                let f = |x: &[&Tensor]| Ok::<_, tch_amp::Error>([x[0].sin()]);
-                let closer = tch_amp::gradcheck::GradCheck { eps: 1e-4, ..Default::default() };
-                results.value(closer.gradcheck(f, &[&x]).is_ok());
-                results.value(
-                    gradcheck(|x: &[&Tensor]| Ok::<_, tch_amp::Error>([x[0].tr()]), &[&x]).is_ok(),
-                );
-                results.value(
-                    gradgradcheck(|x: &[&Tensor]| Ok::<_, tch_amp::Error>([x[0].tr()]), &[&x])
-                        .is_ok(),
-                );
-            });
-        },
-    },
+    ),
+    job("a module that is frozen", &["tamp_jit_freeze"], |device, within, results| {
+        let file = traced(device);
+        let mut frozen = Vec::new();
+        within(&mut || frozen = jit::freeze(&file).unwrap());
+        let module = CModule::load_data_on_device(&mut frozen.as_slice(), device).unwrap();
+        results.tensor(&module.forward_ts(&[large(device, F32)]).unwrap());
+    }),
+    job("checks of derivatives", &[], |device, within, results| {
+        let x = large(device, Kind::Double).set_requires_grad(true);
+        within(&mut || {
+            let f = |x: &[&Tensor]| Ok::<_, tch_amp::Error>([x[0].sin()]);
+            let closer = tch_amp::gradcheck::GradCheck { eps: 1e-4, ..Default::default() };
+            results.value(closer.gradcheck(f, &[&x]).is_ok());
+            results.value(
+                gradcheck(|x: &[&Tensor]| Ok::<_, tch_amp::Error>([x[0].tr()]), &[&x]).is_ok(),
+            );
+            results.value(
+                gradgradcheck(|x: &[&Tensor]| Ok::<_, tch_amp::Error>([x[0].tr()]), &[&x]).is_ok(),
+            );
+        });
+    }),
 ];
 
 /// The file of a module with a product of constants, which freezing computes.
@@ -693,8 +633,7 @@ fn traced(device: Device) -> Vec<u8> {
     let (weight, inputs) = (large(device, F32), [large(device, F32)]);
     let mut forward = |xs: &[Tensor]| vec![xs[0].matmul(&weight.tr().matmul(&weight))];
     let module = no_grad(|| CModule::create_by_tracing("Net", "forward", &inputs, &mut forward));
-    let folder = Folder::new();
-    let file = folder.file("traced.pt");
+    let (_folder, file) = Folder::with("traced.pt");
     module.unwrap().save(&file).unwrap();
     std::fs::read(file).unwrap()
 }

@@ -9,13 +9,13 @@ use tch_amp::scaler::{GradScalerConfig, SpikeConfig};
 
 use crate::insight::alone;
 use testkit::for_each_device;
-use testkit::own_arithmetic::{Job, assert_obeys_no_region, backward_of, large};
+use testkit::own_arithmetic::{Job, assert_obeys_no_region, backward_of, job, large};
 
 const JOBS: &[Job] = &[
-    Job {
-        name: "the health of a scale and its history",
-        entries: &["tamp_exponents_count", "tamp_history_record"],
-        run: |device, within, results| {
+    job(
+        "the health of a scale and its history",
+        &["tamp_exponents_count", "tamp_history_record"],
+        |device, within, results| {
             let vs = VarStore::new(device);
             let [v, w] = ["v", "w"]
                 .map(|name| vs.root().sub("part").var_copy(name, &large(device, Kind::Float)));
@@ -43,11 +43,11 @@ const JOBS: &[Job] = &[
                 results.value(history.report().unwrap());
             });
         },
-    },
-    Job {
-        name: "the cause of an overflow, and an audit",
-        entries: &["tamp_recording_start", "tamp_recording_stop"],
-        run: |device, within, results| {
+    ),
+    job(
+        "the cause of an overflow, and an audit",
+        &["tamp_recording_start", "tamp_recording_stop"],
+        |device, within, results| {
             let vs = VarStore::new(device);
             let w = vs.root().sub("part").var_copy("w", &Tensor::from(1e30f32));
             let mean = vs.root().sub("part").zeros_no_train("mean", &[2]);
@@ -72,7 +72,7 @@ const JOBS: &[Job] = &[
             });
             results.tensor(&mean);
         },
-    },
+    ),
 ];
 
 #[test]
