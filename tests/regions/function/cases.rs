@@ -191,9 +191,7 @@ fn encode_all(tensors: &[Tensor]) -> Value {
 
 #[test]
 fn functions_give_pythons_bits() {
-    let Some(oracle) = Oracle::find("function_cases.py") else {
-        return;
-    };
+    let Some(oracle) = Oracle::find("function_cases.py") else { return };
     tch::set_num_threads(1);
     let calls = calls();
     let request =

@@ -4,14 +4,13 @@ use tch::{Kind, Tensor, no_grad};
 use tch_amp::Error;
 use tch_amp::function::FunctionError;
 
-use crate::function::{apply, double_, message, square, to_f64};
-use testkit::for_each_device;
+use crate::function::{apply, double_, for_each_leaf, message, square, to_f64};
 use testkit::tensors::leaf;
+use testkit::{assert_says, for_each_device};
 
 #[test]
 fn inputs_outputs_and_other_tensors_can_be_saved() {
-    for_each_device(|device| {
-        let x = leaf(&[0.5, 1.0], Kind::Double, device);
+    for_each_leaf(&[0.5, 1.0], |_, x| {
         let y = apply(
             &[&x],
             |ctx, x| {
@@ -41,8 +40,7 @@ fn inputs_outputs_and_other_tensors_can_be_saved() {
 
 #[test]
 fn a_later_list_replaces_an_earlier_one() {
-    for_each_device(|device| {
-        let x = leaf(&[2.0], Kind::Double, device);
+    for_each_leaf(&[2.0], |_, x| {
         let y = apply(
             &[&x],
             |ctx, x| {
@@ -65,8 +63,7 @@ fn a_later_list_replaces_an_earlier_one() {
 
 #[test]
 fn values_of_any_type_can_be_saved() {
-    for_each_device(|device| {
-        let x = leaf(&[2.0], Kind::Double, device);
+    for_each_leaf(&[2.0], |_, x| {
         let y = apply(
             &[&x],
             |ctx, x| {
@@ -92,13 +89,11 @@ fn values_of_any_type_can_be_saved() {
 
 #[test]
 fn a_saved_tensor_that_was_changed_in_place_is_refused() {
-    for_each_device(|device| {
-        let x = leaf(&[2.0], Kind::Double, device);
+    for_each_leaf(&[2.0], |_, x| {
         let mut z = &x * 1.0;
         let y = square(&z).unwrap();
         z += 1.0;
-        let error = message(y.f_backward());
-        assert!(error.contains("modified by an inplace operation"), "{error}");
+        assert_says(y.f_backward(), "modified by an inplace operation");
 
         let mut out = apply(
             &[&x],
@@ -114,28 +109,24 @@ fn a_saved_tensor_that_was_changed_in_place_is_refused() {
         )
         .unwrap();
         out += 1.0;
-        let error = message(out.f_backward());
-        assert!(error.contains("modified by an inplace operation"), "{error}");
+        assert_says(out.f_backward(), "modified by an inplace operation");
     });
 }
 
 #[test]
 fn a_second_backward_needs_a_kept_graph() {
-    for_each_device(|device| {
-        let x = leaf(&[2.0], Kind::Double, device);
+    for_each_leaf(&[2.0], |_, x| {
         let y = square(&x).unwrap();
         Tensor::f_run_backward(&[&y], &[&x], true, false).unwrap();
         y.backward();
-        let error = message(y.f_backward());
-        assert!(error.contains("backward through the graph a second time"), "{error}");
+        assert_says(y.f_backward(), "backward through the graph a second time");
         assert_eq!(to_f64(&x.grad()), [4.0]);
     });
 }
 
 #[test]
 fn saved_values_are_freed_like_saved_tensors() {
-    for_each_device(|device| {
-        let x = leaf(&[2.0], Kind::Double, device);
+    for_each_leaf(&[2.0], |_, x| {
         let y = apply(
             &[&x],
             |ctx, x| {
@@ -146,15 +137,13 @@ fn saved_values_are_freed_like_saved_tensors() {
         )
         .unwrap();
         y.backward();
-        let error = message(y.f_backward());
-        assert!(error.contains("backward through the graph a second time"), "{error}");
+        assert_says(y.f_backward(), "backward through the graph a second time");
     });
 }
 
 #[test]
 fn a_function_that_saves_nothing_can_run_backward_again() {
-    for_each_device(|device| {
-        let x = leaf(&[2.0], Kind::Double, device);
+    for_each_leaf(&[2.0], |_, x| {
         let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.0)).unwrap();
         y.backward();
         y.backward();
@@ -164,8 +153,7 @@ fn a_function_that_saves_nothing_can_run_backward_again() {
 
 #[test]
 fn an_input_can_be_changed_in_place() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0, 2.0], Kind::Double, device);
+    for_each_leaf(&[1.0, 2.0], |_, x| {
         let z = &x * 3.0;
         let y = double_(&z, None).unwrap();
         assert_eq!(to_f64(&z), [6.0, 12.0]);
@@ -178,20 +166,17 @@ fn an_input_can_be_changed_in_place() {
 
 #[test]
 fn a_change_in_place_is_detected_if_the_tensor_was_saved() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0, 2.0], Kind::Double, device);
+    for_each_leaf(&[1.0, 2.0], |_, x| {
         let z = &x * 3.0;
         let squared = z.square();
         drop(double_(&z, None).unwrap());
-        let error = message(squared.sum(None).f_backward());
-        assert!(error.contains("modified by an inplace operation"), "{error}");
+        assert_says(squared.sum(None).f_backward(), "modified by an inplace operation");
     });
 }
 
 #[test]
 fn a_view_can_be_changed_in_place() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0, 2.0], Kind::Double, device);
+    for_each_leaf(&[1.0, 2.0], |_, x| {
         let z = &x * 3.0;
         drop(double_(&z.narrow(0, 0, 1), None).unwrap());
         z.sum(None).backward();
@@ -217,8 +202,7 @@ fn a_leaf_that_requires_a_gradient_cannot_be_dirty() {
 
 #[test]
 fn wrong_marks_are_refused() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0], Kind::Double, device);
+    for_each_leaf(&[1.0], |_, x| {
         let try_marks = |mark: fn(&mut tch_amp::function::ForwardContext, &Tensor, &Tensor)| {
             let forward = move |ctx: &mut _, x: &[&Tensor]| {
                 let y = x[0] * 2.0;
@@ -251,8 +235,7 @@ fn wrong_marks_are_refused() {
 
 #[test]
 fn outputs_can_be_marked_as_not_differentiable() {
-    for_each_device(|device| {
-        let x = leaf(&[3.0, 1.0, 2.0], Kind::Double, device);
+    for_each_leaf(&[3.0, 1.0, 2.0], |device, x| {
         let [sorted, ranks] = apply(
             &[&x],
             |ctx, x| {
@@ -277,8 +260,7 @@ fn outputs_can_be_marked_as_not_differentiable() {
 
 #[test]
 fn missing_gradients_are_none_without_materialization() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0], Kind::Double, device);
+    for_each_leaf(&[1.0], |_, x| {
         let [_, b] = apply(
             &[&x],
             |ctx, x| {
@@ -325,8 +307,7 @@ fn indexing_a_missing_gradient_is_an_error() {
 
 #[test]
 fn later_marks_replace_earlier_ones() {
-    for_each_device(|device| {
-        let x = leaf(&[2.0], Kind::Double, device);
+    for_each_leaf(&[2.0], |_, x| {
         let forward = |ctx: &mut tch_amp::function::ForwardContext, x: &[&Tensor]| {
             let [one, other] = [1.0, 2.0].map(|factor| x[0] * factor);
             ctx.mark_non_differentiable(&[&one]);

@@ -10,9 +10,9 @@ use tch_amp::function::{
 };
 use tch_amp::optim::OptimizerError;
 
-use crate::function::{apply, message, random_leaf, to_f64};
-use testkit::for_each_device;
+use crate::function::{apply, for_each_leaf, message, random_leaf, to_f64};
 use testkit::tensors::leaf;
+use testkit::{assert_says, for_each_device};
 
 #[test]
 fn an_error_of_the_forward_is_returned_with_its_cause() {
@@ -41,8 +41,7 @@ fn an_error_of_the_forward_is_returned_with_its_cause() {
 
 #[test]
 fn libtorchs_and_other_errors_pass_through_the_question_mark() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0], Kind::Double, device);
+    for_each_leaf(&[1.0], |_, x| {
         let error = apply(&[&x], |_, x| Ok(x[0].f_reshape([7])?), |_, _| Ok(None)).unwrap_err();
         assert_eq!(
             error.to_string(),
@@ -63,8 +62,7 @@ fn libtorchs_and_other_errors_pass_through_the_question_mark() {
 
 #[test]
 fn an_error_of_the_backward_is_returned_by_backward() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0], Kind::Double, device);
+    for_each_leaf(&[1.0], |_, x| {
         let failing = || {
             let backward =
                 |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
@@ -72,8 +70,10 @@ fn an_error_of_the_backward_is_returned_by_backward() {
                 };
             tch_amp::function(|_, x| Ok(x[0] * 2.0), backward).name("Fails").apply(&[&x]).unwrap()
         };
-        let error = message((failing() * 3.0).f_backward());
-        assert!(error.contains("Fails: backward failed: the effect: the cause"), "{error}");
+        assert_says(
+            (failing() * 3.0).f_backward(),
+            "Fails: backward failed: the effect: the cause",
+        );
         let panic = std::panic::catch_unwind(|| failing().backward()).unwrap_err();
         assert!(panic.downcast_ref::<String>().unwrap().contains("Fails: backward failed"));
         assert!(!x.grad().defined());
@@ -83,15 +83,17 @@ fn an_error_of_the_backward_is_returned_by_backward() {
     });
 }
 
-/// The error of `backward` if the function returns these gradients.
-fn refused<G: tch_amp::function::Gradients>(
+/// Asserts that the error of `backward` has these texts if the function returns these gradients.
+fn is_refused<G: tch_amp::function::Gradients>(
+    texts: &[&str],
     inputs: &[&Tensor],
     gradients: impl Fn(&Tensor) -> G + Send + 'static,
-) -> String {
+) {
     let forward = |_: &mut ForwardContext, x: &[&Tensor]| Ok(x[0] * 2.0);
     let backward = move |_: &BackwardContext<'_>, g: &GradOutputs<'_>| Ok(gradients(&g[0]));
     let out = tch_amp::function(forward, backward).name("Wrong").apply(inputs).unwrap();
-    message(out.sum(out.kind()).f_backward())
+    let error = message(out.sum(out.kind()).f_backward());
+    texts.iter().for_each(|text| assert!(error.contains(text), "`{text}` is not in: {error}"));
 }
 
 #[test]
@@ -99,11 +101,10 @@ fn a_wrong_number_of_gradients_names_the_function_and_both_numbers() {
     for_each_device(|device| {
         let (x, y) = (leaf(&[1.0, 2.0], Kind::Double, device), leaf(&[1.0], Kind::Double, device));
         for count in [0, 1, 3] {
-            let error = refused(&[&x, &y], move |g| {
+            let want = format!("Wrong: backward returned {count} gradients for 2 inputs");
+            is_refused(&[&want], &[&x, &y], move |g| {
                 (0..count).map(|_| g.shallow_clone()).collect::<Vec<_>>()
             });
-            let want = format!("Wrong: backward returned {count} gradients for 2 inputs");
-            assert!(error.contains(&want), "{error}");
         }
     });
 }
@@ -129,12 +130,9 @@ fn a_wrong_shape_names_the_function_and_the_index() {
     for_each_device(|device| {
         let (x, y) =
             (leaf(&[1.0, 2.0], Kind::Double, device), leaf(&[1.0, 2.0], Kind::Double, device));
-        let error = refused(&[&x, &y], |g| [g.shallow_clone(), g.repeat([2]).narrow(0, 0, 3)]);
-        assert!(
-            error.contains("Function WrongBackward returned an invalid gradient at index 1"),
-            "{error}"
-        );
-        assert!(error.contains("got [3]") && error.contains("[2]"), "{error}");
+        let texts =
+            ["Function WrongBackward returned an invalid gradient at index 1", "got [3]", "[2]"];
+        is_refused(&texts, &[&x, &y], |g| [g.shallow_clone(), g.repeat([2]).narrow(0, 0, 3)]);
     });
 }
 
@@ -143,14 +141,11 @@ fn a_wrong_dtype_names_the_function_and_the_index() {
     for_each_device(|device| {
         let (x, y) =
             (leaf(&[1.0, 2.0], Kind::Double, device), leaf(&[1.0, 2.0], Kind::Double, device));
-        let error = refused(&[&x, &y], |g| [g.shallow_clone(), g.to_kind(Kind::Int64)]);
-        assert!(
-            error.contains("Function WrongBackward returned an invalid gradient at index 1"),
-            "{error}"
-        );
-        assert!(error.contains("got Long for an input of Double"), "{error}");
-        let error = refused(&[&x, &y], |g| [g.to_kind(Kind::ComplexDouble), g.shallow_clone()]);
-        assert!(error.contains("at index 0 - got ComplexDouble for an input of Double"), "{error}");
+        let invalid = "Function WrongBackward returned an invalid gradient at index 1";
+        let texts = [invalid, "got Long for an input of Double"];
+        is_refused(&texts, &[&x, &y], |g| [g.shallow_clone(), g.to_kind(Kind::Int64)]);
+        let texts = ["at index 0 - got ComplexDouble for an input of Double"];
+        is_refused(&texts, &[&x, &y], |g| [g.to_kind(Kind::ComplexDouble), g.shallow_clone()]);
     });
 }
 
@@ -158,12 +153,9 @@ fn a_wrong_dtype_names_the_function_and_the_index() {
 fn a_wrong_device_names_the_function_and_the_index() {
     for (index, device) in testkit::gpus().into_iter().enumerate() {
         let x = leaf(&[1.0, 2.0], Kind::Double, device);
-        let error = refused(&[&x], |g| g.to_device(Device::Cpu));
-        assert!(
-            error.contains("Function WrongBackward returned an invalid gradient at index 0"),
-            "{error}"
-        );
-        assert!(error.contains(&format!("expected device cuda:{index} but got cpu")), "{error}");
+        let invalid = "Function WrongBackward returned an invalid gradient at index 0";
+        let wanted = format!("expected device cuda:{index} but got cpu");
+        is_refused(&[invalid, &wanted], &[&x], |g| g.to_device(Device::Cpu));
     }
 }
 
@@ -276,7 +268,6 @@ fn the_name_is_queried_only_by_apply() {
         .apply(&[leaf(&[1.0], Kind::Double, Device::Cpu)])
         .unwrap();
     assert_eq!(asked.load(Ordering::SeqCst), 1);
-    let error = message(y.f_backward());
-    assert!(error.contains("Shy one: backward returned 0 gradients for 1 inputs"), "{error}");
+    assert_says(y.f_backward(), "Shy one: backward returned 0 gradients for 1 inputs");
     assert_eq!(asked.load(Ordering::SeqCst), 1);
 }

@@ -4,14 +4,13 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::function::FunctionError;
 
-use crate::function::{apply, to_f64};
+use crate::function::{apply, for_each_leaf, to_f64};
 use testkit::for_each_device;
 use testkit::tensors::leaf;
 
 #[test]
 fn a_function_owns_its_state() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0, 2.0], Kind::Double, device);
+    for_each_leaf(&[1.0, 2.0], |_, x| {
         let (factor, name) = (3.0, String::from("any value that is Send"));
         let y = apply(
             &[&x],
@@ -28,8 +27,7 @@ fn a_function_owns_its_state() {
 
 #[test]
 fn undefined_inputs_are_allowed_anywhere() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0, 2.0], Kind::Double, device);
+    for_each_leaf(&[1.0, 2.0], |_, x| {
         let none = Tensor::new();
         for inputs in [[&none, &x, &none], [&x, &none, &none], [&none, &none, &x]] {
             let place = inputs.iter().position(|t| t.defined()).unwrap();
@@ -71,8 +69,7 @@ fn a_function_without_inputs_is_not_recorded() {
 
 #[test]
 fn one_tensor_may_be_several_inputs() {
-    for_each_device(|device| {
-        let x = leaf(&[3.0], Kind::Double, device);
+    for_each_leaf(&[3.0], |_, x| {
         let y = apply(
             &[&x, &x],
             |ctx, x| {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use tch::{Device, Kind, Tensor};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs};
 
-use crate::function::{Counted, Owning, apply, to_f64};
+use crate::function::{Counted, Owning, apply, for_each_leaf, to_f64};
 use testkit::for_each_device;
 use testkit::tensors::leaf;
 
@@ -100,8 +100,7 @@ fn a_captured_cell_may_hold_the_output() {
 
 #[test]
 fn a_dirty_input_that_forward_keeps_is_refused() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0], Kind::Double, device);
+    for_each_leaf(&[1.0], |_, x| {
         let keeps = |keep: fn(&mut ForwardContext, &Tensor)| {
             let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
                 let y = x[0].shallow_clone().f_mul_scalar_(2.0)?;

@@ -20,12 +20,17 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tch::{Kind, Tensor, with_grad};
+use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs, Outputs};
 
 use testkit::functions::MyMm;
 use testkit::tensors::{leaf, random_leaf};
-use testkit::to_f64;
+use testkit::{for_each_device, to_f64};
+
+/// Runs `test` on each device with an f64 leaf of these values.
+fn for_each_leaf(values: &[f64], test: impl Fn(Device, Tensor)) {
+    for_each_device(|device| test(device, leaf(values, Kind::Double, device)));
+}
 
 /// x², whose derivative consists of differentiable operations.
 fn square(x: &Tensor) -> tch_amp::Result<Tensor> {

@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor, no_grad};
 use tch_amp::function::Function;
 
-use crate::function::{MyMm, apply, message, random_leaf, square, to_f64};
+use crate::function::{MyMm, apply, for_each_leaf, message, random_leaf, square, to_f64};
 use testkit::bits::bits;
 use testkit::for_each_device;
 use testkit::tensors::leaf;
@@ -26,8 +26,7 @@ fn a_function_computes_the_same_as_the_operation() {
 
 #[test]
 fn several_outputs_have_a_gradient_each_and_zeros_stand_for_a_missing_one() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0, 2.0], Kind::Double, device);
+    for_each_leaf(&[1.0, 2.0], |_, x| {
         let [double, triple] = apply(
             &[&x],
             |_, x| Ok([x[0] * 2.0, x[0] * 3.0]),
@@ -70,8 +69,7 @@ fn a_list_of_outputs_may_have_any_length() {
 
 #[test]
 fn an_input_that_is_returned_becomes_a_view() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0, 2.0], Kind::Double, device);
+    for_each_leaf(&[1.0, 2.0], |_, x| {
         let y = apply(&[&x], |_, x| Ok(x[0].shallow_clone()), |_, g| Ok(&g[0] * 5.0)).unwrap();
         assert_eq!(y.data_ptr(), x.data_ptr());
         assert!(x.is_leaf() && !y.is_leaf());
@@ -82,8 +80,7 @@ fn an_input_that_is_returned_becomes_a_view() {
 
 #[test]
 fn a_view_that_is_returned_cannot_be_changed_in_place() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0, 2.0], Kind::Double, device);
+    for_each_leaf(&[1.0, 2.0], |_, x| {
         let refused = |of: fn(&Tensor) -> Tensor| {
             let mut y = apply(&[&(&x * 1.0)], move |_, x| Ok(of(x[0])), |_, _| Ok(None)).unwrap();
             let error = message(y.f_mul_(&Tensor::from(2.0)).map(drop));
@@ -98,8 +95,7 @@ fn a_view_that_is_returned_cannot_be_changed_in_place() {
 
 #[test]
 fn an_output_may_be_changed_in_place() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0, 2.0], Kind::Double, device);
+    for_each_leaf(&[1.0, 2.0], |_, x| {
         let mut y = apply(&[&x], |_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.0)).unwrap();
         y *= 3.0;
         y.sum(None).backward();
@@ -109,8 +105,7 @@ fn an_output_may_be_changed_in_place() {
 
 #[test]
 fn an_output_that_is_returned_twice_is_two_outputs() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0], Kind::Double, device);
+    for_each_leaf(&[1.0], |_, x| {
         let [a, b] = apply(
             &[&x],
             |_, x| {
@@ -127,8 +122,7 @@ fn an_output_that_is_returned_twice_is_two_outputs() {
 
 #[test]
 fn integer_outputs_are_not_differentiable() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0, 3.0], Kind::Double, device);
+    for_each_leaf(&[1.0, 3.0], |_, x| {
         let [double, index] = apply(
             &[&x],
             |_, x| Ok([x[0] * 2.0, x[0].argmax(0, false)]),
@@ -147,8 +141,7 @@ fn integer_outputs_are_not_differentiable() {
 
 #[test]
 fn an_undefined_output_stays_undefined() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0], Kind::Double, device);
+    for_each_leaf(&[1.0], |_, x| {
         let [none, some] = apply(
             &[&x],
             |_, x| Ok([Tensor::new(), x[0] * 2.0]),
@@ -180,8 +173,7 @@ fn returning_a_captured_tensor_leaves_its_history_unchanged() {
 
 #[test]
 fn nothing_is_recorded_if_no_gradient_is_needed() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0], Kind::Double, device);
+    for_each_leaf(&[1.0], |_, x| {
         let double = tch_amp::function(
             |ctx, x| {
                 assert!(!ctx.needs_input_grad(0)?);
@@ -201,8 +193,7 @@ fn nothing_is_recorded_if_no_gradient_is_needed() {
 
 #[test]
 fn a_function_may_apply_another_one() {
-    for_each_device(|device| {
-        let x = leaf(&[3.0], Kind::Double, device);
+    for_each_leaf(&[3.0], |_, x| {
         // The outer function hides the inner one, whose forward runs without a graph, and computes the derivative
         // itself.
         let y = apply(

@@ -10,7 +10,7 @@ use tch_amp::Autocast;
 use tch_amp::autocast::{AutocastState, autocast_dtype, is_autocast_enabled};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
-use crate::function::{Counted, Owning, apply, message, to_f64};
+use crate::function::{Counted, Owning, apply, for_each_leaf, message, to_f64};
 use testkit::for_each_device;
 use testkit::tensors::leaf;
 
@@ -244,8 +244,7 @@ fn a_panic_in_a_destructor_is_contained() {
 
 #[test]
 fn a_panic_of_a_tch_operation_keeps_libtorchs_message() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0], Kind::Double, device);
+    for_each_leaf(&[1.0], |_, x| {
         let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), |_, g| Ok(g[0].reshape([7]))).unwrap();
         let error = message(y.f_backward());
         assert!(error.contains("function: backward panicked: shape '[7]' is invalid"), "{error}");
@@ -255,8 +254,7 @@ fn a_panic_of_a_tch_operation_keeps_libtorchs_message() {
 
 #[test]
 fn an_error_with_a_nul_in_its_message_is_reported_completely() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0], Kind::Double, device);
+    for_each_leaf(&[1.0], |_, x| {
         let backward = |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
             Err("one\0two".into())
         };

@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::autocast::{AutocastGuard, clear_autocast_cache};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
-use crate::function::{apply, backward_below, in_time, message, square, to_f64};
+use crate::function::{apply, backward_below, for_each_leaf, in_time, message, square, to_f64};
 use testkit::for_each_device;
 use testkit::tensors::leaf;
 
@@ -85,8 +85,7 @@ fn a_backward_through_itself_is_an_error() {
 
 #[test]
 fn an_inner_backward_may_run_through_other_nodes_of_the_same_graph() {
-    for_each_device(|device| {
-        let x = leaf(&[2.0], Kind::Double, device);
+    for_each_leaf(&[2.0], |_, x| {
         let middle = square(&x).unwrap();
         let y = apply(
             &[&middle],

@@ -6,7 +6,7 @@ use std::sync::{Arc, Barrier};
 use tch::{Kind, Tensor};
 use tch_amp::function::Function;
 
-use crate::function::{Counted, MyMm, apply, square, to_f64};
+use crate::function::{Counted, MyMm, apply, for_each_leaf, square, to_f64};
 use testkit::for_each_device;
 use testkit::tensors::leaf;
 
@@ -94,8 +94,7 @@ fn a_graph_may_be_dropped_on_another_thread() {
 
 #[test]
 fn a_graph_may_be_run_on_another_thread() {
-    for_each_device(|device| {
-        let x = leaf(&[3.0], Kind::Double, device);
+    for_each_leaf(&[3.0], |_, x| {
         let y = square(&x).unwrap();
         std::thread::spawn(move || y.backward()).join().unwrap();
         assert_eq!(to_f64(&x.grad()), [6.0]);
