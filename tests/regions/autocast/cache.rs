@@ -11,9 +11,9 @@ use tch_amp::optim::{AmpOptimizer, Parameters, Step};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler, optim};
 
-use crate::autocast::alone;
+use crate::autocast::{alone, for_each_device_alone};
 use testkit::files::Folder;
-use testkit::{for_each_device, resident_bytes, to_f64};
+use testkit::{resident_bytes, to_f64};
 
 fn weight(device: Device) -> Tensor {
     Tensor::ones([2, 2], (Kind::Float, device)).set_requires_grad(true)
@@ -49,8 +49,7 @@ fn libtorch_serves_a_stale_weight_inside_a_region() {
 
 #[test]
 fn a_region_with_the_cache_off_uses_the_updated_weight() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let mut w = weight(device);
         let _guard = Autocast::new(device).cache(false).enter().unwrap();
         assert_eq!(sum_of_product(&w), 8.0);
@@ -61,8 +60,7 @@ fn a_region_with_the_cache_off_uses_the_updated_weight() {
 
 #[test]
 fn leaving_the_outermost_region_clears_the_cache() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let mut w = weight(device);
         for round in 1..4 {
             let _guard = AutocastGuard::new(device).unwrap();
@@ -76,8 +74,7 @@ fn leaving_the_outermost_region_clears_the_cache() {
 #[case::enabled(true)]
 #[case::disabled(false)]
 fn a_step_inside_a_region_forgets_the_casts(#[case] enabled: bool) {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let vs = nn::VarStore::new(device);
         let w = vs.root().ones("w", &[2, 2]);
         let mut opt = nn::Sgd::default().build(&vs, 1.0).unwrap();
@@ -93,8 +90,7 @@ fn a_step_inside_a_region_forgets_the_casts(#[case] enabled: bool) {
 
 #[test]
 fn a_step_of_a_fused_optimizer_inside_a_region_clears_the_cache() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let w = weight(device);
         let mut opt = optim::Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
         let mut scaler = GradScaler::new(device).unwrap();
@@ -120,14 +116,12 @@ fn a_step_of_a_fused_optimizer_inside_a_region_clears_the_cache() {
 
 #[test]
 fn a_restore_inside_a_region_clears_the_cache() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let vs = nn::VarStore::new(device);
         let mut w = vs.root().ones("w", &[2, 2]);
         let mut checkpoint = Checkpoint::new();
         checkpoint.add("model", &vs).unwrap();
-        let folder = Folder::new();
-        let path = folder.file("model.safetensors");
+        let (_folder, path) = Folder::with("model.safetensors");
         checkpoint.save(&path).unwrap();
         let checkpoint = Checkpoint::load(&path).unwrap();
         add_one(&mut w);
@@ -155,8 +149,7 @@ impl AmpOptimizer for Evaluates {
 
 #[test]
 fn casts_that_a_step_makes_are_forgotten_after_it() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let w = weight(device);
         let mut scaler = GradScaler::new(device).unwrap();
         let _guard = AutocastGuard::new(device).unwrap();
@@ -192,8 +185,7 @@ fn a_step_that_panics_inside_a_region_forgets_the_casts(
     #[values(false, true)] scales: bool,
     #[values(false, true)] enabled: bool,
 ) {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let w = weight(device);
         let config = GradScalerConfig { enabled, ..Default::default() };
         let mut scaler = config.build(device).unwrap();
@@ -208,8 +200,7 @@ fn a_step_that_panics_inside_a_region_forgets_the_casts(
 
 #[test]
 fn a_nested_region_of_another_dtype_casts_again_in_both_directions() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let w = weight(device);
         let region = |dtype| Autocast::new(device).dtype(dtype);
         let product = || w.detach().ones_like().mm(&w).kind();
@@ -227,8 +218,7 @@ fn a_nested_region_of_another_dtype_casts_again_in_both_directions() {
 
 #[test]
 fn a_captured_state_of_another_dtype_casts_again() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let w = weight(device);
         let product = || w.detach().ones_like().mm(&w).kind();
         let half = Autocast::new(device).dtype(Kind::Half);
@@ -242,8 +232,7 @@ fn a_captured_state_of_another_dtype_casts_again() {
 
 #[test]
 fn a_weight_first_used_under_no_grad_still_gets_its_gradient() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let w = weight(device);
         let _guard = AutocastGuard::new(device).unwrap();
         let _seen = no_grad(|| sum_of_product(&w));

@@ -11,7 +11,7 @@ use tch_amp::autocast::AutocastGuard;
 use tch_amp::function::{BackwardContext, ForwardContext, GradOutputs};
 use tch_amp::{Autocast, function};
 
-use crate::autocast::{OUTSIDE, Seen, alone, seen};
+use crate::autocast::{OUTSIDE, Seen, alone, for_each_device_alone, seen};
 use testkit::for_each_device;
 use testkit::rng::Rng;
 
@@ -356,8 +356,7 @@ fn backwards_and_guards_in_any_order_follow_the_rule(#[values(1, 2, 3, 4, 5, 6, 
 fn a_destructor_in_the_middle_of_own_arithmetic_is_in_the_regions(
     #[values(false, true)] overrides: bool,
 ) {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let region = Autocast::new(device).dtype(Kind::Half);
         let region = if overrides { region.prefer_half(["exp"]) } else { region };
         let guard = region.enter().unwrap();

@@ -35,3 +35,9 @@ fn alone() -> MutexGuard<'static, ()> {
     static CACHE: Mutex<()> = Mutex::new(());
     CACHE.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+/// Runs `test` on each device, with the cache for itself.
+fn for_each_device_alone(test: impl Fn(Device)) {
+    let _alone = alone();
+    testkit::for_each_device(test);
+}

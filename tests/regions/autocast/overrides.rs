@@ -11,7 +11,7 @@ use tch_amp::function::{GradConfig, grad};
 use tch_amp::recompute::checkpointed;
 use tch_amp::{Amp, Autocast, Error};
 
-use crate::autocast::{OUTSIDE, alone, seen};
+use crate::autocast::{OUTSIDE, alone, for_each_device_alone, seen};
 use testkit::python::Oracle;
 use testkit::simulation::lacks_libraries;
 use testkit::{for_each_device, to_f64};
@@ -144,8 +144,7 @@ fn operators_stay_in_f32_in_a_backward_pass_inside_of_the_region() {
 /// Its backward runs an operator that another rule of the region would cast.
 #[test]
 fn a_rule_for_half_precision_does_not_reach_the_backward_of_one_in_f32() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let gradient = |region: Autocast| {
             let x = random_on(device, 1);
             region.run(|| x.exp().sum(F32).backward()).unwrap();
@@ -158,8 +157,7 @@ fn a_rule_for_half_precision_does_not_reach_the_backward_of_one_in_f32() {
 
 #[test]
 fn operators_run_in_half_precision_forward_and_backward() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         for (name, operator) in OPERATORS {
             let region = Autocast::new(device).dtype(BF16).prefer_half([format!("aten::{name}")]);
             let found = computed(device, |a, b| region.run(|| operator(a, b)).unwrap());
@@ -508,8 +506,7 @@ fn statistics_of(batches: &[Tensor], per_instance: bool) -> [Vec<f64>; 2] {
 /// The running statistics of an overridden normalization are those of its input.
 #[test]
 fn running_statistics_are_kept() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         tch::manual_seed(11);
         let batch = |_| Tensor::randn([4, 3, 5], (F32, Device::Cpu)) + 10.0;
         let batches: Vec<_> = (0..50).map(|i| batch(i).to_device(device)).collect();
@@ -568,8 +565,7 @@ fn running_statistics_are_kept() {
 /// Statistics in half precision are computed in f32, and rounded where they are kept, as with casts by hand.
 #[test]
 fn running_statistics_in_half_precision_are_written_back() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         for (name, call) in NORMALIZATIONS {
             if *name == "batch_norm_update_stats" && device != Device::Cpu {
                 continue;

@@ -7,9 +7,9 @@ use tch_amp::optim::AdamW;
 use tch_amp::recompute::checkpointed;
 use tch_amp::{Amp, Autocast, Error, MixedPrecision};
 
-use crate::autocast::{OUTSIDE, alone, seen};
-use testkit::for_each_device;
+use crate::autocast::{OUTSIDE, alone, for_each_device_alone, seen};
 use testkit::rng::Rng;
+use testkit::{assert_says, for_each_device};
 
 const BF16: Kind = Kind::BFloat16;
 const F32: Kind = Kind::Float;
@@ -182,8 +182,7 @@ fn found(rules: &[Rule], name: &str, size: u64) -> Option<RunAs> {
 
 #[test]
 fn random_programs_compute_what_they_do_with_casts_by_hand() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         for seed in 0..60 {
             let mut rng = Rng::new(seed);
             let rules: Vec<_> = (0..1 + rng.below(12)).map(|_| random_rule(&mut rng)).collect();
@@ -423,8 +422,7 @@ fn reference(
 
 #[test]
 fn composed_attention_means_what_libtorchs_means() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let planned = region(device, vec![Rule::new(SDPA, COMPOSED)]);
         for options in all_options() {
             let inputs = inputs(options);
@@ -486,8 +484,7 @@ fn composed_attention_means_what_libtorchs_means() {
 
 #[test]
 fn attention_is_composed_up_to_a_limit_of_memory() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let [q, k, v] = [1, 2, 3].map(|seed| random(device, seed, &[6, 5, 4]));
         let of = |most_bytes| {
             let rule = Rule::new(SDPA, RunAs::Composed { most_bytes });
@@ -505,8 +502,7 @@ fn attention_is_composed_up_to_a_limit_of_memory() {
 /// The rules before it count, and then autocast's lists: also for what libtorch refuses.
 #[test]
 fn what_cannot_be_composed_runs_as_without_the_rule() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let t = |seed, size: &[i64]| random(device, seed, size);
         let region = region(device, vec![Rule::new(SDPA, RunAs::F32), Rule::new(SDPA, COMPOSED)]);
         let plain = Autocast::new(device).dtype(BF16);
@@ -542,8 +538,7 @@ fn what_cannot_be_composed_runs_as_without_the_rule() {
 /// libtorch refuses a mask beside `is_causal`. Under a rule, too, neither of the two is dropped.
 #[test]
 fn a_mask_beside_is_causal_is_answered_as_without_the_rule() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let planned = region(device, vec![Rule::new(SDPA, COMPOSED)]);
         let [q, k, v] = [1, 2, 3].map(|seed| random(device, seed, &[2, 4, 5, 8]));
         for mask in [
@@ -569,8 +564,7 @@ fn a_mask_beside_is_causal_is_answered_as_without_the_rule() {
 
 #[test]
 fn the_width_of_the_values_is_no_part_of_the_scale() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let planned = region(device, vec![Rule::new(SDPA, COMPOSED)]);
         for width in [1, 3, 32] {
             let computed = |attention: &dyn Fn(&[Tensor; 3]) -> Tensor| {
@@ -591,8 +585,7 @@ fn the_width_of_the_values_is_no_part_of_the_scale() {
 /// Losses of 200 steps of an attention with a projection, in f32, in bf16 and in bf16 with rules.
 #[test]
 fn training_with_a_plan_is_as_near_to_f32_as_without() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let x = random(device, 1, &[4, 8, 16]).detach();
         let target = (x.tanh() * 0.5).roll([1], [1]);
         let losses = |region: Autocast| {
@@ -818,8 +811,10 @@ fn a_misspelled_key_of_a_plan_is_refused_with_the_nearest_one() {
         let said = format!("`{unknown}`, did you mean `{nearest}`? expected ");
         assert!(text.contains(&said), "{text}");
     }
-    let alone = serde_json::from_str::<Rule>(&known.replace("below", "bellow")).unwrap_err();
-    assert!(alone.to_string().contains("did you mean `below`?"), "{alone}");
+    assert_says(
+        serde_json::from_str::<Rule>(&known.replace("below", "bellow")),
+        "did you mean `below`?",
+    );
     let plan = serde_json::to_string(&Plan::new(Device::Cpu).unwrap()).unwrap();
     for (key, other, said) in [
         ("rules", "rule", "`rule`, did you mean `rules`?"),
@@ -849,13 +844,14 @@ fn a_misspelled_key_of_a_plan_in_a_checkpoint_is_named() {
     let mut other = serde_json::to_value(&plan).unwrap();
     other["dytpe"] = other["dtype"].take();
     checkpoint.add_value("other", &other).unwrap();
-    let text = checkpoint.value::<Plan>("other").unwrap_err().to_string();
-    assert!(text.contains("`dytpe`, did you mean `dtype`?"), "{text}");
+    assert_says(checkpoint.value::<Plan>("other"), "`dytpe`, did you mean `dtype`?");
     // The version is read first, whatever else is unknown.
     other["_version"] = 2.into();
     checkpoint.add_value("newer", &other).unwrap();
-    let text = checkpoint.value::<Plan>("newer").unwrap_err().to_string();
-    assert!(text.contains("has version 2, and this build of tch-amp reads plans up to"), "{text}");
+    assert_says(
+        checkpoint.value::<Plan>("newer"),
+        "has version 2, and this build of tch-amp reads plans up to",
+    );
 }
 
 #[test]
@@ -868,11 +864,7 @@ fn a_plan_has_a_version_and_a_newer_one_is_refused() {
     // Builds from before the version wrote none.
     assert_eq!(read(&text.replace(r#""_version":1,"#, "")), Ok(plan));
     let newer = text.replace(r#""_version":1,"#, r#""_version":2,"colour":"red","#);
-    let error = read(&newer).unwrap_err();
-    assert!(
-        error.contains("has version 2, and this build of tch-amp reads plans up to"),
-        "{error}"
-    );
+    assert_says(read(&newer), "has version 2, and this build of tch-amp reads plans up to");
     for wrong in ["-1", "1.5", "null", "\"1\""] {
         let text = text.replace("\"_version\":1", &format!("\"_version\":{wrong}"));
         assert!(read(&text).is_err(), "{text}");

@@ -7,8 +7,8 @@ use tch_amp::autocast::{
 };
 use tch_amp::{Autocast, Error, autocast};
 
-use crate::autocast::{OUTSIDE, alone, seen};
-use testkit::{cuda_or_skip, for_each_device, gpus, skipped};
+use crate::autocast::{OUTSIDE, alone, for_each_device_alone, seen};
+use testkit::{cuda_or_skip, gpus, skipped};
 
 fn square(device: Device) -> Tensor {
     Tensor::ones([4, 4], (Kind::Float, device))
@@ -16,8 +16,7 @@ fn square(device: Device) -> Tensor {
 
 #[test]
 fn the_default_dtype_equals_pytorchs() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let want = if device.is_cuda() { Kind::Half } else { Kind::BFloat16 };
         let product = autocast(device, || square(device).matmul(&square(device))).unwrap();
         assert_eq!(product.kind(), want);
@@ -30,8 +29,7 @@ fn the_default_dtype_equals_pytorchs() {
 #[case(Kind::BFloat16)]
 #[case(Kind::Half)]
 fn operations_run_in_the_dtype_of_the_region(#[case] dtype: Kind) {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let region = Autocast::new(device).dtype(dtype);
         let (low, high) =
             region.run(|| (square(device).mm(&square(device)), square(device).exp())).unwrap();
@@ -71,8 +69,7 @@ fn the_cache_flag_is_inherited_unless_it_is_set() {
 #[case(Kind::Int)]
 #[case(Kind::ComplexFloat)]
 fn another_dtype_is_refused_and_changes_nothing(#[case] dtype: Kind) {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         let error = Autocast::new(device).dtype(dtype).enter().unwrap_err();
         assert!(matches!(error, Error::Autocast(AutocastError::Dtype { .. })), "{error}");
         assert!(error.to_string().contains("BFloat16"), "{error}");
@@ -146,8 +143,7 @@ fn f64_integer_and_complex_tensors_are_not_cast() {
 
 #[test]
 fn a_region_without_a_dtype_inherits_that_of_the_enclosing_region() {
-    let _alone = alone();
-    for_each_device(|device| {
+    for_each_device_alone(|device| {
         for dtype in [Kind::Half, Kind::BFloat16] {
             let _outer = Autocast::new(device).dtype(dtype).enter().unwrap();
             assert_eq!(autocast(device, || autocast_dtype(device).unwrap()).unwrap(), dtype);
