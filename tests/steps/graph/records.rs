@@ -11,7 +11,9 @@ use tch_amp::optim::{AdamW, Lion, Sgd};
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepCounter, StepOutcome};
 use tch_amp::{Error, GradScaler, Result};
 
-use crate::graph::training::{Program, Records, Training, Way, lr, overflows, warm_up_and_cosine};
+use crate::graph::training::{
+    Program, Records, Training, Way, lr, overflows, take, take_all, take_fed, warm_up_and_cosine,
+};
 use crate::graph::{gpu, refusal};
 use testkit::rows::steps_of;
 use testkit::simulation::Simulation;
@@ -51,13 +53,16 @@ fn recorded(program: Program, device: Device) -> Training {
     training
 }
 
-fn take(training: &mut Training, graph: &mut Captured<Tensor>, i: usize) -> Result<()> {
-    training.feed(i);
-    take_fed(training, graph)
-}
-
-fn take_fed(training: &mut Training, graph: &mut Captured<Tensor>) -> Result<()> {
-    graph.replay(|| training.iteration()).map(drop)
+/// A recorded training, and a graph that has taken so many of its iterations.
+fn recorded_by_graph(
+    program: Program,
+    device: Device,
+    iterations: usize,
+) -> (Training, Captured<Tensor>) {
+    let mut training = recorded(program, device);
+    let mut graph = Captured::new(device).unwrap();
+    take_all(&mut training, &mut graph, 0..iterations);
+    (training, graph)
 }
 
 /// Polls the counts until they have arrived: the first call may only send for them.
@@ -132,8 +137,8 @@ fn a_thousand_replays_record_what_iterations_record() {
 #[test]
 fn replays_record_overflows_scales_and_rates() {
     let Some(gpu) = gpu() else { return };
-    let mut training = recorded(Program::new(AdamW::default()), gpu.device);
-    let mut graph = Captured::new(gpu.device).unwrap();
+    let (mut training, mut graph) =
+        recorded_by_graph(Program::new(AdamW::default()), gpu.device, 0);
     let (mut scale, mut tracker, mut scales) = (1024.0, 0, Vec::new());
     for i in 0..60 {
         take(&mut training, &mut graph, i).unwrap();
@@ -217,8 +222,8 @@ fn whoever_takes_an_iteration_it_is_recorded_once() {
 #[test]
 fn steps_before_the_graph_are_counted_with_those_of_replays() {
     let Some(gpu) = gpu() else { return };
-    let mut training = recorded(Program::new(AdamW::default()), gpu.device);
-    let mut graph = Captured::new(gpu.device).unwrap();
+    let (mut training, mut graph) =
+        recorded_by_graph(Program::new(AdamW::default()), gpu.device, 0);
     for i in 4..8 {
         training.feed(i);
         drop(training.iteration().unwrap());
@@ -228,9 +233,7 @@ fn steps_before_the_graph_are_counted_with_those_of_replays() {
         assert!(empty.has_no_gradients());
         training.records.as_mut().unwrap().steps.record(&empty);
     }
-    for i in 22..28 {
-        take(&mut training, &mut graph, i).unwrap();
-    }
+    take_all(&mut training, &mut graph, 22..28);
     let read = read(&mut training);
     assert_eq!(read.steps, "108 steps taken, 2 skipped (at most 1 in a row)");
     assert_eq!((read.history.total, read.health.observed), (10, 10));
@@ -241,8 +244,8 @@ fn steps_before_the_graph_are_counted_with_those_of_replays() {
 fn a_capture_that_fails_records_nothing() {
     let Some(gpu) = gpu() else { return };
     for panics in [false, true] {
-        let mut training = recorded(Program::new(AdamW::default()), gpu.device);
-        let mut graph = Captured::new(gpu.device).unwrap();
+        let (mut training, mut graph) =
+            recorded_by_graph(Program::new(AdamW::default()), gpu.device, 0);
         for i in 0..4 {
             training.feed(i);
             let fails = i == 3;
@@ -263,9 +266,7 @@ fn a_capture_that_fails_records_nothing() {
         assert_eq!(steps, "103 steps taken, 0 skipped");
         assert_eq!((history.total, steps_of(&history).len(), health.observed), (3, 3, 3));
         graph.recapture();
-        for i in 4..10 {
-            take(&mut training, &mut graph, i).unwrap();
-        }
+        take_all(&mut training, &mut graph, 4..10);
         let Read { steps, history, health, .. } = read(&mut training);
         assert_eq!(steps, "108 steps taken, 1 skipped (at most 1 in a row)");
         assert_eq!((history.total, steps_of(&history).len(), health.observed), (9, 9, 9));
@@ -278,11 +279,8 @@ fn records_that_begin_with_the_capture_are_refused() {
     let refused =
         ["the first step of a counter", "the first step of a history", "the first observation"];
     for (case, text) in refused.into_iter().enumerate() {
-        let mut training = recorded(Program::new(AdamW::default()), gpu.device);
-        let mut graph = Captured::new(gpu.device).unwrap();
-        for i in 0..3 {
-            take(&mut training, &mut graph, i).unwrap();
-        }
+        let (mut training, mut graph) =
+            recorded_by_graph(Program::new(AdamW::default()), gpu.device, 3);
         let (old, new) = (training.records.take().unwrap(), records(&training));
         // What is left of the old ones lives on: if it was dropped, another iteration would be run.
         training.records = Some(match case {
@@ -295,9 +293,7 @@ fn records_that_begin_with_the_capture_are_refused() {
         let (taken, skipped, _) = count(&mut training.records.as_mut().unwrap().steps);
         assert_eq!((taken, skipped), (if case == 0 { 100 } else { 103 }, 0));
         graph.recapture();
-        for i in 4..8 {
-            take(&mut training, &mut graph, i).unwrap();
-        }
+        take_all(&mut training, &mut graph, 4..8);
         assert!(graph.is_captured());
     }
 }
@@ -305,27 +301,20 @@ fn records_that_begin_with_the_capture_are_refused() {
 #[test]
 fn a_loaded_history_is_noticed_and_cleared_counts_go_on() {
     let Some(gpu) = gpu() else { return };
-    let mut training = recorded(Program::new(AdamW::default()), gpu.device);
-    let mut graph = Captured::new(gpu.device).unwrap();
-    for i in 0..6 {
-        take(&mut training, &mut graph, i).unwrap();
-    }
+    let (mut training, mut graph) =
+        recorded_by_graph(Program::new(AdamW::default()), gpu.device, 6);
     let records = training.records.as_mut().unwrap();
     let mut checkpoint = Checkpoint::new();
     checkpoint.add("history", &mut records.history).unwrap();
     records.health.clear();
     assert_eq!(records.health.report().unwrap().observed, 0);
-    for i in 6..9 {
-        take(&mut training, &mut graph, i).unwrap();
-    }
+    take_all(&mut training, &mut graph, 6..9);
     let records = training.records.as_mut().unwrap();
     assert_eq!(records.health.report().unwrap().observed, 3);
     checkpoint.restore().add("history", &mut records.history).apply().unwrap();
     assert!(refusal(take(&mut training, &mut graph, 9)).contains("a history"));
     graph.recapture();
-    for i in 9..14 {
-        take(&mut training, &mut graph, i).unwrap();
-    }
+    take_all(&mut training, &mut graph, 9..14);
     let history = read(&mut training).history;
     assert_eq!(history.total, 11);
     assert_eq!(skips_of(&history), [0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13].map(overflows));
@@ -334,8 +323,8 @@ fn a_loaded_history_is_noticed_and_cleared_counts_go_on() {
 #[test]
 fn records_make_the_host_neither_wait_nor_allocate() {
     let (Some(gpu), Some(simulation)) = (gpu(), Simulation::find()) else { return };
-    let mut training = recorded(Program::new(AdamW::default()), gpu.device);
-    let mut graph = Captured::new(gpu.device).unwrap();
+    let (mut training, mut graph) =
+        recorded_by_graph(Program::new(AdamW::default()), gpu.device, 0);
     for i in 0..20 {
         training.feed(i);
         let is_captured = graph.is_captured();
@@ -392,11 +381,7 @@ fn a_count_that_fails_is_told_and_changes_nothing() {
 /// On the CPU the same program records the same.
 #[test]
 fn on_the_cpu_the_host_records() {
-    let mut training = recorded(Program::new(AdamW::default()), Device::Cpu);
-    let mut graph = Captured::new(Device::Cpu).unwrap();
-    for i in 0..8 {
-        take(&mut training, &mut graph, i).unwrap();
-    }
+    let (mut training, _graph) = recorded_by_graph(Program::new(AdamW::default()), Device::Cpu, 8);
     // Exact before anybody counts.
     let steps = &training.records.as_ref().unwrap().steps;
     assert_eq!(steps.to_string(), "107 steps taken, 1 skipped (at most 1 in a row)");
@@ -430,8 +415,7 @@ fn replays_record_what_a_loop_without_graphs_records() {
     let Some(gpu) = gpu() else { return };
     let program = Program { way: Way::ClipNorm, ..Program::new(AdamW::default()) };
     let train = |captures: bool| {
-        let mut training = recorded(program, gpu.device);
-        let mut graph = Captured::new(gpu.device).unwrap();
+        let (mut training, mut graph) = recorded_by_graph(program, gpu.device, 0);
         training.lr = Some(0.015625);
         for i in 0..12 {
             training.feed(i);
@@ -521,41 +505,30 @@ fn a_record_that_fails_leaves_the_history_as_it_was() {
 fn the_outcome_and_the_loss_of_another_iteration_are_refused() {
     let Some(gpu) = gpu() else { return };
     type Record = fn(&mut Training, &mut Records, &mut SpikeDetector, &StepOutcome) -> Result<()>;
-    let records: [(Record, &str); 5] = [
-        (
-            |_, r, _, last| {
-                r.steps.record(last);
-                Ok(())
-            },
-            "the outcome of another iteration",
-        ),
-        (
-            |t, r, _, last| step(t, |scaler, _| r.history.record(scaler, last, 0.1)),
-            "the outcome of another iteration",
-        ),
-        (
-            |t, _, _, last| t.average.as_mut().unwrap().update(last),
-            "the outcome of another iteration",
-        ),
-        (
-            |t, r, _, _| step(t, |scaler, outcome| r.history.record(scaler, outcome, 0.1)),
-            "the loss of another iteration",
-        ),
-        (
-            |t, _, spikes, _| {
-                t.opt.zero_grad()?;
-                t.scaler.backward(&t.vs.variables()["a.bias"].sum(Kind::Float))?;
-                drop(t.scaler.step_unless_spike(&mut t.opt, 1.0, spikes)?);
-                t.scaler.update()
-            },
-            "the loss of another iteration",
-        ),
+    const OUTCOME: &str = "the outcome of another iteration";
+    const LOSS: &str = "the loss of another iteration";
+    let records: [(&str, Record); 5] = [
+        (OUTCOME, |_, r, _, last| {
+            r.steps.record(last);
+            Ok(())
+        }),
+        (OUTCOME, |t, r, _, last| step(t, |scaler, _| r.history.record(scaler, last, 0.1))),
+        (OUTCOME, |t, _, _, last| t.average.as_mut().unwrap().update(last)),
+        (LOSS, |t, r, _, _| step(t, |scaler, outcome| r.history.record(scaler, outcome, 0.1))),
+        (LOSS, |t, _, spikes, _| {
+            t.opt.zero_grad()?;
+            t.scaler.backward(&t.vs.variables()["a.bias"].sum(Kind::Float))?;
+            drop(t.scaler.step_unless_spike(&mut t.opt, 1.0, spikes)?);
+            t.scaler.update()
+        }),
     ];
-    for (case, (record, text)) in records.into_iter().enumerate() {
+    for (case, (text, record)) in records.into_iter().enumerate() {
         let averaging = Some(Swa::default().into());
-        let mut training =
-            recorded(Program { averaging, ..Program::new(AdamW::default()) }, gpu.device);
-        let mut graph = Captured::new(gpu.device).unwrap();
+        let (mut training, mut graph) = recorded_by_graph(
+            Program { averaging, ..Program::new(AdamW::default()) },
+            gpu.device,
+            0,
+        );
         let mut spikes = SpikeConfig::default().build().unwrap();
         take(&mut training, &mut graph, 0).unwrap();
         let mut records = training.records.take().unwrap();
@@ -587,12 +560,8 @@ fn the_outcome_and_the_loss_of_another_iteration_are_refused() {
 fn a_captured_outcome_is_counted_by_nobody_outside() {
     let Some(gpu) = gpu() else { return };
     let averaging = Some(Swa::default().into());
-    let mut training =
-        recorded(Program { averaging, ..Program::new(AdamW::default()) }, gpu.device);
-    let mut graph = Captured::new(gpu.device).unwrap();
-    for i in 0..5 {
-        take(&mut training, &mut graph, i).unwrap();
-    }
+    let (mut training, _graph) =
+        recorded_by_graph(Program { averaging, ..Program::new(AdamW::default()) }, gpu.device, 5);
     let outcome = training.last.take().unwrap();
     let steps = &mut training.records.as_mut().unwrap().steps;
     steps.record(&outcome);
@@ -621,18 +590,12 @@ fn what_an_iteration_uses_and_the_program_drops_is_noticed() {
         let averaging = Some(Swa::default().into());
         let program =
             Program { averaging, way: Way::UnlessSpike, ..Program::new(AdamW::default()) };
-        let mut training = recorded(program, gpu.device);
-        let mut graph = Captured::new(gpu.device).unwrap();
-        for i in 0..5 {
-            take(&mut training, &mut graph, i).unwrap();
-        }
+        let (mut training, mut graph) = recorded_by_graph(program, gpu.device, 5);
         replace(&mut training);
         let said = refusal(take(&mut training, &mut graph, 6));
         assert!(said.contains("was dropped"), "{case}: {said}");
         graph.recapture();
-        for i in 6..10 {
-            take(&mut training, &mut graph, i).unwrap();
-        }
+        take_all(&mut training, &mut graph, 6..10);
         assert!(graph.is_captured());
     }
 }
@@ -682,8 +645,8 @@ fn several_steps_of_an_iteration_are_recorded_in_their_order() {
 #[test]
 fn a_failure_is_told_although_other_steps_follow() {
     let (Some(gpu), Some(simulation)) = (gpu(), Simulation::find()) else { return };
-    let mut training = recorded(Program::new(AdamW::default()), gpu.device);
-    let mut graph = Captured::new(gpu.device).unwrap();
+    let (mut training, mut graph) =
+        recorded_by_graph(Program::new(AdamW::default()), gpu.device, 0);
     take(&mut training, &mut graph, 0).unwrap();
     training.feed(1);
     drop(training.iteration().unwrap());
@@ -702,11 +665,8 @@ fn a_failure_is_told_although_other_steps_follow() {
 #[test]
 fn a_disabled_scaler_that_is_observed_does_not_hide_the_scale_of_replays() {
     let Some(gpu) = gpu() else { return };
-    let mut training = recorded(Program::new(AdamW::default()), gpu.device);
-    let mut graph = Captured::new(gpu.device).unwrap();
-    for i in 0..5 {
-        take(&mut training, &mut graph, i).unwrap();
-    }
+    let (mut training, mut graph) =
+        recorded_by_graph(Program::new(AdamW::default()), gpu.device, 5);
     training.opt.zero_grad().unwrap();
     training.vs.variables()["a.bias"].sum(Kind::Float).backward();
     let health = &mut training.records.as_mut().unwrap().health;

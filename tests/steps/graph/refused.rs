@@ -15,7 +15,7 @@ use tch_amp::scaler::{GradScalerConfig, StepCounter};
 use tch_amp::schedule::ReduceLrOnPlateau;
 use tch_amp::{Autocast, Error, GradScaler, Result, autocast};
 
-use crate::graph::training::{Program, Training, Way, first_difference, overflows};
+use crate::graph::training::{Program, Training, Way, first_difference, overflows, take, take_all};
 use crate::graph::{Gpu, gpu, refusal};
 use testkit::simulation::Simulation;
 
@@ -24,9 +24,10 @@ fn devices() -> Vec<(Device, Option<Gpu>)> {
     std::iter::once((Device::Cpu, None)).chain(gpu().map(|gpu| (gpu.device, Some(gpu)))).collect()
 }
 
-/// Runs `call` in an iteration of a graph on each device, in the first one already, and returns what it was told.
-fn refused(call: impl Fn(&mut Training) -> Result<()>) -> Vec<String> {
-    let said = |device: Device| {
+/// Asserts that `call` is refused in an iteration of a graph on each device, in the first one already, and with this
+/// text.
+fn refused(text: &str, call: impl Fn(&mut Training) -> Result<()>) {
+    for (device, _alone) in devices() {
         let mut training = Training::new(Program::new(AdamW::default()), device);
         let mut graph = Captured::new(device).unwrap();
         let inside = graph.replay(|| {
@@ -34,91 +35,65 @@ fn refused(call: impl Fn(&mut Training) -> Result<()>) -> Vec<String> {
             call(&mut training)
         });
         let said = refusal(inside);
+        assert!(said.contains(text), "`{text}` is not in: {said}");
         // The iteration can be begun anew.
         training.feed(0);
         graph.replay(|| training.iteration().map(drop)).unwrap();
-        said
-    };
-    devices().into_iter().map(|(device, _alone)| said(device)).collect()
-}
-
-/// Asserts that each message has the text.
-fn says(messages: Vec<String>, text: &str) {
-    for message in messages {
-        assert!(message.contains(text), "`{text}` is not in: {message}");
     }
 }
 
 #[test]
 fn what_reads_the_scale_is_refused() {
-    says(refused(|t| t.scaler.get_scale().map(drop)), "reading the scale");
-    says(refused(|t| t.scaler.get_growth_tracker().map(drop)), "reading the scale");
-    says(refused(|t| t.scaler.state_dict().map(drop)), "reading the scale");
-    says(refused(|t| t.opt.state_dict().map(drop)), "state_dict");
-    says(refused(|t| t.scaler.non_finite_gradients(&t.opt).map(drop)), "non_finite_gradients");
-    says(refused(|t| t.spikes.counts().map(drop)), "counts of spikes");
-    says(refused(|_| StepCounter::default().count().map(drop)), "a count of steps");
-    says(refused(|_| ScaleHistory::new(4)?.report().map(drop)), "a report of a history");
-    says(refused(|t| ScaleHealth::new(&t.vs).report().map(drop)), "a report of gradients");
+    refused("reading the scale", |t| t.scaler.get_scale().map(drop));
+    refused("reading the scale", |t| t.scaler.get_growth_tracker().map(drop));
+    refused("reading the scale", |t| t.scaler.state_dict().map(drop));
+    refused("state_dict", |t| t.opt.state_dict().map(drop));
+    refused("non_finite_gradients", |t| t.scaler.non_finite_gradients(&t.opt).map(drop));
+    refused("counts of spikes", |t| t.spikes.counts().map(drop));
+    refused("a count of steps", |_| StepCounter::default().count().map(drop));
+    refused("a report of a history", |_| ScaleHistory::new(4)?.report().map(drop));
+    refused("a report of gradients", |t| ScaleHealth::new(&t.vs).report().map(drop));
 }
 
 #[test]
 fn what_keeps_a_number_of_the_host_is_refused() {
-    says(refused(|t| t.opt.set_lr(0.1)), "the optimizer's options");
-    says(refused(|t| t.opt.set_momentum(0.5)), "the optimizer's options");
-    says(refused(|t| t.scaler.set_growth_interval(7)), "the scaler's options");
-    says(refused(|t| t.scaler.update_with(8.0)), "update_with");
-    says(refused(|t| t.scaler.update_with_tensor(&Tensor::from(8f32))), "update_with_tensor");
+    refused("the optimizer's options", |t| t.opt.set_lr(0.1));
+    refused("the optimizer's options", |t| t.opt.set_momentum(0.5));
+    refused("the scaler's options", |t| t.scaler.set_growth_interval(7));
+    refused("update_with", |t| t.scaler.update_with(8.0));
+    refused("update_with_tensor", |t| t.scaler.update_with_tensor(&Tensor::from(8f32)));
     let state = GradScaler::new(Device::Cpu).unwrap().state_dict().unwrap();
-    says(refused(|t| t.scaler.load_state_dict(&state)), "load_state_dict");
-    says(
-        refused(|t| {
-            let mut plateau = ReduceLrOnPlateau::default().build(&t.opt)?;
-            plateau.step(&mut t.opt, 1.0)
-        }),
-        "a schedule by a metric",
-    );
-    says(
-        refused(|t| {
-            let mut scale = DynamicLossScale::new(t.vs.device())?;
-            scale.adjust(&Tensor::from(true).to_device(t.vs.device()))
-        }),
-        "loss scale",
-    );
+    refused("load_state_dict", |t| t.scaler.load_state_dict(&state));
+    refused("a schedule by a metric", |t| {
+        let mut plateau = ReduceLrOnPlateau::default().build(&t.opt)?;
+        plateau.step(&mut t.opt, 1.0)
+    });
+    refused("loss scale", |t| {
+        let mut scale = DynamicLossScale::new(t.vs.device())?;
+        scale.adjust(&Tensor::from(true).to_device(t.vs.device()))
+    });
 }
 
 #[test]
 fn what_waits_is_refused() {
-    says(
-        refused(|t| {
-            let clip = ClipNorm { error_if_nonfinite: true, ..ClipNorm::from(1.0) };
-            clip_grad_norm(&t.opt.trainable_variables(), clip).map(drop)
-        }),
-        "error_if_nonfinite",
-    );
-    says(
-        refused(|t| {
-            let mut adam = nn::Adam::default().build(&t.vs, 0.1)?;
-            t.scaler.backward(&t.vs.variables()["a.bias"].sum(None))?;
-            t.scaler.step(&mut adam).map(drop)
-        }),
-        "does not take scaled gradients",
-    );
-    says(refused(|t| Tracer::new(&t.vs)?.begin(&t.scaler)), "a report");
-    says(
-        refused(|t| {
-            let region = Autocast::new(t.vs.device());
-            audit(&t.vs, &region, &t.scaler, |_| Ok(Tensor::from(1.0))).map(drop)
-        }),
-        "a report",
-    );
-    says(
-        refused(|t| {
-            let mut average = Ema::default().build(&t.vs)?;
-            average.swap_in().map(drop)
-        }),
-        "swapping averages in",
-    );
+    refused("error_if_nonfinite", |t| {
+        let clip = ClipNorm { error_if_nonfinite: true, ..ClipNorm::from(1.0) };
+        clip_grad_norm(&t.opt.trainable_variables(), clip).map(drop)
+    });
+    refused("does not take scaled gradients", |t| {
+        let mut adam = nn::Adam::default().build(&t.vs, 0.1)?;
+        t.scaler.backward(&t.vs.variables()["a.bias"].sum(None))?;
+        t.scaler.step(&mut adam).map(drop)
+    });
+    refused("a report", |t| Tracer::new(&t.vs)?.begin(&t.scaler));
+    refused("a report", |t| {
+        let region = Autocast::new(t.vs.device());
+        audit(&t.vs, &region, &t.scaler, |_| Ok(Tensor::from(1.0))).map(drop)
+    });
+    refused("swapping averages in", |t| {
+        let mut average = Ema::default().build(&t.vs)?;
+        average.swap_in().map(drop)
+    });
 }
 
 #[test]
@@ -153,21 +128,14 @@ fn an_open_region_and_another_graph_are_refused() {
 fn captured(program: Program, device: Device) -> (Training, Captured<Tensor>) {
     let mut training = Training::new(program, device);
     let mut graph = Captured::new(device).unwrap();
-    for i in 0..4 {
-        take(&mut training, &mut graph, i).unwrap();
-    }
+    take_all(&mut training, &mut graph, 0..4);
     assert!(graph.is_captured());
     (training, graph)
 }
 
-fn take(training: &mut Training, graph: &mut Captured<Tensor>, i: usize) -> Result<()> {
-    training.feed(i);
-    graph.replay(|| training.iteration()).map(drop)
-}
-
 /// Asserts that a change after the capture is noticed by the next replay, which changes nothing, and that the graph can
 /// be captured anew.
-fn is_noticed(program: Program, change: impl FnOnce(&mut Training), text: &str) {
+fn is_noticed(program: Program, text: &str, change: impl FnOnce(&mut Training)) {
     let Some(gpu) = gpu() else { return };
     let device = gpu.device;
     let (mut training, mut graph) = captured(program, device);
@@ -178,47 +146,35 @@ fn is_noticed(program: Program, change: impl FnOnce(&mut Training), text: &str) 
     let after = training.state();
     assert!(before.iter().zip(&after).all(|(one, other)| one.equal(other)), "{text}");
     graph.recapture();
-    for i in 6..9 {
-        take(&mut training, &mut graph, i).unwrap();
-    }
+    take_all(&mut training, &mut graph, 6..9);
     assert!(graph.is_captured());
 }
 
 #[test]
 fn changes_after_the_capture_are_noticed() {
     let adamw = Program::new(AdamW::default());
-    is_noticed(adamw, |t| t.opt.set_weight_decay(0.5).unwrap(), "the options of the optimizer");
+    is_noticed(adamw, "the options of the optimizer", |t| t.opt.set_weight_decay(0.5).unwrap());
     let group = ParamGroup::new(0.1, AdamW { eps: 1e-3, ..AdamW::default() });
-    is_noticed(adamw, |t| t.opt.set_param_group(0, group).unwrap(), "the options of the optimizer");
-    is_noticed(adamw, |t| assert_eq!(t.opt.assign_group(1, &["*bias"]).unwrap(), 2), "the groups");
-    is_noticed(adamw, |t| t.scaler.set_growth_interval(3).unwrap(), "the options of the scaler");
-    is_noticed(
-        adamw,
-        |t| {
-            let state = t.scaler.state_dict().unwrap();
-            t.scaler.load_state_dict(&state).unwrap();
-        },
-        "the state of the scaler",
-    );
-    is_noticed(
-        adamw,
-        |t| {
-            let state = t.opt.state_dict().unwrap();
-            t.opt.load_state_dict(&state).unwrap();
-        },
-        "the state of the optimizer",
-    );
-    is_noticed(
-        adamw,
-        |t| drop(t.vs.variables()["a.bias"].set_requires_grad(false)),
-        "which parameters are trained",
-    );
+    is_noticed(adamw, "the options of the optimizer", |t| t.opt.set_param_group(0, group).unwrap());
+    is_noticed(adamw, "the groups", |t| assert_eq!(t.opt.assign_group(1, &["*bias"]).unwrap(), 2));
+    is_noticed(adamw, "the options of the scaler", |t| t.scaler.set_growth_interval(3).unwrap());
+    is_noticed(adamw, "the state of the scaler", |t| {
+        let state = t.scaler.state_dict().unwrap();
+        t.scaler.load_state_dict(&state).unwrap();
+    });
+    is_noticed(adamw, "the state of the optimizer", |t| {
+        let state = t.opt.state_dict().unwrap();
+        t.opt.load_state_dict(&state).unwrap();
+    });
+    is_noticed(adamw, "which parameters are trained", |t| {
+        drop(t.vs.variables()["a.bias"].set_requires_grad(false))
+    });
     let moves = |t: &mut Training| {
         let mut bias = t.vs.variables()["a.bias"].shallow_clone();
         let moved = bias.copy();
         bias.set_data(&moved);
     };
-    is_noticed(adamw, moves, "the weights");
+    is_noticed(adamw, "the weights", moves);
 }
 
 #[test]
@@ -229,7 +185,7 @@ fn weights_that_others_write_are_noticed_where_masters_do_not_follow() {
     };
     for masters in [MasterWeights::Float, MasterWeights::Remainder] {
         let program = Program { kind: Kind::BFloat16, masters, ..Program::new(AdamW::default()) };
-        is_noticed(program, write, "the weights");
+        is_noticed(program, "the weights", write);
     }
     // Without masters the replay goes on with what was written.
     let Some(gpu) = gpu() else { return };
@@ -389,9 +345,7 @@ fn a_capture_that_fails_leaves_a_training_that_goes_on() {
         );
         // Those that run, then a capture, then replays. The place of the call is another one.
         graph.recapture();
-        for i in 4..12 {
-            take(&mut training, &mut graph, i).unwrap();
-        }
+        take_all(&mut training, &mut graph, 4..12);
         assert!(graph.is_captured());
         assert_eq!(training.scaler.get_scale().unwrap(), 512.0);
     }

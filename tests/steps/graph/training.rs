@@ -1,6 +1,7 @@
 //! A small training, the same whether its iterations run or are replayed.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use tch::nn::{self, ModuleT, VarStore};
@@ -240,6 +241,22 @@ impl Training {
         // A copy: on the CPU the tensors themselves change later.
         out.into_iter().map(|t| t.detach().to_device(Device::Cpu).copy()).collect()
     }
+}
+
+/// Takes an iteration by the graph.
+pub fn take(training: &mut Training, graph: &mut Captured<Tensor>, i: usize) -> Result<()> {
+    training.feed(i);
+    take_fed(training, graph)
+}
+
+/// Takes an iteration of which everything is there.
+pub fn take_fed(training: &mut Training, graph: &mut Captured<Tensor>) -> Result<()> {
+    graph.replay(|| training.iteration()).map(drop)
+}
+
+/// Takes iterations that succeed.
+pub fn take_all(training: &mut Training, graph: &mut Captured<Tensor>, iterations: Range<usize>) {
+    iterations.for_each(|i| take(training, graph, i).unwrap());
 }
 
 /// Trains, and returns the losses and the state after each iteration. If not `captures`, every iteration runs, with the
