@@ -10,7 +10,7 @@ use tch_amp::scaler::{GradScalerConfig, SpikeConfig};
 use tch_amp::{Autocast, Error, GradScaler, Result, function};
 
 use crate::scaler::protocol::Failing;
-use crate::scaler::{INF, loss};
+use crate::scaler::{INF, loss, step_and_update};
 use testkit::tensors::leaf;
 use testkit::{for_each_device, to_f64};
 
@@ -60,6 +60,14 @@ fn for_each_pair(test: impl Fn(Device, bool, Model, Model)) {
     });
 }
 
+/// A growing scaler after an iteration with the losses of both, in which `a` alone has stepped.
+fn after_a_step(device: Device, a: &mut Model, b: &Model) -> GradScaler {
+    let mut scaler = growing(device);
+    scaler.backward(&(a.loss() + b.loss())).unwrap();
+    step_and_update(&mut scaler, &mut *a.opt);
+    scaler
+}
+
 fn is_mixed<T>(result: Result<T>) -> bool {
     matches!(result, Err(Error::Gradient(GradientError::MixedScales { .. })))
 }
@@ -89,8 +97,7 @@ fn an_optimizer_that_steps_after_an_update_divides_by_the_scale_of_its_loss() {
                 for scaled in scaler.scale(&[of_a.sum(None), b.loss()]).unwrap() {
                     scaled.backward();
                 }
-                scaler.step(&mut *a.opt).unwrap();
-                scaler.update().unwrap();
+                step_and_update(&mut scaler, &mut *a.opt);
                 step(&mut scaler, &mut *b.opt).unwrap();
                 assert_eq!(b.value(), 0.5, "{case}");
                 scaler.update().unwrap();
@@ -100,13 +107,11 @@ fn an_optimizer_that_steps_after_an_update_divides_by_the_scale_of_its_loss() {
                 for _ in 0..2 {
                     [&mut a, &mut b].into_iter().for_each(Model::zero);
                     scaler.backward(&(a.loss() + b.loss())).unwrap();
-                    scaler.step(&mut *a.opt).unwrap();
-                    scaler.update().unwrap();
+                    step_and_update(&mut scaler, &mut *a.opt);
                     a.zero();
                     scaler.backward(&a.loss()).unwrap();
                     step(&mut scaler, &mut *b.opt).unwrap();
-                    scaler.step(&mut *a.opt).unwrap();
-                    scaler.update().unwrap();
+                    step_and_update(&mut scaler, &mut *a.opt);
                 }
                 let moved_a = if overflows { 1.0 } else { 0.5 } - 2.0;
                 assert_eq!((a.value(), b.value()), (moved_a, -0.5), "{case}");
@@ -133,10 +138,7 @@ fn an_iteration_in_one_call_leaves_the_gradients_of_others_their_scale() {
 fn regions_do_not_change_what_is_carried() {
     for_each_pair(|device, fused, mut a, mut b| {
         let _region = Autocast::new(device).dtype(tch::Kind::BFloat16).enter().unwrap();
-        let mut scaler = growing(device);
-        scaler.backward(&(a.loss() + b.loss())).unwrap();
-        scaler.step(&mut *a.opt).unwrap();
-        scaler.update().unwrap();
+        let mut scaler = after_a_step(device, &mut a, &b);
         scaler.step(&mut *b.opt).unwrap();
         assert_eq!((a.value(), b.value()), (0.5, 0.5), "{device:?} fused {fused}");
     });
@@ -160,8 +162,7 @@ fn a_gradient_keeps_its_scale_over_several_updates_and_however_the_scale_is_set(
             for _ in 0..3 {
                 a.zero();
                 scaler.backward(&a.loss()).unwrap();
-                scaler.step(&mut *a.opt).unwrap();
-                scaler.update().unwrap();
+                step_and_update(&mut scaler, &mut *a.opt);
             }
             change(&mut scaler).unwrap();
             scaler.step(&mut *b.opt).unwrap();
@@ -181,8 +182,7 @@ fn a_gradient_of_two_scales_is_refused_before_any_change_and_zeroing_it_helps() 
             let mut scaler = growing(device);
             let losses = if way % 2 == 0 { 1 } else { 2 };
             scaler.backward(&(a.loss() + b.loss())).unwrap();
-            scaler.step(&mut *a.opt).unwrap();
-            scaler.update().unwrap();
+            step_and_update(&mut scaler, &mut *a.opt);
             for _ in 0..losses {
                 a.zero();
                 scaler.backward(&(a.loss() + b.loss())).unwrap();
@@ -192,8 +192,7 @@ fn a_gradient_of_two_scales_is_refused_before_any_change_and_zeroing_it_helps() 
             assert!(is_mixed(step(&mut scaler, &mut *b.opt)), "{device:?} fused {fused} way {way}");
             assert_eq!((b.value(), to_f64(&b.w.grad())), before);
             // Nor after another update, or another loss.
-            scaler.step(&mut *a.opt).unwrap();
-            scaler.update().unwrap();
+            step_and_update(&mut scaler, &mut *a.opt);
             assert!(is_mixed(scaler.step(&mut *b.opt)), "{device:?} fused {fused} way {way}");
             a.zero();
             scaler.backward(&(a.loss() + b.loss())).unwrap();
@@ -255,8 +254,7 @@ fn one_optimizer_divides_each_of_its_gradients_by_the_scale_of_that_one() {
                 let mut scaler = growing(device);
                 for w in &ws {
                     scaler.backward(&(loss(w, &[1.0]) + a.loss())).unwrap();
-                    scaler.step(&mut *a.opt).unwrap();
-                    scaler.update().unwrap();
+                    step_and_update(&mut scaler, &mut *a.opt);
                     a.zero();
                 }
                 scaler.backward(&a.loss()).unwrap();
@@ -285,8 +283,7 @@ fn clipping_takes_the_norm_of_gradients_of_several_scales() {
         let mut a = Model::new(device, true);
         let mut scaler = growing(device);
         scaler.backward(&(loss(&ws[0], &[3.0]) + a.loss())).unwrap();
-        scaler.step(&mut *a.opt).unwrap();
-        scaler.update().unwrap();
+        step_and_update(&mut scaler, &mut *a.opt);
         scaler.backward(&loss(&ws[1], &[4.0])).unwrap();
         let outcome = scaler.step_clip_norm(&mut opt, 1.0).unwrap();
         assert_eq!(to_f64(outcome.total_norm().unwrap()), [5.0], "{device:?}");
@@ -306,8 +303,7 @@ fn an_optimizer_that_was_unscaled_before_an_update_is_not_unscaled_again() {
                 scaler.set_growth_interval(growth_interval).unwrap();
                 scaler.backward(&(a.loss() + b.loss())).unwrap();
                 scaler.unscale_(&mut *b.opt).unwrap();
-                scaler.step(&mut *a.opt).unwrap();
-                scaler.update().unwrap();
+                step_and_update(&mut scaler, &mut *a.opt);
                 if again {
                     scaler.unscale_(&mut *b.opt).unwrap();
                 }
@@ -340,10 +336,7 @@ fn gradients_accumulate_over_updates_while_the_scale_stands_still() {
 #[test]
 fn gradients_accumulate_over_an_update_after_which_the_scale_is_the_same_again() {
     for_each_pair(|device, fused, mut a, mut b| {
-        let mut scaler = growing(device);
-        scaler.backward(&(a.loss() + b.loss())).unwrap();
-        scaler.step(&mut *a.opt).unwrap();
-        scaler.update().unwrap();
+        let mut scaler = after_a_step(device, &mut a, &b);
         scaler.update_with(8.0).unwrap();
         scaler.backward(&b.loss()).unwrap();
         scaler.step(&mut *b.opt).unwrap();
@@ -363,8 +356,7 @@ fn gradients_of_another_loss_after_a_step_are_not_added_to_those_of_a_new_scale(
         scaler.step(&mut *d.opt).unwrap();
         d.zero();
         scaler.backward(&(g.loss() + d.loss())).unwrap();
-        scaler.step(&mut *g.opt).unwrap();
-        scaler.update().unwrap();
+        step_and_update(&mut scaler, &mut *g.opt);
         scaler.backward(&d.loss()).unwrap();
         assert!(is_mixed(scaler.step(&mut *d.opt)), "{device:?} fused {fused}");
         d.zero();
@@ -436,8 +428,7 @@ fn a_loss_that_the_program_scales_itself_has_the_present_scale() {
         for iteration in 1..=4 {
             a.w.zero_grad();
             (a.loss() * scaler.get_scale().unwrap()).backward();
-            scaler.step(&mut *a.opt).unwrap();
-            scaler.update().unwrap();
+            step_and_update(&mut scaler, &mut *a.opt);
             assert_eq!(a.value(), 1.0 - 0.5 * f64::from(iteration), "{device:?} fused {fused}");
         }
     });
@@ -453,8 +444,7 @@ fn gradients_that_a_step_has_used_are_not_carried() {
             scaler.set_growth_interval(2).unwrap();
             scaler.backward(&(a.loss() + b.loss())).unwrap();
             scaler.step(&mut *a.opt).unwrap();
-            scaler.step(&mut *b.opt).unwrap();
-            scaler.update().unwrap();
+            step_and_update(&mut scaler, &mut *b.opt);
             b.zero();
             if loads {
                 let mut state = scaler.state_dict().unwrap();
@@ -462,8 +452,7 @@ fn gradients_that_a_step_has_used_are_not_carried() {
                 scaler.load_state_dict(&state).unwrap();
             } else {
                 scaler.backward(&b.loss()).unwrap();
-                scaler.step(&mut *b.opt).unwrap();
-                scaler.update().unwrap();
+                step_and_update(&mut scaler, &mut *b.opt);
             }
             let _scaled = scaler.scale(&a.loss()).unwrap();
             overwrite(&a.w, 16.0);
@@ -479,8 +468,7 @@ fn a_second_step_with_the_same_gradients_divides_by_the_present_scale() {
         let mut scaler = growing(device);
         scaler.backward(&a.loss()).unwrap();
         for _ in 0..2 {
-            scaler.step(&mut *a.opt).unwrap();
-            scaler.update().unwrap();
+            step_and_update(&mut scaler, &mut *a.opt);
         }
         // All but the loops for the CPU unscale in place, so that they divide by 8 first and then by 16.
         let moved = if fused && device == Device::Cpu { 8.0 / 16.0 } else { 1.0 / 16.0 };
@@ -501,8 +489,7 @@ fn master_weights_of_the_program_take_the_gradients_of_its_model() {
             let scaled = scaler.scale(&w.loss()).unwrap();
             scaled.backward();
             no_grad(|| master.w.grad().copy_(&w.w.grad()));
-            scaler.step(&mut *master.opt).unwrap();
-            scaler.update().unwrap();
+            step_and_update(&mut scaler, &mut *master.opt);
             let expected = 1.0 - 0.5 * f64::from(iteration);
             assert_eq!(master.value(), expected, "{device:?} fused {fused}");
         }
@@ -518,8 +505,7 @@ fn gradients_that_are_made_anew_after_unscale_have_the_present_scale() {
         scaler.unscale_(&mut *a.opt).unwrap();
         a.w.zero_grad();
         scaler.backward(&a.loss()).unwrap();
-        scaler.step(&mut *b.opt).unwrap();
-        scaler.update().unwrap();
+        step_and_update(&mut scaler, &mut *b.opt);
         scaler.step(&mut *a.opt).unwrap();
         assert_eq!(a.value(), 0.5, "{device:?} fused {fused}");
     });
@@ -531,8 +517,7 @@ fn nothing_is_mixed_with_a_gradient_of_zeros() {
     for_each_pair(|device, fused, mut a, mut b| {
         let mut scaler = growing(device);
         scaler.backward(&(a.loss() + b.loss() * 0.0)).unwrap();
-        scaler.step(&mut *a.opt).unwrap();
-        scaler.update().unwrap();
+        step_and_update(&mut scaler, &mut *a.opt);
         scaler.backward(&b.loss()).unwrap();
         scaler.step(&mut *b.opt).unwrap();
         assert_eq!(b.value(), 0.5, "{device:?} fused {fused}");
@@ -547,8 +532,7 @@ fn fp16_gradients_of_two_scales_are_stepped_with_and_divided_by_the_present_one(
         let mut a = Model::new(device, true);
         let mut scaler = growing(device);
         scaler.backward(&(loss(&ws[0], &[1.0]).to_kind(tch::Kind::Float) + a.loss())).unwrap();
-        scaler.step(&mut *a.opt).unwrap();
-        scaler.update().unwrap();
+        step_and_update(&mut scaler, &mut *a.opt);
         scaler.backward(&loss(&ws[1], &[1.0])).unwrap();
         scaler.step(&mut opt).unwrap();
         assert_eq!([to_f64(&ws[0]), to_f64(&ws[1])], [[0.75], [0.5]], "{device:?}");
@@ -561,8 +545,7 @@ fn a_parameter_that_a_loss_uses_several_times_keeps_its_scale_too() {
         let mut scaler = growing(device);
         let of_b: Tensor = (0..3).map(|_| b.loss()).sum();
         scaler.backward(&(a.loss() + of_b)).unwrap();
-        scaler.step(&mut *a.opt).unwrap();
-        scaler.update().unwrap();
+        step_and_update(&mut scaler, &mut *a.opt);
         scaler.step(&mut *b.opt).unwrap();
         assert_eq!(b.value(), -0.5, "{device:?} fused {fused}");
     });
@@ -582,8 +565,7 @@ fn the_gradients_of_several_losses_and_iterations_of_one_scale_are_divided_by_it
             for loss in scaler.scale(&[a.loss(), b.loss(), b.loss()]).unwrap() {
                 loss.backward();
             }
-            scaler.step(&mut *a.opt).unwrap();
-            scaler.update().unwrap();
+            step_and_update(&mut scaler, &mut *a.opt);
         }
         assert_eq!(scaler.get_scale().unwrap(), 16.0);
         scaler.step(&mut *b.opt).unwrap();
@@ -594,10 +576,7 @@ fn the_gradients_of_several_losses_and_iterations_of_one_scale_are_divided_by_it
 /// Two models after an iteration in which only the first has stepped, and which has doubled the scale of 8.
 fn left(device: Device, fused: bool) -> (GradScaler, Model, Model) {
     let (mut a, b) = (Model::new(device, fused), Model::new(device, fused));
-    let mut scaler = growing(device);
-    scaler.backward(&(a.loss() + b.loss())).unwrap();
-    scaler.step(&mut *a.opt).unwrap();
-    scaler.update().unwrap();
+    let scaler = after_a_step(device, &mut a, &b);
     a.zero();
     (scaler, a, b)
 }
@@ -627,8 +606,7 @@ fn a_sum_is_refused_however_the_backward_was_called() {
             assert!(is_mixed(scaler.step(&mut *b.opt)), "{device:?} fused {fused} way {way}");
             // A later loss that does not reach it changes nothing, and neither does another update.
             backward(&scaler, &a);
-            scaler.step(&mut *a.opt).unwrap();
-            scaler.update().unwrap();
+            step_and_update(&mut scaler, &mut *a.opt);
             assert!(is_mixed(scaler.step(&mut *b.opt)), "{device:?} fused {fused} way {way}");
             b.zero();
             backward(&scaler, &b);
@@ -710,12 +688,10 @@ fn gradients_of_unusual_layouts_are_left_alone() {
     let index = Tensor::from_slice(&[1i64]);
     let of_table = || Tensor::embedding(&table, &index, -1, false, true).sum(None);
     scaler.backward(&(a.loss() + of_table())).unwrap();
-    scaler.step(&mut *a.opt).unwrap();
-    scaler.update().unwrap();
+    step_and_update(&mut scaler, &mut *a.opt);
     a.zero();
     scaler.backward(&(a.loss() + of_table())).unwrap();
-    scaler.step(&mut *a.opt).unwrap();
-    scaler.update().unwrap();
+    step_and_update(&mut scaler, &mut *a.opt);
     assert_eq!(a.value(), 0.0);
 }
 
@@ -726,8 +702,7 @@ fn a_step_that_is_not_taken_leaves_gradients_their_scale() {
         scaler.backward(&(a.loss() + b.loss())).unwrap();
         let mut failing = Failing(b.w.shallow_clone());
         scaler.step(&mut failing).unwrap_err();
-        scaler.step(&mut *a.opt).unwrap();
-        scaler.update().unwrap();
+        step_and_update(&mut scaler, &mut *a.opt);
         scaler.step(&mut *b.opt).unwrap();
         assert_eq!((a.value(), b.value()), (0.5, 0.5), "{device:?} fused {fused}");
     });

@@ -10,7 +10,7 @@ use tch_amp::optim::{AdamW, AmpOptimizer, Parameters, Sgd, Step};
 use tch_amp::scaler::PerLossScalers;
 use tch_amp::{Error, GradScaler};
 
-use crate::scaler::{Descent, INF, loss, model, ones, scaler};
+use crate::scaler::{Descent, INF, after_unscaled, loss, model, ones, scaler};
 use testkit::{for_each_device, to_f64};
 
 fn scalers(device: Device) -> [GradScaler; 2] {
@@ -109,10 +109,7 @@ fn an_overflow_is_not_attributed_to_another_optimizer_at_the_same_address() {
 #[test]
 fn a_gradient_that_is_removed_and_recomputed_counts_as_new() {
     for_each_device(|device| {
-        let (_vs, w, mut opt) = model(device);
-        let mut scaler = scaler(device);
-        scaler.backward(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();
-        scaler.unscale_(&mut opt).unwrap();
+        let (_vs, w, mut opt, mut scaler) = after_unscaled(device, &[1.0, 1.0, 1.0]);
         drop_gradient(&w);
         // Scaling a second loss records which gradients exist.
         let second = scaler.scale(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();

@@ -22,7 +22,8 @@ mod warning;
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
-use tch_amp::scaler::GradScalerConfig;
+use tch_amp::optim::AmpOptimizer;
+use tch_amp::scaler::{GradScalerConfig, StepOutcome};
 
 use testkit::descent::Descent;
 use testkit::tensors::leaf;
@@ -44,6 +45,28 @@ fn model(device: Device) -> (VarStore, Tensor, nn::Optimizer) {
 fn loss(w: &Tensor, values: &[f64]) -> Tensor {
     let factors = Tensor::from_slice(values).to_kind(w.kind()).to_device(w.device());
     (w * factors.view_as(w)).sum(None)
+}
+
+/// A weight, its optimizer and a scaler after the backward of a loss with these gradients.
+fn after_backward(device: Device, values: &[f64]) -> (VarStore, Tensor, nn::Optimizer, GradScaler) {
+    let (vs, w, opt) = model(device);
+    let scaler = scaler(device);
+    scaler.backward(&loss(&w, values)).unwrap();
+    (vs, w, opt, scaler)
+}
+
+/// The same after `unscale_`.
+fn after_unscaled(device: Device, values: &[f64]) -> (VarStore, Tensor, nn::Optimizer, GradScaler) {
+    let (vs, w, mut opt, mut scaler) = after_backward(device, values);
+    scaler.unscale_(&mut opt).unwrap();
+    (vs, w, opt, scaler)
+}
+
+/// Steps and ends the iteration.
+fn step_and_update(scaler: &mut GradScaler, opt: &mut dyn AmpOptimizer) -> StepOutcome {
+    let outcome = scaler.step(opt).unwrap();
+    scaler.update().unwrap();
+    outcome
 }
 
 const INF: f64 = f64::INFINITY;

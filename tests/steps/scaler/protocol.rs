@@ -7,16 +7,14 @@ use tch_amp::optim::{AmpOptimizer, OptimizerError, Parameters, Step};
 use tch_amp::scaler::ScalerError;
 use tch_amp::{Error, GradScaler, Result};
 
-use crate::scaler::{Descent, INF, NAN, loss, model, ones, scaler};
+use crate::scaler::{Descent, INF, NAN, after_backward, after_unscaled, loss, model, ones, scaler};
 use testkit::tensors::leaf;
 use testkit::{for_each_device, to_f64};
 
 #[test]
 fn a_finite_iteration_steps_with_the_unscaled_gradient() {
     for_each_device(|device| {
-        let (_vs, w, mut opt) = model(device);
-        let mut scaler = scaler(device);
-        scaler.backward(&loss(&w, &[1.0, 2.0, -3.0])).unwrap();
+        let (_vs, w, mut opt, mut scaler) = after_backward(device, &[1.0, 2.0, -3.0]);
         assert_eq!(to_f64(&w.grad()), [8.0, 16.0, -24.0]);
         assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
         assert_eq!(to_f64(&w), [0.0, -1.0, 4.0]);
@@ -29,9 +27,7 @@ fn a_finite_iteration_steps_with_the_unscaled_gradient() {
 fn an_infinite_or_nan_gradient_skips_the_step_and_halves_the_scale() {
     for_each_device(|device| {
         for bad in [INF, -INF, NAN] {
-            let (_vs, w, mut opt) = model(device);
-            let mut scaler = scaler(device);
-            scaler.backward(&loss(&w, &[1.0, bad, 1.0])).unwrap();
+            let (_vs, w, mut opt, mut scaler) = after_backward(device, &[1.0, bad, 1.0]);
             let outcome = scaler.step(&mut opt).unwrap();
             assert!(outcome.is_skipped().unwrap() && !outcome.is_stepped().unwrap());
             assert_eq!(to_f64(&w), [1.0; 3]);
@@ -43,10 +39,7 @@ fn an_infinite_or_nan_gradient_skips_the_step_and_halves_the_scale() {
 
 #[test]
 fn unscaling_twice_is_refused_and_the_gradient_is_unchanged() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let mut scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[1.0, 2.0, 3.0])).unwrap();
-    scaler.unscale_(&mut opt).unwrap();
+    let (_vs, w, mut opt, mut scaler) = after_unscaled(Device::Cpu, &[1.0, 2.0, 3.0]);
     assert!(matches!(scaler.unscale_(&mut opt), Err(Error::Scaler(ScalerError::AlreadyUnscaled))));
     assert_eq!(to_f64(&w.grad()), [1.0, 2.0, 3.0]);
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
@@ -54,9 +47,7 @@ fn unscaling_twice_is_refused_and_the_gradient_is_unchanged() {
 
 #[test]
 fn unscaling_or_stepping_after_a_step_is_refused_and_nothing_changes() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let mut scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let (_vs, w, mut opt, mut scaler) = after_backward(Device::Cpu, &[1.0; 3]);
     scaler.step(&mut opt).unwrap();
     assert!(matches!(scaler.unscale_(&mut opt), Err(Error::Scaler(ScalerError::UnscaleAfterStep))));
     assert!(matches!(scaler.step(&mut opt), Err(Error::Scaler(ScalerError::AlreadyStepped))));
@@ -131,10 +122,7 @@ fn two_optimizers_of_which_one_overflows_share_only_the_backoff() {
 
 #[test]
 fn an_optimizer_that_moves_between_unscale_and_step_is_recognized() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let mut scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    scaler.unscale_(&mut opt).unwrap();
+    let (_vs, w, opt, mut scaler) = after_unscaled(Device::Cpu, &[1.0; 3]);
     let mut moved = Box::new(opt);
     assert!(matches!(
         scaler.unscale_(&mut *moved),
@@ -228,9 +216,7 @@ fn abandon_lets_the_next_iteration_begin_without_update() {
 
 #[test]
 fn a_non_finite_gradient_that_is_not_cleared_skips_again_and_is_reported() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let mut scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[INF; 3])).unwrap();
+    let (_vs, _w, mut opt, mut scaler) = after_backward(Device::Cpu, &[INF; 3]);
     for want in [4.0, 2.0, 1.0] {
         assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
         scaler.update().unwrap();
@@ -294,10 +280,7 @@ fn models_created_and_dropped_within_an_iteration_are_distinguished() {
 
 #[test]
 fn a_gradient_recreated_between_unscale_and_step_is_refused() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let mut scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    scaler.unscale_(&mut opt).unwrap();
+    let (_vs, w, mut opt, mut scaler) = after_unscaled(Device::Cpu, &[1.0; 3]);
     opt.zero_grad();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
@@ -307,10 +290,7 @@ fn a_gradient_recreated_between_unscale_and_step_is_refused() {
 
 #[test]
 fn an_optimizer_that_has_gained_a_variable_can_be_abandoned() {
-    let (vs, w, mut opt) = model(Device::Cpu);
-    let mut scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    scaler.unscale_(&mut opt).unwrap();
+    let (vs, w, mut opt, mut scaler) = after_unscaled(Device::Cpu, &[1.0; 3]);
     let late = vs.root().ones("late", &[3]);
     scaler.backward(&loss(&late, &[1.0; 3])).unwrap();
     assert!(scaler.step(&mut opt).is_err());
@@ -323,9 +303,7 @@ fn an_optimizer_that_has_gained_a_variable_can_be_abandoned() {
 
 #[test]
 fn an_optimizer_that_was_stepped_cannot_be_abandoned() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let mut scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[INF; 3])).unwrap();
+    let (_vs, _w, mut opt, mut scaler) = after_backward(Device::Cpu, &[INF; 3]);
     let _skipped = scaler.step(&mut opt).unwrap();
     assert!(matches!(scaler.abandon(&mut opt), Err(Error::Scaler(ScalerError::AlreadyStepped))));
     scaler.update().unwrap();

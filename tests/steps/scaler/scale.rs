@@ -5,7 +5,7 @@ use tch_amp::optim::{Adagrad, AdamW, Algorithm, MasterWeights, Muon, Optimizer, 
 use tch_amp::scaler::{GradScalerConfig, ScalerError};
 use tch_amp::{Error, GradScaler};
 
-use crate::scaler::{Descent, INF, NAN, loss, model};
+use crate::scaler::{Descent, INF, NAN, loss, model, step_and_update};
 use testkit::simulation::let_answers_come;
 use testkit::tensors::leaf;
 use testkit::{for_each_device, to_f64};
@@ -231,8 +231,7 @@ fn an_overflow_in_unscaling_is_found_even_if_the_scale_is_only_on_the_device() {
         let [fused, other] = &leaves;
         let mut opt = Sgd::default().build(vec![fused.shallow_clone()], 1.0).unwrap();
         scaler.backward(&loss(fused, &[1.0; 3])).unwrap();
-        scaler.step(&mut opt).unwrap();
-        scaler.update().unwrap();
+        step_and_update(&mut scaler, &mut opt);
         loss(other, &[2f64.powi(30); 3]).backward();
         let outcome = scaler.step(&mut Descent(vec![other.shallow_clone()])).unwrap();
         assert!(outcome.is_skipped().unwrap());
@@ -266,9 +265,7 @@ fn a_fused_step_is_skipped_if_unscaling_alone_overflows() {
                     opt.zero_grad().unwrap();
                     // Scaled as a backward pass leaves it.
                     (&w * gradient).sum(None).backward();
-                    let outcome = scaler.step(&mut opt).unwrap();
-                    scaler.update().unwrap();
-                    outcome
+                    step_and_update(scaler, &mut opt)
                 };
                 assert!(step(&mut scaler, 1e-3).is_stepped().unwrap());
                 let before = to_f64(&w.view(-1));
@@ -341,25 +338,24 @@ fn a_scale_that_backs_off_unread_is_known_to_enlarge() {
 
 #[test]
 fn a_scale_that_is_set_while_the_last_one_is_unread_is_known_to_enlarge() {
+    let changes: [fn(&mut Unread, Device); 3] = [
+        |run, _| run.scaler.update_with(1e-3).unwrap(),
+        |run, on| run.scaler.update_with_tensor(&Tensor::from(1e-3f32).to_device(on)).unwrap(),
+        |run, _| {
+            let mut state = run.scaler.state_dict().unwrap();
+            run.step(0.0);
+            state.scale = Some(1e-3);
+            run.scaler.load_state_dict(&state).unwrap();
+        },
+    ];
     for_each_device(|device| {
-        let mut run = Unread::new(65536.0, device);
-        run.step(0.0);
-        run.scaler.update_with(1e-3).unwrap();
-        run.step(9e37);
-        assert_eq!(run.weights(), [1.0; 3]);
-        let mut run = Unread::new(65536.0, device);
-        run.step(0.0);
-        run.scaler.update_with_tensor(&Tensor::from(1e-3f32).to_device(device)).unwrap();
-        run.step(9e37);
-        assert_eq!(run.weights(), [1.0; 3]);
-        let mut run = Unread::new(65536.0, device);
-        run.step(0.0);
-        let mut state = run.scaler.state_dict().unwrap();
-        run.step(0.0);
-        state.scale = Some(1e-3);
-        run.scaler.load_state_dict(&state).unwrap();
-        run.step(9e37);
-        assert_eq!(run.weights(), [1.0; 3]);
+        for (way, change) in changes.iter().enumerate() {
+            let mut run = Unread::new(65536.0, device);
+            run.step(0.0);
+            change(&mut run, device);
+            run.step(9e37);
+            assert_eq!(run.weights(), [1.0; 3], "way {way}");
+        }
     });
 }
 

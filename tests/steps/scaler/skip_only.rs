@@ -6,7 +6,7 @@ use tch_amp::GradScaler;
 use tch_amp::optim::{AdamW, MasterWeights, Sgd};
 use tch_amp::scaler::StepCounter;
 
-use crate::scaler::{INF, NAN, loss, model};
+use crate::scaler::{INF, NAN, loss, model, step_and_update};
 use testkit::tensors::leaf;
 use testkit::{for_each_device, to_f64};
 
@@ -48,8 +48,7 @@ fn the_scale_is_always_one() {
     let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
     for value in [1.0, INF, 1.0, 1.0, NAN] {
         set_grad(&w, &[value]);
-        drop(scaler.step(&mut opt).unwrap());
-        scaler.update().unwrap();
+        step_and_update(&mut scaler, &mut opt);
         assert_eq!(scaler.get_scale().unwrap(), 1.0);
     }
 }

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::scaler::{GradScalerConfig, GradScalerState, ScalerError};
 use tch_amp::{Error, GradScaler};
 
-use crate::scaler::{INF, loss, model};
+use crate::scaler::{INF, loss, model, step_and_update};
 use testkit::for_each_device;
 use testkit::python::Oracle;
 
@@ -39,9 +39,7 @@ fn a_state_from_python_loads() {
 
 #[test]
 fn states_are_exchanged_with_python() {
-    let Some(oracle) = Oracle::find("scaler_state.py") else {
-        return;
-    };
+    let Some(oracle) = Oracle::find("scaler_state.py") else { return };
     let config = GradScalerConfig { hysteresis: 2, max_scale: 1e6, ..Default::default() };
     for ours in [GradScaler::new(Device::Cpu).unwrap(), config.build(Device::Cpu).unwrap()] {
         let sent = ours.state_dict().unwrap();
@@ -58,16 +56,13 @@ fn take(scaler: &mut GradScaler, device: Device, letters: &str) {
     for letter in letters.chars() {
         opt.zero_grad();
         scaler.backward(&loss(&w, &[if letter == 'o' { INF } else { 1.0 }; 3])).unwrap();
-        scaler.step(&mut opt).unwrap();
-        scaler.update().unwrap();
+        step_and_update(scaler, &mut opt);
     }
 }
 
 #[test]
 fn after_skipped_steps_the_state_is_pythons_key_by_key() {
-    let Some(oracle) = Oracle::find("scaler_state.py") else {
-        return;
-    };
+    let Some(oracle) = Oracle::find("scaler_state.py") else { return };
     for letters in ["ooo", "oo.o"] {
         let theirs: Value = serde_json::from_str(&oracle.run(&[letters], PYTHONS)).unwrap();
         for_each_device(|device| {
@@ -240,8 +235,7 @@ fn a_tracker_beyond_the_interval_grows_the_scale_at_the_next_step() {
         scaler.load_state_dict(&state).unwrap();
         let (_vs, w, mut opt) = model(device);
         scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-        scaler.step(&mut opt).unwrap();
-        scaler.update().unwrap();
+        step_and_update(&mut scaler, &mut opt);
         assert_eq!(on_device(&scaler, device), 262144.0);
         assert_eq!(scaler.get_scale().unwrap(), 262144.0);
     });
@@ -352,8 +346,7 @@ fn a_loaded_count_is_at_most_the_hysteresis() {
         for want in [8.0, 4.0] {
             opt.zero_grad();
             scaler.backward(&loss(&w, &[INF; 3])).unwrap();
-            scaler.step(&mut opt).unwrap();
-            scaler.update().unwrap();
+            step_and_update(&mut scaler, &mut opt);
             assert_eq!(on_device(&scaler, device), want);
         }
     });
@@ -371,8 +364,7 @@ fn a_loaded_count_replaces_an_exhausted_one() {
             scaler.load_state_dict(&fresh).unwrap();
             opt.zero_grad();
             scaler.backward(&loss(&w, &[INF; 3])).unwrap();
-            scaler.step(&mut opt).unwrap();
-            scaler.update().unwrap();
+            step_and_update(&mut scaler, &mut opt);
             assert_eq!(on_device(&scaler, device), want);
         }
     });

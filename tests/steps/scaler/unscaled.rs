@@ -6,15 +6,12 @@ use tch_amp::optim::AmpOptimizer;
 use tch_amp::scaler::{GradScalerConfig, ScalerError};
 use tch_amp::{Error, GradScaler};
 
-use crate::scaler::{Descent, INF, NAN, loss, model, ones, scaler};
+use crate::scaler::{Descent, INF, NAN, after_backward, after_unscaled, loss, model, ones, scaler};
 use testkit::{for_each_device, to_f64};
 
 #[test]
 fn clipping_by_tch_after_unscaling_is_allowed() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let mut scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[3.0, 0.0, 4.0])).unwrap();
-    scaler.unscale_(&mut opt).unwrap();
+    let (_vs, w, mut opt, mut scaler) = after_unscaled(Device::Cpu, &[3.0, 0.0, 4.0]);
     opt.clip_grad_norm(2.5);
     let clipped = to_f64(&w.grad());
     assert!((clipped[0] - 1.5).abs() < 1e-5 && (clipped[2] - 2.0).abs() < 1e-5, "{clipped:?}");
@@ -26,10 +23,7 @@ fn clipping_by_tch_after_unscaling_is_allowed() {
 fn an_infinity_written_after_unscaling_skips_the_step() {
     for_each_device(|device| {
         for bad in [INF, NAN] {
-            let (_vs, w, mut opt) = model(device);
-            let mut scaler = scaler(device);
-            scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-            scaler.unscale_(&mut opt).unwrap();
+            let (_vs, w, mut opt, mut scaler) = after_unscaled(device, &[1.0; 3]);
             let _filled = w.grad().get(1).fill_(bad);
             assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
             assert_eq!(to_f64(&w), [1.0; 3]);
@@ -41,10 +35,7 @@ fn an_infinity_written_after_unscaling_skips_the_step() {
 
 #[test]
 fn a_scaled_backward_between_unscale_and_step_is_refused() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let mut scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    scaler.unscale_(&mut opt).unwrap();
+    let (_vs, w, mut opt, mut scaler) = after_unscaled(Device::Cpu, &[1.0; 3]);
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     let error = scaler.step(&mut opt).unwrap_err();
     assert!(matches!(error, Error::Gradient(GradientError::Changed { .. })), "{error}");
@@ -81,10 +72,7 @@ fn a_gradient_that_appears_between_unscale_and_step_is_refused() {
 
 #[test]
 fn a_variable_with_a_gradient_added_between_unscale_and_step_is_refused() {
-    let (vs, w, mut opt) = model(Device::Cpu);
-    let mut scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    scaler.unscale_(&mut opt).unwrap();
+    let (vs, w, mut opt, mut scaler) = after_unscaled(Device::Cpu, &[1.0; 3]);
     let late = vs.root().ones("late", &[3]);
     scaler.backward(&loss(&late, &[1.0; 3])).unwrap();
     assert!(matches!(scaler.step(&mut opt), Err(Error::Gradient(GradientError::Shared { .. }))));
@@ -94,9 +82,7 @@ fn a_variable_with_a_gradient_added_between_unscale_and_step_is_refused() {
 #[test]
 fn the_transaction_clips_to_the_norm_and_returns_the_norm_before() {
     for_each_device(|device| {
-        let (_vs, w, mut opt) = model(device);
-        let mut scaler = scaler(device);
-        scaler.backward(&loss(&w, &[3.0, 0.0, 4.0])).unwrap();
+        let (_vs, w, mut opt, mut scaler) = after_backward(device, &[3.0, 0.0, 4.0]);
         let mut unscaled = scaler.unscale(&mut opt).unwrap();
         let norm = unscaled.clip_grad_norm(2.5).unwrap();
         assert_eq!((norm.device(), to_f64(&norm)), (device, vec![5.0]));
@@ -112,9 +98,7 @@ fn the_transaction_clips_to_the_norm_and_returns_the_norm_before() {
 
 #[test]
 fn a_norm_within_the_limit_changes_no_gradient() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[0.1, 0.2, 0.3])).unwrap();
+    let (_vs, w, mut opt, scaler) = after_backward(Device::Cpu, &[0.1, 0.2, 0.3]);
     let mut unscaled = scaler.unscale(&mut opt).unwrap();
     let before = to_f64(&w.grad());
     let _norm = unscaled.clip_grad_norm(1.0).unwrap();
@@ -123,9 +107,7 @@ fn a_norm_within_the_limit_changes_no_gradient() {
 
 #[test]
 fn the_transaction_clips_values() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[-3.0, 0.25, 4.0])).unwrap();
+    let (_vs, w, mut opt, scaler) = after_backward(Device::Cpu, &[-3.0, 0.25, 4.0]);
     let mut unscaled = scaler.unscale(&mut opt).unwrap();
     unscaled.clip_grad_value(0.5).unwrap();
     assert!(unscaled.step().unwrap().is_stepped().unwrap());
@@ -148,9 +130,7 @@ fn two_transactions_are_open_at_once() {
 
 #[test]
 fn a_dropped_transaction_takes_no_step_but_counts_its_check() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let mut scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[INF; 3])).unwrap();
+    let (_vs, w, mut opt, mut scaler) = after_backward(Device::Cpu, &[INF; 3]);
     drop(scaler.unscale(&mut opt).unwrap());
     assert!(matches!(scaler.unscale(&mut opt), Err(Error::Scaler(ScalerError::AlreadyUnscaled))));
     scaler.update().unwrap();
@@ -189,9 +169,7 @@ fn an_optimizer_behind_a_pointer_takes_part_in_transactions() {
 
 #[test]
 fn clipping_in_a_transaction_does_not_hide_a_scaled_backward() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let (_vs, w, mut opt, scaler) = after_backward(Device::Cpu, &[1.0; 3]);
     let mut unscaled = scaler.unscale(&mut opt).unwrap();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     assert!(matches!(
@@ -205,9 +183,7 @@ fn clipping_in_a_transaction_does_not_hide_a_scaled_backward() {
 
 #[test]
 fn clipping_in_a_transaction_does_not_hide_an_infinity() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let (_vs, w, mut opt, scaler) = after_backward(Device::Cpu, &[1.0; 3]);
     let mut unscaled = scaler.unscale(&mut opt).unwrap();
     let _filled = w.grad().get(0).fill_(INF);
     let _norm = unscaled.clip_grad_norm(1.0).unwrap();
@@ -217,9 +193,7 @@ fn clipping_in_a_transaction_does_not_hide_an_infinity() {
 
 #[test]
 fn an_invalid_limit_is_refused_and_the_gradients_are_unchanged() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let (_vs, w, mut opt, scaler) = after_backward(Device::Cpu, &[1.0; 3]);
     let mut unscaled = scaler.unscale(&mut opt).unwrap();
     for limit in [-1.0, NAN] {
         assert!(matches!(unscaled.clip_grad_norm(limit), Err(Error::InvalidArgument { .. })));
@@ -231,9 +205,7 @@ fn an_invalid_limit_is_refused_and_the_gradients_are_unchanged() {
 #[test]
 fn clipping_to_an_infinite_norm_cannot_write_nan() {
     for_each_device(|device| {
-        let (_vs, w, mut opt) = model(device);
-        let scaler = scaler(device);
-        scaler.backward(&loss(&w, &[1e30; 3])).unwrap();
+        let (_vs, w, mut opt, scaler) = after_backward(device, &[1e30; 3]);
         let mut unscaled = scaler.unscale(&mut opt).unwrap();
         let norm = to_f64(&unscaled.clip_grad_norm(INF).unwrap())[0];
         // On the CPU the squares are summed in f64, which can hold them.
@@ -292,10 +264,7 @@ fn a_scaler_can_be_sent_to_another_thread() {
 #[test]
 fn an_infinity_that_is_overwritten_after_unscaling_still_skips_the_step() {
     for_each_device(|device| {
-        let (_vs, w, mut opt) = model(device);
-        let mut scaler = scaler(device);
-        scaler.backward(&loss(&w, &[1.0, INF, 1.0])).unwrap();
-        scaler.unscale_(&mut opt).unwrap();
+        let (_vs, w, mut opt, mut scaler) = after_unscaled(device, &[1.0, INF, 1.0]);
         let _filled = w.grad().fill_(1.0);
         assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
         scaler.update().unwrap();

@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
-use crate::scaler::{INF, NAN, loss, model};
+use crate::scaler::{INF, NAN, loss, model, step_and_update};
 use testkit::{for_each_device, to_f64};
 
 /// The default configuration with one field changed.
@@ -95,8 +95,7 @@ fn an_interval_below_the_tracker_grows_the_scale_at_the_next_step() {
     let mut iterate = |scaler: &mut GradScaler| {
         opt.zero_grad();
         scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-        scaler.step(&mut opt).unwrap();
-        scaler.update().unwrap();
+        step_and_update(scaler, &mut opt);
         scaler.get_scale().unwrap()
     };
     for _ in 0..10 {
@@ -214,8 +213,7 @@ fn an_interval_that_is_refused_leaves_the_growth_tracker_unchanged() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    scaler.step(&mut opt).unwrap();
-    scaler.update().unwrap();
+    step_and_update(&mut scaler, &mut opt);
     assert!(scaler.set_growth_interval(0).is_err());
     assert_eq!(scaler.get_growth_tracker().unwrap(), 1);
 }
