@@ -152,9 +152,7 @@ fn runs(eps: &[f64]) -> Vec<(Case, Data)> {
 /// fused kernel, and so those of this crate, contract a different product of the second moment.
 #[test]
 fn masters_moments_and_parameters_equal_those_of_pytorch_with_f32_copies() {
-    let Some(oracle) = Oracle::find("adam_fp16.py") else {
-        return;
-    };
+    let Some(oracle) = Oracle::find("adam_fp16.py") else { return };
     let runs = runs(&[1e-16, 1e-8]);
     for order in ["single", "fused"] {
         let part = |tensor: &Tensor| {
@@ -213,9 +211,7 @@ fn apart(case: Case, data: &Data, unit: f64, lists: [&[Told]; 2]) -> (f64, f64) 
 /// in f32 it is rounded differently.
 #[test]
 fn the_difference_from_labmls_order_is_within_the_rounding_bound() {
-    let Some(oracle) = Oracle::find("adam_fp16.py") else {
-        return;
-    };
+    let Some(oracle) = Oracle::find("adam_fp16.py") else { return };
     let runs = runs(&[1e-16]);
     let [double, pytorch, single] =
         [("labml", Kind::Double), ("single", Kind::Double), ("labml", Kind::Float)]

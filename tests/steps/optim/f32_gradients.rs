@@ -6,6 +6,7 @@ use tch_amp::optim::{AdamW, MasterWeights, OptimizerError, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
+use crate::optim::one;
 use testkit::bits::bits;
 use testkit::for_each_device;
 use testkit::tensors::leaf;
@@ -14,8 +15,7 @@ use testkit::tensors::leaf;
 #[test]
 fn gradients_accumulate_in_f32() {
     let w = leaf(&[0.0; 3], Kind::BFloat16, Device::Cpu);
-    let list = [w.shallow_clone()];
-    let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(&list, 1.0).unwrap();
+    let mut opt = one(&w, Sgd::default(), MasterWeights::Float, 1.0);
     let micro = || (&w * 1.0).sum(Kind::BFloat16).backward();
     micro();
     opt.accumulate_in_f32().unwrap();
@@ -27,7 +27,7 @@ fn gradients_accumulate_in_f32() {
     opt.zero_grad().unwrap();
     micro();
     assert_eq!(w.grad().kind(), Kind::Float);
-    let mut plain = Sgd::default().build(&list, 1.0).unwrap();
+    let mut plain = Sgd::default().build(&[w], 1.0).unwrap();
     assert!(matches!(
         plain.accumulate_in_f32(),
         Err(Error::Optimizer(OptimizerError::NoMasterWeights))
@@ -38,8 +38,7 @@ fn gradients_accumulate_in_f32() {
 #[test]
 fn unscaling_does_not_underflow() {
     let w = leaf(&[0.0], Kind::Half, Device::Cpu);
-    let list = [w.shallow_clone()];
-    let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(&list, 1.0).unwrap();
+    let mut opt = one(&w, Sgd::default(), MasterWeights::Float, 1.0);
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     (&w * 2f64.powi(-20)).sum(Kind::Half).backward();
     drop(scaler.scale(&Tensor::from(1f32)).unwrap());
@@ -53,9 +52,7 @@ fn unscaling_does_not_underflow() {
 fn gradients_that_were_unscaled_before_a_step_stay_f32() {
     for way in ["step", "unscale_", "clip", "transaction"] {
         let w = leaf(&[0.0], Kind::BFloat16, Device::Cpu);
-        let list = [w.shallow_clone()];
-        let mut opt =
-            Sgd::default().master_weights(MasterWeights::Float).build(&list, 1.0).unwrap();
+        let mut opt = one(&w, Sgd::default(), MasterWeights::Float, 1.0);
         let mut scaler = GradScaler::new(Device::Cpu).unwrap();
         for iteration in 0..2 {
             opt.zero_grad().unwrap();

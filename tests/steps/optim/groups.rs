@@ -7,7 +7,7 @@ use tch_amp::optim::{
     Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, OptimizerError, ParamGroup, RmsProp, Sgd,
 };
 
-use crate::optim::{set_grad, to_f64};
+use crate::optim::{set_grad, step_with, to_f64};
 use testkit::tensors::leaf;
 
 fn weights(names: &[&str]) -> Vec<(String, Tensor)> {
@@ -180,8 +180,7 @@ fn momentum_of_rmsprop_can_be_changed() {
         let update = if centered { 3.0 } else { 0.75 };
         for (momentum, want) in [(0.0, 1.0), (0.5, 2.0), (0.5, 3.5), (0.0, 4.5)] {
             opt.set_momentum(momentum).unwrap();
-            set_grad(&w, &[3.0]);
-            opt.step().unwrap();
+            step_with(&mut opt, &w, &[3.0]);
             assert_eq!(to_f64(&w), [start - want * update]);
         }
     }

@@ -85,8 +85,7 @@ fn updated(opt: &Optimizer, w: &Tensor) -> Vec<f64> {
 
 /// Saves the optimizer, and returns another one that continues from the file.
 fn resumed(mut opt: Optimizer, kind: Kind, w: &Tensor) -> Optimizer {
-    let folder = Folder::new();
-    let file = folder.file("checkpoint");
+    let (_folder, file) = Folder::with("checkpoint");
     let mut checkpoint = Checkpoint::new();
     checkpoint.add("optimizer", &mut opt).unwrap();
     checkpoint.save(&file).unwrap();

@@ -16,8 +16,8 @@ use tch_amp::optim::{
 };
 
 use testkit::bits::{bits, canonical};
-use testkit::for_each_device;
 use testkit::rng::Rng;
+use testkit::{assert_says, for_each_device};
 
 const MODES: [MomentDtype; 2] = [MomentDtype::EightBit, MomentDtype::BFloat16];
 
@@ -668,13 +668,11 @@ fn unsupported_optimizers_and_parameters_are_refused_with_a_remedy() {
         }
         // Later, by options, by a state and by a cast.
         let mut optimizer = build(AdamW::default().into(), states, &f32s, 0.1);
-        let refused = optimizer.set_param_group(0, ParamGroup::new(0.1, amsgrad)).unwrap_err();
-        assert!(refused.to_string().contains("amsgrad"), "{refused}");
+        assert_says(optimizer.set_param_group(0, ParamGroup::new(0.1, amsgrad)), "amsgrad");
         let mut with_maximum = build(amsgrad.into(), MomentDtype::F32, &f32s, 0.1);
         set_gradient(&f32s, &[1.0; 5000]);
         with_maximum.step().unwrap();
-        let refused = optimizer.load_state_dict(&with_maximum.state_dict().unwrap()).unwrap_err();
-        assert!(refused.to_string().contains("amsgrad"), "{refused}");
+        assert_says(optimizer.load_state_dict(&with_maximum.state_dict().unwrap()), "amsgrad");
         optimizer.step().unwrap();
     }
     let vs = nn::VarStore::new(Device::Cpu);
@@ -698,8 +696,7 @@ fn damaged_codes_are_refused() {
             let before = kept(optimizer, "0");
             let mut state = optimizer.state_dict().unwrap();
             change(state.state.get_mut("0").unwrap());
-            let error = optimizer.load_state_dict(&state).unwrap_err().to_string();
-            assert!(error.contains(words), "{error}");
+            assert_says(optimizer.load_state_dict(&state), words);
             assert_eq!(before, kept(optimizer, "0"));
         };
     let insert = |key: &'static str, tensor: Tensor| {

@@ -9,7 +9,7 @@ use tch_amp::optim::{
 };
 use tch_amp::scaler::GradScalerConfig;
 
-use crate::optim::algorithms;
+use crate::optim::{algorithms, one};
 use testkit::bits::bits;
 use testkit::for_each_device;
 
@@ -143,7 +143,7 @@ fn a_scaler_steps_the_masters() {
 fn rounded(start: f64, update: f64, count: i64, seed: u64) -> Tensor {
     let w = leaf(&Tensor::full([count], start, (Kind::BFloat16, Device::Cpu)));
     let masters = MasterWeights::StochasticRounding { seed };
-    let mut opt = Sgd::default().master_weights(masters).build(&[w.shallow_clone()], 1.0).unwrap();
+    let mut opt = one(&w, Sgd::default(), masters, 1.0);
     opt.accumulate_in_f32().unwrap();
     (&w * 0.0).sum(Kind::BFloat16).backward();
     drop(tch::no_grad(|| w.grad().fill_(-update)));
@@ -206,8 +206,7 @@ fn each_step_rounds_with_random_numbers_of_its_own_however_many_there_were() {
             let numbers = Tensor::full([COUNT], 1.0, (Kind::BFloat16, device));
             let w = leaf(&numbers);
             let masters = MasterWeights::StochasticRounding { seed: 7 };
-            let mut opt =
-                Sgd::default().master_weights(masters).build(&[w.shallow_clone()], 1.0).unwrap();
+            let mut opt = one(&w, Sgd::default(), masters, 1.0);
             opt.accumulate_in_f32().unwrap();
             (&w * 0.0).sum(Kind::BFloat16).backward();
             // Between 1 and 2, neighbouring bf16 numbers are 1/128 apart.
@@ -386,8 +385,7 @@ fn a_nan_of_any_bits_makes_the_weight_nan() {
         for word in [0x7fff_ffffu32, 0x7f80_0001, 0xffff_ffff, 0x7fc0_0000] {
             for (_, masters) in half_modes() {
                 let w = testkit::tensors::leaf(&[1.0, 2.0], Kind::BFloat16, device);
-                let list = vec![w.shallow_clone()];
-                let mut opt = Sgd::default().master_weights(masters).build(list, 1.0).unwrap();
+                let mut opt = one(&w, Sgd::default(), masters, 1.0);
                 opt.accumulate_in_f32().unwrap();
                 w.sum(Kind::BFloat16).backward();
                 let gradient = Tensor::from_slice(&[f32::from_bits(word), 0.5]).to_device(device);

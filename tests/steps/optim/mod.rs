@@ -23,8 +23,8 @@ mod state;
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{
-    Adafactor, Adagrad, Adam, AdamW, Algorithm, IntoParameters, Lion, Muon, NAdam, Optimizer,
-    RmsProp, Sgd,
+    Adafactor, Adagrad, Adam, AdamW, Algorithm, IntoParameters, Lion, MasterWeights, Muon, NAdam,
+    Optimizer, RmsProp, Sgd,
 };
 
 /// One of each algorithm, with all the options that affect its arithmetic.
@@ -62,6 +62,17 @@ fn algorithms() -> Vec<Algorithm> {
 
 fn build(algorithm: Algorithm, parameters: impl IntoParameters, lr: f64) -> Optimizer {
     algorithm.build(parameters, lr).unwrap()
+}
+
+/// An optimizer of one parameter.
+fn one(w: &Tensor, algorithm: impl Into<Algorithm>, masters: MasterWeights, lr: f64) -> Optimizer {
+    algorithm.into().master_weights(masters).build(&[w.shallow_clone()], lr).unwrap()
+}
+
+/// Steps with these gradients of `w`.
+fn step_with(opt: &mut Optimizer, w: &Tensor, gradients: &[f64]) {
+    set_grad(w, gradients);
+    opt.step().unwrap();
 }
 
 /// Replaces the gradient of `w` with `values`.

@@ -9,7 +9,7 @@ use tch_amp::optim::{
 };
 use tch_amp::{Error, GradScaler};
 
-use crate::optim::{NAN, set_grad, to_f64};
+use crate::optim::{NAN, one, set_grad, step_with, to_f64};
 use testkit::bits::bits;
 use testkit::for_each_device;
 use testkit::tensors::leaf;
@@ -116,8 +116,7 @@ fn every_option_computes_what_a_plain_loop_does() {
                 let mut bound = 0.0;
                 for step in 0..3 {
                     let gradient = gradient(rows, columns, step);
-                    set_grad(&w, &flat(&gradient));
-                    opt.step().unwrap();
+                    step_with(&mut opt, &w, &flat(&gradient));
                     let before = flat(&want.values);
                     want.step(&muon, LR, &gradient);
                     let after = flat(&want.values);
@@ -157,10 +156,8 @@ fn an_iteration_is_exact_where_bf16_is() {
             (Kind::Half, MasterWeights::Float),
         ] {
             let w = matrix(&combined(&hadamard, 2.0, &hadamard, 0.0), kind, device);
-            let list = vec![w.shallow_clone()];
-            let mut opt = muon.master_weights(masters).build(list, 0.5).unwrap();
-            set_grad(&w, &flat(&hadamard));
-            opt.step().unwrap();
+            let mut opt = one(&w, muon, masters, 0.5);
+            step_with(&mut opt, &w, &flat(&hadamard));
             // 2 * (1 - 0.5 * 0.5) - 0.5 * (2 - 0.375 + 0.03125) / 4
             let factor = 1.5 - 0.207_031_25;
             let want: Vec<_> = flat(&hadamard).iter().map(|sign| sign * factor).collect();

@@ -6,7 +6,7 @@ use tch_amp::optim::{
     Adafactor, Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, NAdam, RmsProp, Sgd,
 };
 
-use crate::optim::{algorithms, build, set_grad, to_f64};
+use crate::optim::{algorithms, build, one, set_grad, step_with, to_f64};
 use testkit::bits::bits;
 use testkit::for_each_device;
 use testkit::simulation::rounds_as_the_cpu;
@@ -208,8 +208,7 @@ fn adafactor_computes_what_plain_loops_do(#[values(Kind::Double, Kind::Float)] k
                     (vec![0.0; count / columns], vec![0.0; count / rows]);
                 for step in 0..4 {
                     let gradients = gradients(count, step);
-                    set_grad(&w, &gradients);
-                    opt.step().unwrap();
+                    step_with(&mut opt, &w, &gradients);
                     let weight = f64::from(step as i32 + 1).powf(config.beta2_decay);
                     let square = |m: usize, r: usize, c: usize| {
                         gradients[(m * rows + r) * columns + c].powi(2)
@@ -263,8 +262,7 @@ fn adafactor_steps_each_parameter_as_if_it_were_alone() {
         for (w, _) in all.iter().zip(kinds) {
             set_grad(w, &[1e-12; 2]);
         }
-        set_grad(&all[kinds.len()], &[]);
-        opt.step().unwrap();
+        step_with(&mut opt, &all[kinds.len()], &[]);
         to_f64(&all[kinds.len() - 1])
     };
     assert_eq!(moved(&[Kind::Double, Kind::Float]), moved(&[Kind::Float]));
@@ -295,8 +293,7 @@ fn every_algorithm_computes_what_a_plain_loop_does(#[case] kind: Kind, #[case] t
                     start.iter().map(|&value| Element { value, ..Element::default() }).collect();
                 for step in 0..4 {
                     let gradients = gradients(count, step);
-                    set_grad(&w, &gradients);
-                    opt.step().unwrap();
+                    step_with(&mut opt, &w, &gradients);
                     step_vector(&mut want, &algorithm, LR, &gradients, eps);
                 }
                 for (got, want) in to_f64(&w).into_iter().zip(&want) {
@@ -328,8 +325,7 @@ fn lion_computes_exactly_what_its_paper_says() {
                     // The second gradient cancels the average of some elements.
                     let gradient = |i: i32| f64::from((i * 5 + step * 3) % 9 - 4) / 4.0;
                     let gradients: Vec<_> = (0..37).map(gradient).collect();
-                    set_grad(&w, &gradients);
-                    opt.step().unwrap();
+                    step_with(&mut opt, &w, &gradients);
                     for (element, gradient) in want.iter_mut().zip(gradients) {
                         element.step(&algorithm, 0.25, gradient);
                     }
@@ -451,8 +447,7 @@ fn momentum_can_be_disabled() {
     let mut opt = build(sgd.into(), vec![w.shallow_clone()], 1.0);
     for (momentum, want) in [(0.5, 0.0), (0.5, -1.5), (0.0, -2.5)] {
         opt.set_momentum(momentum).unwrap();
-        set_grad(&w, &[1.0]);
-        opt.step().unwrap();
+        step_with(&mut opt, &w, &[1.0]);
         assert_eq!(to_f64(&w), [want]);
     }
 }
@@ -501,11 +496,9 @@ fn a_step_is_a_change_in_place_that_autograd_detects(
     for_each_device(|device| {
         for algorithm in algorithms() {
             let w = leaf(&[1.0, 2.0], kind, device);
-            let list = vec![w.shallow_clone()];
-            let mut opt = algorithm.master_weights(masters).build(list, 0.5).unwrap();
+            let mut opt = one(&w, algorithm, masters, 0.5);
             let product = (&w * &w).sum(kind);
-            set_grad(&w, &[1.0, -1.0]);
-            opt.step().unwrap();
+            step_with(&mut opt, &w, &[1.0, -1.0]);
             let error = product.f_backward().unwrap_err().to_string();
             assert!(error.contains("modified by an inplace operation"), "{algorithm:?}: {error}");
         }
@@ -537,8 +530,7 @@ fn a_gradient_whose_square_is_infinite_changes_no_parameter(
         let others = [Adagrad::default().into(), RmsProp::default().into()];
         for algorithm in adams.into_iter().chain(others) {
             let w = leaf(&vec![1.0; count], kind, device);
-            let list = vec![w.shallow_clone()];
-            let mut opt = algorithm.master_weights(masters).build(list, 0.1).unwrap();
+            let mut opt = one(&w, algorithm, masters, 0.1);
             for _ in 0..2 {
                 set_grad(&w, &vec![gradient; count]);
                 opt.step().unwrap();
@@ -598,8 +590,7 @@ fn amsgrad_does_not_hide_a_nan(
     for algorithm in algorithms {
         // Of 19 elements some are processed in vectors and some are not.
         let w = leaf(&[1.0; 19], kind, Device::Cpu);
-        let list = vec![w.shallow_clone()];
-        let mut opt = algorithm.master_weights(masters).build(list, 0.1).unwrap();
+        let mut opt = one(&w, algorithm, masters, 0.1);
         set_grad(&w, &[1.0; 19]);
         opt.step().unwrap();
         let state = opt.state_dict().unwrap().state;

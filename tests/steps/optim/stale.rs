@@ -7,7 +7,7 @@ use tch_amp::Error;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{Adagrad, AdamW, MasterWeights, Optimizer, OptimizerError, Sgd};
 
-use crate::optim::{set_grad, to_f64};
+use crate::optim::{one, set_grad, step_with, to_f64};
 use testkit::bits::bits;
 use testkit::for_each_device;
 use testkit::tensors::leaf;
@@ -16,10 +16,9 @@ use testkit::tensors::leaf;
 fn trained(device: Device, masters: MasterWeights) -> (Tensor, Optimizer) {
     let w = leaf(&[1.0, 2.0, 3.0], Kind::BFloat16, device);
     let adamw = AdamW::default();
-    let mut opt = adamw.master_weights(masters).build(vec![w.shallow_clone()], 1e-3).unwrap();
+    let mut opt = one(&w, adamw, masters, 1e-3);
     for _ in 0..3 {
-        set_grad(&w, &[1.0, -1.0, 0.5]);
-        opt.step().unwrap();
+        step_with(&mut opt, &w, &[1.0, -1.0, 0.5]);
     }
     (w, opt)
 }
@@ -49,8 +48,7 @@ fn training_resumes_from_written_values_and_the_other_masters_stay(
         no_grad(|| twins.shallow_clone().copy_(&w));
         for step in 0..5 {
             for (w, opt) in [(&w, &mut opt), (&twins, &mut twin)] {
-                set_grad(w, &[1.0, -1.0, 0.5]);
-                opt.step().unwrap();
+                step_with(opt, w, &[1.0, -1.0, 0.5]);
             }
             assert_eq!(bits(&w), bits(&twins), "step {step}");
             assert_eq!(bits(&master(&opt)), bits(&master(&twin)), "step {step}");
@@ -118,10 +116,7 @@ fn set_grad_anew(w: &Tensor) {
 #[test]
 fn masters_that_a_state_made_before_any_step_follow_the_parameter_too() {
     let w = leaf(&[1.0], Kind::BFloat16, Device::Cpu);
-    let mut opt = Adagrad::default()
-        .master_weights(MasterWeights::Float)
-        .build(vec![w.shallow_clone()], 1e-3)
-        .unwrap();
+    let mut opt = one(&w, Adagrad::default(), MasterWeights::Float, 1e-3);
     drop(opt.state_dict().unwrap());
     let _filled = no_grad(|| w.shallow_clone().fill_(5.0));
     assert_eq!(to_f64(&opt.state_dict().unwrap().state["0"]["master_param"]), [5.0]);
@@ -153,10 +148,9 @@ fn with_masters() -> Vec<(Kind, MasterWeights)> {
 fn stepped(kind: Kind, masters: MasterWeights, device: Device) -> (Tensor, Optimizer) {
     let w = leaf(&[1.0, 2.0, 3.0], kind, device);
     let sgd = Sgd { momentum: 0.5, ..Default::default() };
-    let mut opt = sgd.master_weights(masters).build(vec![w.shallow_clone()], 1e-4).unwrap();
+    let mut opt = one(&w, sgd, masters, 1e-4);
     for _ in 0..3 {
-        set_grad(&w, &[1.0, -1.0, 0.5]);
-        opt.step().unwrap();
+        step_with(&mut opt, &w, &[1.0, -1.0, 0.5]);
     }
     (w, opt)
 }
@@ -196,8 +190,7 @@ fn a_state_may_be_loaded_before_its_model() {
             no_grad(|| other.shallow_clone().copy_(&w));
             for step in 0..3 {
                 for (w, opt) in [(&w, &mut opt), (&other, &mut again)] {
-                    set_grad(w, &[1.0, -1.0, 0.5]);
-                    opt.step().unwrap();
+                    step_with(opt, w, &[1.0, -1.0, 0.5]);
                 }
                 assert_eq!(bits(&w), bits(&other), "{kind:?} {masters:?} {step}");
                 assert_eq!(bits(&master(&opt)), bits(&master(&again)), "{masters:?} {step}");
@@ -216,14 +209,12 @@ fn a_master_halfway_between_two_numbers_fits_both() {
     let list = vec![w.shallow_clone()];
     let sgd = Sgd::default();
     let mut opt = sgd.master_weights(MasterWeights::Float).build(list, 0.0).unwrap();
-    set_grad(&w, &[1.0]);
-    opt.step().unwrap();
+    step_with(&mut opt, &w, &[1.0]);
     let mut saved = opt.state_dict().unwrap();
     let master_param = Tensor::from_slice(&[number]);
     saved.state.get_mut("0").unwrap().insert("master_param".into(), master_param);
     for masters in [MasterWeights::Float, MasterWeights::Remainder] {
-        let list = vec![w.shallow_clone()];
-        let mut opt = sgd.master_weights(masters).build(list, 0.0).unwrap();
+        let mut opt = one(&w, sgd, masters, 0.0);
         opt.load_state_dict(&saved).unwrap();
         let _written = no_grad(|| w.shallow_clone().fill_(larger));
         opt.step().unwrap();
@@ -254,8 +245,7 @@ fn a_transposed_parameter_is_detected() {
     let values = [1.0, 2.0, 3.0, 4.0];
     let w = leaf(&values, Kind::BFloat16, Device::Cpu).detach().view([2, 2]);
     let w = w.set_requires_grad(true);
-    let list = vec![w.shallow_clone()];
-    let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(list, 0.0).unwrap();
+    let mut opt = one(&w, Sgd::default(), MasterWeights::Float, 0.0);
     w.sum(Kind::BFloat16).backward();
     opt.step().unwrap();
     no_grad(|| w.shallow_clone().set_data(&w.detach().tr().contiguous()));
@@ -270,8 +260,7 @@ fn a_transposed_parameter_is_detected() {
 fn a_master_in_another_order_of_memory_belongs_to_the_same_elements() {
     let w = leaf(&[1.0, 2.0, 3.0, 4.0], Kind::BFloat16, Device::Cpu).detach().view([2, 2]);
     let w = w.set_requires_grad(true);
-    let list = vec![w.shallow_clone()];
-    let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(list, 1.0).unwrap();
+    let mut opt = one(&w, Sgd::default(), MasterWeights::Float, 1.0);
     set_grad(&w, &[0.0; 4]);
     opt.step().unwrap();
     set_grad(&w, &[0.0, 1.0, 0.0, 0.0]);
@@ -300,8 +289,7 @@ fn a_parameter_that_moves_within_its_memory_is_detected(
             if device != Device::Cpu && place(&memory).stride() != w.stride() {
                 continue; // is refused
             }
-            let list = vec![w.shallow_clone()];
-            let mut opt = Sgd::default().master_weights(masters).build(list, 0.0).unwrap();
+            let mut opt = one(&w, Sgd::default(), masters, 0.0);
             set_grad(&w, &[1.0; 4]);
             opt.step().unwrap();
             no_grad(|| w.shallow_clone().set_data(&place(&memory)));
@@ -318,8 +306,7 @@ fn a_parameter_whose_memory_is_read_as_another_dtype_is_detected() {
     for_each_device(|device| {
         let memory = leaf(&[1.0, 2.0], Kind::BFloat16, device).detach();
         let w = memory.view_dtype(Kind::BFloat16).set_requires_grad(true);
-        let list = vec![w.shallow_clone()];
-        let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(list, 0.0).unwrap();
+        let mut opt = one(&w, Sgd::default(), MasterWeights::Float, 0.0);
         set_grad(&w, &[1.0; 2]);
         opt.step().unwrap();
         let other = memory.view_dtype(Kind::Half);
@@ -357,8 +344,7 @@ fn a_state_that_is_loaded_back_is_used_if_it_fits_the_parameters() {
             let saved = opt.state_dict().unwrap();
             opt.load_state_dict(&saved).unwrap();
             for (w, opt) in [(&w, &mut opt), (&twin, &mut other)] {
-                set_grad(w, &[1.0, -1.0, 0.5]);
-                opt.step().unwrap();
+                step_with(opt, w, &[1.0, -1.0, 0.5]);
             }
             assert_eq!(bits(&w), bits(&twin), "{context}");
             assert_eq!(bits(&master(&opt)), bits(&master(&other)), "{context}");

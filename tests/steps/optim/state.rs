@@ -9,11 +9,11 @@ use tch_amp::optim::{
 };
 use tch_amp::{Error, GradScaler};
 
-use crate::optim::{INF, algorithms, build, set_grad, to_f64};
+use crate::optim::{INF, algorithms, build, one, set_grad, step_with, to_f64};
 use testkit::bits::bits;
 use testkit::files::Folder;
-use testkit::for_each_device;
 use testkit::tensors::{TIES, leaf, tied};
+use testkit::{assert_says, for_each_device};
 
 fn named(device: Device) -> Vec<(&'static str, Tensor)> {
     let leaf = |values: &[f64]| leaf(values, Kind::Float, device);
@@ -303,8 +303,7 @@ fn a_momentum_that_begins_after_a_load_starts_its_buffer_undamped() {
     let run = |load: bool| {
         let w = leaf(&[1.0, 2.0], Kind::BFloat16, Device::Cpu);
         let masters = MasterWeights::Float;
-        let list = vec![w.shallow_clone()];
-        let mut opt = Sgd::default().master_weights(masters).build(list, 0.1).unwrap();
+        let mut opt = one(&w, Sgd::default(), masters, 0.1);
         set_grad(&w, &[1.0; 2]);
         opt.step().unwrap();
         if load {
@@ -329,8 +328,7 @@ fn the_state_of_a_tied_weight_is_loaded_by_any_of_its_names() {
             for _ in 0..4 {
                 let w = leaf(&[1.0, 2.0], Kind::Float, Device::Cpu);
                 let mut saved = sgd.build(vec![(saved_as, w.shallow_clone())], 0.25).unwrap();
-                set_grad(&w, &[3.0, 4.0]);
-                saved.step().unwrap();
+                step_with(&mut saved, &w, &[3.0, 4.0]);
                 let state = saved.state_dict().unwrap();
                 let mut checkpoint = Checkpoint::new();
                 checkpoint.add("opt", &mut saved).unwrap();
@@ -364,8 +362,7 @@ fn a_state_with_both_names_of_a_tied_weight_is_refused() {
     saved.step().unwrap();
     let (vs, _w) = tied(TIES[0], &[0.0], Kind::Float, Device::Cpu);
     let mut opt = Sgd { momentum: 0.5, ..Default::default() }.build(&vs, 0.25).unwrap();
-    let error = opt.load_state_dict(&saved.state_dict().unwrap()).unwrap_err().to_string();
-    assert!(error.contains("two names of a tied weight"), "{error}");
+    assert_says(opt.load_state_dict(&saved.state_dict().unwrap()), "two names of a tied weight");
     assert!(opt.state_dict().unwrap().state.is_empty());
 }
 
@@ -436,15 +433,13 @@ fn a_state_is_loaded_after_an_option_was_switched_on_and_before_it_has_an_effect
                 (w.shallow_clone(), builder.build(vec![w], 0.1).unwrap())
             };
             let ((w, mut opt), (v, mut other)) = (made(), made());
-            set_grad(&w, &[1.0, -1.0]);
-            opt.step().unwrap();
+            step_with(&mut opt, &w, &[1.0, -1.0]);
             no_grad(|| v.shallow_clone().copy_(&w));
             opt.set_param_group(0, ParamGroup::new(0.1, to.into())).unwrap();
             let context = format!("{masters:?} on {device:?}");
             is_loaded(&mut opt, &mut other, &context);
             for (w, opt) in [(&w, &mut opt), (&v, &mut other)] {
-                set_grad(w, &[0.5, 0.25]);
-                opt.step().unwrap();
+                step_with(opt, w, &[0.5, 0.25]);
             }
             assert_eq!(bits(&w), bits(&v), "{context}");
             is_loaded(&mut opt, &mut other, &context);
@@ -469,8 +464,7 @@ fn a_run_with_masters_goes_on_in_f32_as_if_it_had_always_been_f32(
             let mut twins = build(algorithm, vec![("w", twin.shallow_clone())], 0.01);
             let train = |w: &Tensor, opt: &mut Optimizer, steps: std::ops::Range<u8>| {
                 for step in steps {
-                    set_grad(w, &[1.0, -0.5, 0.25 * f64::from(step)]);
-                    opt.step().unwrap();
+                    step_with(opt, w, &[1.0, -0.5, 0.25 * f64::from(step)]);
                 }
             };
             train(&w, &mut opt, 0..4);
@@ -531,8 +525,7 @@ fn a_loaded_master_does_not_replace_another_f32_value() {
         let w = leaf(&[1.0, 2.0], Kind::BFloat16, device);
         let sgd = Sgd::default().master_weights(MasterWeights::Float);
         let mut opt = sgd.build(vec![w.shallow_clone()], 1e-3).unwrap();
-        set_grad(&w, &[1.0, 1.0]);
-        opt.step().unwrap();
+        step_with(&mut opt, &w, &[1.0, 1.0]);
         let state = opt.state_dict().unwrap();
         let master = to_f64(&state.state["0"]["master_param"]);
         let wide = leaf(&[to_f64(&w)[0], 7.0], Kind::Float, device);
@@ -552,11 +545,12 @@ fn masters_are_refused_where_there_is_no_room_for_their_bits() {
     let w = leaf(&[1.0], Kind::BFloat16, Device::Cpu);
     let list = || vec![w.shallow_clone()];
     let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(list(), 0.1).unwrap();
-    set_grad(&w, &[1.0]);
-    opt.step().unwrap();
+    step_with(&mut opt, &w, &[1.0]);
     let mut other = Sgd::default().build(list(), 0.1).unwrap();
-    let error = other.load_state_dict(&opt.state_dict().unwrap()).unwrap_err().to_string();
-    assert!(error.contains("build this optimizer with `master_weights`"), "{error}");
+    assert_says(
+        other.load_state_dict(&opt.state_dict().unwrap()),
+        "build this optimizer with `master_weights`",
+    );
 }
 
 #[test]
@@ -568,8 +562,7 @@ fn a_model_that_is_converted_in_place_goes_on_with_its_optimizers_own_state() {
             vs.bfloat16();
             let adamw = AdamW::default().master_weights(masters);
             let mut opt = adamw.build(&vs, 1e-3).unwrap();
-            set_grad(&w, &[1.0, -1.0, 0.5]);
-            opt.step().unwrap();
+            step_with(&mut opt, &w, &[1.0, -1.0, 0.5]);
             let master = bits(&opt.master_weight(0).unwrap().unwrap());
             opt.zero_grad().unwrap();
             vs.float();
@@ -603,8 +596,7 @@ fn masters_of_parameters_that_were_cast_are_saved_unless_these_were_written_to()
             let w = leaf(&[1.1, 2.3, 3.7], kind, device);
             let sgd = Sgd::default().master_weights(masters);
             let mut opt = sgd.build(vec![w.shallow_clone()], 1e-4).unwrap();
-            set_grad(&w, &[1.0, -1.0, 0.5]);
-            opt.step().unwrap();
+            step_with(&mut opt, &w, &[1.0, -1.0, 0.5]);
             let master = to_f64(&opt.master_weight(0).unwrap().unwrap());
             let rounded = to_f64(&w);
             assert!(master.iter().zip(&rounded).all(|(m, w)| m != w), "{context}: {master:?}");
@@ -634,8 +626,7 @@ fn stepped(
     let w = leaf(&[1.0], Kind::BFloat16, device);
     let builder = AdamW::default().master_weights(masters);
     let mut opt = builder.build(vec![w.shallow_clone()], 0.1).unwrap();
-    set_grad(&w, &[1.0]);
-    opt.step().unwrap();
+    step_with(&mut opt, &w, &[1.0]);
     let mut state = opt.state_dict().unwrap();
     state.state.get_mut("0").unwrap().insert("step".to_owned(), steps);
     (w, opt, state)
