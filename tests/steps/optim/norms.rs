@@ -298,14 +298,18 @@ fn gradients_without_elements_count_as_zero() {
             assert!(is_near(norm.double_value(&[]), 3.0, 1e-6), "{device:?} {norm_type} {kind:?}");
         }
     });
-    assert_eq!(clip_grad_norm(&[], of_type(INF, 1.0)).unwrap().double_value(&[]), 0.0);
+    for norm_type in [2.0, INF] {
+        let norm = clip_grad_norm(&[], of_type(norm_type, 1.0)).unwrap();
+        assert_eq!(norm.double_value(&[]), 0.0, "{norm_type}");
+    }
 }
 
 /// How a scaler clips and steps.
-const PATHS: [&str; 4] = ["step_clip_norm", "unscale_, step_clip_norm", "transaction", "by hand"];
+pub const PATHS: [&str; 4] =
+    ["step_clip_norm", "unscale_, step_clip_norm", "transaction", "by hand"];
 
-/// Takes a step, and returns the norm and whether the step was taken.
-fn step(
+/// Takes a step and ends the iteration, and returns the norm and whether the step was taken.
+pub fn step(
     path: &str,
     scaler: &mut GradScaler,
     opt: &mut dyn AmpOptimizer,
@@ -369,12 +373,13 @@ fn every_path_to_a_step_clips_by_every_norm() {
     });
 }
 
-/// An element is rounded when it is unscaled, and its norm is that of the rounded ones, also in the step.
+/// An element is rounded when it is unscaled, and its norm is that of the rounded ones, also in the step. With sizes that
+/// are not multiples of a vector, and a scale that is not a power of two: every element is rounded alike.
 #[test]
 fn the_norm_in_the_step_is_that_of_the_unscaled_gradients() {
     for kind in [Kind::BFloat16, Kind::Half, Kind::Float, Kind::Double] {
         for norm_type in TYPES {
-            for count in [1, 17, 1037] {
+            for count in [1, 3, 15, 17, 31, 1000, 1037] {
                 let run = |path: &str| {
                     let w = leaf(&vec![1.0; count], kind, Device::Cpu);
                     let mut opt = Sgd::default().build(vec![w.shallow_clone()], 0.0).unwrap();
@@ -516,33 +521,41 @@ fn a_norm_of_any_type_that_is_not_finite_is_an_error_on_request() {
             let lenient = ClipNorm { error_if_nonfinite: false, ..clip };
             let norm = clip_grad_norm(&[w.shallow_clone()], lenient).unwrap().double_value(&[]);
             assert_eq!((norm == INF, norm.is_nan()), (!bad.is_nan(), bad.is_nan()), "{norm_type}");
+            set_grad(&w, &[3.0, 0.0, 4.0]);
+            let norm = clip_grad_norm(&[w], clip).unwrap().double_value(&[]);
+            assert!(is_near(norm, norm_of(&[3.0, 4.0], norm_type), 1e-6), "{norm_type}: {norm}");
         }
     });
 }
 
-/// As for the 2-norm: the sum does not depend on the number of threads, nor on gaps in memory.
+/// The sum does not depend on the number of threads, nor on gaps in memory.
 #[test]
 fn norms_on_the_cpu_do_not_depend_on_threads_or_strides() {
-    let numbers = (0..400_000).map(|i| f64::from((i % 1009 * 7919) % 1009) * 1e-3 - 0.4);
-    let numbers = Tensor::from_slice(&numbers.collect::<Vec<_>>()).view([2000, 200]);
-    let gapped = Tensor::zeros([2000, 400], (Kind::Double, Device::Cpu)).slice(1, 0, 400, 2);
-    no_grad(|| gapped.shallow_clone().copy_(&numbers));
-    let norm = |gradient: &Tensor, norm_type: f64| {
-        let w = Tensor::zeros([2000, 200], (Kind::Double, Device::Cpu)).set_requires_grad(true);
-        w.sum(Kind::Double).backward();
-        no_grad(|| w.grad().set_data(gradient));
-        clip_grad_norm(&[w], of_type(norm_type, INF)).unwrap().double_value(&[])
-    };
     let threads = tch::get_num_threads();
-    for norm_type in TYPES {
-        let want = norm(&numbers, norm_type);
-        assert!(is_near(want, norm_of(&to_f64(&numbers), norm_type), 1e-12), "{norm_type}: {want}");
-        for count in [1, 2, 3, 7] {
-            tch::set_num_threads(count);
-            assert_eq!(norm(&numbers, norm_type), want, "{norm_type}, {count} threads");
-            assert_eq!(norm(&gapped, norm_type), want, "{norm_type}, {count} threads, with gaps");
+    for (kind, limit) in [(Kind::Double, 1e-12), (Kind::Float, 1e-7)] {
+        let numbers = (0..400_000).map(|i| f64::from((i % 1009 * 7919) % 1009) * 1e-3 - 0.4);
+        let numbers = Tensor::from_slice(&numbers.collect::<Vec<_>>()).to_kind(kind);
+        let numbers = numbers.view([2000, 200]);
+        let gapped = Tensor::zeros([2000, 400], (kind, Device::Cpu)).slice(1, 0, 400, 2);
+        no_grad(|| gapped.shallow_clone().copy_(&numbers));
+        let norm = |gradient: &Tensor, norm_type: f64| {
+            let w = Tensor::zeros([2000, 200], (kind, Device::Cpu)).set_requires_grad(true);
+            w.sum(kind).backward();
+            no_grad(|| w.grad().set_data(gradient));
+            clip_grad_norm(&[w], of_type(norm_type, INF)).unwrap().double_value(&[])
+        };
+        for norm_type in TYPES {
+            let want = norm(&numbers, norm_type);
+            let exact = norm_of(&to_f64(&numbers), norm_type);
+            assert!(is_near(want, exact, limit), "{kind:?} {norm_type}: {want}");
+            for count in [1, 2, 3, 7] {
+                tch::set_num_threads(count);
+                let case = format!("{kind:?} {norm_type}, {count} threads");
+                assert_eq!(norm(&numbers, norm_type), want, "{case}");
+                assert_eq!(norm(&gapped, norm_type), want, "{case}, with gaps");
+            }
+            tch::set_num_threads(threads);
         }
-        tch::set_num_threads(threads);
     }
 }
 
