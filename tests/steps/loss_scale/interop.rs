@@ -73,9 +73,8 @@ fn a_loss_scale_can_be_continued_as_a_scaler() {
     assert_eq!(back, DynamicLossScaleState { loss_scale: 1.0, counter: 0, ..state });
 }
 
-/// Loading a loss scale disables the options that only scalers have.
-#[test]
-fn a_scaler_with_any_options_continues_like_the_loss_scale() {
+/// A scaler with the options that only scalers have, which loading a loss scale disables.
+fn with_other_options() -> GradScaler {
     let config = GradScalerConfig {
         max_scale: 65536.0,
         hysteresis: 3,
@@ -83,7 +82,12 @@ fn a_scaler_with_any_options_continues_like_the_loss_scale() {
         error_at_min_scale: true,
         ..Default::default()
     };
-    let mut scaler = config.build(Device::Cpu).unwrap();
+    config.build(Device::Cpu).unwrap()
+}
+
+#[test]
+fn a_scaler_with_any_options_continues_like_the_loss_scale() {
+    let mut scaler = with_other_options();
     let state = DynamicLossScaleState { period: 1, loss_scale: 65536.0, ..Default::default() };
     let mut loss_scale = state.build(Device::Cpu).unwrap();
     scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
@@ -144,14 +148,7 @@ fn a_state_without_a_key_is_refused() {
 
 #[test]
 fn loading_a_loss_scale_disables_options_that_only_scalers_have() {
-    let config = GradScalerConfig {
-        max_scale: 65536.0,
-        hysteresis: 3,
-        tolerance: 0.5,
-        error_at_min_scale: true,
-        ..Default::default()
-    };
-    let mut scaler = config.build(Device::Cpu).unwrap();
+    let mut scaler = with_other_options();
     let state = DynamicLossScaleState::default();
     scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
     let saved = scaler.state_dict().unwrap();
