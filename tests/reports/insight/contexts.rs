@@ -6,7 +6,7 @@ use tch_amp::insight::{Cause, Culprit, Explanation, Pass, named};
 use tch_amp::recompute::checkpointed;
 use tch_amp::{Autocast, function};
 
-use crate::insight::{Model, alone, batch, explain};
+use crate::insight::{Model, alone, explain};
 
 fn culprit(explanation: &Explanation) -> &Culprit {
     assert_eq!(explanation.cause, Cause::Values, "{explanation}");
@@ -14,8 +14,7 @@ fn culprit(explanation: &Explanation) -> &Culprit {
 }
 
 fn planted(f: impl Fn(&Tensor) -> Tensor) -> Explanation {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     explain(&model.vs, Kind::Float, 1.0, || model.loss(&x, &f)).unwrap()
 }
 

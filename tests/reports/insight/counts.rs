@@ -3,7 +3,7 @@
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
 
-use crate::insight::{Model, batch, explain};
+use crate::insight::{Model, explain};
 
 /// Numbers that are 1, -1 or 0, and ones and zeros: their quotients are finite, infinite and NaN.
 fn operands(elements: i64, kind: Kind) -> [Tensor; 2] {
@@ -18,8 +18,7 @@ fn operands(elements: i64, kind: Kind) -> [Tensor; 2] {
 #[case(Kind::Half)]
 #[case(Kind::BFloat16)]
 fn numbers_are_counted_as_by_a_loop(#[case] kind: Kind) {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     for elements in [1000, 16384, 40003] {
         let [a, b] = operands(elements, kind);
         let explanation = explain(&model.vs, Kind::Float, 1.0, || {
@@ -50,8 +49,7 @@ fn numbers_are_counted_as_by_a_loop(#[case] kind: Kind) {
 #[case(Kind::Half)]
 #[case(Kind::BFloat16)]
 fn the_largest_finite_number_beside_a_mask_is_found(#[case] kind: Kind) {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let numbers = Tensor::randn([40003], (Kind::Float, Device::Cpu)).to_kind(kind);
     let mask = numbers.gt(1.0);
     let largest = numbers.masked_fill(&mask, 0).abs().max().double_value(&[]);

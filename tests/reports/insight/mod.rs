@@ -52,6 +52,10 @@ impl Model {
         Self { vs, first, last, _alone: alone }
     }
 
+    pub(crate) fn with_batch() -> (Self, Tensor) {
+        (Self::new(), batch())
+    }
+
     pub(crate) fn loss(&self, x: &Tensor, planted: impl Fn(&Tensor) -> Tensor) -> Tensor {
         planted(&x.apply(&self.first)).apply(&self.last).to_kind(Kind::Float).square().mean(None)
     }

@@ -1,5 +1,6 @@
 //! The operator and the part that are named.
 
+use rstest::rstest;
 use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{Cause, Explanation, Pass, named};
 
@@ -115,8 +116,7 @@ const BACKWARD: &[(&str, &str, Planted)] = &[
 ];
 
 fn explained(planted: Planted) -> Explanation {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let loss = || model.loss(&x, |x| named("bad", || planted(x)));
     explain(&model.vs, Kind::Float, 1.0, loss).unwrap()
 }
@@ -172,8 +172,7 @@ fn a_module_is_known_by_its_parameters() {
 
 #[test]
 fn the_same_product_is_repeated_in_f32() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let planted = |x: &Tensor| {
         let b = half(&all(x, 300.0)).unsqueeze(0);
         b.bmm(&b.transpose(1, 2)).sum(None) + x
@@ -188,8 +187,7 @@ fn the_same_product_is_repeated_in_f32() {
 
 #[test]
 fn a_mask_is_no_culprit() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let mask = Tensor::from_slice(&[0.0, f64::NEG_INFINITY, 0.0, 0.0]).to_kind(Kind::Float);
     let planted = |x: &Tensor| {
         let weights = (x + &mask).softmax(1, None);
@@ -203,8 +201,7 @@ fn a_mask_is_no_culprit() {
 /// A mask with -inf that is added to numbers which have overflowed, made before or inside of the iteration, or a buffer.
 #[test]
 fn an_overflow_beside_a_mask_is_the_culprit() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let upper = Tensor::ones([2, 4], (Kind::Float, Device::Cpu)).triu(1).to_kind(Kind::Bool);
     let make = || upper.zeros_like().to_kind(Kind::Float).masked_fill(&upper, f64::NEG_INFINITY);
     let given = make();
@@ -230,8 +227,7 @@ fn an_overflow_beside_a_mask_is_the_culprit() {
 
 #[test]
 fn numbers_that_cannot_be_counted_are_passed_over() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let planted = |x: &Tensor| {
         let _small = tch::no_grad(|| x.to_kind(Kind::Float8e4m3fn).to_kind(Kind::Float));
         named("bad", || all(x, 100.0).exp())
@@ -242,8 +238,7 @@ fn numbers_that_cannot_be_counted_are_passed_over() {
 
 #[test]
 fn what_was_not_finite_before_is_said() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let loss = |x: &Tensor| model.loss(x, Tensor::shallow_clone);
     let bad = &x * f64::NAN;
     let explanation = explain(&model.vs, Kind::Float, 1.0, || loss(&bad)).unwrap();
@@ -272,17 +267,10 @@ fn what_was_not_finite_before_is_said() {
 }
 
 /// Only the scale is too large, in a half-precision part of the backward pass, or for the loss itself.
-#[test]
-fn the_largest_finite_scale_is_right_backward() {
-    the_largest_finite_scale_is_right(Kind::Half, 65536.0 * 16.0);
-}
-
-#[test]
-fn the_largest_finite_scale_is_right_for_the_loss() {
-    the_largest_finite_scale_is_right(Kind::Float, 1e38);
-}
-
-fn the_largest_finite_scale_is_right(kind: Kind, scale: f64) {
+#[rstest]
+#[case::backward(Kind::Half, 65536.0 * 16.0)]
+#[case::for_the_loss(Kind::Float, 1e38)]
+fn the_largest_finite_scale_is_right(#[case] kind: Kind, #[case] scale: f64) {
     let model = Model::new();
     let x = batch() * 100;
     let loss = || model.loss(&x, Tensor::shallow_clone);
@@ -295,8 +283,7 @@ fn the_largest_finite_scale_is_right(kind: Kind, scale: f64) {
 
 #[test]
 fn a_finite_iteration_has_no_culprit() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let explanation =
         explain(&model.vs, Kind::BFloat16, 8.0, || model.loss(&x, Tensor::shallow_clone)).unwrap();
     assert_eq!(explanation.cause, Cause::Finite);

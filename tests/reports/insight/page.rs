@@ -146,8 +146,7 @@ fn the_page_is_data_and_text_and_a_file() {
     ] {
         assert!(text.contains(&part), "{part}");
     }
-    let folder = Folder::new();
-    let path = folder.file("page.html");
+    let (folder, path) = Folder::with("page.html");
     page.write(&path).unwrap();
     assert_eq!(std::fs::read_to_string(&path).unwrap(), page.to_html());
     let error = page.write(folder.file("no/page.html")).unwrap_err();

@@ -25,8 +25,7 @@ fn parameters_of_one_storage_keep_their_names() {
 
 #[test]
 fn numbers_that_the_closure_brings_are_an_input() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let explanation = explain(&model.vs, Kind::Float, 1.0, || {
         let target = Tensor::from_slice(&[1f32, f32::NAN, 1., 1.]);
         model.loss(&x, |x| x - &target)
@@ -37,8 +36,7 @@ fn numbers_that_the_closure_brings_are_an_input() {
 
 #[test]
 fn a_write_that_leaves_no_version_is_seen() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let explanation = explain(&model.vs, Kind::Float, 1.0, || {
         model.loss(&x, |x| {
             let buffer = Tensor::zeros([2, 4], F32);
@@ -55,8 +53,7 @@ fn a_write_that_leaves_no_version_is_seen() {
 
 #[test]
 fn filling_operators_use_up_no_repeats() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let mask = Tensor::ones([2, 4], F32).triu(1).to_kind(Kind::Bool);
     let explanation = explain(&model.vs, Kind::Float, 1.0, || {
         model.loss(&x, |x| {
@@ -74,8 +71,7 @@ fn filling_operators_use_up_no_repeats() {
 
 #[test]
 fn a_backward_operator_of_a_custom_function_keeps_its_own_name() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let function = tch_amp::function(
         |ctx, x| {
             let y = x[0].exp();
@@ -99,8 +95,7 @@ fn a_backward_operator_of_a_custom_function_keeps_its_own_name() {
 
 #[test]
 fn the_error_of_the_closure_comes_first() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let scaler = GradScaler::disabled();
     let mut tracer = Tracer::new(&model.vs).unwrap();
     tracer.begin(&scaler).unwrap();
@@ -137,8 +132,7 @@ fn a_buffer_that_overflows_in_the_iteration_is_not_called_an_old_one() {
 
 #[test]
 fn negative_infinities_in_data_are_an_input() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let data = x.masked_fill(&x.gt(1.2), f64::NEG_INFINITY);
     let loss = || model.loss(&data, Tensor::shallow_clone);
     let explanation = explain(&model.vs, Kind::Float, 1.0, loss).unwrap();

@@ -100,8 +100,7 @@ fn a_limit_is_kept_and_an_iteration_must_have_begun() {
 
 #[test]
 fn gradients_of_another_model_are_put_back_and_can_be_the_reason() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let others = VarStore::new(Device::Cpu);
     let used = others.root().ones("used", &[4]);
     let unused = others.root().ones("unused", &[4]);

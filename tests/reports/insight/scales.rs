@@ -4,7 +4,7 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{Cause, named};
 
-use crate::insight::{Model, alone, batch, explain};
+use crate::insight::{Model, alone, explain};
 
 fn largest_finite(cause: &Cause) -> f64 {
     match cause {
@@ -15,8 +15,7 @@ fn largest_finite(cause: &Cause) -> f64 {
 
 #[test]
 fn values_that_a_large_scale_hides_are_the_culprit() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     // The derivative of the root is infinite at zero whatever the scale, which overflows elsewhere as well.
     let scale = 2f64.powi(32);
     let explanation = explain(&model.vs, Kind::Half, scale, || {
@@ -30,8 +29,7 @@ fn values_that_a_large_scale_hides_are_the_culprit() {
 
 #[test]
 fn a_scale_far_above_every_finite_one_is_searched() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let loss = || model.loss(&x, |x| x.to_kind(Kind::Half).to_kind(Kind::Float));
     let explanation = explain(&model.vs, Kind::Float, 2f64.powi(100), loss).unwrap();
     let largest = largest_finite(&explanation.cause);

@@ -7,13 +7,12 @@ use tch_amp::optim::Sgd;
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector};
 use tch_amp::{Autocast, GradScaler};
 
-use crate::insight::{Model, batch};
+use crate::insight::Model;
 use testkit::rows::rows;
 
 /// Trains with these factors of the gradients, each step of which can be explained.
 fn explained(limit: usize, factors: &[f64], mut spikes: Option<SpikeDetector>) -> Vec<Explanation> {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let mut optimizer = Sgd::default().build(&model.vs, 1e-6).unwrap();
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     let mut tracer = Tracer::new(&model.vs).unwrap().limit(limit).after(100);
@@ -104,8 +103,7 @@ const IN_FP16: Run = Run { kind: Kind::Half, init_scale: 65536.0, times: 1 };
 
 impl Run {
     fn explanations(&self, losses: &[Loss]) -> Vec<Explanation> {
-        let model = Model::new();
-        let x = batch();
+        let (model, x) = Model::with_batch();
         let mut optimizer = Sgd::default().build(&model.vs, 1e-6).unwrap();
         let config = GradScalerConfig {
             growth_interval: 1,

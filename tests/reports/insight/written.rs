@@ -5,13 +5,12 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{Audit, Explanation, audit};
 use tch_amp::{Autocast, GradScaler};
 
-use crate::insight::{Model, alone, batch, explain};
+use crate::insight::{Model, alone, explain};
 use testkit::rows::rows;
 
 #[test]
 fn an_explanation_with_infinities_survives_json() {
-    let model = Model::new();
-    let x = batch();
+    let (model, x) = Model::with_batch();
     let explanation = explain(&model.vs, Kind::Float, 1.0, || {
         model.loss(&x, |x| (x * 0.0).to_kind(Kind::Half).reciprocal().to_kind(Kind::Float))
     })
