@@ -1,5 +1,7 @@
 //! Programs at the edges of what a budget compares.
 
+use std::sync::MutexGuard;
+
 use serde::Deserialize;
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
@@ -17,6 +19,20 @@ struct Row {
     quantity: String,
     name: String,
     lost: Option<f64>,
+}
+
+/// A store whose weights will be those of one seed, and what keeps other tests from the generator.
+fn store() -> (VarStore, MutexGuard<'static, ()>) {
+    let alone = alone();
+    tch::manual_seed(0);
+    (VarStore::new(Device::Cpu), alone)
+}
+
+/// Runs the backward pass of a loss, steps and ends the iteration.
+fn finish(run: &mut BudgetRun, optimizer: &mut dyn AmpOptimizer, loss: &Tensor) -> Result<()> {
+    run.scaler().backward(loss)?;
+    let _outcome = run.scaler().step(optimizer)?;
+    run.scaler().update()
 }
 
 fn floats(sizes: &[i64]) -> Tensor {
@@ -44,18 +60,14 @@ fn step(
 ) -> Result<Tensor> {
     optimizer.zero_grad()?;
     let loss = run.region(|| loss(run))?;
-    run.scaler().backward(&loss)?;
-    let _outcome = run.scaler().step(optimizer)?;
-    run.scaler().update()?;
+    finish(run, optimizer, &loss)?;
     Ok(loss)
 }
 
 /// A product that libtorch expands.
 #[test]
 fn operands_are_broadcast() {
-    let _alone = alone();
-    tch::manual_seed(0);
-    let vs = VarStore::new(Device::Cpu);
+    let (vs, _alone) = store();
     let layer = nn::linear(vs.root() / "layer", 16, 16, Default::default());
     let query = vs.root().var("query", &[1, 8, 16], nn::Init::Randn { mean: 0.0, stdev: 1.0 });
     let (edges, xs) = (floats(&[12, 12]), floats(&[4, 12, 16]));
@@ -71,9 +83,7 @@ fn operands_are_broadcast() {
 
 #[test]
 fn a_loss_that_overflows_is_over_budget() {
-    let _alone = alone();
-    tch::manual_seed(0);
-    let vs = VarStore::new(Device::Cpu);
+    let (vs, _alone) = store();
     let layer = nn::linear(vs.root() / "layer", 16, 64, Default::default());
     let xs = floats(&[64, 16]) * 10.0;
     let report =
@@ -114,9 +124,7 @@ fn all_in_half_precision(statistics: bool) -> BudgetReport {
         optimizer.zero_grad()?;
         let hidden = norm.forward_t(&first.forward(&xs.to_kind(run.dtype())), true).tanh();
         let loss = run.output("ys", &last.forward(&hidden)).square().mean(Kind::Float);
-        run.scaler().backward(&loss)?;
-        let _outcome = run.scaler().step(optimizer)?;
-        run.scaler().update()?;
+        finish(run, optimizer, &loss)?;
         Ok(loss)
     });
     assert!(vs.variables().values().all(|variable| variable.kind() == Kind::BFloat16));
@@ -126,9 +134,7 @@ fn all_in_half_precision(statistics: bool) -> BudgetReport {
 /// Adapters in f32 beside frozen weights in bf16.
 #[test]
 fn frozen_weights_can_be_in_half_precision() {
-    let _alone = alone();
-    tch::manual_seed(0);
-    let vs = VarStore::new(Device::Cpu);
+    let (vs, _alone) = store();
     let frozen = vs.root().var_copy("frozen", &floats(&[16, 16]));
     let frozen = {
         let mut frozen = frozen.set_requires_grad(false);
@@ -152,9 +158,7 @@ const SMALL: f64 = 2e-5;
 /// Gradients that are too small for fp16 become zero, and noise is as large as they are.
 #[test]
 fn a_loss_that_is_too_small_for_fp16_is_over_budget_with_the_share_that_is_lost() {
-    let _alone = alone();
-    tch::manual_seed(0);
-    let vs = VarStore::new(Device::Cpu);
+    let (vs, _alone) = store();
     let layer = |i: i64| nn::linear(vs.root() / i, 32, 32, Default::default());
     let (first, last) = (layer(0), layer(1));
     let forward = |xs: &Tensor| last.forward(&first.forward(xs).tanh());
@@ -166,9 +170,7 @@ fn a_loss_that_is_too_small_for_fp16_is_over_budget_with_the_share_that_is_lost(
             optimizer.zero_grad()?;
             let loss = run.region(|| forward(xs).square().mean(Kind::Float) * small)?;
             if scaled {
-                run.scaler().backward(&loss)?;
-                let _outcome = run.scaler().step(optimizer)?;
-                run.scaler().update()?;
+                finish(run, optimizer, &loss)?;
             } else {
                 optimizer.backward_step(&loss)?;
             }
@@ -220,9 +222,7 @@ fn a_loss_that_is_too_small_for_fp16_is_over_budget_with_the_share_that_is_lost(
 /// The gradient of a bias before a normalization is rounding and nothing else.
 #[test]
 fn gradients_that_are_rounding_alone_are_not_compared_exactly() {
-    let _alone = alone();
-    tch::manual_seed(0);
-    let vs = VarStore::new(Device::Cpu);
+    let (vs, _alone) = store();
     let first = nn::linear(vs.root() / "first", 16, 32, Default::default());
     let norm = nn::batch_norm1d(vs.root() / "norm", 32, Default::default());
     let xs = floats(&[64, 16]);
@@ -266,9 +266,7 @@ fn an_optimizer_of_other_models_is_refused() {
 /// The backbone has gradients that nobody uses or clears.
 #[test]
 fn parameters_that_the_optimizer_does_not_have_do_not_matter() {
-    let _alone = alone();
-    tch::manual_seed(0);
-    let vs = VarStore::new(Device::Cpu);
+    let (vs, _alone) = store();
     let backbone = nn::linear(vs.root() / "backbone", 16, 32, Default::default());
     let head = nn::linear(vs.root() / "head", 32, 4, Default::default());
     let empty = vs.root().zeros("empty", &[0]);
@@ -294,9 +292,7 @@ fn parameters_that_the_optimizer_does_not_have_do_not_matter() {
 /// The first of two steps is not unscaled, and Adam's first update does not show it.
 #[test]
 fn every_step_of_an_iteration_is_compared() {
-    let _alone = alone();
-    tch::manual_seed(0);
-    let vs = VarStore::new(Device::Cpu);
+    let (vs, _alone) = store();
     let layer = nn::linear(vs.root(), 16, 16, Default::default());
     let xs = floats(&[32, 16]);
     for forgotten in [false, true] {
@@ -322,9 +318,7 @@ fn every_step_of_an_iteration_is_compared() {
 /// A file is compared by names, in whatever order a later program gives them.
 #[test]
 fn outputs_of_a_file_are_found_by_name() {
-    let _alone = alone();
-    tch::manual_seed(0);
-    let vs = VarStore::new(Device::Cpu);
+    let (vs, _alone) = store();
     let layer = nn::linear(vs.root(), 64, 64, Default::default());
     let xs = floats(&[32, 64]);
     let iterate = |first: &'static str, second: &'static str| {
@@ -363,18 +357,14 @@ fn an_optimizer_of_ones_own_is_compared_by_gradients_and_updates() {
             Ok(())
         }
     }
-    let _alone = alone();
-    tch::manual_seed(0);
-    let vs = VarStore::new(Device::Cpu);
+    let (vs, _alone) = store();
     let layer = nn::linear(vs.root(), 16, 16, Default::default());
     let xs = floats(&[32, 16]);
     let optimizer = || Ok::<_, Error>(SignSgd(vs.trainable_variables()));
     let report = Budget::new(&vs, region(Kind::BFloat16)).measure(optimizer, |run, optimizer| {
         optimizer.0.iter_mut().for_each(Tensor::zero_grad);
         let loss = run.region(|| layer.forward(&xs).tanh().square().mean(Kind::Float))?;
-        run.scaler().backward(&loss)?;
-        let _outcome = run.scaler().step(optimizer)?;
-        run.scaler().update()?;
+        finish(run, optimizer, &loss)?;
         Ok(loss)
     });
     report.unwrap().assert();
@@ -465,9 +455,7 @@ fn a_fault_beside_a_region_in_f32_is_over_budget() {
 
 #[test]
 fn a_region_that_is_not_opened_or_whose_rules_leave_nothing_is_over_budget() {
-    let _alone = alone();
-    tch::manual_seed(0);
-    let vs = VarStore::new(Device::Cpu);
+    let (vs, _alone) = store();
     let layer = nn::linear(vs.root(), 16, 16, Default::default());
     let xs = floats(&[32, 16]);
     let loss = || layer.forward(&xs).square().mean(Kind::Float);
@@ -496,9 +484,7 @@ fn a_region_that_is_not_opened_or_whose_rules_leave_nothing_is_over_budget() {
 /// A plan composes attention of other operators in half precision alone.
 #[test]
 fn a_plan_that_composes_attention_is_within_its_budget() {
-    let _alone = alone();
-    tch::manual_seed(0);
-    let vs = VarStore::new(Device::Cpu);
+    let (vs, _alone) = store();
     let qkv = nn::linear(vs.root() / "qkv", 16, 48, Default::default());
     let head = nn::linear(vs.root() / "head", 16, 4, Default::default());
     let xs = floats(&[4, 24, 16]);
@@ -576,9 +562,7 @@ fn branches_on_what_noise_runs_share_are_over_budget() {
 /// A model whose weights are in half precision needs no region.
 #[test]
 fn a_model_in_half_precision_is_compared_without_a_region() {
-    let _alone = alone();
-    tch::manual_seed(0);
-    let mut vs = VarStore::new(Device::Cpu);
+    let (mut vs, _alone) = store();
     let layer = nn::linear(vs.root(), 16, 16, Default::default());
     vs.bfloat16();
     let xs = floats(&[32, 16]);
