@@ -36,8 +36,7 @@ fn load(path: &Path, bytes: &[u8]) -> Result<Checkpoint, CheckpointError> {
 
 #[test]
 fn every_flipped_byte_is_detected() {
-    let folder = Folder::new();
-    let path = folder.file("x.safetensors");
+    let (_folder, path) = Folder::with("x.safetensors");
     let mut bytes = bytes_of_a_checkpoint();
     load(&path, &bytes).unwrap();
     for place in 0..bytes.len() {
@@ -55,8 +54,7 @@ fn every_flipped_byte_is_detected() {
 /// A zip archive states some facts twice, and a reader uses one of the two.
 #[test]
 fn a_flipped_or_truncated_file_of_pytorch_is_refused_or_correct() {
-    let folder = Folder::new();
-    let path = folder.file("x.pt");
+    let (_folder, path) = Folder::with("x.pt");
     let mut run = trained();
     let mut bytes = bytes_of(&mut run, "x.pt");
     let (right, mut other) = (run.fingerprint(), Run::new(Device::Cpu));
@@ -89,8 +87,7 @@ fn a_flipped_or_truncated_file_of_pytorch_is_refused_or_correct() {
 /// Including the records that only PyTorch reads, such as `version`.
 #[test]
 fn every_record_of_a_file_of_pytorch_is_checked() {
-    let folder = Folder::new();
-    let path = folder.file("x.pt");
+    let (_folder, path) = Folder::with("x.pt");
     let mut bytes = bytes_of(&mut trained(), "x.pt");
     let mut archive = zip::ZipArchive::new(std::io::Cursor::new(bytes.clone())).unwrap();
     let mut names = Vec::new();
@@ -113,8 +110,7 @@ fn every_record_of_a_file_of_pytorch_is_checked() {
 
 #[test]
 fn every_truncation_is_detected() {
-    let folder = Folder::new();
-    let path = folder.file("x.safetensors");
+    let (_folder, path) = Folder::with("x.safetensors");
     let bytes = bytes_of_a_checkpoint();
     for len in 0..bytes.len() {
         let error = load(&path, &bytes[..len]).expect_err("a cut file");
@@ -126,8 +122,7 @@ fn every_truncation_is_detected() {
 
 #[test]
 fn random_damage_is_detected() {
-    let folder = Folder::new();
-    let path = folder.file("x.safetensors");
+    let (_folder, path) = Folder::with("x.safetensors");
     let bytes = bytes_of_a_checkpoint();
     let mut rng = Rng::new(5);
     for _ in 0..2000 {
@@ -160,8 +155,7 @@ fn with_header(header: &str, data: usize) -> Vec<u8> {
 
 #[test]
 fn hostile_headers_are_refused() {
-    let folder = Folder::new();
-    let path = folder.file("x.safetensors");
+    let (_folder, path) = Folder::with("x.safetensors");
     let tensor = |name: &str, shape: &str, from: u64, to: u64| {
         format!(r#""{name}":{{"dtype":"F32","shape":{shape},"data_offsets":[{from},{to}]}}"#)
     };

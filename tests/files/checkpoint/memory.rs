@@ -110,6 +110,14 @@ fn check(is_refused: bool, files: &[(&str, Write<'_>)]) {
     }
 }
 
+fn are_refused(files: &[(&str, Write<'_>)]) {
+    check(true, files);
+}
+
+fn are_loaded(files: &[(&str, Write<'_>)]) {
+    check(false, files);
+}
+
 /// Writes a safetensors file with this header and no data.
 fn header(path: &Path, header: &str) {
     let mut file = File::create(path).unwrap();
@@ -157,30 +165,27 @@ fn tensors(path: &Path, shape: &str, bytes: usize) {
 fn hostile_safetensors_headers_take_a_small_multiple_of_memory() {
     let ones = repeated("1,", 80 * MB);
     let name = "x".repeat(80 * MB);
-    check(
-        true,
-        &[
-            ("ranks", &|path| tensors(path, &ones, 1)),
-            ("tensors", &|path| tensors(path, "0", 80 * MB)),
-            ("long shapes", &|path| tensors(path, &repeated("0,", 120), 80 * MB)),
-            ("long name", &|path| {
-                header(path, &format!(r#"{{"{name}":{{"dtype":"U8","shape":[1]}}}}"#));
-            }),
-            ("metadata", &|path| header(path, &format!(r#"{{"__metadata__":{{"a":"{name}"}}}}]"#))),
-            ("keys", &|path| {
-                header(
-                    path,
-                    &format!(r#"{{"__metadata__":{{{}}}}}]"#, repeated(r##""#":"","##, 80 * MB)),
-                );
-            }),
-            ("nesting", &|path| header(path, &format!(r#"{{"a":{}"#, "[".repeat(80 * MB)))),
-            ("values", &|path| with_value(path, &repeated("1,", 30 * MB))),
-            ("lists", &|path| with_value(path, &repeated("[0],", 30 * MB))),
-            ("maps", &|path| with_value(path, &repeated(r#"{"":0},"#, 20 * MB))),
-            ("lists", &|path| signed_value(path, &repeated("[0],", 30 * MB))),
-            ("parts", &|path| signed_models(path, 10 * MB)),
-        ],
-    );
+    are_refused(&[
+        ("ranks", &|path| tensors(path, &ones, 1)),
+        ("tensors", &|path| tensors(path, "0", 80 * MB)),
+        ("long shapes", &|path| tensors(path, &repeated("0,", 120), 80 * MB)),
+        ("long name", &|path| {
+            header(path, &format!(r#"{{"{name}":{{"dtype":"U8","shape":[1]}}}}"#));
+        }),
+        ("metadata", &|path| header(path, &format!(r#"{{"__metadata__":{{"a":"{name}"}}}}]"#))),
+        ("keys", &|path| {
+            header(
+                path,
+                &format!(r#"{{"__metadata__":{{{}}}}}]"#, repeated(r##""#":"","##, 80 * MB)),
+            );
+        }),
+        ("nesting", &|path| header(path, &format!(r#"{{"a":{}"#, "[".repeat(80 * MB)))),
+        ("values", &|path| with_value(path, &repeated("1,", 30 * MB))),
+        ("lists", &|path| with_value(path, &repeated("[0],", 30 * MB))),
+        ("maps", &|path| with_value(path, &repeated(r#"{"":0},"#, 20 * MB))),
+        ("lists", &|path| signed_value(path, &repeated("[0],", 30 * MB))),
+        ("parts", &|path| signed_models(path, 10 * MB)),
+    ]);
 }
 
 #[test]
@@ -192,15 +197,12 @@ fn large_valid_files_take_a_small_multiple_of_memory() {
         checkpoint.add_value("text", &"x".repeat(20 * MB)).unwrap();
         checkpoint.save(path).unwrap();
     };
-    check(
-        false,
-        &[
-            ("values.safetensors", &save),
-            ("values.pt", &save),
-            ("names", &|path| tensors(path, &repeated("0,", 120), 40 * MB)),
-            ("records.pt", &|path| records(path, b"\x80\x02}.", 200_000)),
-        ],
-    );
+    are_loaded(&[
+        ("values.safetensors", &save),
+        ("values.pt", &save),
+        ("names", &|path| tensors(path, &repeated("0,", 120), 40 * MB)),
+        ("records.pt", &|path| records(path, b"\x80\x02}.", 200_000)),
+    ]);
 }
 
 /// An archive with this pickle and `count` empty records.
@@ -231,33 +233,30 @@ fn hostile_pickles_take_a_small_multiple_of_memory() {
     let memo: Vec<u8> = (0..u32::try_from(10 * MB).unwrap())
         .flat_map(|at| [b"r".as_slice(), &at.to_le_bytes()].concat())
         .collect();
-    check(
-        true,
-        &[
-            ("nones", &|path| list(path, b"N", 90 * MB)),
-            ("nones within bounds", &|path| list(path, b"N", 19 * MB / 10)),
-            ("lists", &|path| list(path, b"]", 90 * MB)),
-            ("lists of one", &|path| list(path, b"]Na", 90 * MB)),
-            ("dicts", &|path| list(path, b"}NNs", 90 * MB)),
-            ("dicts within bounds", &|path| list(path, b"}NNs", 4 * MB)),
-            ("texts", &|path| list(path, b"X\x03\0\0\0abc", 90 * MB)),
-            ("a long text", &|path| list(path, &text(90 * MB), 91 * MB)),
-            ("a text again and again", &|path| list(path, &recalled, recalled.len())),
-            ("tuples", &|path| list(path, b"N\x85", 90 * MB)),
-            ("memo", &|path| list(path, &[b"N".as_slice(), &memo].concat(), 50 * MB + 1)),
-            ("names", &|path| list(path, b"ctorch\nfloat16\n", 90 * MB)),
-            ("unknown names", &|path| list(path, b"ca\nb\n", 90 * MB)),
-            ("unknown names within bounds", &|path| list(path, b"ca\nb\n", 9 * MB)),
-            ("marks", &|path| list(path, b"(", 90 * MB)),
-            ("pairs again and again", &|path| {
-                let pairs = [b"](".as_slice(), &b"](NNe".repeat(300_000)];
-                let again = b"ccollections\nOrderedDict\nh\x00\x85R".repeat(1000);
-                list(path, &[&pairs.concat(), b"eq\x00".as_slice(), &again].concat(), 8 * MB);
-            }),
-            ("records", &|path| records(path, b"\x80\x02}.", 270_000)),
-            ("records within bounds", &|path| records(path, b"\x80\x02N.", 262_000)),
-        ],
-    );
+    are_refused(&[
+        ("nones", &|path| list(path, b"N", 90 * MB)),
+        ("nones within bounds", &|path| list(path, b"N", 19 * MB / 10)),
+        ("lists", &|path| list(path, b"]", 90 * MB)),
+        ("lists of one", &|path| list(path, b"]Na", 90 * MB)),
+        ("dicts", &|path| list(path, b"}NNs", 90 * MB)),
+        ("dicts within bounds", &|path| list(path, b"}NNs", 4 * MB)),
+        ("texts", &|path| list(path, b"X\x03\0\0\0abc", 90 * MB)),
+        ("a long text", &|path| list(path, &text(90 * MB), 91 * MB)),
+        ("a text again and again", &|path| list(path, &recalled, recalled.len())),
+        ("tuples", &|path| list(path, b"N\x85", 90 * MB)),
+        ("memo", &|path| list(path, &[b"N".as_slice(), &memo].concat(), 50 * MB + 1)),
+        ("names", &|path| list(path, b"ctorch\nfloat16\n", 90 * MB)),
+        ("unknown names", &|path| list(path, b"ca\nb\n", 90 * MB)),
+        ("unknown names within bounds", &|path| list(path, b"ca\nb\n", 9 * MB)),
+        ("marks", &|path| list(path, b"(", 90 * MB)),
+        ("pairs again and again", &|path| {
+            let pairs = [b"](".as_slice(), &b"](NNe".repeat(300_000)];
+            let again = b"ccollections\nOrderedDict\nh\x00\x85R".repeat(1000);
+            list(path, &[&pairs.concat(), b"eq\x00".as_slice(), &again].concat(), 8 * MB);
+        }),
+        ("records", &|path| records(path, b"\x80\x02}.", 270_000)),
+        ("records within bounds", &|path| records(path, b"\x80\x02N.", 262_000)),
+    ]);
 }
 
 /// An archive with an empty dict and `count` empty records, each with this name after the folder and these extra fields
@@ -302,29 +301,23 @@ fn hostile_directories_take_a_small_multiple_of_memory() {
     let long = |fill: &[u8], index: usize| {
         [format!("data/{index}/").as_bytes(), &fill.repeat(60_000 / fill.len())].concat()
     };
-    check(
-        false,
-        &[
-            ("one-byte extras.pt", &|path| {
-                directory(path, 1600, &record, &b"\xfe\xca\x01\0\0".repeat(13_000));
-            }),
-            ("empty extras.pt", &|path| {
-                directory(path, 1600, &record, &b"\xfe\xca\0\0".repeat(16_000));
-            }),
-            ("small extras.pt", &|path| {
-                directory(path, 60_000, &record, &b"\xfe\xca\0\0".repeat(400));
-            }),
-            ("long names.pt", &|path| {
-                directory(path, 1600, &|index| long("ä".as_bytes(), index), b"");
-            }),
-        ],
-    );
-    check(
-        true,
-        &[("names in another encoding.pt", &|path| {
-            directory(path, 1600, &|index| long(b"\xe4", index), b"");
-        })],
-    );
+    are_loaded(&[
+        ("one-byte extras.pt", &|path| {
+            directory(path, 1600, &record, &b"\xfe\xca\x01\0\0".repeat(13_000));
+        }),
+        ("empty extras.pt", &|path| {
+            directory(path, 1600, &record, &b"\xfe\xca\0\0".repeat(16_000));
+        }),
+        ("small extras.pt", &|path| {
+            directory(path, 60_000, &record, &b"\xfe\xca\0\0".repeat(400));
+        }),
+        ("long names.pt", &|path| {
+            directory(path, 1600, &|index| long("ä".as_bytes(), index), b"");
+        }),
+    ]);
+    are_refused(&[("names in another encoding.pt", &|path| {
+        directory(path, 1600, &|index| long(b"\xe4", index), b"");
+    })]);
 }
 
 fn pickled(text: &str) -> Vec<u8> {
@@ -392,27 +385,19 @@ fn hostile_optimizers_and_tensors_take_a_small_multiple_of_memory() {
             records(path, &[b"\x80\x02}(", &items[..], b"u."].concat(), 1);
         }
     };
-    check(
-        false,
-        &[
-            ("states within bounds.pt", &|path| optimizer(path, &adam, b"h\0", 100_000, 100_000)),
-            ("parameters within bounds.pt", &|path| optimizer(path, &adam, b"h\0", 1000, 260_000)),
-            ("numbers within bounds.pt", &|path| {
-                optimizer(path, &adam, b"K\x01", 260_000, 260_000)
-            }),
-            ("numbers.pt", &|path| optimizer(path, &adam, b"K\x01", 330_000, 330_000)),
-            ("parameters.pt", &|path| optimizer(path, &adam, b"h\0", 1000, 1_800_000)),
-            ("a tensor within bounds.pt", &recalled(b"h\0", 130_000)),
-        ],
-    );
-    check(
-        true,
-        &[
-            ("states.pt", &|path| optimizer(path, &adam, b"h\0", 280_000, 280_000)),
-            ("a tensor again and again.pt", &recalled(b"h\0", 660_000)),
-            ("tensors.pt", &recalled(b"h\x01h\x02R", 660_000)),
-        ],
-    );
+    are_loaded(&[
+        ("states within bounds.pt", &|path| optimizer(path, &adam, b"h\0", 100_000, 100_000)),
+        ("parameters within bounds.pt", &|path| optimizer(path, &adam, b"h\0", 1000, 260_000)),
+        ("numbers within bounds.pt", &|path| optimizer(path, &adam, b"K\x01", 260_000, 260_000)),
+        ("numbers.pt", &|path| optimizer(path, &adam, b"K\x01", 330_000, 330_000)),
+        ("parameters.pt", &|path| optimizer(path, &adam, b"h\0", 1000, 1_800_000)),
+        ("a tensor within bounds.pt", &recalled(b"h\0", 130_000)),
+    ]);
+    are_refused(&[
+        ("states.pt", &|path| optimizer(path, &adam, b"h\0", 280_000, 280_000)),
+        ("a tensor again and again.pt", &recalled(b"h\0", 660_000)),
+        ("tensors.pt", &recalled(b"h\x01h\x02R", 660_000)),
+    ]);
 }
 
 /// A safetensors file of this crate with the right checksum of its header, and with tensors of no elements.
@@ -446,14 +431,11 @@ fn signed_models(path: &Path, bytes: usize) {
 
 #[test]
 fn hostile_values_of_safetensors_take_a_small_multiple_of_memory() {
-    check(
-        false,
-        &[
-            ("lists within bounds", &|path| signed_value(path, &repeated("[0],", 4 * MB - 1000))),
-            ("maps within bounds", &|path| signed_value(path, &repeated(r#"{"":0},"#, 4 * MB))),
-            ("parts within bounds", &|path| signed_models(path, 2 * MB)),
-        ],
-    );
+    are_loaded(&[
+        ("lists within bounds", &|path| signed_value(path, &repeated("[0],", 4 * MB - 1000))),
+        ("maps within bounds", &|path| signed_value(path, &repeated(r#"{"":0},"#, 4 * MB))),
+        ("parts within bounds", &|path| signed_models(path, 2 * MB)),
+    ]);
 }
 
 #[test]
@@ -464,18 +446,15 @@ fn hostile_parts_of_safetensors_take_a_small_multiple_of_memory() {
         )
     };
     let names = repeated(r##""#","##, 8 * MB);
-    check(
-        true,
-        &[
-            // The checksums of empty tensors are not zero, which is noticed after the parts were made.
-            ("states", &|path| {
-                signed(path, &group(""), 262_000, &|index| format!("a/{index}/x"));
-            }),
-            ("a model", &|path| {
-                signed(path, r#"{"a":{"kind":"model"}}"#, 262_000, &|index| format!("a/{index}"));
-            }),
-        ],
-    );
+    are_refused(&[
+        // The checksums of empty tensors are not zero, which is noticed after the parts were made.
+        ("states", &|path| {
+            signed(path, &group(""), 262_000, &|index| format!("a/{index}/x"));
+        }),
+        ("a model", &|path| {
+            signed(path, r#"{"a":{"kind":"model"}}"#, 262_000, &|index| format!("a/{index}"));
+        }),
+    ]);
     check(false, &[("parameters", &|path| signed(path, &group(&names), 0, &|_| String::new()))]);
 }
 
@@ -495,28 +474,24 @@ fn small_files_take_little_memory() {
 /// An expanded tensor of a small file has a GiB of elements, and the file has one.
 #[test]
 fn an_expanded_tensor_takes_no_more_memory_than_its_file() {
-    check(
-        false,
-        &[("expanded.pt", &|path| {
-            let storage =
-                [&pickled("storage")[..], b"ctorch\nByteStorage\n", &pickled("0"), &pickled("cpu")];
-            let tensor = [
-                b"ctorch._utils\n_rebuild_tensor_v2\n((",
-                &storage.concat()[..],
-                b"K\x01tQK\0J\0\0\0\x40\x85K\0\x85\x89ccollections\nOrderedDict\n)RtR",
-            ]
-            .concat();
-            let pickle = [b"\x80\x02}", &pickled("rng")[..], &tensor, b"s."].concat();
-            let mut zip = ZipWriter::new(File::create(path).unwrap());
-            let options =
-                SimpleFileOptions::default().compression_method(CompressionMethod::Stored);
-            for (name, data) in [("a/data.pkl", &pickle[..]), ("a/data/0", b"x")] {
-                zip.start_file(name, options).unwrap();
-                zip.write_all(data).unwrap();
-            }
-            drop(zip.finish().unwrap());
-        })],
-    );
+    are_loaded(&[("expanded.pt", &|path| {
+        let storage =
+            [&pickled("storage")[..], b"ctorch\nByteStorage\n", &pickled("0"), &pickled("cpu")];
+        let tensor = [
+            b"ctorch._utils\n_rebuild_tensor_v2\n((",
+            &storage.concat()[..],
+            b"K\x01tQK\0J\0\0\0\x40\x85K\0\x85\x89ccollections\nOrderedDict\n)RtR",
+        ]
+        .concat();
+        let pickle = [b"\x80\x02}", &pickled("rng")[..], &tensor, b"s."].concat();
+        let mut zip = ZipWriter::new(File::create(path).unwrap());
+        let options = SimpleFileOptions::default().compression_method(CompressionMethod::Stored);
+        for (name, data) in [("a/data.pkl", &pickle[..]), ("a/data/0", b"x")] {
+            zip.start_file(name, options).unwrap();
+            zip.write_all(data).unwrap();
+        }
+        drop(zip.finish().unwrap());
+    })]);
 }
 
 /// A dict of many entries that are not supported, each of which would be a part of its own.
@@ -544,30 +519,24 @@ fn other_hostile_files_of_python_take_a_small_multiple_of_memory() {
     let entry = b"\x80\x02}X\x01\0\0\0a](X\x20\0\0\0".as_slice();
     let recalled = [entry, &[b'x'; 32], b"q\x00", &b"h\x00".repeat(19 * MB / 10), b"es."].concat();
     let long = [b"\x80\x02](".as_slice(), &b"X\x01\0\0\x000".repeat(12 * MB / 10), b"e."].concat();
-    check(
-        false,
-        &[
-            ("unsupported entries", &|path| records(path, &unsupported_entries(90_000, false), 0)),
-            ("many unsupported entries", &|path| {
-                records(path, &unsupported_entries(600_000, false), 0)
-            }),
-            ("values in the old format", &|path| old(path, &nones, b"\x80\x02].")),
-            ("a short text again and again", &|path| records(path, &recalled, 0)),
-        ],
-    );
-    check(
-        true,
-        &[
-            ("many entries", &|path| records(path, &unsupported_entries(600_000, true), 0)),
-            ("keys in the old format", &|path| old(path, &nones, &long)),
-            ("an index", &|path| {
-                let names = repeated(r##""#":"x","##, 40 * MB);
-                std::fs::write(path, format!(r#"{{"weight_map":{{{names}}}}}"#)).unwrap();
-            }),
-            ("an index within bounds", &|path| {
-                let names = repeated(r##""#":"x","##, 2 * MB);
-                std::fs::write(path, format!(r#"{{"weight_map":{{{names}}}}}"#)).unwrap();
-            }),
-        ],
-    );
+    are_loaded(&[
+        ("unsupported entries", &|path| records(path, &unsupported_entries(90_000, false), 0)),
+        ("many unsupported entries", &|path| {
+            records(path, &unsupported_entries(600_000, false), 0)
+        }),
+        ("values in the old format", &|path| old(path, &nones, b"\x80\x02].")),
+        ("a short text again and again", &|path| records(path, &recalled, 0)),
+    ]);
+    are_refused(&[
+        ("many entries", &|path| records(path, &unsupported_entries(600_000, true), 0)),
+        ("keys in the old format", &|path| old(path, &nones, &long)),
+        ("an index", &|path| {
+            let names = repeated(r##""#":"x","##, 40 * MB);
+            std::fs::write(path, format!(r#"{{"weight_map":{{{names}}}}}"#)).unwrap();
+        }),
+        ("an index within bounds", &|path| {
+            let names = repeated(r##""#":"x","##, 2 * MB);
+            std::fs::write(path, format!(r#"{{"weight_map":{{{names}}}}}"#)).unwrap();
+        }),
+    ]);
 }

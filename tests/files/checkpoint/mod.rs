@@ -24,10 +24,19 @@ mod weights;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::GradScaler;
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, CheckpointError};
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Error, GradScaler};
+
+/// The error of a call that a checkpoint has refused.
+#[track_caller]
+fn checkpoint_error<T: std::fmt::Debug>(result: tch_amp::Result<T>) -> CheckpointError {
+    match result {
+        Err(Error::Checkpoint(error)) => error,
+        other => panic!("not refused by the checkpoint: {other:?}"),
+    }
+}
 
 /// A small model with what trains it.
 struct Run {

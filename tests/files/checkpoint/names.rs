@@ -2,10 +2,10 @@
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
-use tch_amp::Error;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError};
 use tch_amp::optim::{Optimizer, Sgd};
 
+use crate::checkpoint::checkpoint_error;
 use testkit::files::Folder;
 use testkit::tensors::{TIES, tied};
 
@@ -48,13 +48,6 @@ fn buffer(opt: &mut Optimizer, name: &str) -> Option<f64> {
     state.get(name).map(|entries| first(&entries["momentum_buffer"]))
 }
 
-fn refused(result: tch_amp::Result<impl std::fmt::Debug>) -> CheckpointError {
-    match result {
-        Err(Error::Checkpoint(error)) => error,
-        other => panic!("{other:?}"),
-    }
-}
-
 #[test]
 fn a_prefix_is_renamed_in_models_and_optimizers() {
     for file in ["x.safetensors", "x.pt"] {
@@ -63,7 +56,7 @@ fn a_prefix_is_renamed_in_models_and_optimizers() {
         let (_folder, checkpoint) = saved(&ddp, &mut ddp_opt, file);
         let (vs, mut opt) = model(&[("a.weight", 2), ("module.b", 3), ("c", 1)], 0.0, None);
         // The error names the keys that do not match, and nothing changes.
-        let error = refused(checkpoint.restore().add("model", &vs).apply());
+        let error = checkpoint_error(checkpoint.restore().add("model", &vs).apply());
         let CheckpointError::Keys { missing, unexpected, .. } = &error else { panic!("{error}") };
         assert_eq!(missing, &["a.weight", "module.b"]);
         assert_eq!(unexpected, &["module.a.weight", "module.module.b"]);
@@ -98,13 +91,13 @@ fn two_names_that_become_equal_are_refused() {
     let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.pt");
     let (vs, mut opt) = model(&[("w", 2)], 7.0, None);
     let of_model = checkpoint.restore().add("model", &vs).rename_prefix("module.", "").apply();
-    let error = refused(of_model).to_string();
+    let error = checkpoint_error(of_model).to_string();
     assert_eq!(
         error,
         "`module.w` in `model` and `w` would both be `w` here; let `rename_prefix` give them different names"
     );
     let of_opt = checkpoint.restore().add("opt", &mut opt).rename_prefix("module.", "");
-    assert!(matches!(refused(of_opt.apply()), CheckpointError::Tensor { .. }));
+    assert!(matches!(checkpoint_error(of_opt.apply()), CheckpointError::Tensor { .. }));
     assert_eq!(first(&vs.variables()["w"]), 7.0);
 }
 
@@ -118,7 +111,7 @@ fn skipped_variables_are_unchanged() {
     // Another head: one variable has another shape, one is missing and one is new.
     let (vs, mut opt) = model(&[("body.w", 2), ("head.w", 3), ("head.scale", 3)], 9.0, Some(8.0));
     let renamed = || checkpoint.restore().rename_prefix("module.", "");
-    let error = refused(renamed().add("model", &vs).strict(false).apply()).to_string();
+    let error = checkpoint_error(renamed().add("model", &vs).strict(false).apply()).to_string();
     assert_eq!(
         error,
         "`head.w` in `model` has the shape [5] in the checkpoint, as `module.head.w`, and [3] in the model; \
@@ -226,7 +219,7 @@ fn a_tied_weight_is_written_under_every_name_and_restored_from_any() {
         let mut checkpoint = Checkpoint::new();
         checkpoint.add("model", &other).unwrap();
         let restore = checkpoint.restore().add("model", &vs);
-        let error = refused(restore.apply());
+        let error = checkpoint_error(restore.apply());
         let CheckpointError::Keys { missing, .. } = error else { panic!("{error:?}") };
         assert_eq!((missing, first(&w)), (vec!["embedding".to_owned()], 3.0));
     }

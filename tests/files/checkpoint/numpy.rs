@@ -150,8 +150,7 @@ fn a_text_that_is_used_again_and_again_is_read_once() {
         pickle.extend(b"h\x00h\x01h\x02\x86R");
     }
     pickle.extend(b"es.");
-    let folder = Folder::new();
-    let path = folder.file("uses.pkl");
+    let (_folder, path) = Folder::with("uses.pkl");
     std::fs::write(&path, pickle).unwrap();
     let checkpoint = Checkpoint::load(&path).unwrap();
     assert!(checkpoint.contains("uses"));

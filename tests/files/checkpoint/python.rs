@@ -327,8 +327,7 @@ fn python_resumes_from_this_crates_file() {
 #[test]
 fn python_reads_this_crates_safetensors() {
     let Some(python) = Oracle::find("checkpoint.py") else { return };
-    let folder = Folder::new();
-    let path = folder.file("x.safetensors");
+    let (_folder, path) = Folder::with("x.safetensors");
     let mut run = Run::new(Device::Cpu);
     run.train(2);
     let mut checkpoint = run.checkpoint();
@@ -411,8 +410,7 @@ fn both_formats_have_the_same_content() {
 
 #[test]
 fn a_zip_file_of_tch_loads_as_a_model() {
-    let folder = Folder::new();
-    let path = folder.file("tch.ot");
+    let (_folder, path) = Folder::with("tch.ot");
     let saved = Run::new(Device::Cpu);
     saved.vs.save(&path).unwrap();
     let other = Run::new(Device::Cpu);

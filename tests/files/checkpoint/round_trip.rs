@@ -51,8 +51,7 @@ fn same(one: &Tensor, other: &Tensor) -> bool {
 
 #[test]
 fn every_dtype_and_layout_is_restored() {
-    let folder = Folder::new();
-    let path = folder.file("all.safetensors");
+    let (_folder, path) = Folder::with("all.safetensors");
     for_each_device(|device| {
         let mut tensors = BTreeMap::new();
         for kind in KINDS {
@@ -87,8 +86,7 @@ fn every_dtype_and_layout_is_restored() {
 
 #[test]
 fn values_are_restored() {
-    let folder = Folder::new();
-    let path = folder.file("values.safetensors");
+    let (_folder, path) = Folder::with("values.safetensors");
     let mut checkpoint = Checkpoint::new();
     checkpoint.add_value("lr", &0.1f64).unwrap();
     checkpoint.add_value("seed", &u64::MAX).unwrap();
@@ -135,8 +133,7 @@ fn a_loaded_checkpoint_can_be_saved_again() {
 
 #[test]
 fn a_file_of_tch_loads_as_a_model() {
-    let folder = Folder::new();
-    let path = folder.file("tch.safetensors");
+    let (_folder, path) = Folder::with("tch.safetensors");
     let saved = Run::new(Device::Cpu);
     saved.vs.save(&path).unwrap();
     let other = Run::new(Device::Cpu);
@@ -147,8 +144,7 @@ fn a_file_of_tch_loads_as_a_model() {
 
 #[test]
 fn buffers_that_are_not_trained_are_saved_too() {
-    let folder = Folder::new();
-    let path = folder.file("x.safetensors");
+    let (_folder, path) = Folder::with("x.safetensors");
     let model = || {
         let vs = VarStore::new(Device::Cpu);
         let norm = tch::nn::batch_norm1d(vs.root(), 2, Default::default());
@@ -206,8 +202,7 @@ fn unusual_names_stay_distinct() {
 
 #[test]
 fn a_disabled_scaler_is_saved_and_restored() {
-    let folder = Folder::new();
-    let path = folder.file("x.safetensors");
+    let (_folder, path) = Folder::with("x.safetensors");
     let mut checkpoint = Checkpoint::new();
     checkpoint.add("scaler", &mut GradScaler::disabled()).unwrap();
     checkpoint.save(&path).unwrap();
@@ -220,8 +215,7 @@ fn a_disabled_scaler_is_saved_and_restored() {
 
 #[test]
 fn restoring_works_on_any_device_and_keeps_the_tensors() {
-    let folder = Folder::new();
-    let path = folder.file("x.safetensors");
+    let (_folder, path) = Folder::with("x.safetensors");
     for_each_device(|device| {
         let mut saved = Run::new(Device::Cpu);
         saved.train(3);

@@ -6,8 +6,8 @@ use tch_amp::checkpoint::{
 };
 use tch_amp::{Error, Result};
 
-use crate::checkpoint::Run;
 use crate::checkpoint::own::{DECAY, Decay, Ema, ZERO};
+use crate::checkpoint::{Run, checkpoint_error};
 use testkit::files::Folder;
 use testkit::python::Oracle;
 
@@ -19,13 +19,6 @@ fn saved(name: &str, decay: &Decay, ema: &mut Ema) -> (Folder, Checkpoint) {
     checkpoint.save(folder.file(name)).unwrap();
     let loaded = Checkpoint::load(folder.file(name)).unwrap();
     (folder, loaded)
-}
-
-fn refused(result: Result<Restored>) -> CheckpointError {
-    match result {
-        Err(Error::Checkpoint(error)) => error,
-        other => panic!("{other:?}"),
-    }
 }
 
 #[test]
@@ -58,7 +51,7 @@ fn parts_that_do_not_fit_are_typed_errors() {
         saved("x.pt", &DECAY, &mut Ema::new(3, &[("w", &[1.0, 2.0]), ("x", &[1.0])]));
     let ema = |weights: &[(&str, &[f32])]| {
         let mut ema = Ema::new(0, weights);
-        let error = refused(checkpoint.restore().add("ema", &mut ema).apply());
+        let error = checkpoint_error(checkpoint.restore().add("ema", &mut ema).apply());
         assert_eq!(ema, Ema::new(0, weights), "nothing changes");
         error
     };
@@ -70,14 +63,15 @@ fn parts_that_do_not_fit_are_typed_errors() {
     let shape = ema(&[("w", &[0.0; 3]), ("x", &[0.0])]).to_string();
     assert!(shape.contains("[3] here"), "{shape}");
     let mut decay = ZERO;
-    let mut refuse = |part: &str| refused(checkpoint.restore().add(part, &mut decay).apply());
+    let mut refuse =
+        |part: &str| checkpoint_error(checkpoint.restore().add(part, &mut decay).apply());
     assert!(matches!(refuse("nothing"), CheckpointError::NoPart { .. }));
     // It lacks both values, and has names that were not requested.
     assert!(matches!(refuse("ema"), CheckpointError::Keys { .. }));
     let mut other = Checkpoint::new();
     other.add_value("decay", &serde_json::json!({"lr": "high", "epoch": 1})).unwrap();
     other.add_value("number", &1).unwrap();
-    let mut refuse = |part: &str| refused(other.restore().add(part, &mut decay).apply());
+    let mut refuse = |part: &str| checkpoint_error(other.restore().add(part, &mut decay).apply());
     assert!(matches!(refuse("decay"), CheckpointError::Value { .. }));
     assert!(matches!(refuse("number"), CheckpointError::OtherPart { .. }));
     assert_eq!(decay, ZERO);
@@ -116,7 +110,7 @@ fn values_are_unchanged_if_reading_the_tensors_fails_midway() {
     file.set_len(file.metadata().unwrap().len() - 4).unwrap();
     let (mut decay, mut ema) = (ZERO, Ema::new(0, &[("w", &[0.0; 2])]));
     let restore = checkpoint.restore().add("decay", &mut decay).add("ema", &mut ema);
-    assert!(matches!(refused(restore.apply()), CheckpointError::Interrupted { .. }));
+    assert!(matches!(checkpoint_error(restore.apply()), CheckpointError::Interrupted { .. }));
     assert_eq!((decay, ema.updates), (ZERO, 0));
 }
 
@@ -129,7 +123,7 @@ fn tensors_follow_the_options_of_the_restore() {
     let half = ema.weights["w"].to_kind(Kind::BFloat16);
     ema.weights.insert("w".to_owned(), half);
     let restore = checkpoint.restore().rename_prefix("module.", "").skip(&["head"]).strict(false);
-    let error = refused(restore.add("ema", &mut ema).apply()).to_string();
+    let error = checkpoint_error(restore.add("ema", &mut ema).apply()).to_string();
     assert!(error.contains("`cast(true)` converts it"), "{error}");
     let restore = checkpoint.restore().rename_prefix("module.", "").skip(&["head"]).strict(false);
     let restored = restore.cast(true).add("ema", &mut ema).apply().unwrap();
@@ -216,6 +210,6 @@ fn user_types_are_exchanged_with_python() {
     assert_eq!(source, Ema::new(4, &[("w", &[0.25, 0.5])]));
     assert_eq!(decay, Decay { lr: 0.5, epoch: 0 });
     // A scheduler's state has other names.
-    let error = refused(checkpoint.restore().add("schedule", &mut decay).apply());
+    let error = checkpoint_error(checkpoint.restore().add("schedule", &mut decay).apply());
     assert!(matches!(error, CheckpointError::Keys { .. }));
 }
