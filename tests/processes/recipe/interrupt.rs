@@ -12,6 +12,18 @@ use crate::recipe::resumed::GPT;
 use recipes::Interrupt;
 use testkit::files::Folder;
 
+/// Asserts that a program goes on at first, and ends by a signal.
+fn ends_by_a_signal(program: &str) {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", program, "--ignored", "--nocapture"])
+        .env("TCH_AMP_TEST_TASK", "interrupt")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(output.status.code(), Some(130), "{said}");
+    assert!(said.contains("goes on") && !said.contains("still there"), "{said}");
+}
+
 #[test]
 #[ignore = "a program that the next test starts"]
 fn interrupted_program() {
@@ -29,14 +41,7 @@ fn interrupted_program() {
 
 #[test]
 fn the_first_signal_is_noted_and_the_second_one_ends_the_program() {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "recipe::interrupt::interrupted_program", "--ignored", "--nocapture"])
-        .env("TCH_AMP_TEST_TASK", "interrupt")
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert_eq!(output.status.code(), Some(130), "{said}");
-    assert!(said.contains("goes on") && !said.contains("still there"), "{said}");
+    ends_by_a_signal("recipe::interrupt::interrupted_program");
     assert!(!Interrupt::never().is_requested());
 }
 
@@ -59,19 +64,7 @@ fn program_without_anything_to_save() {
 
 #[test]
 fn the_first_signal_ends_a_program_that_has_nothing_to_save() {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            "recipe::interrupt::program_without_anything_to_save",
-            "--ignored",
-            "--nocapture",
-        ])
-        .env("TCH_AMP_TEST_TASK", "interrupt")
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert_eq!(output.status.code(), Some(130), "{said}");
-    assert!(said.contains("goes on") && !said.contains("still there"), "{said}");
+    ends_by_a_signal("recipe::interrupt::program_without_anything_to_save");
 }
 
 /// The steps are done and saved, and the model writes a text for hours.
