@@ -70,6 +70,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_gradient", "Gradient"),
         ("tamp_scale_rule", "ScaleRule"),
         ("tamp_scale_update", "ScaleUpdate"),
+        ("tamp_cross_entropy", "CrossEntropy"),
         ("tamp_autocast_state", "AutocastState"),
         ("tamp_autocast_device", "AutocastDevice"),
         ("tamp_autocast_settle", "AutocastSettle"),

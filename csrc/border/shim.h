@@ -407,7 +407,7 @@ tamp_tensor *tamp_all_finite(tamp_tensor *const *tensors, size_t count, char **e
 
 enum { TAMP_LOSS_NONE = 0, TAMP_LOSS_MEAN = 1, TAMP_LOSS_SUM = 2 };
 
-typedef struct {
+typedef struct tamp_cross_entropy {
   const tamp_tensor *class_weights;  // one for each class; may be null
   int64_t ignore_index;
   double label_smoothing;
