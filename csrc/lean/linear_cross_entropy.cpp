@@ -309,10 +309,11 @@ struct Wanted {
 class Blocks {
  public:
   Blocks(const Tensor &hidden, const Tensor &weight, const Tensor &bias, Wanted wanted, at::ScalarType wide)
-      : hidden_(hidden), weight_(weight), bias_(bias), wanted_(wanted) {
+      : hidden_(hidden), weight_(weight), bias_(bias), wide_(wide), wanted_(wanted) {
     const auto numbers = hidden.options().dtype(wide);
     if (wanted.hidden) out_.hidden = at::empty(hidden.sizes(), numbers);
-    if (wanted.weight) out_.weight = at::zeros(weight.sizes(), numbers);
+    // Without any row there is no block to begin with.
+    if (wanted.weight && hidden.size(0) == 0) out_.weight = at::zeros(weight.sizes(), numbers);
     if (wanted.bias) out_.bias = at::zeros(bias.sizes(), numbers);
   }
 
@@ -327,14 +328,25 @@ class Blocks {
       const Tensor z = logits_of(h, weight_, bias_);
       f(z, at);
       if (wanted_.hidden) out_.hidden.narrow(0, at, h.size(0)).copy_(at::mm(z, weight_));
-      if (wanted_.weight) out_.weight.add_(at::mm(z.t(), h));
+      if (wanted_.weight) add_weight(z, h);
       if (wanted_.bias) out_.bias.add_(z.sum(0, /*keepdim=*/false, out_.bias.scalar_type()));
     }
     return std::move(out_);
   }
 
  private:
+  void add_weight(const Tensor &z, const Tensor &h) {
+    if (!out_.weight.defined()) {
+      out_.weight = at::mm(z.t(), h).to(wide_);
+    } else if (h.scalar_type() == wide_) {
+      out_.weight.addmm_(z.t(), h);
+    } else {
+      out_.weight.add_(at::mm(z.t(), h));
+    }
+  }
+
   Tensor hidden_, weight_, bias_;
+  at::ScalarType wide_;
   Wanted wanted_;
   Gradients out_;
 };
