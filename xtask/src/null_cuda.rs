@@ -1,9 +1,10 @@
 //! The tests on null CUDA, and the comparison of launches and synchronizations with those of the simulated GPUs.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::fs;
 use std::path::Path;
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
 use testbench::compiled;
@@ -11,6 +12,7 @@ use testbench::null_cuda::{NullCuda, Numbers, SOURCES, check_possible};
 
 use crate::args::Args;
 use crate::process::run as show;
+use crate::simulation::{Parts, run_parts};
 use crate::workspace::Workspace;
 use crate::{paths, process, simulation};
 
@@ -43,28 +45,33 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     process::exit_code(&mut command)
 }
 
-/// The tests that see what the host code of CUDA does, beside all of `devices`.
-const PARTS: [(&str, &[&str]); 2] = [
+/// The tests that see what the host code of CUDA does.
+const PARTS: [Parts; 3] = [
     ("regions", &["autocast::", "function::"]),
     ("steps", &["accumulation::", "average::", "optim::", "scaler::", "schedule::"]),
+    ("devices", &[]),
 ];
 
 /// What they capture is launched by replays, which no operator is asked for, so that it is not compared.
-const OF_GRAPHS: [&str; 1] = ["graph::"];
+const OF_GRAPHS: Parts = ("steps", &["graph::"]);
 
 /// Those that depend on when answers arrive run again with answers that arrive only when the host waits.
-const OF_LATE_ANSWERS: [&str; 2] = ["graph::records::", "graph::schedules::"];
+const OF_LATE_ANSWERS: Parts = ("steps", &["graph::records::", "graph::schedules::"]);
 
 /// Two ranks on two devices, over the real ProcessGroupNCCL, and two hosts whose link is cut, where NCCL's threads may
 /// read from the store forever. The other tests of `distributed` are about Gloo, and pass there, too, in seven minutes.
-const OF_NCCL: [&str; 2] = ["distributed::nccl::", "distributed::hosts::"];
+const OF_NCCL: Parts = ("processes", &["distributed::nccl::", "distributed::hosts::"]);
 
 /// Tests that are left out, and why.
-const LEFT_OUT: [(&str, &str); 2] = [
+const LEFT_OUT: [(&str, &str); 5] = [
     ("steps::chunks_compute_the_same_as_the_cpu", NUMBERS),
     ("muon::matrices_in_chunks_compute_the_same_as_the_cpu", NUMBERS),
+    ("function::cases::", OF_THE_CPU),
+    ("optim::programs::", OF_THE_CPU),
+    ("scaler::programs::", OF_THE_CPU),
 ];
 const NUMBERS: &str = "a minute for numbers, which are the CPU's on both";
+const OF_THE_CPU: &str = "a comparison with PyTorch on the CPU";
 
 /// Operators whose launches differ from those of the simulation, and why.
 const DIFFERENT: [(&str, &str); 11] = [
@@ -112,22 +119,20 @@ pub(crate) fn test(workspace: &Workspace) -> Result<()> {
     if costs.exists() {
         fs::remove_file(&costs)?;
     }
-    let on_null_cuda = |programs: &[&str]| {
-        let mut tests = simulation::on_counted_devices(workspace, programs);
+    let on_null_cuda = |variable: Option<(&str, &OsStr)>| {
+        let mut tests = simulation::on_counted_devices(workspace);
         null_cuda.apply(Numbers::Cpu, &mut tests);
+        tests.envs(variable);
         tests
     };
-    let mut parts = on_null_cuda(&PARTS.map(|(program, _)| program));
-    simulation::skip_comparisons(simulation::only(&mut parts, &PARTS));
-    let mut devices = on_null_cuda(&["devices"]);
-    for tests in [&mut parts, devices.arg("--")] {
-        tests.env("NULL_CUDA_MODEL", &costs);
-        show(leave_out(simulation::skip_parts_on_the_cpu(tests)))?;
+    for (name, reason) in LEFT_OUT {
+        println!("left out: {name}: {reason}");
     }
-    show(on_null_cuda(&["steps"]).arg("--").args(OF_GRAPHS))?;
-    let mut late = on_null_cuda(&["steps"]);
-    show(late.env("SIMULATED_CUDA_LAG", "never").arg("--").args(OF_LATE_ANSWERS))?;
-    show(on_null_cuda(&["processes"]).arg("--").args(OF_NCCL))?;
+    let counted = Some(("NULL_CUDA_MODEL", costs.as_os_str()));
+    run_parts(&PARTS, &skipped(), || on_null_cuda(counted))?;
+    run_parts(&[OF_GRAPHS, OF_NCCL], &[], || on_null_cuda(None))?;
+    let late = Some(("SIMULATED_CUDA_LAG", OsStr::new("never")));
+    run_parts(&[OF_LATE_ANSWERS], &[], || on_null_cuda(late))?;
     if workspace.libtorch.python.is_some() {
         for script in ["captures.py", "iterations.py"] {
             let mut python = compiled::python(&workspace.libtorch, SOURCES, script);
@@ -147,20 +152,18 @@ pub(crate) fn count(folder: &Path) -> Result<()> {
         return Ok(());
     }
     let null_cuda = NullCuda::provide(&workspace.libtorch)?;
-    let mut tests = simulation::on_counted_devices(&workspace, &["devices"]);
-    null_cuda.apply(Numbers::Cpu, &mut tests);
     let file = folder.join(format!("counts-{}.jsonl", workspace.libtorch.version));
-    tests.env("TCH_AMP_COUNTS", file).args(["--", "--quiet"]);
-    show(leave_out(&mut tests))
+    run_parts(&[("devices", &[])], &skipped(), || {
+        let mut tests = simulation::on_counted_devices(&workspace);
+        null_cuda.apply(Numbers::Cpu, &mut tests);
+        tests.env("TCH_AMP_COUNTS", &file);
+        tests
+    })
 }
 
-/// Leaves out the tests of [`LEFT_OUT`], with the reasons.
-fn leave_out(tests: &mut Command) -> &mut Command {
-    for (name, reason) in LEFT_OUT {
-        println!("left out: {name}: {reason}");
-        tests.args(["--skip", name]);
-    }
-    tests
+/// The names of the tests that are left out, and of those that another run tests on the CPU.
+fn skipped() -> Vec<&'static str> {
+    LEFT_OUT.iter().map(|(name, _)| *name).chain(simulation::STEPS_ON_THE_CPU).collect()
 }
 
 /// Fails if an operator had other costs than the simulation says, and says which.
@@ -237,8 +240,8 @@ mod tests {
 
     #[test]
     fn every_named_part_exists() {
-        let of_steps = ("steps", &[&OF_GRAPHS[..], &OF_LATE_ANSWERS].concat()[..]);
-        simulation::check_names(&[&PARTS[..], &[of_steps, ("processes", &OF_NCCL)]].concat());
+        simulation::check_names(&PARTS);
+        simulation::check_names(&[OF_GRAPHS, OF_LATE_ANSWERS, OF_NCCL]);
     }
 
     #[test]

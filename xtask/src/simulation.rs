@@ -1,7 +1,5 @@
 //! The tests on simulated GPUs.
 
-#[cfg(test)]
-use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::{env, fs};
 
@@ -13,12 +11,24 @@ use crate::process::run as show;
 use crate::workspace::Workspace;
 use crate::{paths, process};
 
-/// The programs with tests that use devices.
-const ON_DEVICES: [&str; 6] = ["devices", "memory", "precision", "regions", "reports", "steps"];
+/// Modules or tests of a program, by what their names begin with; none stands for all of them. What is not in the same
+/// program is another's: a filter of one command would find its names in others, too.
+pub(crate) type Parts = (&'static str, &'static [&'static str]);
 
-/// Parts of these that need none, by what their names begin with.
-const PARTS_ON_THE_CPU: [&str; 6] = [
-    "budget::",
+/// The tests that use devices.
+const ON_DEVICES: [Parts; 8] = [
+    ("devices", &[]),
+    ("files", &["checkpoint::round_trip::", "checkpoint::weights::"]),
+    ("memory", &[]),
+    ("precision", &[]),
+    ("processes", &["resume::"]),
+    ("regions", &[]),
+    ("reports", &["budget::cuda::", "insight::"]),
+    ("steps", &[]),
+];
+
+/// Tests of `steps` that need none, and run on the CPU beside.
+pub(crate) const STEPS_ON_THE_CPU: [&str; 5] = [
     "optim::adam_fp16::",
     "optim::low_bit::a_step_has_the_bits_of_the_definition",
     "optim::low_bit::every_set_of_instructions_has_the_same_bits",
@@ -26,21 +36,16 @@ const PARTS_ON_THE_CPU: [&str; 6] = [
     "optim::low_bit::losses::",
 ];
 
-/// The tests of other programs and of such parts that use devices.
-const OTHERS_ON_DEVICES: [(&str, &[&str]); 3] = [
-    ("files", &["checkpoint::round_trip::", "checkpoint::weights::"]),
-    ("processes", &["resume::"]),
-    ("reports", &["budget::cuda::"]),
-];
-
 /// The tests that depend on copies from a device run with copies that arrive immediately, and with copies that arrive
 /// only when the host synchronizes. A step of an optimizer waits for no copy: it runs with the late ones alone.
-const LAGS: [(&str, &[&str]); 2] =
-    [("0", &["scaler::", "schedule::"]), ("never", &["optim::", "scaler::", "schedule::"])];
-const ABOUT_LAGS: [&str; 2] = ["controls::", "skips::"];
+const LAGS: [(&str, [Parts; 2]); 2] = [
+    ("0", [("steps", &["scaler::", "schedule::"]), ABOUT_LAGS]),
+    ("never", [("steps", &["optim::", "scaler::", "schedule::"]), ABOUT_LAGS]),
+];
+const ABOUT_LAGS: Parts = ("devices", &["controls::", "skips::"]);
 
 /// The tests that see which operators libtorch has on a device, and what its kernels do.
-const OF_KERNELS: [(&str, &[&str]); 2] = [
+pub(crate) const OF_KERNELS: [Parts; 2] = [
     ("regions", &["autocast::", "function::"]),
     ("steps", &["accumulation::", "average::", "optim::", "scaler::"]),
 ];
@@ -60,31 +65,28 @@ pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
         return Ok(false);
     }
     let simulation = Simulation::provide(&workspace.libtorch)?;
-    let tests = |programs: &[&str]| cargo_test(workspace, &simulation, programs);
-    if extent == Extent::OfKernels {
-        show(tests(&[]).arg("--lib"))?;
-        let all = OF_KERNELS.map(|(program, _)| program);
-        show(skip_comparisons(only(&mut tests(&all), &OF_KERNELS)))?;
-        return Ok(true);
-    }
-    show(skip_parts_on_the_cpu(tests(&ON_DEVICES).args(["--lib", "--"])))?;
-    let others = OTHERS_ON_DEVICES.map(|(program, _)| program);
-    show(only(&mut tests(&others), &OTHERS_ON_DEVICES))?;
+    show(simulated(workspace, &simulation).arg("--lib"))?;
+    let (parts, left_out) = match extent {
+        Extent::Whole => (&ON_DEVICES[..], &STEPS_ON_THE_CPU[..]),
+        Extent::OfKernels => (&OF_KERNELS[..], &[][..]),
+    };
+    run_parts(parts, left_out, || simulated(workspace, &simulation))?;
     Ok(true)
 }
 
-/// The parts that run with [`Extent::OfKernels`], but for [those that are left out](skip_comparisons).
-pub(crate) fn parts_of_kernels() -> impl Iterator<Item = &'static str> {
-    OF_KERNELS.into_iter().flat_map(|(_, parts)| parts).copied()
-}
-
-/// Adds the names of these parts to a command of cargo that runs their programs.
-pub(crate) fn only<'a>(tests: &'a mut Command, parts: &[(&str, &[&str])]) -> &'a mut Command {
-    tests.arg("--");
-    for (_, parts) in parts {
-        tests.args(*parts);
+/// Runs the parts of each program by a command that `make` begins, without what is left out.
+pub(crate) fn run_parts(
+    parts: &[Parts],
+    left_out: &[&str],
+    make: impl Fn() -> Command,
+) -> Result<()> {
+    for (program, parts) in parts {
+        let mut tests = make();
+        tests.args(["--test", program, "--"]).args(*parts);
+        tests.args(left_out.iter().flat_map(|name| ["--skip", name]));
+        show(&mut tests)?;
     }
-    tests
+    Ok(())
 }
 
 /// Runs the tests that depend on copies from a device with copies that arrive at another time.
@@ -93,13 +95,13 @@ pub(crate) fn test_lags(workspace: &Workspace) -> Result<()> {
         return Ok(());
     }
     let simulation = Simulation::provide(&workspace.libtorch)?;
-    for (lag, parts) in LAGS {
+    for (lag, parts) in &LAGS {
         println!("\n-- SIMULATED_CUDA_LAG={lag}");
-        for (program, parts) in [("steps", parts), ("devices", &ABOUT_LAGS)] {
-            let mut tests = cargo_test(workspace, &simulation, &[program]);
-            tests.env("SIMULATED_CUDA_LAG", lag).arg("--").args(parts);
-            show(skip_parts_on_the_cpu(&mut tests))?;
-        }
+        run_parts(parts, &STEPS_ON_THE_CPU, || {
+            let mut tests = simulated(workspace, &simulation);
+            tests.env("SIMULATED_CUDA_LAG", lag);
+            tests
+        })?;
     }
     Ok(())
 }
@@ -115,39 +117,19 @@ fn is_possible(workspace: &Workspace) -> bool {
     possible.is_ok()
 }
 
-fn cargo_test(workspace: &Workspace, simulation: &Simulation, programs: &[&str]) -> Command {
-    let mut tests = on_counted_devices(workspace, programs);
+fn simulated(workspace: &Workspace, simulation: &Simulation) -> Command {
+    let mut tests = on_counted_devices(workspace);
     simulation.apply(&mut tests);
     tests
 }
 
-/// `cargo test` for these programs of tests, which fail without CUDA devices that are counted.
-pub(crate) fn on_counted_devices(workspace: &Workspace, programs: &[&str]) -> Command {
+/// `cargo test` for tests that fail without CUDA devices which are counted.
+pub(crate) fn on_counted_devices(workspace: &Workspace) -> Command {
     let mut tests = workspace.cargo_test();
     tests.args(["--package", "tch-amp"]);
-    for name in programs {
-        tests.args(["--test", name]);
-    }
     fewer_programs(&mut tests);
     tests.env("TCH_AMP_REQUIRE_CUDA", "1").env("TCH_AMP_REQUIRE_SIMULATION", "1");
     tests
-}
-
-/// Leaves out what another run of the same libtorch tests on the CPU, of programs of tests that follow `--`.
-pub(crate) fn skip_parts_on_the_cpu(tests: &mut Command) -> &mut Command {
-    for name in PARTS_ON_THE_CPU {
-        tests.args(["--skip", name]);
-    }
-    tests
-}
-
-/// Leaves out the fixed cases and random programs of these modules that are compared with PyTorch, which computes on the
-/// CPU.
-pub(crate) fn skip_comparisons(tests: &mut Command) -> &mut Command {
-    tests.args(
-        ["function::cases::", "optim::programs::", "scaler::programs::"]
-            .map(|name| format!("--skip={name}")),
-    )
 }
 
 /// Reduces the number of random programs. The full number runs on the CPU with the locked version of tch.
@@ -196,26 +178,25 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
 
 /// Fails if a program of tests, or a part of it, does not exist.
 #[cfg(test)]
-pub(crate) fn check_names(parts: &[(&str, &[&str])]) {
+pub(crate) fn check_names(parts: &[Parts]) {
+    let programs = programs().unwrap();
     for (program, parts) in parts {
-        let folder = paths::root().join("tests").join(program);
-        assert!(folder.join("main.rs").is_file(), "{program}");
+        assert!(programs.iter().any(|there| there == program), "{program}");
         for part in *parts {
-            // A module, or one of its functions.
-            let (module, function) =
-                part.rsplit_once("::").expect("a part ends with `::` or a name");
-            let source = source_of(&folder.join(module.replace("::", "/")));
-            assert!(source.contains(&format!("fn {function}")), "{part}");
+            let source = source_of(program, part);
+            let (_, function) = part.rsplit_once("::").unwrap();
+            assert!(function.is_empty() || source.contains(&format!("fn {function}(")), "{part}");
         }
     }
 }
 
-/// The source of a module.
+/// The source of the module of a part, whose name ends with `::` or is that of a test.
 #[cfg(test)]
-fn source_of(module: &Path) -> String {
-    let file = [module.with_extension("rs"), module.join("mod.rs")]
-        .into_iter()
-        .find(|file| file.is_file());
+fn source_of(program: &str, part: &str) -> String {
+    let (module, _) = part.rsplit_once("::").expect("a part has a module");
+    let module = paths::root().join("tests").join(program).join(module.replace("::", "/"));
+    let mut files = [module.with_extension("rs"), module.join("mod.rs")].into_iter();
+    let file = files.find(|file| file.is_file());
     fs::read_to_string(file.unwrap_or_else(|| panic!("there is no {}", module.display()))).unwrap()
 }
 
@@ -225,27 +206,20 @@ mod tests {
 
     #[test]
     fn every_named_test_exists() {
-        let names = programs().unwrap();
-        for name in ON_DEVICES {
-            assert!(names.iter().any(|there| there == name), "{name}");
-        }
-        let with_lags = LAGS.map(|(_, parts)| ("steps", parts));
-        let all = [&OTHERS_ON_DEVICES[..], &OF_KERNELS, &with_lags, &[("devices", &ABOUT_LAGS)]];
-        check_names(&all.concat());
+        check_names(&ON_DEVICES);
+        check_names(&OF_KERNELS);
+        LAGS.iter().for_each(|(_, parts)| check_names(parts));
+        check_names(&[("steps", &STEPS_ON_THE_CPU)]);
     }
 
     #[test]
-    fn parts_on_the_cpu_exist_and_use_no_device() {
-        // Of budgets, the part that uses one is named beside it.
-        for name in &PARTS_ON_THE_CPU[1..] {
-            check_names(&[("steps", &[name])]);
-            let (module, function) = name.rsplit_once("::").unwrap();
-            let source =
-                source_of(&paths::root().join("tests/steps").join(module.replace("::", "/")));
+    fn parts_on_the_cpu_use_no_device() {
+        for name in STEPS_ON_THE_CPU {
+            let source = source_of("steps", name);
             // A whole module, or one of its functions.
-            let source = match function {
-                "" => &*source,
-                function => {
+            let source = match name.rsplit_once("::").unwrap() {
+                (_, "") => &*source,
+                (_, function) => {
                     let (_, rest) = source.split_once(&format!("fn {function}(")).expect(name);
                     rest.split("\n}\n").next().unwrap_or(rest)
                 }

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::args::Args;
 use crate::process::run as show;
-use crate::simulation::Extent;
+use crate::simulation::{Extent, Parts};
 use crate::steps::{self, Beside, Steps};
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::Workspace;
@@ -19,12 +19,16 @@ use crate::{
 
 const FUZZ_SECONDS: u32 = 10;
 
-/// Tests of whole programs, and of this crate's own files and processes, with programs that have no others first. Before
-/// a release, the others see what differs between the versions.
-const OF_ANY_LIBTORCH: (&[&str], &[&str]) = (
-    &["abi", "master_memory", "soak"],
-    &["budget::", "demo::", "examples::", "pairs::", "recipe::", "resume::"],
-);
+/// Tests of whole programs, and of this crate's own files and processes. Before a release, the others see what differs
+/// between the versions.
+const OF_ANY_LIBTORCH: [Parts; 6] = [
+    ("abi", &[]),
+    ("master_memory", &[]),
+    ("processes", &["demo::", "examples::", "recipe::", "resume::"]),
+    ("reports", &["budget::"]),
+    ("soak", &[]),
+    ("steps", &["pairs::"]),
+];
 
 /// Which tests run with another version than the locked one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -272,7 +276,7 @@ fn test_other(
     steps: &mut Steps,
     pair: Pair,
     selection: Selection,
-) -> Result<[(String, Command); 2]> {
+) -> Result<Vec<(String, Command)>> {
     let name = format!("libtorch for tch {}", pair.tch);
     let workspace = steps.run(&name, || Workspace::announced(Some(pair)))?;
     let with = format!("with tch {}", pair.tch);
@@ -280,26 +284,30 @@ fn test_other(
         simulation::test(&workspace, Extent::OfKernels)
     })?;
     null_cuda::is_possible(&workspace);
+    let mut left_out = Vec::new();
+    if selection == Selection::OfLibtorch {
+        left_out.extend(OF_ANY_LIBTORCH);
+    }
+    if simulated {
+        left_out.extend(simulation::OF_KERNELS);
+    }
     let mut lib = workspace.cargo_test();
     process::on_all_cores(lib.arg("--lib"));
-    let mut tests = on_cpu(&workspace);
-    simulation::fewer_programs(&mut tests);
-    tests.env("TCH_AMP_SHORT", "1");
-    let (programs, mut parts) = match selection {
-        Selection::All => (&[][..], Vec::new()),
-        Selection::OfLibtorch => (OF_ANY_LIBTORCH.0, OF_ANY_LIBTORCH.1.to_vec()),
-    };
-    if simulated {
-        // Regions are tested without a GPU as well: there they are refused on one.
-        parts.extend(simulation::parts_of_kernels().filter(|part| *part != "autocast::"));
-    }
+    let mut commands = vec![(format!("private code {with}"), lib)];
     for program in simulation::programs()? {
-        if !programs.contains(&program.as_str()) {
-            tests.args(["--test", &program]);
+        let own = left_out.iter().filter(|(name, _)| *name == program);
+        if own.clone().any(|(_, parts)| parts.is_empty()) {
+            continue;
         }
+        // Regions are tested without a GPU as well: there they are refused on one.
+        let parts = own.flat_map(|(_, parts)| *parts).filter(|part| **part != "autocast::");
+        let mut tests = on_cpu(&workspace);
+        simulation::fewer_programs(&mut tests);
+        tests.env("TCH_AMP_SHORT", "1").args(["--test", &program, "--"]);
+        tests.args(parts.flat_map(|part| ["--skip", part]));
+        commands.push((format!("{program} {with}"), tests));
     }
-    tests.arg("--").args(parts.iter().flat_map(|part| ["--skip", part]));
-    Ok([(format!("private code {with}"), lib), (format!("cargo test {with}"), tests)])
+    Ok(commands)
 }
 
 /// `cargo test` on the CPU.
@@ -317,6 +325,11 @@ fn on_cpu(workspace: &Workspace) -> Command {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_named_test_exists() {
+        simulation::check_names(&OF_ANY_LIBTORCH);
+    }
 
     #[test]
     fn every_stage_has_a_name_of_its_own_and_an_unknown_one_is_refused() {
