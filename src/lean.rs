@@ -99,7 +99,8 @@ impl Default for LinearCrossEntropyConfig {
 ///
 /// In an autocast region the products are computed in its dtype, on any device, and the gradients are those of autocast
 /// but for the rounding of some last digits: logits in half precision, the loss and the softmax in f32. Outside of a
-/// region they have the dtype of the operands. The program's overrides of autocast's lists do not apply.
+/// region they have the dtype of the operands. Overrides and plans hold as for `linear`. Where an
+/// [`insight::Budget`](crate::insight::Budget) emulates half precision, the two operators are called.
 ///
 /// The logits become their own gradient in the backward pass. A second one through the same graph (`retain_graph`)
 /// computes them again. Never synchronizes.

@@ -4,6 +4,8 @@
 // *Kept*: the backward pass turns the logits into their own gradient in place, with the scale of the loss in it.
 // *Blocks*: the forward pass computes the gradients of a block of rows at a time, before any scale, sums up that of the
 // weight in f32, and keeps no logits; the backward pass multiplies them. What has been used up is computed again.
+//
+// *Composed*: where half precision is emulated, the operators that this takes the place of are called.
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -17,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "autocast/overrides.h"
 #include "border/guarded.h"
 #include "function/function_node.h"
 #include "gradients/parallel_chunks.h"
@@ -114,13 +117,17 @@ class Loss {
     losses_.narrow(0, begin, rows).copy_(losses);
   }
 
-  // The reduced loss, once all rows are there.
-  Tensor reduced() const {
+  // The reduced loss, once all rows are there; without a reduction, in these sizes. It is the caller's alone.
+  Tensor reduced(at::IntArrayRef shape) {
+    const Tensor losses = std::exchange(losses_, Tensor());
     const Tensor sizes = options_.z_loss == 0 ? Tensor()
                                               : at::where(rows_.kept, log_sums_.square() * options_.z_loss,
-                                                          at::zeros({}, losses_.options()));
-    if (options_.reduction == TAMP_LOSS_NONE) return sizes.defined() ? losses_ + sizes : losses_;
-    Tensor loss = losses_.sum();
+                                                          at::zeros({}, losses.options()));
+    // A view would refuse to be changed in place.
+    if (options_.reduction == TAMP_LOSS_NONE) {
+      return at::_unsafe_view(sizes.defined() ? losses + sizes : losses, shape);
+    }
+    Tensor loss = losses.sum();
     if (options_.is_mean()) loss = loss / rows_.total;
     if (!sizes.defined()) return loss;
     return loss + (options_.is_mean() ? sizes.sum() / rows_.count : sizes.sum());
@@ -451,12 +458,43 @@ class LinearCrossEntropyNode final : public Node {
   at::ScalarType dtype_;
 };
 
-// The dtype in which a region computes a product of tensors of this dtype.
-at::ScalarType product_dtype(const Tensor &t) {
-  const auto device = t.device().type();
-  const bool is_cast = t.scalar_type() != at::kDouble && at::autocast::is_autocast_available(device) &&
+// The dtype in which the region computes a linear layer of these tensors, with the program's overrides of `linear`.
+at::ScalarType product_dtype(const Tensor &hidden, const Tensor &weight, const Tensor &bias) {
+  const auto device = hidden.device().type();
+  const bool is_cast = hidden.scalar_type() != at::kDouble && at::autocast::is_autocast_available(device) &&
                        at::autocast::is_autocast_enabled(device);
-  return is_cast ? at::autocast::get_autocast_dtype(device) : t.scalar_type();
+  if (!is_cast) return hidden.scalar_type();
+  static const auto linear = c10::Dispatcher::singleton().findSchemaOrThrow("aten::linear", "");
+  const c10::IValue arguments[] = {hidden, weight, bias.defined() ? c10::IValue(bias) : c10::IValue()};
+  const bool is_f32 = overridden(linear, arguments) == TAMP_RUN_F32;
+  return is_f32 ? at::kFloat : at::autocast::get_autocast_dtype(device);
+}
+
+// Whether the thread emulates half precision, which sees operators alone.
+bool is_emulated() {
+  const auto local = c10::impl::tls_local_dispatch_key_set();
+  return !((local.included_ & kEmulation) - local.excluded_).empty();
+}
+
+// The loss by the operators that it takes the place of, in the program's regions.
+Tensor composed(const Tensor &hidden, const Tensor &weight, const Tensor &bias, const Tensor &targets,
+                const LossOptions &options) {
+  const int64_t classes = weight.size(0);
+  const Tensor products = at::linear(hidden, weight, bias);
+  const auto wide = products.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  Tensor logits = products.to(wide).reshape({-1, classes});
+  if (options.soft_cap != 0) logits = (logits / options.soft_cap).tanh() * options.soft_cap;
+  const Tensor labels = targets.reshape({-1});
+  const Tensor weights = options.class_weights.defined() ? options.class_weights.to(wide) : Tensor();
+  Tensor loss =
+      at::cross_entropy_loss(logits, labels, weights, options.reduction, options.ignore_index, options.label_smoothing);
+  if (options.z_loss != 0) {
+    const Tensor kept = labels.ne(options.ignore_index);
+    const Tensor sizes = at::where(kept, at::logsumexp(logits, 1).square() * options.z_loss, 0);
+    const bool is_none = options.reduction == TAMP_LOSS_NONE;
+    loss = loss + (is_none ? sizes : options.is_mean() ? sizes.sum() / kept.sum() : sizes.sum());
+  }
+  return options.reduction == TAMP_LOSS_NONE ? loss.reshape(targets.sizes()) : loss;
 }
 
 Tensor cross_entropy(const Tensor &hidden, const Tensor &weight, const Tensor &bias, const Tensor &targets,
@@ -490,8 +528,7 @@ Tensor cross_entropy(const Tensor &hidden, const Tensor &weight, const Tensor &b
       logits = logits_of(h, w, b);
       state.forward(logits, 0);
     }
-    loss = state.reduced();
-    if (options.reduction == TAMP_LOSS_NONE) loss = loss.view(targets.sizes());
+    loss = state.reduced(targets.sizes());
     if (!is_recorded) return loss;
     made = make_node<LinearCrossEntropyNode>(hidden, weight, bias, std::move(state), dtype,
                                              torch::autograd::collect_next_edges(hidden, weight, bias));
@@ -533,7 +570,8 @@ tamp_tensor *tamp_linear_cross_entropy(const tamp_tensor *hidden, const tamp_ten
     using at::Tensor;
     const tamp::LossOptions loss(*options);
     Tensor h = tamp::tensor(hidden), w = tamp::tensor(weight), b = bias == nullptr ? Tensor() : tamp::tensor(bias);
-    const auto dtype = tamp::product_dtype(h);
+    if (tamp::is_emulated()) return tamp::give(tamp::composed(h, w, b, tamp::tensor(targets), loss));
+    const auto dtype = tamp::product_dtype(h, w, b);
     h = h.reshape({-1, h.size(-1)});
     if (loss.max_bytes == 0) {
       // As a linear layer in the region: the weight cache serves the casts, and their derivatives are autograd's.

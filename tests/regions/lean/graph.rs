@@ -43,6 +43,21 @@ fn a_second_pass_has_the_bits_of_the_first_and_a_third_one_is_refused() {
     });
 }
 
+/// The loss of each target is the program's alone.
+#[test]
+fn a_loss_can_be_changed_in_place() {
+    for config in configs() {
+        let [ours, theirs] = [0, 1].map(|_| Operands::random(Device::Cpu, [6, 4, 10], false));
+        let mut loss = ours.loss(&config);
+        let _changed = loss.g_mul_scalar_(3.0);
+        loss.sum(Kind::Float).backward();
+        (theirs.loss(&config) * 3.0).sum(Kind::Float).backward();
+        for (ours, theirs) in ours.gradients().iter().zip(theirs.gradients()) {
+            assert_eq!(bits(ours), bits(&theirs), "{config:?}");
+        }
+    }
+}
+
 #[test]
 fn second_derivatives_are_refused_in_words() {
     for config in configs() {

@@ -1,7 +1,10 @@
 //! Errors beside f64, and bits beside autocast.
 
 use tch::{Device, Kind, Tensor};
+use tch_amp::Autocast;
 use tch_amp::lean::LinearCrossEntropyConfig;
+
+use testkit::bits::bits;
 
 use super::{Operands, region, relative, usual};
 
@@ -95,14 +98,44 @@ fn gradients_have_the_bits_of_autocast() {
     });
 }
 
-/// A sum of blocks loses nothing that fp16 has at a large scale.
+/// A region that keeps linear layers in f32 keeps this one, too.
+#[test]
+fn an_override_of_linear_holds() {
+    let operands = Operands::random(Device::Cpu, [12, 8, 30], true);
+    for max_bytes in [None, Some(256)] {
+        let config = LinearCrossEntropyConfig { max_bytes, ..Default::default() };
+        let of = |region: Autocast| {
+            let own = operands.to(Kind::Float);
+            let loss = region.run(|| own.loss(&config)).unwrap();
+            loss.backward();
+            [bits(&loss), bits(&own.hidden.grad()), bits(&own.weight.grad())]
+        };
+        let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+        let outside = of(region.enabled(false));
+        assert_eq!(of(region.keep_in_f32(["linear"])), outside, "{max_bytes:?}");
+        assert_ne!(of(region), outside, "{max_bytes:?}");
+    }
+}
+
+/// Gradients of blocks have no scale in them, nor what a mean divides by: without a scale they lose nothing that
+/// autocast's have at a large one.
 #[test]
 fn blocks_of_fp16_need_no_scale() {
-    let operands = Operands::random(Device::Cpu, [64, 16, 400], false);
+    let operands = Operands::random(Device::Cpu, SIZES[0], false);
+    let exact = operands.to(Kind::Double);
+    usual(&exact, &LinearCrossEntropyConfig::default()).backward();
     let config = LinearCrossEntropyConfig { max_bytes: Some(1 << 14), ..Default::default() };
     let of = |scale| run(&operands, Kind::Half, scale, |own| own.loss(&config)).1;
-    for (small, large) in of(1.0).iter().zip(&of(65536.0)) {
-        assert_eq!(small, large);
+    let autocast =
+        |scale| run(&operands, Kind::Half, scale, |own| usual(own, &Default::default())).1;
+    let (small, large) = (of(1.0), of(65536.0));
+    let (lossy, scaled) = (autocast(1.0), autocast(65536.0));
+    for (place, exact) in exact.gradients().iter().enumerate() {
+        assert_eq!(small[place], large[place]);
+        let error = |all: &[Tensor]| relative(&all[place], exact);
+        let [ours, lossy, scaled] = [&small, &lossy, &scaled].map(|all| error(all));
+        assert!(ours <= scaled * 1.05, "{ours} {scaled}");
+        assert!(ours * 1.1 < lossy, "{ours} {lossy}: autocast's lose some at a scale of 1");
     }
 }
 
@@ -118,7 +151,7 @@ fn threads_change_no_bit() {
         let loss = own.loss(&config);
         loss.backward();
         tch::set_num_threads(threads);
-        (testkit::bits::bits(&loss), testkit::bits::bits(&own.hidden.grad()))
+        (bits(&loss), bits(&own.hidden.grad()))
     };
     assert_eq!(of(1), of(2));
 }

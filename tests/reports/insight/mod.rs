@@ -7,6 +7,7 @@ mod contexts;
 mod counts;
 mod health;
 mod history;
+mod lean;
 mod operators;
 mod own_arithmetic;
 mod page;
