@@ -46,10 +46,14 @@ impl Optimizer {
 
     /// Makes autograd accumulate the gradients of half-precision parameters in f32 from now on, also over the
     /// micro-batches of a step; existing gradients are converted. Costs 4 bytes per parameter instead of 2. f32
-    /// parameters are not affected. It is not part of a saved state: call it again after a restart. An optimizer
-    /// without master weights ends it for its parameters when it is built, and by its [`zero_grad`](Self::zero_grad).
-    /// Corresponds to setting `grad_dtype` of the parameters in PyTorch, and to `accumulate_allreduce_grads_in_fp32` in
-    /// Megatron-LM.
+    /// parameters are not affected. An optimizer without master weights ends it for its parameters when it is built, and
+    /// by its [`zero_grad`](Self::zero_grad). Corresponds to setting `grad_dtype` of the parameters in PyTorch, and to
+    /// `accumulate_allreduce_grads_in_fp32` in Megatron-LM.
+    ///
+    /// It is not part of a saved state: call it again after a restart. Without it, gradients are f32 from the first time
+    /// that a scaler unscales them before the step, so that a first iteration with several backward passes still adds
+    /// them up in half precision. That of a restored run does so, too, and its last digits differ from those of a run
+    /// that was not interrupted.
     ///
     /// # Errors
     ///

@@ -67,6 +67,8 @@ pub enum Ability {
     Recompute,
     /// An activation that is a custom function.
     CustomFunction,
+    /// The loss has a cross entropy of logits that are kept once, or by the block.
+    Lean,
     /// Two ranks with gradients averaged by `DistributedDataParallel`.
     Ranks,
     /// The same, with a micro-batch whose gradients are not averaged.
@@ -79,7 +81,7 @@ pub enum Ability {
     Restored,
 }
 
-pub const ALL: [Ability; 36] = [
+pub const ALL: [Ability; 37] = [
     OffInside,
     OffBefore,
     OtherDtypeInside,
@@ -111,6 +113,7 @@ pub const ALL: [Ability; 36] = [
     BatchNorm,
     Recompute,
     CustomFunction,
+    Lean,
     Ranks,
     NoSync,
     Sharded,
@@ -151,7 +154,8 @@ const NO_SUCH_CALL: [(Ability, Ability, &str); 10] = [
 const ONE_DEVICE: &str = "graphs are of one device";
 
 /// Pairs that are refused when a program runs, with a part of the error.
-const REFUSED: [(Ability, Ability, &str); 4] = [
+const REFUSED: [(Ability, Ability, &str); 5] = [
+    (Penalty, Lean, "the gradients of linear_cross_entropy cannot be differentiated"),
     (HostOptimizer, Graph, "an optimizer that does not take scaled gradients"),
     (Ranks, Graph, ONE_DEVICE),
     (NoSync, Graph, ONE_DEVICE),

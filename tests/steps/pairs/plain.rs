@@ -1,12 +1,12 @@
 //! The same training as a plain loop in f64, without the crate: libtorch's autograd for the gradients, and formulas for
 //! all that follows.
 
-use tch::{Kind, Tensor, no_grad};
+use tch::{Kind, Reduction, Tensor, no_grad};
 
 use crate::pairs::abilities::Ability::*;
 use crate::pairs::program::{
-    GAMMA, GROWTH_INTERVAL, INIT_SCALE, ITERATIONS, LENGTH, MAX_NORM, MAX_VALUE, MOMENTUM, Mask,
-    PENALTY, Program, ROWS,
+    CLASSES, GAMMA, GROWTH_INTERVAL, INIT_SCALE, ITERATIONS, LENGTH, MAX_NORM, MAX_VALUE, MOMENTUM,
+    Mask, PENALTY, Program, ROWS,
 };
 
 const F64: Kind = Kind::Double;
@@ -63,10 +63,19 @@ fn gradients(program: &Program, p: &[Parameter], iteration: usize) -> Vec<Tensor
     let (x, t) = (program.input(iteration).to_kind(F64), program.target(iteration).to_kind(F64));
     let (parts, rows) = (program.parts(), ROWS / program.parts());
     let leaves: Vec<_> = p.iter().map(|p| p.tensor.shallow_clone()).collect();
+    let none = None::<&Tensor>;
     let part = |part: i64| {
         let y = forward(program, p, &x, part * rows, rows);
-        let squares = (y - t.narrow(0, part * rows, rows)).square();
-        let loss = squares.mean(F64) * program.factors[iteration];
+        let squares = (&y - t.narrow(0, part * rows, rows)).square();
+        let mut loss = squares.mean(F64);
+        if program.has(Lean) {
+            let logits =
+                y.matmul(&p[p.len() - 1].tensor.transpose(0, 1)).view([-1, program.hidden()]);
+            let labels = program.labels().narrow(0, part * rows, rows).reshape([-1]);
+            let classes = logits.cross_entropy_loss(&labels, none, Reduction::Mean, -100, 0.0);
+            loss += classes * CLASSES;
+        }
+        let loss = loss * program.factors[iteration];
         if !program.has(Penalty) {
             return Tensor::run_backward(&[loss], &leaves, false, false);
         }

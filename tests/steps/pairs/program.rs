@@ -38,6 +38,11 @@ pub struct Program {
     pub overflows: Vec<usize>,
     /// When everything is saved and loaded.
     pub restored_at: usize,
+    /// Whether gradients of half-precision parameters are f32 from the beginning on. A run that is restored has to say so
+    /// to go on with the same bits, since it is no part of a saved state.
+    pub in_f32: bool,
+    /// The most bytes of logits at a time, of a cross entropy that has blocks.
+    pub max_bytes: Option<usize>,
     /// Whether the second optimizer ends the iteration before the first has been stepped, if it can.
     pub is_early: bool,
 }
@@ -62,6 +67,8 @@ impl Program {
         let overflows = (1..ITERATIONS).filter(|_| rng.one_in(4)).collect();
         let restored_at = 1 + rng.below(ITERATIONS - 1);
         let is_early = rng.one_in(2);
+        let max_bytes = rng.one_in(2).then_some(100);
+        let in_f32 = rng.one_in(2) || abilities.contains(&Restored);
         let abilities = abilities.to_vec();
         Self {
             seed,
@@ -74,6 +81,8 @@ impl Program {
             factors,
             overflows,
             restored_at,
+            in_f32,
+            max_bytes,
             is_early,
         }
     }
@@ -164,6 +173,8 @@ impl Program {
             self.product(),
             if casts || self.attends() { self.dtype } else { Kind::Float },
             if self.is_in_bf16() { Kind::BFloat16 } else { Kind::Float },
+            // In the region around, whatever is inside of it.
+            if self.has(Lean) && self.is_on() { self.dtype } else { Kind::Float },
         ];
         let any = |kind| all.contains(&kind);
         if any(Kind::BFloat16) {
@@ -191,6 +202,9 @@ impl Program {
             vec![("up", vec![width, hidden]), ("down", vec![hidden, 4]), ("bias", vec![4])];
         if self.attends() {
             all.extend([("queries", vec![width, width]), ("keys", vec![width, width])]);
+        }
+        if self.has(Lean) {
+            all.push(("classes", vec![hidden, 4]));
         }
         all
     }
@@ -221,6 +235,12 @@ impl Program {
 
     pub fn target(&self, iteration: usize) -> Tensor {
         self.random(&format!("target {iteration}"), &[ROWS, LENGTH, 4])
+    }
+
+    /// The classes of the rows, as many as the hidden units, for a cross entropy; some are ignored.
+    pub fn labels(&self) -> Tensor {
+        let labels = Tensor::arange(ROWS * LENGTH, (Kind::Int64, Device::Cpu)).remainder(5);
+        labels.masked_fill(&labels.eq(4), -100).view([ROWS, LENGTH])
     }
 
     /// The mask of attention, in f32 or booleans, for each row of the batch.
@@ -260,3 +280,5 @@ pub const MOMENTUM: f64 = 0.9;
 pub const INIT_SCALE: f64 = 256.0;
 pub const GROWTH_INTERVAL: i64 = 3;
 pub const PENALTY: f64 = 0.5;
+/// The factor of the cross entropy.
+pub const CLASSES: f64 = 0.25;

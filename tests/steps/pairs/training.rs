@@ -12,6 +12,7 @@ use tch_amp::distributed::{DistributedDataParallel, ProcessGroup};
 use tch_amp::function::{FunctionResult, GradConfig, grad};
 use tch_amp::gradients::clip_grad_norm;
 use tch_amp::graph::Captured;
+use tch_amp::lean::{LinearCrossEntropyConfig, linear_cross_entropy};
 use tch_amp::optim::{AdamW, Algorithm, AmpOptimizer, MasterWeights, MomentDtype, Optimizer, Sgd};
 use tch_amp::recompute::checkpointed;
 use tch_amp::scaler::{
@@ -23,8 +24,8 @@ use tch_amp::{Autocast, GradScaler, Result, function};
 use crate::pairs::abilities::Ability::*;
 use crate::pairs::plain::{EPS, Outcome, SECOND_LR};
 use crate::pairs::program::{
-    GAMMA, GROWTH_INTERVAL, INIT_SCALE, ITERATIONS, MAX_NORM, MAX_VALUE, MOMENTUM, Mask, PENALTY,
-    Program, ROWS,
+    CLASSES, GAMMA, GROWTH_INTERVAL, INIT_SCALE, ITERATIONS, MAX_NORM, MAX_VALUE, MOMENTUM, Mask,
+    PENALTY, Program, ROWS,
 };
 
 const ATTENTION: &str = "scaled_dot_product_attention";
@@ -64,6 +65,7 @@ struct Model {
     p: Vec<Tensor>,
     causal: bool,
     mask: Option<Tensor>,
+    attends: bool,
     custom: bool,
 }
 
@@ -104,9 +106,9 @@ impl Model {
     fn forward(&self, x: &Tensor) -> FunctionResult<Tensor> {
         let forward = || {
             let x = x.to_kind(self.p[0].kind());
-            let x = match self.p.len() {
-                3 => x,
-                _ => Tensor::f_scaled_dot_product_attention(
+            let x = match self.attends {
+                false => x,
+                true => Tensor::f_scaled_dot_product_attention(
                     &x.f_matmul(&self.p[3])?,
                     &x.f_matmul(&self.p[4])?,
                     &x,
@@ -134,7 +136,7 @@ pub fn region(program: &Program) -> Result<Autocast> {
     let mut region = Autocast::new(device).dtype(program.dtype).cache(!program.has(CacheOff));
     region = region.enabled(program.is_on() && !program.has(OffBefore));
     if program.has(Kept) {
-        region = region.keep_in_f32(["matmul", "tanh"]);
+        region = region.keep_in_f32(["matmul", "linear", "tanh"]);
         if !program.attends() {
             region = region.keep_in_f32([ATTENTION]);
         }
@@ -143,7 +145,7 @@ pub fn region(program: &Program) -> Result<Autocast> {
         Ok::<_, tch_amp::Error>(Plan { dtype: Some(program.dtype), rules, ..Plan::new(device)? })
     };
     if program.has(PlanInF32) {
-        let products = ["matmul", ATTENTION].map(|name| Rule::new(name, RunAs::F32));
+        let products = ["matmul", "linear", ATTENTION].map(|name| Rule::new(name, RunAs::F32));
         let off: Plan = Plan::new(device)?;
         // The last of several plans holds.
         region = region.plan(&off)?.plan(&plan(products.to_vec())?)?;
@@ -178,6 +180,7 @@ pub struct Training<'a> {
     model: Model,
     x: Tensor,
     t: Tensor,
+    labels: Tensor,
     factor: Tensor,
     optim: Optim,
     scaling: Scaling,
@@ -217,10 +220,14 @@ impl<'a> Training<'a> {
             p,
             causal: program.mask == Mask::Causal,
             mask: program.mask().filter(|_| program.attends()).map(|mask| mask.to_device(device)),
+            attends: program.attends(),
             custom: program.has(CustomFunction),
         };
         let ddp = group.map(|group| DistributedDataParallel::new(group, &vs)).transpose()?;
         let mut optim = optim(program, &vs)?;
+        if let (true, Optim::Fused(fused)) = (program.is_in_bf16() && program.in_f32, &mut optim) {
+            fused.accumulate_in_f32()?;
+        }
         if let (true, Optim::Fused(fused), Some(group)) = (program.has(Sharded), &mut optim, group)
         {
             fused.shard_over(group)?;
@@ -251,6 +258,7 @@ impl<'a> Training<'a> {
             model,
             x: program.input(0).to_device(device),
             t: program.target(0).to_device(device),
+            labels: program.labels().to_device(device),
             factor: Tensor::ones([], (Kind::Float, device)),
             optim,
             scaling: scaling(program)?,
@@ -283,7 +291,7 @@ impl<'a> Training<'a> {
     }
 
     /// The two halves of the loss of some rows.
-    fn losses(&self, model: &Model, x: &Tensor, t: &Tensor) -> Result<[Tensor; 2]> {
+    fn losses(&self, model: &Model, [x, t, labels]: [&Tensor; 3]) -> Result<[Tensor; 2]> {
         let y: Tensor = match self.program.has(Recompute) {
             true => {
                 let model = model.clone();
@@ -293,7 +301,17 @@ impl<'a> Training<'a> {
         };
         let squares = (y.to_kind(Kind::Float) - t).square() * &self.factor;
         let halves = squares.split(2, -1);
-        Ok([0, 1].map(|i| halves[i].mean(Kind::Float) / 2))
+        let [first, second] = [0, 1].map(|i| halves[i].mean(Kind::Float) / 2);
+        if !self.program.has(Lean) {
+            return Ok([first, second]);
+        }
+        let weight = &model.p[model.p.len() - 1];
+        // Without a region nothing is cast.
+        let y = if self.program.is_on() { y } else { y.to_kind(weight.kind()) };
+        let config =
+            LinearCrossEntropyConfig { max_bytes: self.program.max_bytes, ..Default::default() };
+        let classes = linear_cross_entropy(&y, weight, None, labels, &config)?;
+        Ok([first, second + classes * CLASSES * &self.factor])
     }
 
     /// Adds a penalty on the gradients of the loss.
@@ -339,11 +357,11 @@ impl<'a> Training<'a> {
         ddp: Option<&mut DistributedDataParallel>,
         (from, count): (i64, i64),
     ) -> Result<[Tensor; 2]> {
-        let [x, t] = [&self.x, &self.t].map(|t| t.narrow(0, from, count));
+        let [x, t, labels] = [&self.x, &self.t, &self.labels].map(|t| t.narrow(0, from, count));
         let model = self.model.rows(from, count);
         match ddp {
-            None => self.losses(&model, &x, &t),
-            Some(ddp) => ddp.forward(|| self.losses(&model, &x, &t))?,
+            None => self.losses(&model, [&x, &t, &labels]),
+            Some(ddp) => ddp.forward(|| self.losses(&model, [&x, &t, &labels]))?,
         }
     }
 
