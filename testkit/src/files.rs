@@ -2,6 +2,7 @@
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// An empty temporary folder, which is removed when it is dropped.
@@ -50,4 +51,31 @@ impl Drop for Folder {
 pub fn names_in(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).unwrap();
     entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+/// Where the disk of a test is that runs on a small one.
+const SMALL_DISK: &str = "TCH_AMP_SMALL_DISK";
+
+/// The disk of a test that [`run_on_small_disk`] runs.
+pub fn small_disk() -> Option<PathBuf> {
+    std::env::var_os(SMALL_DISK).map(PathBuf::from)
+}
+
+/// Runs an ignored test of this program in a process of its own, for which `folder` is a disk of so many KiB. Skips it
+/// where none can be mounted.
+pub fn run_on_small_disk(folder: &Path, kib: u32, test: &str) {
+    let mounted = format!(r#"mount -t tmpfs -o size={kib}k tmpfs "$0" && "$@""#);
+    let on_small_disk = |program: &Path, arguments: &[&str]| {
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "--map-root-user", "sh", "-c", &mounted]).arg(folder);
+        command.arg(program).args(arguments).env(SMALL_DISK, folder).output()
+    };
+    if !on_small_disk(Path::new("true"), &[]).is_ok_and(|output| output.status.success()) {
+        return super::skipped("`unshare` cannot mount a disk here");
+    }
+    let program = std::env::current_exe().expect("a test has a program");
+    let arguments = ["--exact", test, "--ignored", "--nocapture"];
+    let output = on_small_disk(&program, &arguments).expect("`unshare` has run before");
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && said.contains("1 passed"), "{said} {output:?}");
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
 
 /// The dtype of a tensor, with PyTorch's names. Elements are little-endian in every file that this crate reads or
 /// writes.
@@ -16,7 +17,7 @@ use half::{bf16, f16};
 /// assert_eq!(Dtype::BFloat16.to_string(), "bfloat16");
 /// assert_eq!(Dtype::of::<half::bf16>(), Dtype::BFloat16);
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Dtype {
     /// One byte, 0 or 1.

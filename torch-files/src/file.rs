@@ -5,10 +5,12 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::distributed;
 use crate::dtype::Element;
 use crate::error::{Error, Malformed, Result};
 use crate::limits::Limits;
 use crate::pickle::{self, Bytes, First};
+use crate::place::{Backing, Place, read_view, zeros};
 use crate::source::{CHUNK, Checksum, ChecksumWriter, Cursor, Region, Source, mismatch};
 use crate::text::shown;
 use crate::torch::{CONSTANTS, Opened, PICKLE};
@@ -74,19 +76,16 @@ pub enum FileKind {
     Safetensors,
     /// An index of a model in several files of the other formats, which are beside it.
     Index,
-}
-
-/// The bytes of a storage.
-#[derive(Clone, Debug)]
-struct Place {
-    source: Arc<Source>,
-    offset: u64,
-    len: u64,
+    /// A folder of `torch.distributed.checkpoint`, in which tensors can be in pieces.
+    Distributed,
 }
 
 impl TorchFile {
-    /// Opens a file with the default [`Limits`]. Reads its values, but not the elements of its tensors, and so finds
-    /// no damage in those: see [`verify`](Self::verify).
+    /// Opens a file, or a folder of `torch.distributed.checkpoint`, with the default [`Limits`]. Reads its values, but
+    /// not the elements of its tensors, and so finds no damage in those: see [`verify`](Self::verify).
+    ///
+    /// The tensors of such a folder have the shapes of the whole ones, of which each can be in pieces, and the value is
+    /// the nested dict that was saved, with texts for the numbers that were keys.
     ///
     /// # Errors
     ///
@@ -101,6 +100,9 @@ impl TorchFile {
     ///
     /// The same as [`open`](Self::open).
     pub fn open_with(path: impl AsRef<Path>, limits: &Limits) -> Result<Self> {
+        if path.as_ref().is_dir() {
+            return Self::of_folder(path.as_ref(), limits);
+        }
         let source = Source::open(path.as_ref())?;
         if index::is_index(&beginning(&source)?) {
             return Self::of_index(source, limits);
@@ -155,7 +157,7 @@ impl TorchFile {
     }
 
     fn place(&self, offset: u64, len: u64) -> Place {
-        Place { source: Arc::clone(&self.source), offset, len }
+        Place::in_file(&self.source, offset, len)
     }
 
     fn with_safetensors(mut self, limits: &Limits) -> Result<Self, Malformed> {
@@ -253,7 +255,7 @@ impl TorchFile {
             let len = bytes.len();
             let place = match bytes {
                 Bytes::Here(range) => self.place(pickle + range.start as u64, len),
-                Bytes::Made(source) => Place { source, offset: 0, len },
+                Bytes::Made(source) => Place::in_file(&source, 0, len),
             };
             if places.insert(key, place).is_some() {
                 let problem = "a storage has the name of a numpy array";
@@ -262,6 +264,14 @@ impl TorchFile {
         }
         (self.value, self.storages) = (root, places);
         Ok(self)
+    }
+
+    /// Opens a folder of `torch.distributed.checkpoint`.
+    fn of_folder(folder: &Path, limits: &Limits) -> Result<Self> {
+        let distributed::Opened { source, value, storages, regions } =
+            distributed::open(folder, limits)?;
+        let kind = FileKind::Distributed;
+        Ok(Self { kind, value, storages, regions, ..Self::empty(Arc::new(source)) })
     }
 
     /// Opens the files that an index names. Their storages get the names of the files before their keys.
@@ -334,29 +344,20 @@ impl TorchFile {
     /// [`TensorRef::size_in_bytes`].
     ///
     /// Several threads read a large one, if there are cores for them. The tensor need not be one of the file: any view of one of its storages can be read, such as a part of a tensor.
-    /// A tensor that is not contiguous takes memory for what lies between its first and its last element.
+    /// A tensor that is not contiguous takes memory for what lies between its first and its last element. One that a
+    /// folder has in several pieces is only read with a dtype of the size of its own.
     ///
     /// # Errors
     ///
     /// [`Error::Request`] if there is no such storage, the tensor reaches out of it, or `to` is of another size;
     /// [`Error::Io`].
     pub fn read(&self, tensor: &TensorRef, to: &mut [u8]) -> Result<()> {
-        let Place { source, offset, .. } = self.place_of(tensor)?;
+        let Place { backing, .. } = self.place_of(tensor)?;
         if to.len() as u64 != tensor.size_in_bytes() {
             let (wanted, given) = (tensor.size_in_bytes(), to.len());
             return Err(Error::Request(format!("the tensor has {wanted} bytes, not {given}")));
         }
-        let width = tensor.dtype.size();
-        let start = offset + tensor.offset * width as u64;
-        if to.is_empty() || tensor.is_contiguous() {
-            return threads::fill(to, &|at, to| source.read_at(start + at, to));
-        }
-        let reach = tensor.shape.iter().zip(&tensor.strides).map(|(n, stride)| (n - 1) * stride);
-        let extent = 1 + reach.sum::<i64>().unsigned_abs() as usize;
-        let mut bytes = zeros(extent as u64 * width as u64)?;
-        source.read_at(start, &mut bytes)?;
-        gather(tensor, &bytes, to);
-        Ok(())
+        read_view(backing, tensor, to)
     }
 
     /// Returns the elements of a tensor in row-major order.
@@ -414,7 +415,7 @@ impl TorchFile {
         })
     }
 
-    /// Returns the size of the file in bytes.
+    /// Returns the size in bytes of the file, or of the index of a folder.
     pub fn size_in_bytes(&self) -> u64 {
         self.source.len()
     }
@@ -437,7 +438,12 @@ impl TorchFile {
         let place = self.storages.get(&tensor.storage);
         let place = place.ok_or_else(|| refuse("is not one of this file"))?;
         tensor.check(place.len).map_err(refuse)?;
-        Ok(place)
+        match &place.backing {
+            Backing::Pieces(pieces) if pieces.width() != tensor.dtype.size() as u64 => {
+                Err(refuse("is in pieces, and has a dtype of another size than they have"))
+            }
+            _ => Ok(place),
+        }
     }
 
     /// Calls `take` with the elements of a tensor in row-major order, in pieces if they are so in the file. The inner
@@ -467,35 +473,6 @@ impl TorchFile {
             done += size as u64;
         }
         Ok(Ok(()))
-    }
-}
-
-/// Makes so many bytes, or returns an error if there is no memory for them: an expanded tensor can ask for any size.
-fn zeros(len: u64) -> Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    let len = usize::try_from(len).ok().filter(|&len| bytes.try_reserve_exact(len).is_ok());
-    let len =
-        len.ok_or_else(|| Error::Request("the tensor is larger than the memory".to_owned()))?;
-    bytes.resize(len, 0);
-    Ok(bytes)
-}
-
-/// Copies the elements of a tensor, of which `bytes` has all from the first to the last, to row-major order.
-fn gather(tensor: &TensorRef, bytes: &[u8], to: &mut [u8]) {
-    let width = tensor.dtype.size();
-    let dims: Vec<_> = tensor.shape.iter().zip(&tensor.strides).collect();
-    let mut index = vec![0; dims.len()];
-    for element in to.chunks_exact_mut(width) {
-        let at: i64 = index.iter().zip(&dims).map(|(at, (_, stride))| at * **stride).sum();
-        let at = at.unsigned_abs() as usize * width;
-        element.copy_from_slice(&bytes[at..at + width]);
-        for (at, (size, _)) in index.iter_mut().zip(&dims).rev() {
-            *at += 1;
-            if *at < **size {
-                break;
-            }
-            *at = 0;
-        }
     }
 }
 
@@ -542,7 +519,7 @@ impl TensorRef {
 
 impl Value {
     /// Changes every tensor in the value.
-    fn for_each_tensor(&mut self, change: &mut dyn FnMut(&mut TensorRef)) {
+    pub(crate) fn for_each_tensor(&mut self, change: &mut dyn FnMut(&mut TensorRef)) {
         match self {
             Self::Tensor(tensor) => change(tensor),
             Self::List(items) | Self::Tuple(items) => {

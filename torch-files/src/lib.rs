@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod atomic;
+pub mod distributed;
 mod dtype;
 mod error;
 mod file;
@@ -9,6 +10,7 @@ mod index;
 mod limits;
 mod old;
 mod pickle;
+mod place;
 mod safetensors;
 mod source;
 #[cfg(test)]

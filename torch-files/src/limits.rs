@@ -1,7 +1,8 @@
 //! The limits on the content of a file, so that opening a hostile one takes little memory.
 
 /// The limits beyond which a file is refused. With the default ones, opening a file takes at most about three times its
-/// size plus 256 MiB, whatever is in it.
+/// size plus 256 MiB, whatever is in it. The index of a folder of `torch.distributed.checkpoint` can take more: up to
+/// some 200 bytes for each of its values.
 ///
 /// # Examples
 ///
@@ -26,7 +27,8 @@ pub struct Limits {
     /// MiB is always allowed in addition.
     pub max_text_factor: u64,
     /// The number of values in the result, and likewise of those that the pickle makes on the way. Of a tensor the
-    /// dimensions count as well.
+    /// dimensions count as well. The index of a folder of `torch.distributed.checkpoint` has values of its own, of which
+    /// each piece of a tensor takes some 50: so many, or 128 times `max_tensors` if that is more.
     pub max_values: u64,
     /// The number of tensors. Each takes as much memory as many values.
     pub max_tensors: u64,

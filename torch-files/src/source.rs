@@ -61,6 +61,11 @@ impl Source {
         Self { path: PathBuf::from("(memory)"), backing: Backing::Memory(Memory(bytes)), len }
     }
 
+    /// Opens a file that errors are to call by another path, such as that of the folder that it is the index of.
+    pub(crate) fn open_as(path: &Path, shown: &Path) -> Result<Self> {
+        Ok(Self { path: shown.to_owned(), ..Self::open(path)? })
+    }
+
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -122,26 +127,35 @@ fn read_exact_at(mut file: &File, buffer: &mut [u8], offset: u64) -> io::Result<
     file.read_exact(buffer)
 }
 
-/// A reader with a position in a source.
+/// A reader with a position in a source, or in a part of one.
 pub(crate) struct Cursor<'a> {
     source: &'a Source,
+    /// Where the part begins, and how long it is.
+    start: u64,
+    len: u64,
     at: u64,
 }
 
 impl<'a> Cursor<'a> {
     pub(crate) fn new(source: &'a Source) -> Self {
-        Self { source, at: 0 }
+        Self::within(source, 0, source.len())
+    }
+
+    /// Reads a part, which is within the source.
+    pub(crate) fn within(source: &'a Source, start: u64, len: u64) -> Self {
+        Self { source, start, len, at: 0 }
     }
 }
 
 impl Read for Cursor<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let left = usize::try_from(self.source.len().saturating_sub(self.at)).unwrap_or(usize::MAX);
+        let left = usize::try_from(self.len.saturating_sub(self.at)).unwrap_or(usize::MAX);
         let size = buffer.len().min(left);
         if size == 0 {
             return Ok(0);
         }
-        self.source.read_at(self.at, &mut buffer[..size]).map_err(io::Error::other)?;
+        let at = self.start + self.at;
+        self.source.read_at(at, &mut buffer[..size]).map_err(io::Error::other)?;
         self.at += size as u64;
         Ok(size)
     }
@@ -151,7 +165,7 @@ impl Seek for Cursor<'_> {
     fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
         let reached = match to {
             SeekFrom::Start(at) => Some(at),
-            SeekFrom::End(by) => self.source.len().checked_add_signed(by),
+            SeekFrom::End(by) => self.len.checked_add_signed(by),
             SeekFrom::Current(by) => self.at.checked_add_signed(by),
         };
         self.at = reached.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;

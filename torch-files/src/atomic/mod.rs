@@ -19,6 +19,7 @@ use disk::{Disk, DiskFile, Real};
 use place::{Place, Writing};
 
 pub use place::remove_leftovers;
+pub(crate) use place::{remove_if_old, replaced};
 
 use crate::error::{Error, Result};
 
@@ -204,6 +205,13 @@ pub(crate) fn create_folder_on<D: Disk>(disk: &D, folder: &Path) -> Result<()> {
         synced.map_err(Error::io("sync", folder))?;
     }
     Ok(())
+}
+
+/// Syncs a folder, so that the names in it survive a power loss.
+pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
+    let disk = Real::default();
+    let synced = disk.open_folder(folder).and_then(|open| disk.sync_folder(&open));
+    synced.map_err(Error::io("sync the folder", folder))
 }
 
 /// A file that is being filled. It keeps the first error. A thread syncs the data after every 64 MiB

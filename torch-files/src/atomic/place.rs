@@ -110,14 +110,14 @@ impl Place {
 
 /// Returns whether a name is that of a temporary file.
 pub(crate) fn is_temporary(name: &OsStr) -> bool {
-    replaced(name).is_some()
+    name.to_str().is_some_and(|name| replaced(name).is_some())
 }
 
 /// Returns the name, or its beginning, of the file that a temporary file was to replace; `None` if `name` is not that
 /// of a temporary file.
-fn replaced(name: &OsStr) -> Option<&str> {
+pub(crate) fn replaced(name: &str) -> Option<&str> {
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let inner = name.to_str()?.strip_prefix('.')?.strip_suffix(".tmp")?;
+    let inner = name.strip_prefix('.')?.strip_suffix(".tmp")?;
     let (name, numbers) = inner.rsplit_once('.')?;
     let (process, counter) = numbers.split_once('-')?;
     (!name.is_empty() && is_number(process) && is_number(counter)).then_some(name)
@@ -138,7 +138,8 @@ pub fn remove_leftovers(folder: &Path, age: Duration, of: impl Fn(&str) -> bool)
     for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
         let entry = entry.map_err(Error::io("list", folder))?;
         let name = entry.file_name();
-        let is_left = replaced(&name).is_some_and(&of) && !writing(|names| names.contains(&name));
+        let is_left = name.to_str().and_then(replaced).is_some_and(&of)
+            && !writing(|names| names.contains(&name));
         if is_left && remove_if_old(&entry.path(), age)? {
             removed += 1;
         }
@@ -146,7 +147,8 @@ pub fn remove_leftovers(folder: &Path, age: Duration, of: impl Fn(&str) -> bool)
     Ok(removed)
 }
 
-fn remove_if_old(path: &Path, age: Duration) -> Result<bool> {
+/// Removes a file that was last written to at least `age` ago. Returns whether it did.
+pub(crate) fn remove_if_old(path: &Path, age: Duration) -> Result<bool> {
     // The process that writes it may rename or remove it at any time.
     let gone = |error: &io::Error| error.kind() == ErrorKind::NotFound;
     let modified = match fs::symlink_metadata(path) {

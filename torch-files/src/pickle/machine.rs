@@ -37,7 +37,8 @@ pub(super) enum Node {
     Global(Global),
     Storage(Storage),
     Tensor(Box<TensorRef>),
-    /// A TorchScript module, with the dict of its attributes once it was set.
+    /// A TorchScript module or an object of an index, with the dict of its attributes once it was set. An object of an
+    /// index can have a tuple of them.
     Module(Option<Id>),
     /// Bytes, which a checkpoint cannot hold, and what they are. Those of a numpy array become a tensor.
     Bytes(Bytes, &'static str),
@@ -103,6 +104,8 @@ pub(super) struct Machine<'a> {
     /// Each storage by its key, as it was declared first.
     pub declared: HashMap<Text, Declared>,
     pub limits: &'a Limits,
+    /// Whether the pickle is the index of a folder, whose classes have attributes.
+    pub is_index: bool,
     pub at: usize,
     /// The position of the current opcode.
     pub opcode_at: usize,
@@ -131,6 +134,7 @@ impl<'a> Machine<'a> {
             storages,
             declared: HashMap::new(),
             limits,
+            is_index: false,
             at: 0,
             opcode_at: 0,
             stack: Vec::new(),

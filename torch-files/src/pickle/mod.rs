@@ -5,7 +5,8 @@
 //!
 //! Protocols 2 to 5 of Python's `pickle` are read, and protocol 2 is written. `read` executes the opcodes on the
 //! `machine`, with stand-ins for the classes and functions that `globals` lists. `tree` converts the result to a value,
-//! of which `write` makes a pickle again. `numpy` makes tensors of numpy's arrays.
+//! of which `write` makes a pickle again. `numpy` makes tensors of numpy's arrays. `index` writes the index of a folder of
+//! `torch.distributed.checkpoint`, of which the objects become dicts of their attributes when it is read.
 
 // Why not a crate: serde-pickle 1.2.0 has no persistent ids, drops the names of all classes but a few builtins, and
 // fails on an `OrderedDict` with items, so it reads no state dict. It limits neither depth nor the values that a memo
@@ -13,6 +14,7 @@
 // has no limits. pytorch-reader 0.22.1, which burn-store uses, has limits, but loses the order and the types of keys,
 // makes no tensors of numpy's arrays, refuses files with sparse tensors, and does not write.
 
+mod index;
 mod machine;
 mod numpy;
 mod read;
@@ -20,9 +22,10 @@ mod write;
 
 use crate::dtype::Dtype;
 
+pub(crate) use index::{Entry, Kind, PathItem, write_index};
 pub(crate) use machine::{Bytes, Declared};
-pub(crate) use read::{First, read, read_first};
-pub(crate) use write::write;
+pub(crate) use read::{First, read, read_first, read_index};
+pub(crate) use write::{write, write_counted};
 
 /// The opcodes that Python writes in protocols 2 to 5. Those of protocols 3 to 5 are only read.
 mod op {
@@ -105,7 +108,7 @@ pub(super) enum Global {
     Dtype(Dtype),
     Size,
     Device,
-    /// A TorchScript module of any class.
+    /// A TorchScript module of any class, or a class of an index.
     Module,
     Counter,
     /// Makes the bytes of a text: protocol 2 has none.

@@ -60,6 +60,17 @@ pub(crate) fn read_first(bytes: &[u8], limits: &Limits) -> Step<First> {
     first(machine, root)
 }
 
+/// Reads the pickle at the beginning of the index of a folder, and returns its length as well. Objects are dicts of
+/// their attributes, or tuples of them.
+pub(crate) fn read_index(bytes: &[u8], limits: &Limits) -> Step<(Value, usize)> {
+    let limits = super::index::limits_of(limits);
+    let mut machine = Machine::new(bytes, Some(&|_| None), &limits);
+    machine.is_index = true;
+    let root = machine.run()?;
+    let First { root, len, .. } = first(machine, root)?;
+    Ok((root, len))
+}
+
 fn first(machine: Machine<'_>, root: Id) -> Step<First> {
     let root = value(&machine, root)?;
     let Machine { at, declared, arrays, .. } = machine;
@@ -101,7 +112,9 @@ impl Machine<'_> {
         if module.len().max(name.len()) > LONGEST_NAME {
             return self.push_opaque("an object of a class with a long name");
         }
-        let node = match (super::find(module, name), super::description(module, name)) {
+        let of_index = self.is_index && super::index::is_class(module);
+        let known = if of_index { Some(Global::Module) } else { super::find(module, name) };
+        let node = match (known, super::description(module, name)) {
             (Some(known), _) => Node::Global(known),
             (None, Some(what)) => self.opaque(what),
             (None, None) => Node::Opaque(shown(&format!("{module}.{name}")).into()),
@@ -480,6 +493,9 @@ impl Machine<'_> {
                 self.nodes[object] = array;
             }
             (Node::Module(None), Node::Dict(_)) => self.nodes[object] = Node::Module(Some(state)),
+            (Node::Module(None), Node::Tuple(_)) if self.is_index => {
+                self.nodes[object] = Node::Module(Some(state));
+            }
             // The meaning of another state is known to its class alone, such as the packed weights of a quantized
             // layer.
             (Node::Module(None), _) => self.nodes[object] = self.opaque(OBJECT),
@@ -681,6 +697,8 @@ impl Tree<'_> {
             | Node::Dict(_)
             | Node::OrderedDict(_)
             | Node::Module(Some(_)) => self.container(id)?,
+            // An object without attributes has no state.
+            Node::Module(None) if machine.is_index => Value::Dict(Vec::new()),
             Node::Tensor(tensor) => Value::Tensor(Box::new(self.tensor(tensor)?)),
             Node::Module(None)
             | Node::Storage(_)
@@ -701,6 +719,10 @@ impl Tree<'_> {
             Node::List(items) => Value::List(self.items(items)?),
             Node::Tuple(items) => Value::Tuple(self.items(items)?),
             Node::Dict(entries) | Node::OrderedDict(entries) => Value::Dict(self.entries(entries)?),
+            Node::Module(Some(state)) if machine.is_index => {
+                self.spend(1)?;
+                self.value(*state)?
+            }
             Node::Module(Some(state)) => self.module(*state)?,
             _ => self.bare(id)?,
         };

@@ -11,10 +11,10 @@ use crate::limits::Limits;
 use crate::value::{Items, Key, TensorRef, Value, check_keys};
 
 /// Why a value cannot be written.
-type Problem = String;
+pub(super) type Problem = String;
 
-struct Pickler<'a> {
-    out: Vec<u8>,
+pub(super) struct Pickler<'a> {
+    pub(super) out: Vec<u8>,
     /// How many values the pickle makes when it is read, as `Machine::spend` counts them.
     values: u64,
     storages: HashMap<&'a str, u64>,
@@ -32,34 +32,54 @@ pub(crate) fn write(
     storages: &[(String, u64)],
     limits: &Limits,
 ) -> Result<Vec<u8>, Problem> {
-    let mut pickler = Pickler {
-        out: vec![op::PROTO, 2],
-        values: 0,
-        storages: storages.iter().map(|(key, bytes)| (key.as_str(), *bytes)).collect(),
-        classes: HashMap::new(),
-        memo: Vec::new(),
-    };
+    Ok(write_counted(root, storages, limits)?.0)
+}
+
+/// Does the same as [`write`], and returns how many values the pickle makes as well.
+pub(crate) fn write_counted(
+    root: &Value,
+    storages: &[(String, u64)],
+    limits: &Limits,
+) -> Result<(Vec<u8>, u64), Problem> {
+    let mut pickler = Pickler::new(storages);
     pickler.value(root, limits.max_depth)?;
-    pickler.out.push(op::STOP);
-    let Pickler { out, values, .. } = pickler;
-    let Limits { max_pickle_bytes, max_values, .. } = *limits;
-    if out.len() as u64 > max_pickle_bytes {
-        return Err(format!("more than {max_pickle_bytes} bytes of names and values"));
-    }
-    if values > max_values {
-        return Err(Malformed::TooMuch { what: "values", limit: max_values }.to_string());
-    }
-    Ok(out)
+    let values = pickler.values;
+    Ok((pickler.finish(limits)?, values))
 }
 
 impl<'a> Pickler<'a> {
-    fn opcode(&mut self, opcode: u8, argument: &[u8]) {
+    /// Begins a pickle of a value with these storages.
+    pub(super) fn new(storages: &'a [(String, u64)]) -> Self {
+        Self {
+            out: vec![op::PROTO, 2],
+            values: 0,
+            storages: storages.iter().map(|(key, bytes)| (key.as_str(), *bytes)).collect(),
+            classes: HashMap::new(),
+            memo: Vec::new(),
+        }
+    }
+
+    /// Ends the pickle. Returns an error if it could not be read again within the limits.
+    pub(super) fn finish(self, limits: &Limits) -> Result<Vec<u8>, Problem> {
+        let Self { mut out, values, .. } = self;
+        out.push(op::STOP);
+        let Limits { max_pickle_bytes, max_values, .. } = *limits;
+        if out.len() as u64 > max_pickle_bytes {
+            return Err(format!("more than {max_pickle_bytes} bytes of names and values"));
+        }
+        if values > max_values {
+            return Err(Malformed::TooMuch { what: "values", limit: max_values }.to_string());
+        }
+        Ok(out)
+    }
+
+    pub(super) fn opcode(&mut self, opcode: u8, argument: &[u8]) {
         self.out.push(opcode);
         self.out.extend_from_slice(argument);
     }
 
     /// Writes an opcode that pushes a value or a mark.
-    fn push(&mut self, opcode: u8, argument: &[u8]) {
+    pub(super) fn push(&mut self, opcode: u8, argument: &[u8]) {
         self.values += 1;
         self.opcode(opcode, argument);
     }
@@ -117,7 +137,7 @@ impl<'a> Pickler<'a> {
         Ok(())
     }
 
-    fn dict(
+    pub(super) fn dict(
         &mut self,
         items: impl FnOnce(&mut Self) -> Result<(), Problem>,
     ) -> Result<(), Problem> {
@@ -128,11 +148,11 @@ impl<'a> Pickler<'a> {
         Ok(())
     }
 
-    fn bool(&mut self, value: bool) {
+    pub(super) fn bool(&mut self, value: bool) {
         self.push(if value { op::NEWTRUE } else { op::NEWFALSE }, &[]);
     }
 
-    fn int(&mut self, value: i64) {
+    pub(super) fn int(&mut self, value: i64) {
         if let Ok(value) = u8::try_from(value) {
             self.push(op::BININT1, &[value]);
         } else if let Ok(value) = u16::try_from(value) {
@@ -150,7 +170,7 @@ impl<'a> Pickler<'a> {
         Ok(())
     }
 
-    fn text(&mut self, text: &str) -> Result<(), Problem> {
+    pub(super) fn text(&mut self, text: &str) -> Result<(), Problem> {
         let len = u32::try_from(text.len()).map_err(|_| "a string is too long")?;
         self.push(op::BINUNICODE, &len.to_le_bytes());
         self.out.extend_from_slice(text.as_bytes());
@@ -158,7 +178,7 @@ impl<'a> Pickler<'a> {
     }
 
     /// Writes the sizes or the strides of a tensor, which count once more for the tensor itself.
-    fn ints(&mut self, values: &[i64]) {
+    pub(super) fn ints(&mut self, values: &[i64]) {
         self.values += values.len() as u64;
         self.push(op::MARK, &[]);
         values.iter().for_each(|&value| self.int(value));
@@ -166,7 +186,7 @@ impl<'a> Pickler<'a> {
     }
 
     /// Writes a class or a function.
-    fn global(&mut self, module: &'static str, name: &'static str) {
+    pub(super) fn global(&mut self, module: &'static str, name: &'static str) {
         let known = self.memo.iter().position(|&known| known == (module, name));
         // There are far fewer names than a byte can count.
         if let Some(index) = known.and_then(|index| u8::try_from(index).ok()) {

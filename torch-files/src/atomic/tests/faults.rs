@@ -17,6 +17,8 @@ const EINTR: i32 = 4;
 const EIO: i32 = 5;
 const EEXIST: i32 = 17;
 const ENOSPC: i32 = 28;
+const EROFS: i32 = 30;
+const EDQUOT: i32 = 122;
 const PATH: &str = "/folder/model.bin";
 
 type Outcome = Result<Replaced>;
@@ -53,7 +55,7 @@ fn save(when: When, fault: Fault, sync_every: u64) -> (Outcome, usize) {
 fn any_call_may_fail() {
     let mut points = 0;
     for sync_every in [u64::MAX, 1000] {
-        let faults = [ENOSPC, EIO, EINTR].map(Fault::Fails);
+        let faults = [ENOSPC, EDQUOT, EROFS, EIO, EINTR].map(Fault::Fails);
         let late = [EIO, EINTR].map(Fault::Late);
         for fault in faults.into_iter().chain(late).chain([Fault::Short]) {
             for at in 0.. {
