@@ -85,7 +85,7 @@ fn compiler(include: &str, cuda: bool) -> cc::Build {
 /// The folders of `csrc/` that are compiled together, because libtorch's headers take longer than any source, beside
 /// that of each enabled feature. Two cores share a first build, and a change of an optimizer compiles one unit.
 const UNITS: [&[&str]; 3] = [
-    &["autocast", "border", "function", "gradients", "graph", "lean", "scale"],
+    &["autocast", "border", "function", "gradients", "graph", "lean", "saved_tensors", "scale"],
     &["optim"],
     &["kernels"],
 ];

@@ -23,6 +23,7 @@ mod numbers;
 mod optim;
 #[cfg(feature = "distributed")]
 pub(crate) mod processes;
+mod saved_tensors;
 mod scale;
 #[cfg(all(test, tamp_testing))]
 mod testing;
@@ -50,6 +51,7 @@ pub(crate) use lean::*;
 pub(crate) use memory::*;
 pub(crate) use numbers::*;
 pub(crate) use optim::*;
+pub(crate) use saved_tensors::*;
 pub(crate) use scale::*;
 #[cfg(all(test, tamp_testing))]
 pub(crate) use testing::*;

@@ -155,6 +155,21 @@ pub(crate) struct CrossEntropy {
     pub(crate) reduction: u8,
 }
 
+pub(crate) const GELU: u8 = 0;
+pub(crate) const GELU_TANH: u8 = 1;
+pub(crate) const SILU: u8 = 2;
+pub(crate) const SWIGLU: u8 = 3;
+
+#[repr(C)]
+pub(crate) struct Norm {
+    pub(crate) shape: *const i64,
+    pub(crate) weight: *const Tensor,
+    pub(crate) bias: *const Tensor,
+    pub(crate) eps: f64,
+    pub(crate) dims: usize,
+    pub(crate) is_rms: u8,
+}
+
 pub(crate) const OPTIM_ADAM: u8 = 0;
 pub(crate) const OPTIM_ADAMW: u8 = 1;
 pub(crate) const OPTIM_SGD: u8 = 2;
@@ -375,6 +390,31 @@ pub(crate) struct DeviceMemory {
     pub(crate) max_reserved: i64,
 }
 
+pub(crate) const SAVED_AS_GIVEN: u8 = 0;
+pub(crate) const SAVED_HALF: u8 = 1;
+pub(crate) const SAVED_FP8_ROWS: u8 = 2;
+pub(crate) const SAVED_ON_HOST: u8 = 3;
+
+/// A way in which the tensors are kept that autograd saves.
+#[repr(C)]
+pub(crate) struct SavedTensors {
+    _opaque: [u8; 0],
+}
+
+/// The part of a thread's run in which they are kept so.
+#[repr(C)]
+pub(crate) struct SavedTensorsRegion {
+    _opaque: [u8; 0],
+}
+
+pub(crate) type RunAgain = unsafe extern "C" fn(
+    state: *mut c_void,
+    inputs: *const *mut Tensor,
+    count: usize,
+    how: *const SavedTensors,
+    err: *mut *mut c_char,
+);
+
 #[cfg(all(test, tamp_testing))]
 pub(crate) const TESTING_TORCH_ERROR: u8 = 0;
 #[cfg(all(test, tamp_testing))]
@@ -389,6 +429,11 @@ pub(crate) const TESTING_FREED: u8 = 1;
 pub(crate) const TESTING_UNDEFINED: u8 = 2;
 #[cfg(all(test, tamp_testing))]
 pub(crate) const TESTING_LEAK: u8 = 3;
+
+#[cfg(all(test, tamp_testing))]
+pub(crate) const TESTING_ENGINE_OF_LIBTORCH: u8 = 0;
+#[cfg(all(test, tamp_testing))]
+pub(crate) const TESTING_ENGINE_OF_OTHERS: u8 = 1;
 
 unsafe extern "C" {
     pub(crate) fn tamp_string_free(text: *mut c_char);
@@ -408,6 +453,13 @@ unsafe extern "C" {
         count: usize,
         err: *mut *mut c_char,
     ) -> u8;
+    pub(crate) fn tamp_arrival_again(
+        arrival: *mut Arrival,
+        source: *const Tensor,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_arrival_wait(arrival: *const Arrival, err: *mut *mut c_char);
+    pub(crate) fn tamp_arrival_copy(arrival: *const Arrival, err: *mut *mut c_char) -> *mut Tensor;
     pub(crate) fn tamp_arrival_free(arrival: *mut Arrival);
 
     pub(crate) fn tamp_autocast_read(state: *mut AutocastState, err: *mut *mut c_char);
@@ -613,6 +665,21 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     ) -> *mut Tensor;
 
+    pub(crate) fn tamp_activation_linear(
+        xs: *const Tensor,
+        activation: u8,
+        weight: *const Tensor,
+        bias: *const Tensor,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+    pub(crate) fn tamp_norm_linear(
+        xs: *const Tensor,
+        norm: *const Norm,
+        weight: *const Tensor,
+        bias: *const Tensor,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+
     pub(crate) fn tamp_clip_grad_norm(
         parameters: *const *mut Tensor,
         count: usize,
@@ -733,7 +800,6 @@ unsafe extern "C" {
         input: usize,
         err: *mut *mut c_char,
     ) -> u8;
-    pub(crate) fn tamp_backward_accumulates(err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_grad(
         call: *const GradCall,
         gradients: *mut *mut Tensor,
@@ -821,6 +887,25 @@ unsafe extern "C" {
     pub(crate) fn tamp_allocations_count(err: *mut *mut c_char) -> *mut Allocations;
     pub(crate) fn tamp_allocations_end(count: *mut Allocations) -> u64;
 
+    pub(crate) fn tamp_saved_tensors_prepare(err: *mut *mut c_char) -> *mut c_char;
+    pub(crate) fn tamp_saved_tensors_new(how: u8, err: *mut *mut c_char) -> *mut SavedTensors;
+    pub(crate) fn tamp_saved_tensors_current(err: *mut *mut c_char) -> *mut SavedTensors;
+    pub(crate) fn tamp_saved_tensors_free(saved: *mut SavedTensors);
+    pub(crate) fn tamp_saved_tensors_is_exact(saved: *const SavedTensors) -> u8;
+    pub(crate) fn tamp_saved_tensors_enter(
+        saved: *const SavedTensors,
+        err: *mut *mut c_char,
+    ) -> *mut SavedTensorsRegion;
+    pub(crate) fn tamp_saved_tensors_leave(region: *mut SavedTensorsRegion);
+    pub(crate) fn tamp_saved_tensors_recomputed(
+        inputs: *const *mut Tensor,
+        count: usize,
+        state: *mut c_void,
+        run: RunAgain,
+        drop: FunctionFree,
+        err: *mut *mut c_char,
+    ) -> *mut SavedTensors;
+
     #[cfg(feature = "jit")]
     pub(crate) fn tamp_jit_set_autocast_mode(enabled: u8, err: *mut *mut c_char) -> u8;
     #[cfg(feature = "jit")]
@@ -850,6 +935,8 @@ unsafe extern "C" {
     pub(crate) fn tamp_testing_fault(kind: u8);
     #[cfg(all(test, tamp_testing))]
     pub(crate) fn tamp_testing_as_other_device(enabled: u8);
+    #[cfg(all(test, tamp_testing))]
+    pub(crate) fn tamp_testing_engine(kind: u8);
     #[cfg(all(test, tamp_testing))]
     pub(crate) fn tamp_testing_inference_mode(enabled: u8);
 }

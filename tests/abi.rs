@@ -1,5 +1,9 @@
 //! `csrc/border/shim.h` and `src/sys.rs` declare the same C ABI, and so do `csrc/insight/shim_insight.h` and
 //! `src/sys/insight.rs`, and `csrc/distributed/shim_distributed.h` and `src/sys/distributed.rs`.
+//!
+//! bindgen (0.73) does not write these declarations: its types of callbacks are `Option`s, so that null could be passed
+//! where the shim calls what it gets; constants have the type of C's `enum`, where most are `u8` as the fields and
+//! arguments that they are for, and the others `usize` or signed; and a changed header would need libclang.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::ffi::CStr;
@@ -53,66 +57,28 @@ fn rust_type(c: &str) -> String {
             None => format!("*mut {}", rust_type(inner)),
         };
     }
-    let known = [
-        ("void", "()"),
-        ("c_void", "c_void"),
-        ("char", "c_char"),
-        ("uint8_t", "u8"),
-        ("int8_t", "i8"),
-        ("uint32_t", "u32"),
-        ("uint64_t", "u64"),
-        ("int64_t", "i64"),
-        ("uintptr_t", "usize"),
-        ("size_t", "usize"),
-        ("double", "f64"),
-        ("float", "f32"),
-        ("tamp_tensor", "Tensor"),
-        ("tamp_gradient", "Gradient"),
-        ("tamp_scale_rule", "ScaleRule"),
-        ("tamp_scale_update", "ScaleUpdate"),
-        ("tamp_cross_entropy", "CrossEntropy"),
-        ("tamp_autocast_state", "AutocastState"),
-        ("tamp_autocast_device", "AutocastDevice"),
-        ("tamp_autocast_settle", "AutocastSettle"),
-        ("tamp_allocations", "Allocations"),
-        ("tamp_rule", "Rule"),
-        ("tamp_arrival", "Arrival"),
-        ("tamp_optim_options", "OptimOptions"),
-        ("tamp_optim_parameter", "OptimParameter"),
-        ("tamp_optim_scale", "OptimScale"),
-        ("tamp_stamp", "Stamp"),
-        ("tamp_node", "Node"),
-        ("tamp_tensors", "Tensors"),
-        ("tamp_function", "Function"),
-        ("tamp_function_backward", "FunctionBackward"),
-        ("tamp_function_call", "FunctionCall"),
-        ("tamp_function_take", "FunctionTake"),
-        ("tamp_function_free", "FunctionFree"),
-        ("tamp_function_input", "FunctionInput"),
-        ("tamp_grad_call", "GradCall"),
-        ("tamp_average_options", "AverageOptions"),
-        ("tamp_spike_options", "SpikeOptions"),
-        ("tamp_statistics", "Statistics"),
-        ("tamp_device_memory", "DeviceMemory"),
-        ("tamp_counted_gradient", "CountedGradient"),
-        ("tamp_step_number", "StepNumber"),
-        ("tamp_recording", "Recording"),
-        ("tamp_recorded_tensor", "RecordedTensor"),
-        ("tamp_recorded_event", "RecordedEvent"),
-        ("tamp_reference", "Reference"),
-        ("tamp_name", "Name"),
-        ("tamp_emulation", "Emulation"),
-        ("tamp_emulated", "Emulated"),
-        ("tamp_store", "Store"),
-        ("tamp_gathering", "Gathering"),
-        ("tamp_graph", "Graph"),
-        ("tamp_group", "Group"),
-        ("tamp_group_options", "GroupOptions"),
-        ("tamp_reducer", "Reducer"),
-        ("tamp_reducer_options", "ReducerOptions"),
-    ];
-    let found = known.iter().find(|(name, _)| *name == c);
-    found.unwrap_or_else(|| panic!("unknown C type: {c:?}")).1.to_owned()
+    let known = match c {
+        "void" => "()",
+        "c_void" => "c_void",
+        "char" => "c_char",
+        "uint8_t" => "u8",
+        "int8_t" => "i8",
+        "uint32_t" => "u32",
+        "uint64_t" => "u64",
+        "int64_t" => "i64",
+        "uintptr_t" | "size_t" => "usize",
+        "double" => "f64",
+        "float" => "f32",
+        ours => return rust_name(ours),
+    };
+    known.to_owned()
+}
+
+/// The name in Rust of a type of ours, such as `ScaleRule` for `tamp_scale_rule`.
+fn rust_name(c: &str) -> String {
+    let words = c.strip_prefix("tamp_").unwrap_or_else(|| panic!("unknown C type: {c:?}"));
+    let words = words.split('_').map(|word| word[..1].to_uppercase() + &word[1..]);
+    words.collect()
 }
 
 /// Splits `type name` or `type *name`.
@@ -200,7 +166,7 @@ fn rust_callbacks() -> Vec<String> {
 #[test]
 fn callbacks_are_the_same_in_the_same_order() {
     let (c, rust) = (c_callbacks(), rust_callbacks());
-    assert_eq!(c.len(), 4, "the header was parsed incorrectly: {c:#?}");
+    assert_eq!(c.len(), 5, "the header was parsed incorrectly: {c:#?}");
     assert_eq!(c, rust);
 }
 
@@ -336,18 +302,20 @@ fn body_of<'a>(definitions: &'a str, name: &str) -> &'a str {
 }
 
 /// The functions whose body belongs to the program, and therefore runs in its regions.
-const INSIDE_REGIONS: [&str; 7] = [
+const INSIDE_REGIONS: [&str; 9] = [
+    "tamp_activation_linear", // whose products are those of the region, as of the other lean functions
     "tamp_autocast_clear_cache", // runs destructors
     "tamp_autocast_enter",
     "tamp_autocast_exit",
     "tamp_autocast_read",
     "tamp_backward", // runs backward passes, hooks and custom functions
     "tamp_grad",
-    "tamp_linear_cross_entropy", // whose products are those of the region
+    "tamp_linear_cross_entropy",
+    "tamp_norm_linear",
 ];
 
 /// The functions that cannot fail, because they call no operation on tensors.
-const WITHOUT_OPERATIONS: [&str; 37] = [
+const WITHOUT_OPERATIONS: [&str; 42] = [
     "tamp_allocations_end",
     "tamp_arrival_free",
     "tamp_autocast_after_backward",
@@ -369,10 +337,14 @@ const WITHOUT_OPERATIONS: [&str; 37] = [
     "tamp_recording_count",
     "tamp_recording_differs",
     "tamp_recording_free",
+    "tamp_recording_saved_count",
     "tamp_reducer_free",
     "tamp_reference_free",
     "tamp_regions_leave",
     "tamp_regions_return",
+    "tamp_saved_tensors_free",
+    "tamp_saved_tensors_is_exact",
+    "tamp_saved_tensors_leave",
     "tamp_signals_caught",
     "tamp_signals_release",
     "tamp_statistics_calls",
@@ -382,6 +354,7 @@ const WITHOUT_OPERATIONS: [&str; 37] = [
     "tamp_string_new",
     "tamp_tensor_watch",
     "tamp_testing_as_other_device",
+    "tamp_testing_engine",
     "tamp_testing_fail_at",
     "tamp_testing_fault",
     "tamp_testing_inference_mode",
@@ -411,7 +384,6 @@ fn every_function_is_outside_of_the_programs_regions_or_says_why_not() {
 /// The functions that compute nothing that a region could change: they inspect, wait, record or communicate.
 const COMPUTES_NOTHING: &[&str] = &[
     "tamp_allocations_count",
-    "tamp_backward_accumulates",
     "tamp_cuda_has_bf16",
     "tamp_cuda_initialize",
     "tamp_device_memory_read",
@@ -445,8 +417,15 @@ const COMPUTES_NOTHING: &[&str] = &[
     "tamp_process_signal",
     "tamp_recording_event",
     "tamp_recording_memory",
+    "tamp_recording_saved",
+    "tamp_recording_saves",
     "tamp_reduced_precision_reduction",
     "tamp_reference_new",
+    "tamp_saved_tensors_current",
+    "tamp_saved_tensors_enter",
+    "tamp_saved_tensors_new",
+    "tamp_saved_tensors_prepare",
+    "tamp_saved_tensors_recomputed",
     "tamp_signals_catch",
     "tamp_stamps_have_moved",
     "tamp_statistics_begin",

@@ -16,6 +16,13 @@
 struct tamp_arrival {
   at::Tensor copy;
   c10::Event event;
+
+  void begin(const at::Tensor &from) {
+    const c10::NoGradGuard no_grad;
+    // Of a view that is conjugated or negated, libtorch would conjugate or negate the copy before it has arrived.
+    copy.copy_(from.resolve_conj().resolve_neg(), /*non_blocking=*/true);
+    event.record(c10::impl::VirtualGuardImpl(from.device().type()).getStream(from.device()));
+  }
 };
 
 #ifdef TAMP_WITH_CUDA
@@ -86,15 +93,30 @@ uint8_t tamp_reduced_precision_reduction(uint8_t allowed, char **err) noexcept {
 
 tamp_arrival *tamp_arrival_new(const tamp_tensor *source, char **err) noexcept {
   return tamp::guarded(err, [&] {
-    const at::Tensor &number = tamp::tensor(source);
-    const c10::Device device = number.device();
-    const auto options = number.options().device(at::kCPU).pinned_memory(true);
-    auto arrival =
-        std::make_unique<tamp_arrival>(tamp_arrival{at::empty(number.sizes(), options), c10::Event(device.type())});
-    arrival->copy.copy_(number, /*non_blocking=*/true);
-    arrival->event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    const at::Tensor &from = tamp::tensor(source);
+    const auto options = from.options().device(at::kCPU).pinned_memory(true);
+    auto arrival = std::make_unique<tamp_arrival>(
+        tamp_arrival{at::empty(from.sizes(), options), c10::Event(from.device().type())});
+    arrival->begin(from);
     return arrival.release();
   });
+}
+
+void tamp_arrival_again(tamp_arrival *arrival, const tamp_tensor *source, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    if (!arrival->event.query()) arrival->event.synchronize();
+    arrival->begin(tamp::tensor(source));
+  });
+}
+
+void tamp_arrival_wait(const tamp_arrival *arrival, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    if (!arrival->event.query()) arrival->event.synchronize();
+  });
+}
+
+tamp_tensor *tamp_arrival_copy(const tamp_arrival *arrival, char **err) noexcept {
+  return tamp::guarded(err, [&] { return tamp::give(arrival->copy); });
 }
 
 uint8_t tamp_arrival_poll(const tamp_arrival *arrival, double *numbers, size_t count, char **err) noexcept {

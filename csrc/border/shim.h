@@ -65,14 +65,25 @@ enum { TAMP_REDUCTION_FP16 = 1, TAMP_REDUCTION_BF16 = 2 };
 // TAMP_REDUCTION_…. Returns what was allowed.
 uint8_t tamp_reduced_precision_reduction(uint8_t allowed, char **err) TAMP_NOEXCEPT;
 
-// An asynchronous copy of numbers from a device to the host.
+// An asynchronous copy of a tensor from a GPU to pinned memory of the host.
 typedef struct tamp_arrival tamp_arrival;
 
-// Starts to copy a contiguous f32 or f64 tensor from a GPU to the host.
+// Starts to copy a tensor.
 tamp_arrival *tamp_arrival_new(const tamp_tensor *source, char **err) TAMP_NOEXCEPT;
 
-// Returns 0 until the copy is complete. Then it returns 1 and writes the numbers, which must be `count`, to `numbers`.
+// Returns 0 until the copy is complete. Then it returns 1 and writes the numbers to `numbers`: those of a contiguous f32 or
+// f64 tensor, which must be `count`.
 uint8_t tamp_arrival_poll(const tamp_arrival *arrival, double *numbers, size_t count, char **err) TAMP_NOEXCEPT;
+
+// Starts to copy another tensor of the same dtype and shape into the same memory. Synchronizes if the last copy is not
+// complete.
+void tamp_arrival_again(tamp_arrival *arrival, const tamp_tensor *source, char **err) TAMP_NOEXCEPT;
+
+// Waits until the copy is complete. Synchronizes.
+void tamp_arrival_wait(const tamp_arrival *arrival, char **err) TAMP_NOEXCEPT;
+
+// Returns the copy, which must not be read before it is complete.
+tamp_tensor *tamp_arrival_copy(const tamp_arrival *arrival, char **err) TAMP_NOEXCEPT;
 
 // Frees the copy, complete or not.
 void tamp_arrival_free(tamp_arrival *arrival) TAMP_NOEXCEPT;
@@ -427,6 +438,30 @@ tamp_tensor *tamp_linear_cross_entropy(const tamp_tensor *hidden, const tamp_ten
                                        const tamp_tensor *targets, const tamp_cross_entropy *options,
                                        char **err) TAMP_NOEXCEPT;
 
+// --------------------------------------------------------------------------------------------------- lean/linear_of.cpp
+// Linear layers that keep what their inputs are computed from.
+
+enum { TAMP_GELU = 0, TAMP_GELU_TANH = 1, TAMP_SILU = 2, TAMP_SWIGLU = 3 };
+
+// A normalization over the last `dims` dimensions.
+typedef struct tamp_norm {
+  const int64_t *shape;       // of these dimensions
+  const tamp_tensor *weight;  // in this shape; may be null
+  const tamp_tensor *bias;    // the same; null for an RMSNorm
+  double eps;
+  size_t dims;
+  uint8_t is_rms;
+} tamp_norm;
+
+// Returns a linear layer of an activation, without a bias if that is null, as the regions of the thread compute the two.
+// TAMP_SWIGLU activates the first half of the last dimension and multiplies it by the second. Never synchronizes.
+tamp_tensor *tamp_activation_linear(const tamp_tensor *xs, uint8_t activation, const tamp_tensor *weight,
+                                    const tamp_tensor *bias, char **err) TAMP_NOEXCEPT;
+
+// The same of a normalization.
+tamp_tensor *tamp_norm_linear(const tamp_tensor *xs, const tamp_norm *norm, const tamp_tensor *weight,
+                              const tamp_tensor *bias, char **err) TAMP_NOEXCEPT;
+
 // -------------------------------------------------------------------------------------------------- gradients/clip.cpp
 // These functions clip gradients.
 
@@ -699,10 +734,6 @@ void tamp_function_saved_tensors(const tamp_node *node, tamp_tensor **saved, siz
 // Returns whether the gradient of an input is needed. To be called during backward only.
 uint8_t tamp_function_needs_input_grad(const tamp_node *node, size_t input, char **err) TAMP_NOEXCEPT;
 
-// Returns whether the running backward pass accumulates the gradients of all leaves, instead of returning those of
-// chosen tensors. To be called during backward only.
-uint8_t tamp_backward_accumulates(char **err) TAMP_NOEXCEPT;
-
 // What keeps tamp_grad from computing gradients.
 enum {
   TAMP_GRAD_POSSIBLE = 0,
@@ -876,6 +907,57 @@ tamp_allocations *tamp_allocations_count(char **err) TAMP_NOEXCEPT;
 // Ends the count that began last on this thread, frees it and returns the most bytes that it had at any time.
 uint64_t tamp_allocations_end(tamp_allocations *count) TAMP_NOEXCEPT;
 
+// --------------------------------------------------------------------------------------------- saved_tensors/engine.cpp
+// These functions set the form in which tensors are kept that autograd saves for a backward pass. libtorch asks its
+// engine for that form, so the engine of the process is replaced once by one that runs backward passes like libtorch's.
+
+enum {
+  TAMP_SAVED_AS_GIVEN = 0,
+  TAMP_SAVED_HALF = 1,
+  TAMP_SAVED_FP8_ROWS = 2,
+  TAMP_SAVED_ON_HOST = 3,
+};
+
+// Makes autograd ask this crate, unless it does already. Returns null if that succeeds. If another engine than
+// libtorch's own is in place, nothing changes, and its type is returned; free it with tamp_string_free.
+char *tamp_saved_tensors_prepare(char **err) TAMP_NOEXCEPT;
+
+// A way in which saved tensors are kept.
+typedef struct tamp_saved_tensors tamp_saved_tensors;
+
+// Returns a new one, of TAMP_SAVED_….
+tamp_saved_tensors *tamp_saved_tensors_new(uint8_t how, char **err) TAMP_NOEXCEPT;
+
+// Returns that of the innermost region of the calling thread, or null if there is none.
+tamp_saved_tensors *tamp_saved_tensors_current(char **err) TAMP_NOEXCEPT;
+
+// Frees it. What was saved with it stays as it is kept.
+void tamp_saved_tensors_free(tamp_saved_tensors *saved) TAMP_NOEXCEPT;
+
+// Whether every bit of a tensor is kept.
+uint8_t tamp_saved_tensors_is_exact(const tamp_saved_tensors *saved) TAMP_NOEXCEPT;
+
+// The part of a thread's run in which tensors are kept in such a way.
+typedef struct tamp_saved_tensors_region tamp_saved_tensors_region;
+
+// Opens a region on the calling thread. With null, autograd keeps the tensors themselves in it.
+tamp_saved_tensors_region *tamp_saved_tensors_enter(const tamp_saved_tensors *saved, char **err) TAMP_NOEXCEPT;
+
+// Closes the region of the calling thread that was opened last.
+void tamp_saved_tensors_leave(tamp_saved_tensors_region *region) TAMP_NOEXCEPT;
+
+// ----------------------------------------------------------------------------------------- saved_tensors/recomputed.cpp
+// Runs a part of a model again on `count` inputs, which may be undefined, while autograd keeps what it saves in the way
+// `how`. Writes a message to `err` if it fails, as the functions of the shim do.
+typedef void (*tamp_run_again)(void *state, tamp_tensor *const *inputs, size_t count, const tamp_saved_tensors *how,
+                               char **err);
+
+// Returns a way for the first run of a part of a model. Nothing is kept but the inputs, and the first backward pass that
+// asks for a saved tensor runs the part again. Always takes ownership of the state. Returns null if gradients are off.
+tamp_saved_tensors *tamp_saved_tensors_recomputed(tamp_tensor *const *inputs, size_t count, void *state,
+                                                  tamp_run_again run, tamp_function_free drop,
+                                                  char **err) TAMP_NOEXCEPT;
+
 // --------------------------------------------------------------------------------------------------------- jit/jit.cpp
 // These functions are for TorchScript modules, which tch runs. They exist with the feature `jit` only.
 
@@ -933,6 +1015,11 @@ void tamp_testing_fault(uint8_t kind) TAMP_NOEXCEPT;
 
 // Makes the optimizers of the calling thread treat the CPU like other devices.
 void tamp_testing_as_other_device(uint8_t enabled) TAMP_NOEXCEPT;
+
+enum { TAMP_TESTING_ENGINE_OF_LIBTORCH = 0, TAMP_TESTING_ENGINE_OF_OTHERS = 1 };
+
+// Makes libtorch's own engine run the backward passes of the process, or one that is neither libtorch's nor this crate's.
+void tamp_testing_engine(uint8_t kind) TAMP_NOEXCEPT;
 
 // Enters or leaves libtorch's inference mode on the calling thread.
 void tamp_testing_inference_mode(uint8_t enabled) TAMP_NOEXCEPT;

@@ -348,11 +348,6 @@ uint8_t tamp_function_needs_input_grad(const tamp_node *self, size_t input, char
   return tamp::guarded(err, [&]() -> uint8_t { return node(self).task_should_compute_output(input); });
 }
 
-uint8_t tamp_backward_accumulates(char **err) noexcept {
-  return tamp::guarded(err,
-                       []() -> uint8_t { return torch::autograd::Engine::get_default_engine().is_checkpoint_valid(); });
-}
-
 uint8_t tamp_grad(const tamp_grad_call *call, tamp_tensor **gradients, size_t *place, char **err) noexcept {
   return tamp::guarded_inside_regions(err, [&]() -> uint8_t {
     Grad grad(*call);

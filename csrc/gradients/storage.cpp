@@ -210,6 +210,8 @@ void keep_if_captured(const Tensor &source) {
   if (replay_memory != nullptr) replay_memory->push_back(source);
 }
 
+bool is_capturing() { return replay_memory != nullptr; }
+
 void keep_for_replays(std::vector<Tensor> *kept) { replay_memory = kept; }
 
 }  // namespace tamp

@@ -92,6 +92,9 @@ void take_stamp(const at::Tensor &t, tamp_stamp &stamp);
 // meanwhile, as long as the graph.
 void keep_if_captured(const at::Tensor &source);
 
+// Whether the calling thread captures a graph.
+bool is_capturing();
+
 // Where `keep_if_captured` puts such memory from now on, on the calling thread; null for nowhere.
 void keep_for_replays(std::vector<at::Tensor> *kept);
 

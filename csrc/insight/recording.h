@@ -112,6 +112,11 @@ struct tamp_recording {
   int64_t ended = 0;
   int64_t repeats = 0;
   std::optional<tamp::Comparison> comparison;
+  struct Saved {
+    tamp_saved_tensor raw{};
+    c10::weak_intrusive_ptr<c10::StorageImpl> held;
+  };
+  std::vector<Saved> saved;
   std::unordered_set<std::string> names;
   std::unordered_map<uint64_t, std::vector<int64_t>> open;  // by thread
   std::unordered_map<const c10::StorageImpl *, Memory> memory;

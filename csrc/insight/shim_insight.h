@@ -132,6 +132,30 @@ void tamp_recording_event(const tamp_recording *recording, size_t index, tamp_re
 // Returns the number of a tensor's memory in a recording, or -1 if it did not appear there.
 int64_t tamp_recording_memory(const tamp_recording *recording, const tamp_tensor *t, char **err) TAMP_NOEXCEPT;
 
+// A tensor that autograd has saved, or that a node of this crate keeps by itself. `event` is the operator that ran, or -1,
+// `tensor` what was saved, and `storage_bytes` the size of its whole memory. `is_weight` is 1 for a leaf, such as a weight,
+// and for views and casts of one that is trained; `has_history` is 1 for other tensors that are computed from one, and
+// `is_activation` for those that other forms keep in fewer bits. `is_small_part` is 1 for parts of an activation of which
+// they keep nothing else. `is_free` is 1 if nothing holds the memory any more.
+typedef struct tamp_saved_tensor {
+  tamp_recorded_tensor tensor;
+  int64_t event;
+  int64_t storage_bytes;
+  uint8_t is_weight;
+  uint8_t has_history;
+  uint8_t is_activation;
+  uint8_t is_small_part;
+  uint8_t is_free;
+} tamp_saved_tensor;
+
+// Returns a way in which saved tensors are kept as they are, and noted in the recording, which has to be freed later.
+tamp_saved_tensors *tamp_recording_saves(tamp_recording *recording, char **err) TAMP_NOEXCEPT;
+
+// The number of tensors that were noted, and one of them.
+size_t tamp_recording_saved_count(const tamp_recording *recording) TAMP_NOEXCEPT;
+void tamp_recording_saved(const tamp_recording *recording, size_t index, tamp_saved_tensor *out,
+                          char **err) TAMP_NOEXCEPT;
+
 void tamp_recording_free(tamp_recording *recording) TAMP_NOEXCEPT;
 
 // A name for what the calling thread runs until it is ended, in the recordings of this thread and in libtorch's

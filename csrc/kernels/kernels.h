@@ -106,6 +106,13 @@ template <typename T>
 void row_gradient(T *row, int64_t target, Wide<T> log_sum, const RowFactors<Wide<T>> &factors,
                   const CrossEntropy<Wide<T>> &loss);
 
+// Packs a row of numbers in eight bits, and returns the factor of its codes. unpack_row restores them, each within 1/16 of
+// its size or 2^-16 of the largest: infinities stay, a NaN makes all of them NaN, and finite numbers stay finite.
+template <typename T>
+float pack_row(const T *from, uint8_t *codes, int64_t n);
+template <typename T>
+void unpack_row(const uint8_t *codes, float factor, T *to, int64_t n);
+
 // A sum of squares of f64 numbers, whose own squares may overflow or underflow: `sum` times the square of `largest`, the
 // largest absolute value. As in LAPACK's nrm2.
 class ScaledSum {

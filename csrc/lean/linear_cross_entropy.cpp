@@ -1,17 +1,19 @@
-// A linear layer and the cross entropy of its outputs, which keeps the logits in the dtype of the product, and no other
-// copy of them.
+// A linear layer and the cross entropy of its outputs. It computes in one of three ways:
 //
-// *Kept*: the backward pass turns the logits into their own gradient in place, with the scale of the loss in it.
-// *Blocks*: the forward pass computes the gradients of a block of rows at a time, before any scale, sums up that of the
-// weight in f32, and keeps no logits; the backward pass multiplies them. What has been used up is computed again.
+// *Kept*: the forward pass keeps the logits in the dtype of the product, and no other copy of them. The backward pass
+// overwrites them with their own gradient, the loss scale included. A second backward pass computes the logits again.
 //
-// *Composed*: where half precision is emulated, the operators that this takes the place of are called.
+// *Blocks*: the forward pass computes the logits of a block of rows at a time and their gradients, before any loss
+// scale, adds up that of the weight in f32, and keeps these gradients and no logits. The backward pass multiplies them
+// by the gradient of the loss. Without a reduction, the backward pass computes the blocks again instead.
+//
+// *Composed*: where half precision is emulated, the operators that this replaces are called.
 
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <algorithm>
@@ -19,11 +21,16 @@
 #include <utility>
 #include <vector>
 
-#include "autocast/overrides.h"
 #include "border/guarded.h"
 #include "function/function_node.h"
 #include "gradients/parallel_chunks.h"
 #include "kernels/kernels.h"
+#include "lean/region.h"
+#include "saved_tensors/keeper.h"
+
+#ifdef TAMP_WITH_INSIGHT
+#include "insight/recording.h"
+#endif
 
 namespace tamp {
 namespace {
@@ -51,13 +58,14 @@ struct LossOptions {
   uint64_t max_bytes;
 };
 
-// The rows of a loss: their targets, and the factors of their gradients. All are one number a row, in the dtype of the
-// loss and on the device of the logits.
+// The rows of a loss: their targets, and the factors of their gradients. Except for the weights of the classes and the
+// sums, each tensor has one number for each row. All are on the device of the logits, and what is not an index or a
+// mask has the dtype of the loss.
 struct Rows {
   Rows(const Tensor &targets, const LossOptions &options, int64_t classes, at::ScalarType wide) {
     const auto numbers = targets.options().dtype(wide);
     kept = targets.ne(options.ignore_index);
-    // A target out of range is not read. On the CPU it has been refused, and elsewhere its loss is NaN.
+    // A target out of range must not be used as an index. On the CPU it was refused before; elsewhere its loss is NaN.
     index = at::where(kept, targets, 0).clamp(0, classes - 1);
     const Tensor lost = at::logical_and(kept, index.ne(targets));
     weights =
@@ -68,7 +76,7 @@ struct Rows {
     present = at::where(lost, nothing, at::where(kept, one, zero));
     weight_sum = weights.defined() ? weights.sum() : at::full({}, static_cast<double>(classes), numbers);
     if (options.is_mean()) {
-      // PyTorch divides by the weights of the targets. What is added for the sizes of the logits has none.
+      // PyTorch divides by the sum of the targets' weights. The z-loss has no weights, so it is divided by the count.
       total = nll.sum();
       count = kept.sum().to(wide);
     }
@@ -77,7 +85,7 @@ struct Rows {
   Tensor kept, index, weights, nll, present, weight_sum, total, count;
 };
 
-// A loss, and what its gradient is computed from.
+// A loss, with what its gradient is computed from.
 class Loss {
  public:
   Loss(const Tensor &targets, LossOptions options, int64_t classes, at::ScalarType dtype)
@@ -91,7 +99,7 @@ class Loss {
   int64_t count() const { return rows_.index.numel(); }
   const Tensor &log_sums() const { return log_sums_; }
 
-  // Computes the losses of rows from their logits, and keeps the logarithms of their sums.
+  // Computes the losses of the rows from `begin` on from their logits, and keeps log(sum(exp(logits))) of each row.
   void forward(const Tensor &logits, int64_t begin) {
     if (!losses_.defined()) {
       losses_ = at::empty({count()}, rows_.nll.options());
@@ -112,18 +120,19 @@ class Loss {
       losses.mul_(1 - options_.label_smoothing);
       losses.add_(log_sums * rows_.weight_sum - smoothed, options_.label_smoothing / static_cast<double>(classes_));
     }
-    // Of an ignored row, whatever its logits are.
+    // The loss of an ignored row is 0, even if its logits are not finite.
     losses = at::where(of(rows_.kept), losses, at::zeros({}, losses.options())).mul_(of(rows_.present));
     losses_.narrow(0, begin, rows).copy_(losses);
   }
 
-  // The reduced loss, once all rows are there; without a reduction, in these sizes. It is the caller's alone.
+  // Returns the reduced loss after `forward` of all rows, or, without a reduction, the losses in this shape. Nothing
+  // else keeps the returned tensor.
   Tensor reduced(at::IntArrayRef shape) {
     const Tensor losses = std::exchange(losses_, Tensor());
     const Tensor sizes = options_.z_loss == 0 ? Tensor()
                                               : at::where(rows_.kept, log_sums_.square() * options_.z_loss,
                                                           at::zeros({}, losses.options()));
-    // A view would refuse to be changed in place.
+    // A program may change the losses in place, which autograd would refuse for a view.
     if (options_.reduction == TAMP_LOSS_NONE) {
       return at::_unsafe_view(sizes.defined() ? losses + sizes : losses, shape);
     }
@@ -133,8 +142,8 @@ class Loss {
     return loss + (options_.is_mean() ? sizes.sum() / rows_.count : sizes.sum());
   }
 
-  // Turns the logits of rows into their gradient, times `grad`: a number, or one for each row. `outer` is whether the
-  // division by the weights of a mean is left to the caller.
+  // Overwrites the logits of the rows from `begin` on with their gradient, times `grad`: one number, or one for each
+  // row. If `outer`, the caller divides by the weights of a mean.
   void backward(const Tensor &logits, int64_t begin, const Tensor &grad, bool outer) const {
     const int64_t rows = logits.size(0);
     const auto of = [&](const Tensor &t) { return t.dim() == 0 ? t : t.narrow(0, begin, rows); };
@@ -159,7 +168,7 @@ class Loss {
     }
   }
 
-  // What the gradients of blocks are divided by in the end; undefined for nothing.
+  // What the caller divides the gradients of blocks by in the end; undefined if by nothing.
   Tensor total() const { return options_.is_mean() ? rows_.total : Tensor(); }
 
  private:
@@ -220,17 +229,17 @@ class Loss {
     });
   }
 
-  // The logits in the dtype of the loss, after the cap. They may be the logits themselves.
+  // Returns the logits in the dtype of the loss, after the cap. The result may be `logits` itself.
   Tensor capped(const Tensor &logits) const {
     const Tensor wide = logits.to(wide_);
     if (options_.soft_cap == 0) return wide;
     return (wide / options_.soft_cap).tanh_().mul_(options_.soft_cap);
   }
 
-  // Whether the kernels of a softmax take these logits and return f32: on CUDA, of fp16 alone.
+  // Whether the kernels of a softmax take these logits and return f32: they do on CUDA, for fp16 only.
   static bool narrows_in_the_kernel(const Tensor &z) { return z.is_cuda() && z.scalar_type() == at::kHalf; }
 
-  // Rows that may be computed at once: their f32 numbers have at most 64 MiB.
+  // How many rows are computed at once: two tensors in f32 take at most 64 MiB, and smoothed class weights half as much.
   int64_t rows_at_once() const { return std::max<int64_t>(1, (int64_t{64} << 20) / (8 * classes_)); }
 
   template <typename F>
@@ -278,7 +287,8 @@ class Loss {
         z.masked_fill_(empty, 0);
         return;
       }
-      Tensor grad = p * column(probability);
+      // The tensors of all logits are overwritten from here on.
+      Tensor grad = p.mul_(column(probability));
       if (is_smooth()) {
         grad.sub_(rows_.weights.defined() ? rows_.weights * column(smoothed) : column(smoothed));
         entry = entry - column(smoothed) * (rows_.weights.defined()
@@ -286,7 +296,7 @@ class Loss {
                                                 : at::ones({}, p.options()));
       }
       grad.scatter_(1, index, entry);
-      if (wide.defined()) grad.mul_(1 - (wide / options_.soft_cap).square());
+      if (wide.defined()) grad.mul_(wide.div_(options_.soft_cap).square_().neg_().add_(1));
       z.copy_(grad.masked_fill_(empty, 0));
     });
   }
@@ -302,7 +312,7 @@ Tensor logits_of(const Tensor &hidden, const Tensor &weight, const Tensor &bias)
   return at::linear(hidden, weight, bias).contiguous();
 }
 
-// The gradients of hidden states, weight and bias, those that are wanted.
+// The gradients of the hidden states, the weight and the bias; undefined where one is not wanted.
 struct Gradients {
   Tensor hidden, weight, bias;
 };
@@ -312,19 +322,18 @@ struct Wanted {
   bool any() const { return hidden || weight || bias; }
 };
 
-// What a loss in blocks gives to its gradients: sums in the dtype of the loss.
+// Computes a loss block by block, and adds up the gradients in the dtype of the loss.
 class Blocks {
  public:
   Blocks(const Tensor &hidden, const Tensor &weight, const Tensor &bias, Wanted wanted, at::ScalarType wide)
       : hidden_(hidden), weight_(weight), bias_(bias), wide_(wide), wanted_(wanted) {
     const auto numbers = hidden.options().dtype(wide);
     if (wanted.hidden) out_.hidden = at::empty(hidden.sizes(), numbers);
-    // Without any row there is no block to begin with.
-    if (wanted.weight && hidden.size(0) == 0) out_.weight = at::zeros(weight.sizes(), numbers);
+    if (wanted.weight) out_.weight = at::zeros(weight.sizes(), numbers);
     if (wanted.bias) out_.bias = at::zeros(bias.sizes(), numbers);
   }
 
-  // Calls `f` with the logits of each block, which it turns into their gradient, and adds up what that gives.
+  // Calls `f` with the logits of each block, which `f` overwrites with their gradient, and adds up the gradients.
   template <typename F>
   Gradients run(uint64_t max_bytes, const F &f) {
     const int64_t classes = weight_.size(0), rows = hidden_.size(0);
@@ -343,12 +352,17 @@ class Blocks {
 
  private:
   void add_weight(const Tensor &z, const Tensor &h) {
-    if (!out_.weight.defined()) {
-      out_.weight = at::mm(z.t(), h).to(wide_);
-    } else if (h.scalar_type() == wide_) {
+    if (h.scalar_type() == wide_) {
       out_.weight.addmm_(z.t(), h);
-    } else {
-      out_.weight.add_(at::mm(z.t(), h));
+      return;
+    }
+    // In parts: the product of all, and its copy in f32 on the CPU, would take as much memory as the gradient and half.
+    // Devices need larger ones to be busy.
+    const int64_t numbers = int64_t{1} << (h.is_cpu() ? 22 : 24);
+    const int64_t classes = z.size(1), most = std::max<int64_t>(1, numbers / h.size(1));
+    for (int64_t at = 0; at < classes; at += most) {
+      const int64_t count = std::min(most, classes - at);
+      out_.weight.narrow(0, at, count).add_(at::mm(z.narrow(1, at, count).t(), h));
     }
   }
 
@@ -372,9 +386,13 @@ class LinearCrossEntropyNode final : public Node {
 
   std::string name() const override { return "LinearCrossEntropyBackward"; }
 
-  // Gives the node the logits, or the gradients before any scale.
-  void keep(Tensor logits) { logits_ = std::move(logits); }
+  // Gives the node the logits, or the gradients before any loss scale.
+  void keep(Tensor logits) {
+    note_kept(logits);
+    logits_ = std::move(logits);
+  }
   void keep(Gradients gradients) {
+    for (const Tensor *gradient : {&gradients.hidden, &gradients.weight, &gradients.bias}) note_kept(*gradient);
     gradients_ = std::move(gradients);
     has_gradients_ = true;
   }
@@ -387,14 +405,12 @@ class LinearCrossEntropyNode final : public Node {
     logits_.reset();
     gradients_ = {};
     has_gradients_ = false;
-    is_released_ = true;
   }
 
  protected:
   variable_list apply(variable_list &&grads) override {
     const OutsideRegions own;
     const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!is_released_, torch::autograd::ERR_BACKWARD_TWICE);
     if (!grads[0].defined()) return variable_list(3);
     variable_list out;
     {
@@ -411,17 +427,23 @@ class LinearCrossEntropyNode final : public Node {
 
  private:
   Gradients gradients(const Tensor &grad, Wanted wanted) {
-    // Unpacking notices what has been changed in place.
-    const Tensor hidden = hidden_.unpack().detach().to(dtype_), weight = weight_.unpack().detach().to(dtype_);
-    const Tensor saved_bias = bias_.unpack(), bias = saved_bias.defined() ? saved_bias.detach().to(dtype_) : saved_bias;
+    // Unpacking fails if a tensor was changed in place or released.
+    const Tensor saved_hidden = hidden_.unpack(), saved_weight = weight_.unpack(), saved_bias = bias_.unpack();
     if (has_gradients_) {
       const Tensor total = loss_.total(), factor = total.defined() ? grad / total : grad;
-      // All rows may be ignored, and their gradient is 0.
+      // If all rows are ignored, their gradient is 0, not NaN.
       const Tensor finite = total.defined() ? at::where(total.eq(0), at::zeros_like(factor), factor) : factor;
-      const auto scaled = [&](const Tensor &t) { return t.defined() ? t * finite : t; };
-      return {scaled(gradients_.hidden), scaled(gradients_.weight), scaled(gradients_.bias)};
+      // Only a graph that is kept needs them again. If this pass fails nevertheless, the next one computes the blocks.
+      has_gradients_ = torch::autograd::get_current_graph_task_keep_graph();
+      Gradients found = has_gradients_ ? gradients_ : std::exchange(gradients_, {});
+      for (Tensor *gradient : {&found.hidden, &found.weight, &found.bias}) {
+        if (gradient->defined()) *gradient = has_gradients_ ? *gradient * finite : gradient->mul_(finite);
+      }
+      return found;
     }
     if (!wanted.any()) return {};
+    const auto cast = [&](const Tensor &t) { return t.defined() ? t.detach().to(dtype_) : t; };
+    const Tensor hidden = cast(saved_hidden), weight = cast(saved_weight), bias = cast(saved_bias);
     if (loss_.options().max_bytes > 0) {
       Blocks blocks(hidden, weight, bias, wanted, loss_.wide());
       return blocks.run(loss_.options().max_bytes,
@@ -453,30 +475,12 @@ class LinearCrossEntropyNode final : public Node {
   SavedVariable hidden_, weight_, bias_;
   Tensor logits_;
   Gradients gradients_;
-  bool has_gradients_ = false, is_released_ = false;
+  bool has_gradients_ = false;
   Loss loss_;
   at::ScalarType dtype_;
 };
 
-// The dtype in which the region computes a linear layer of these tensors, with the program's overrides of `linear`.
-at::ScalarType product_dtype(const Tensor &hidden, const Tensor &weight, const Tensor &bias) {
-  const auto device = hidden.device().type();
-  const bool is_cast = hidden.scalar_type() != at::kDouble && at::autocast::is_autocast_available(device) &&
-                       at::autocast::is_autocast_enabled(device);
-  if (!is_cast) return hidden.scalar_type();
-  static const auto linear = c10::Dispatcher::singleton().findSchemaOrThrow("aten::linear", "");
-  const c10::IValue arguments[] = {hidden, weight, bias.defined() ? c10::IValue(bias) : c10::IValue()};
-  const bool is_f32 = overridden(linear, arguments) == TAMP_RUN_F32;
-  return is_f32 ? at::kFloat : at::autocast::get_autocast_dtype(device);
-}
-
-// Whether the thread emulates half precision, which sees operators alone.
-bool is_emulated() {
-  const auto local = c10::impl::tls_local_dispatch_key_set();
-  return !((local.included_ & kEmulation) - local.excluded_).empty();
-}
-
-// The loss by the operators that it takes the place of, in the program's regions.
+// Computes the loss by the operators that it replaces, in the program's regions.
 Tensor composed(const Tensor &hidden, const Tensor &weight, const Tensor &bias, const Tensor &targets,
                 const LossOptions &options) {
   const int64_t classes = weight.size(0);
@@ -530,6 +534,10 @@ Tensor cross_entropy(const Tensor &hidden, const Tensor &weight, const Tensor &b
     }
     loss = state.reduced(targets.sizes());
     if (!is_recorded) return loss;
+#ifdef TAMP_WITH_INSIGHT
+    // Reports name what the node keeps by this function.
+    note_function("linear_cross_entropy", 0, static_cast<uint64_t>(-1));
+#endif
     made = make_node<LinearCrossEntropyNode>(hidden, weight, bias, std::move(state), dtype,
                                              torch::autograd::collect_next_edges(hidden, weight, bias));
     node = made.get();
@@ -543,7 +551,8 @@ Tensor cross_entropy(const Tensor &hidden, const Tensor &weight, const Tensor &b
   return loss;
 }
 
-// The first target that is no class and is not ignored, or -1. Elsewhere than on the CPU it would have to be waited for.
+// Returns the first target that is neither a class nor ignored, or -1. Only targets on the CPU are checked: others
+// would make the host wait for the device.
 int64_t first_out_of_range(const Tensor &targets, int64_t classes, int64_t ignored) {
   if (!targets.is_cpu()) return -1;
   const Tensor labels = targets.detach().reshape({-1}).contiguous();
@@ -571,15 +580,12 @@ tamp_tensor *tamp_linear_cross_entropy(const tamp_tensor *hidden, const tamp_ten
     const tamp::LossOptions loss(*options);
     Tensor h = tamp::tensor(hidden), w = tamp::tensor(weight), b = bias == nullptr ? Tensor() : tamp::tensor(bias);
     if (tamp::is_emulated()) return tamp::give(tamp::composed(h, w, b, tamp::tensor(targets), loss));
-    const auto dtype = tamp::product_dtype(h, w, b);
+    const auto cast = tamp::cast_of_linear(h, w, b);
+    const auto dtype = cast.value_or(h.scalar_type());
     h = h.reshape({-1, h.size(-1)});
     if (loss.max_bytes == 0) {
-      // As a linear layer in the region: the weight cache serves the casts, and their derivatives are autograd's.
-      const auto device = h.device().type();
-      const auto cast = [&](const Tensor &t) {
-        return t.defined() && t.scalar_type() != dtype ? at::autocast::cached_cast(dtype, t, device) : t;
-      };
-      h = cast(h), w = cast(w), b = cast(b);
+      // Casts as a linear layer in the region does: through the weight cache, and with autograd's derivatives.
+      h = tamp::cast_in_region(h, cast), w = tamp::cast_in_region(w, cast), b = tamp::cast_in_region(b, cast);
     }
     return tamp::give(tamp::cross_entropy(h, w, b, tamp::tensor(targets), loss, dtype));
   });

@@ -135,7 +135,7 @@ fn one_for_each(
 }
 
 /// Copies a text to a string that the shim frees.
-fn string_new(text: &str) -> *mut c_char {
+pub(super) fn string_new(text: &str) -> *mut c_char {
     // A NUL would end the text early, so it is replaced by a space.
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
     // SAFETY: the text is NUL-terminated.

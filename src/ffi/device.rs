@@ -4,7 +4,7 @@ use std::ffi::CStr;
 
 use tch::Tensor;
 
-use super::call;
+use super::{call, given};
 use crate::error::Result;
 use crate::sys;
 
@@ -83,6 +83,49 @@ impl Arrival {
     /// Returns the number, or `None` if it has not arrived yet. Never synchronizes.
     pub(crate) fn poll(&self) -> Result<Option<f64>> {
         Ok(self.poll_all()?.map(|[number]| number))
+    }
+}
+
+/// An asynchronous copy of a tensor of a CUDA device in pinned memory. The device makes it in the order of the calling
+/// thread's stream: after what that was given before, and before what it is given afterwards.
+#[derive(Debug)]
+pub(crate) struct Staged(*mut sys::Arrival);
+
+// SAFETY: it owns a tensor and an event of libtorch, which are not bound to a thread.
+unsafe impl Send for Staged {}
+// SAFETY: threads that share it can only wait for the event, which CUDA allows, and take a handle of the tensor.
+unsafe impl Sync for Staged {}
+
+impl Staged {
+    /// Starts to copy a tensor. Does not synchronize.
+    pub(crate) fn new(source: &Tensor) -> Result<Self> {
+        // SAFETY: `source` is a live tensor, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_arrival_new(source.as_ptr(), err) }).map(Self)
+    }
+
+    /// Starts to copy a tensor of the same dtype and shape into the same memory, once the last copy has arrived.
+    pub(crate) fn copy(&mut self, source: &Tensor) -> Result<()> {
+        // SAFETY: the pointer came from `tamp_arrival_new`, and `source` is a live tensor.
+        call(|err| unsafe { sys::tamp_arrival_again(self.0, source.as_ptr(), err) })
+    }
+
+    /// Waits until the elements have arrived.
+    pub(crate) fn wait(&self) -> Result<()> {
+        // SAFETY: the pointer came from `tamp_arrival_new`, and is freed in `drop` only.
+        call(|err| unsafe { sys::tamp_arrival_wait(self.0, err) })
+    }
+
+    /// The copy, which may be read after [`wait`](Self::wait).
+    pub(crate) fn tensor(&self) -> Result<Tensor> {
+        // SAFETY: the pointer came from `tamp_arrival_new`, and is freed in `drop` only.
+        given(call(|err| unsafe { sys::tamp_arrival_copy(self.0, err) })?)
+    }
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        // SAFETY: the pointer came from `tamp_arrival_new`, and is not used any more.
+        unsafe { sys::tamp_arrival_free(self.0) }
     }
 }
 

@@ -96,12 +96,6 @@ pub(crate) fn function_record<R: Recorded>(
     call(|err| unsafe { sys::tamp_function_record(&function, &raw, out, count, err) })
 }
 
-/// Returns whether the running backward accumulates the gradients of all leaves. For a backward only.
-pub(crate) fn backward_accumulates() -> Result<bool> {
-    // SAFETY: the function has no arguments but the place for its error.
-    Ok(call(|err| unsafe { sys::tamp_backward_accumulates(err) })? != 0)
-}
-
 /// The gradients that are wanted, and how they are computed.
 #[derive(Debug)]
 pub(crate) struct GradCall<'a> {

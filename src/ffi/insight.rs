@@ -6,7 +6,7 @@ use std::ptr::{self, NonNull};
 
 use tch::{Kind, Tensor};
 
-use super::{call, dtype_code, kind_of, pointers};
+use super::{SavedTensors, call, dtype_code, kind_of, pointers, saved_tensors};
 use crate::error::{Error, Result};
 use crate::sys::insight as sys;
 
@@ -277,6 +277,62 @@ impl RawRecording {
         // SAFETY: the recording and the tensor are alive, and `err` is valid for a write.
         let number = call(|err| unsafe { sys::tamp_recording_memory(recording, tensor, err) })?;
         Ok(u64::try_from(number).ok())
+    }
+}
+
+/// A tensor that autograd has saved in a recording, or that a node of this crate keeps by itself.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SavedTensor {
+    pub(crate) tensor: RecordedTensor,
+    /// The operator that ran.
+    pub(crate) event: Option<usize>,
+    /// The size of the whole memory, of which it may be a part.
+    pub(crate) storage_bytes: u64,
+    /// Whether it is a leaf that is trained, by way of views and casts alone.
+    pub(crate) is_weight: bool,
+    /// Whether it is computed from a leaf in another way.
+    pub(crate) has_history: bool,
+    /// Whether other forms keep it in fewer bits.
+    pub(crate) is_activation: bool,
+    /// Whether it is a part of an activation, of which other forms keep nothing else.
+    pub(crate) is_small_part: bool,
+    /// Whether nothing holds the memory any more.
+    pub(crate) is_free: bool,
+}
+
+impl RawRecording {
+    /// Returns a way in which saved tensors are kept as they are, and noted here.
+    pub(crate) fn saves(&self) -> Result<SavedTensors> {
+        saved_tensors::prepare()?;
+        // SAFETY: the recording is alive, and `err` is valid for a write.
+        let saves = call(|err| unsafe { sys::tamp_recording_saves(self.raw.as_ptr(), err) })?;
+        Ok(SavedTensors::given(saves))
+    }
+
+    /// The tensors that were noted, in a stopped recording.
+    pub(crate) fn saved(&self) -> Result<Vec<SavedTensor>> {
+        // SAFETY: the recording is alive.
+        let count = unsafe { sys::tamp_recording_saved_count(self.raw.as_ptr()) };
+        (0..count).map(|index| self.saved_at(index)).collect()
+    }
+
+    fn saved_at(&self, index: usize) -> Result<SavedTensor> {
+        let mut raw = std::mem::MaybeUninit::<sys::SavedTensor>::uninit();
+        let (recording, out) = (self.raw.as_ptr(), raw.as_mut_ptr());
+        // SAFETY: the recording is alive, and `out` is valid for a write.
+        call(|err| unsafe { sys::tamp_recording_saved(recording, index, out, err) })?;
+        // SAFETY: the call has written it, or it would have failed.
+        let raw = unsafe { raw.assume_init() };
+        Ok(SavedTensor {
+            tensor: tensor(&raw.tensor),
+            event: usize::try_from(raw.event).ok(),
+            storage_bytes: u64::try_from(raw.storage_bytes).unwrap_or(0),
+            is_weight: raw.is_weight != 0,
+            has_history: raw.has_history != 0,
+            is_activation: raw.is_activation != 0,
+            is_small_part: raw.is_small_part != 0,
+            is_free: raw.is_free != 0,
+        })
     }
 }
 

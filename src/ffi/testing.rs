@@ -25,3 +25,9 @@ pub(crate) fn testing_as_other_device(enabled: bool) {
     // SAFETY: it only sets a flag of the calling thread.
     unsafe { sys::tamp_testing_as_other_device(enabled.into()) }
 }
+
+/// Makes another engine than this crate's run the backward passes of the process.
+pub(crate) fn testing_engine(kind: u8) {
+    // SAFETY: sets a pointer that libtorch reads atomically, to a function that returns an engine that is never freed.
+    unsafe { sys::tamp_testing_engine(kind) }
+}

@@ -2,7 +2,7 @@
 
 use std::ffi::c_char;
 
-use super::Tensor;
+use super::{SavedTensors, Tensor};
 
 #[repr(C)]
 pub(crate) struct Recording {
@@ -76,6 +76,19 @@ pub(crate) struct RecordedEvent {
     pub(crate) compared: u8,
     pub(crate) autocast: i8,
     pub(crate) composite: u8,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SavedTensor {
+    pub(crate) tensor: RecordedTensor,
+    pub(crate) event: i64,
+    pub(crate) storage_bytes: i64,
+    pub(crate) is_weight: u8,
+    pub(crate) has_history: u8,
+    pub(crate) is_activation: u8,
+    pub(crate) is_small_part: u8,
+    pub(crate) is_free: u8,
 }
 
 #[repr(C)]
@@ -184,6 +197,17 @@ unsafe extern "C" {
         t: *const Tensor,
         err: *mut *mut c_char,
     ) -> i64;
+    pub(crate) fn tamp_recording_saves(
+        recording: *mut Recording,
+        err: *mut *mut c_char,
+    ) -> *mut SavedTensors;
+    pub(crate) fn tamp_recording_saved_count(recording: *const Recording) -> usize;
+    pub(crate) fn tamp_recording_saved(
+        recording: *const Recording,
+        index: usize,
+        out: *mut SavedTensor,
+        err: *mut *mut c_char,
+    );
     pub(crate) fn tamp_recording_free(recording: *mut Recording);
 
     pub(crate) fn tamp_name_begin(name: *const c_char, err: *mut *mut c_char) -> *mut Name;

@@ -9,6 +9,7 @@ use crate::error::ScalerError;
 use crate::ffi::exponents::{CountedGradient, StepNumber, StepNumbers};
 use crate::function::{Function, GradConfig, grad};
 use crate::gradients::ClipNorm;
+use crate::recompute::checkpointed;
 use crate::scaler::{GradScalerConfig, PerLossScalers};
 use crate::{Autocast, Error, GradScaler, Result, autocast, ffi, function, optim, sys};
 
@@ -42,7 +43,10 @@ impl Program {
         for way in 0..6 {
             self.optimizer.zero_grad();
             let x = Tensor::ones([4, 3], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-            let output = autocast(Device::Cpu, || self.function().apply(&[&x, &self.net.ws]))??;
+            let output = autocast(Device::Cpu, || {
+                let hidden = checkpointed(&[&x], |x| Ok(x[0].f_sin()?.f_cos()?))?;
+                self.function().apply(&[&hidden, &self.net.ws])
+            })??;
             // The gradients of this loss do not depend on the weights, so that every iteration makes the same calls:
             // clipping writes only if it must, and gradients that were written are checked again.
             let loss = output.mean(Kind::Float);
@@ -149,7 +153,6 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
             assert!(error.contains(text), "{error}");
         };
         fails(&|| ffi::cuda_initialize());
-        fails(&|| ffi::backward_accumulates().map(drop));
         fails(&|| grad(&[&w], &[&w], &GradConfig::default()).map(drop));
         fails(&|| ffi::gradients_drop([&w]));
         fails(&|| ffi::gradients_separate(std::slice::from_ref(&w)));
@@ -177,6 +180,10 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         });
         let random = ffi::rng_state(Device::Cpu).unwrap();
         fails(&|| ffi::rng_check_state(Device::Cpu, &random));
+        fails(&|| ffi::SavedTensors::new(ffi::SavedForm::Half).map(drop));
+        fails(&|| ffi::SavedTensors::current().map(drop));
+        let saved = ffi::SavedTensors::new(ffi::SavedForm::Half).unwrap();
+        fails(&|| saved.during(|| ()));
         fails(&|| ffi::jit_set_autocast_mode(false).map(drop));
         fails(&|| ffi::jit_freeze(b"file").map(drop));
         assert!(!ffi::any_nonzero(&[&found]).unwrap());

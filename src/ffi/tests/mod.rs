@@ -12,3 +12,5 @@ mod gradients;
 mod inference;
 #[cfg(tamp_testing)]
 mod sanitized;
+#[cfg(tamp_testing)]
+mod saved_tensors;
