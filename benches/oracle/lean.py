@@ -6,6 +6,8 @@ from time import perf_counter_ns
 import torch
 from torch.nn import functional as F
 
+from resident import peak
+
 torch.set_num_threads(1)
 
 
@@ -43,6 +45,12 @@ class Operands:
         return value, perf_counter_ns() - start
 
 
+def memory(loss, dtype, operands):
+    for leaf in (operands.hidden, operands.weight):
+        (leaf.sum() * 0).backward()
+    return peak(lambda: loss(dtype).backward())
+
+
 kept = {}
 for line in sys.stdin:
     what, *size, dtype = line.split()
@@ -50,5 +58,11 @@ for line in sys.stdin:
     operands = kept.setdefault(size, Operands(*size))
     if what == "loss":
         print(operands.iterate(operands.usual, dtype)[0].item(), flush=True)
+    elif what.startswith("memory"):
+        # A small one first makes what the process keeps.
+        small = Operands(8, 16, 16)
+        way = what.removeprefix("memory_")
+        known = small.iterate(getattr(small, way), dtype)[0] is not None
+        print(memory(getattr(operands, way), dtype, operands) if known else "nan", flush=True)
     else:
         print(operands.iterate(operands.usual, dtype)[1], operands.iterate(operands.own, dtype)[1], flush=True)

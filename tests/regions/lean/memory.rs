@@ -33,3 +33,19 @@ fn logits_are_kept_once_or_by_the_block() {
     assert!(kept <= logits + 2 * operands, "{kept} for {logits} of logits");
     assert!(in_blocks <= (1 << 20) + 4 * operands, "{in_blocks} in blocks");
 }
+
+/// Of a wide head, blocks take a gradient of the weight in f32, and the weight in half precision.
+#[test]
+fn blocks_take_the_gradient_of_the_weight_once() {
+    let operands = Operands::random(Device::Cpu, [64, 512, 32768], false);
+    let config = LinearCrossEntropyConfig { max_bytes: Some(1 << 20), ..Default::default() };
+    let own = operands.to(Kind::Float);
+    let region = region(Device::Cpu, Kind::BFloat16);
+    let pass = || region.run(|| own.loss(&config)).unwrap().backward();
+    // The first one makes the gradients.
+    pass();
+    let ((), bytes) = peak_during(pass).unwrap();
+    let weight = 32768 * 512;
+    let products = (4 << 20) * 6;
+    assert!(bytes <= weight * (4 + 2) + products + (3 << 20), "{bytes} for {weight} weights");
+}

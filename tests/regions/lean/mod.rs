@@ -1,7 +1,8 @@
-//! Losses that keep less: their numbers beside autocast's and beside f64, their options beside plain loops, and what a
-//! program may do with them.
+//! Losses and layers that keep less: their numbers beside autocast's and beside f64, their options beside plain loops,
+//! and what a program may do with them.
 
 mod graph;
+mod linear_of;
 mod memory;
 mod numbers;
 mod options;

@@ -27,7 +27,7 @@ fn arguments_that_do_not_fit_are_refused_by_name() {
             "hidden must be a floating-point tensor, not Int64",
         ),
         (with(&h.sum(Kind::Float), w, b, t), "hidden must have a last dimension"),
-        (with(h, &w.tr(), b, t), "weight must have the shape [classes, 4]"),
+        (with(h, &w.tr(), b, t), "weight must have the shape [outputs, 4]"),
         (with(h, w, Some(&w.select(1, 0).narrow(0, 0, 3)), t), "bias must have the shape [10]"),
         (with(h, w, b, &t.to_kind(Kind::Int)), "targets must be of Kind::Int64"),
         (with(h, w, b, &t.narrow(0, 0, 3)), "targets must have the shape [6]"),

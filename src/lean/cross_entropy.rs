@@ -1,43 +1,15 @@
-//! Losses that keep less for the backward pass than the operators that they replace, with the same numbers.
-//!
-//! The logits of a language model are its largest activation: tokens times words. Autocast computes them in half
-//! precision, `cross_entropy` makes them f32, and the two keep them several times over until the backward pass.
-//! [`linear_cross_entropy`] takes the place of the last linear layer and the loss. It keeps the logits once, in the dtype
-//! of the product, and turns them into their own gradient in place; or, within [`max_bytes`], only a block of them.
-//!
-//! # Examples
-//!
-//! ```
-//! use tch::nn::{self, Module};
-//! use tch::{Device, Kind, Tensor};
-//! use tch_amp::autocast;
-//! use tch_amp::lean::{LinearCrossEntropyConfig, linear_cross_entropy};
-//!
-//! let vs = nn::VarStore::new(Device::Cpu);
-//! let body = nn::linear(vs.root() / "body", 8, 16, Default::default());
-//! let head = nn::linear(vs.root() / "head", 16, 100, Default::default());
-//! let xs = Tensor::randn([4, 32, 8], (Kind::Float, Device::Cpu));
-//! let targets = Tensor::randint(100, [4, 32], (Kind::Int64, Device::Cpu));
-//! let loss = autocast(Device::Cpu, || {
-//!     let hidden = body.forward(&xs).relu();
-//!     // Instead of `head.forward(&hidden).view([-1, 100]).cross_entropy_for_logits(&targets.view([-1]))`.
-//!     let config = LinearCrossEntropyConfig::default();
-//!     linear_cross_entropy(&hidden, &head.ws, head.bs.as_ref(), &targets, &config)
-//! })??;
-//! assert_eq!(loss.kind(), Kind::Float);
-//! loss.backward();
-//! # Ok::<(), tch_amp::Error>(())
-//! ```
-//!
-//! [`max_bytes`]: LinearCrossEntropyConfig::max_bytes
+//! A linear layer and the cross entropy of its outputs.
 
 use tch::{Kind, Reduction, Tensor};
 
-use crate::error::{Error, Result};
+use super::{Linear, check_dense, check_device, check_floating, invalid, width_of};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::ffi::{self, CrossEntropy, OutsideRegions};
 
-/// The options of [`linear_cross_entropy`]: those of `torch.nn.functional.cross_entropy`, by their names there, and those
-/// that trainers of large models add.
+/// The options of [`linear_cross_entropy`]: those of `torch.nn.functional.cross_entropy`, by their names there, and
+/// those that trainers of large models add.
 ///
 /// # Examples
 ///
@@ -54,7 +26,8 @@ pub struct LinearCrossEntropyConfig {
     pub reduction: Reduction,
     /// The target that has no loss; -100 by default, as in PyTorch.
     pub ignore_index: i64,
-    /// A weight for each class: a floating-point tensor of one dimension on the device of the weight. `None` by default.
+    /// A weight for each class: a floating-point tensor of one dimension on the device of the weight. `None` by
+    /// default.
     pub class_weights: Option<Tensor>,
     /// The part of each target that all classes share, from 0, the default, to 1.
     pub label_smoothing: f64,
@@ -67,8 +40,8 @@ pub struct LinearCrossEntropyConfig {
     ///
     /// Source: Chowdhery et al., *PaLM*, <https://arxiv.org/abs/2204.02311>, section 5.
     pub z_loss: f64,
-    /// The most bytes that logits may take at a time. The forward pass then computes the gradients of a block of targets
-    /// after the other, before any loss scale is in them, and adds up that of the weight in f32. It keeps these
+    /// The most bytes that logits may take at a time. The forward pass then computes the gradients of a block of
+    /// targets after the other, before any loss scale is in them, and adds up that of the weight in f32. It keeps these
     /// gradients, which have the sizes of `hidden` and `weight`, instead of logits. At least one target is in a block.
     ///
     /// With [`Reduction::None`] the backward pass computes the logits a second time. By default `None`: all logits are
@@ -93,9 +66,9 @@ impl Default for LinearCrossEntropyConfig {
 /// Returns the cross entropy of the logits `hidden * weight^T + bias`, which it keeps once at most, in the dtype of the
 /// product. The counterpart of `torch.nn.functional.linear` and `cross_entropy`.
 ///
-/// `hidden` has the shape `[…, width]`, `weight` `[classes, width]`, `bias` `[classes]`, and `targets`, of [`Kind::Int64`],
-/// the shape of `hidden` without its last dimension. The loss is f32, or f64 if the operands are: a number, or with
-/// [`Reduction::None`] one for each target, in the shape of `targets`.
+/// `hidden` has the shape `[…, width]`, `weight` `[classes, width]`, `bias` `[classes]`, and `targets`, of
+/// [`Kind::Int64`], the shape of `hidden` without its last dimension. The loss is f32, or f64 if the operands are: a
+/// number, or with [`Reduction::None`] one for each target, in the shape of `targets`.
 ///
 /// In an autocast region the products are computed in its dtype, on any device, and the gradients are those of autocast
 /// but for the rounding of some last digits: logits in half precision, the loss and the softmax in f32. Outside of a
@@ -103,13 +76,14 @@ impl Default for LinearCrossEntropyConfig {
 /// [`insight::Budget`](crate::insight::Budget) emulates half precision, the two operators are called.
 ///
 /// The logits become their own gradient in the backward pass. A second one through the same graph (`retain_graph`)
-/// computes them again. Never synchronizes.
+/// computes them again. On other devices than the CPU, parts of the logits are converted to f32, which takes up to 64 MiB
+/// more, or 96 MiB with smoothed class weights. Never synchronizes.
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`] for shapes, dtypes, devices or options that do not fit, and for a target that is neither a
-/// class nor [`ignore_index`](LinearCrossEntropyConfig::ignore_index); nothing has been computed then. On a GPU the host
-/// would have to wait to see the targets: there the loss of one that is out of range is NaN.
+/// [`Error::InvalidArgument`] for shapes, dtypes, devices or options that do not fit, and for a target that is neither
+/// a class nor [`ignore_index`](LinearCrossEntropyConfig::ignore_index); nothing has been computed then. On a GPU the
+/// host would have to wait to see the targets: there the loss of one that is out of range is NaN.
 ///
 /// The `backward()` fails if an operand was changed in place after the forward pass. The gradients cannot be
 /// differentiated again, which fails with a message.
@@ -120,15 +94,13 @@ pub fn linear_cross_entropy(
     targets: &Tensor,
     config: &LinearCrossEntropyConfig,
 ) -> Result<Tensor> {
-    check_operands(hidden, weight, bias, targets)?;
-    check_options(weight, config)?;
-    check_targets(weight, targets, config.ignore_index)?;
-    ffi::linear_cross_entropy(hidden, weight, bias, targets, &config.checked())
+    let options = config.checked(hidden, weight, bias, targets)?;
+    ffi::linear_cross_entropy(hidden, weight, bias, targets, &options)
 }
 
 /// Returns the logarithm of the probability of each target among the logits `hidden * weight^T + bias`, in the shape of
-/// `targets`: what reinforcement learning and evaluations ask for. It keeps what [`linear_cross_entropy`] keeps, and its
-/// operands are the same.
+/// `targets`: what reinforcement learning and evaluations ask for. It keeps what [`linear_cross_entropy`] keeps, and
+/// its operands are the same.
 ///
 /// Of `config` it takes [`ignore_index`], whose targets have 0, [`soft_cap`] and [`max_bytes`]; the reduction is not
 /// used.
@@ -158,19 +130,26 @@ pub fn token_log_probs(
             return Err(invalid(name, problem.to_owned()));
         }
     }
-    check_operands(hidden, weight, bias, targets)?;
-    check_options(weight, config)?;
-    check_targets(weight, targets, config.ignore_index)?;
-    let options = CrossEntropy { reduction: Reduction::None, ..config.checked() };
+    let options = config.checked(hidden, weight, bias, targets)?;
+    let options = CrossEntropy { reduction: Reduction::None, ..options };
     let loss = ffi::linear_cross_entropy(hidden, weight, bias, targets, &options)?;
     let _own = OutsideRegions::enter();
     Ok(loss.f_neg()?)
 }
 
 impl LinearCrossEntropyConfig {
-    /// The options for the shim, which have been checked.
-    fn checked(&self) -> CrossEntropy<'_> {
-        CrossEntropy {
+    /// Checks these options with the operands of a loss, and returns them for the shim.
+    fn checked(
+        &self,
+        hidden: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        targets: &Tensor,
+    ) -> Result<CrossEntropy<'_>> {
+        check_operands(hidden, weight, bias, targets)?;
+        check_options(weight, self)?;
+        check_targets(weight, targets, self.ignore_index)?;
+        Ok(CrossEntropy {
             reduction: self.reduction,
             ignore_index: self.ignore_index,
             class_weights: self.class_weights.as_ref(),
@@ -178,30 +157,8 @@ impl LinearCrossEntropyConfig {
             soft_cap: self.soft_cap.unwrap_or(0.0),
             z_loss: self.z_loss,
             max_bytes: self.max_bytes.unwrap_or(0),
-        }
+        })
     }
-}
-
-fn invalid(name: &'static str, problem: String) -> Error {
-    Error::InvalidArgument { name, problem }
-}
-
-/// Fails unless the argument is a dense floating-point tensor.
-fn check_floating(name: &'static str, tensor: &Tensor) -> Result<()> {
-    check_dense(name, tensor)?;
-    let kind = tensor.f_kind()?;
-    match ffi::dtype_code(kind) {
-        Some(_) => Ok(()),
-        None => Err(invalid(name, format!("must be a floating-point tensor, not {kind:?}"))),
-    }
-}
-
-fn check_dense(name: &'static str, tensor: &Tensor) -> Result<()> {
-    if tensor.defined() && ffi::is_dense(tensor)? {
-        return Ok(());
-    }
-    let problem = "must be a dense tensor: one that is defined, and neither sparse nor nested";
-    Err(invalid(name, problem.to_owned()))
 }
 
 fn check_operands(
@@ -210,60 +167,21 @@ fn check_operands(
     bias: Option<&Tensor>,
     targets: &Tensor,
 ) -> Result<()> {
-    let named = [("hidden", Some(hidden)), ("weight", Some(weight)), ("bias", bias)];
-    for (name, tensor) in named.into_iter().filter_map(|(name, tensor)| Some((name, tensor?))) {
-        check_floating(name, tensor)?;
-    }
-    let (rows, classes) = (hidden.size(), weight.size());
-    let Some((width, places)) = rows.split_last() else {
-        return Err(invalid("hidden", "must have a last dimension, its width".to_owned()));
-    };
-    if classes.len() != 2 || classes[1] != *width || *width == 0 || classes[0] == 0 {
-        let problem = format!(
-            "must have the shape [classes, {width}] for a hidden of {rows:?}, not {classes:?}"
-        );
-        return Err(invalid("weight", problem));
-    }
-    if let Some(bias) = bias.filter(|bias| bias.size() != [classes[0]]) {
-        let problem = format!("must have the shape [{}], not {:?}", classes[0], bias.size());
-        return Err(invalid("bias", problem));
-    }
+    check_floating("hidden", hidden)?;
+    let width = width_of("hidden", hidden)?;
+    Linear { input: ("hidden", hidden), weight, bias }.check(width)?;
     check_dense("targets", targets)?;
     if targets.f_kind()? != Kind::Int64 {
         return Err(invalid("targets", "must be of Kind::Int64".to_owned()));
     }
+    let rows = hidden.size();
+    let places = &rows[..rows.len() - 1];
     if targets.size() != places {
         let problem =
             format!("must have the shape {places:?} of hidden's rows, not {:?}", targets.size());
         return Err(invalid("targets", problem));
     }
-    for (name, tensor) in [("weight", Some(weight)), ("bias", bias), ("targets", Some(targets))] {
-        let Some(tensor) = tensor else { continue };
-        if tensor.device() != hidden.device() {
-            let (own, other) = (tensor.device(), hidden.device());
-            return Err(invalid(name, format!("is on {own:?}, and hidden on {other:?}")));
-        }
-    }
-    check_dtypes(hidden, weight, bias)
-}
-
-/// Fails unless the product can have one dtype: outside of a region nothing is cast, and inside of one f64 is not.
-fn check_dtypes(hidden: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
-    let kind = hidden.f_kind()?;
-    let is_cast = crate::autocast::is_autocast_enabled(hidden.device());
-    for (name, tensor) in [("weight", Some(weight)), ("bias", bias)] {
-        let Some(other) = tensor.map(Tensor::f_kind).transpose()? else { continue };
-        let fits =
-            if is_cast { (kind == Kind::Double) == (other == Kind::Double) } else { kind == other };
-        if !fits {
-            let problem = format!(
-                "is {other:?}, and hidden {kind:?}: give them one dtype, or compute in an autocast region, which casts \
-                 all but f64"
-            );
-            return Err(invalid(name, problem));
-        }
-    }
-    Ok(())
+    check_device("targets", targets, ("hidden", hidden))
 }
 
 fn check_options(weight: &Tensor, config: &LinearCrossEntropyConfig) -> Result<()> {
