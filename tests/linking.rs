@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use tch::Device;
 use tch_amp::autocast::is_autocast_enabled;
@@ -33,4 +34,38 @@ fn libtorch_cuda_is_loaded_if_libtorch_has_it() {
         assert!(!testkit::is_set("TCH_AMP_REQUIRE_CUDA"), "this libtorch has no CUDA library");
         testkit::skipped("this libtorch has no CUDA library to load");
     }
+}
+
+/// Links the shim into a shared library, as a Rust library for Python has it.
+fn shared_library(libraries: &BTreeSet<PathBuf>, path: &Path) {
+    let archive = Path::new(env!("OUT_DIR")).join("libtamp.a");
+    let cpu = named(libraries, "libtorch_cpu.so").expect("libtorch is loaded");
+    let lib = cpu.parent().expect("a library is in a folder");
+    let mut link = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
+    link.args(["-shared", "-o"]).arg(path).arg("-Wl,--whole-archive").arg(archive);
+    link.args(["-Wl,--no-whole-archive", "-Wl,--no-as-needed"]);
+    let names = ["libtorch_cuda.so", "libtorch_cpu.so", "libc10.so"];
+    link.args(names.map(|name| lib.join(name)).iter().filter(|library| library.exists()));
+    link.arg(format!("-Wl,-rpath,{}", lib.display()));
+    assert!(link.status().expect("the linker runs").success());
+}
+
+/// Python's engine runs Python's hooks. It is refused and goes on, whether torch or this crate is loaded first.
+#[test]
+fn an_engine_of_python_is_refused_and_goes_on() {
+    assert!(!is_autocast_enabled(Device::Cpu));
+    let Some(oracle) = testkit::python::Oracle::find("engine.py") else { return };
+    if !Path::new(env!("OUT_DIR")).join("libtamp.a").exists() {
+        testkit::skipped("a machine without a build of the shim");
+        return;
+    }
+    let name = format!("libtch_amp_engine_{}.so", std::process::id());
+    let path = std::env::temp_dir().join(name);
+    shared_library(&loaded(), &path);
+    for order in ["after", "before"] {
+        let said = oracle.run(&[order, path.to_str().expect("a path in UTF-8")], "");
+        let want = "torch::autograd::python::PythonEngine\n1 [4.0, 4.0, 4.0]\n";
+        assert_eq!(said, want, "{order}");
+    }
+    std::fs::remove_file(&path).expect("the library was written");
 }

@@ -3,6 +3,11 @@
 
 use tch::nn::{self, Module as _, ModuleT as _, Path, RNN as _};
 use tch::{Device, Kind, Tensor};
+use tch_amp::lean::{
+    Activation, LinearCrossEntropyConfig, NormConfig, activation_linear, linear_cross_entropy,
+    norm_linear,
+};
+use tch_amp::recompute::Recomputed;
 
 /// A model with its loss.
 pub struct Model {
@@ -59,6 +64,7 @@ impl Shape {
 }
 
 /// The names of the models, in the order of the tables.
+#[allow(dead_code, reason = "not every benchmark runs all of them")]
 pub const NAMES: [&str; 7] = ["mlp_6x32", "mlp_6x256", "mlp_4x1024", "gpt", "conv", "bert", "lstm"];
 
 /// Creates a model with its variables under `path`.
@@ -69,7 +75,11 @@ pub fn model(name: &str, path: &Path<'_>) -> Model {
         "mlp_4x1024" => mlp(path, 4, 1024, 256),
         "mlp_4x4096" => mlp(path, 4, 4096, 4096),
         "gpt" => gpt(path, SMALL_GPT, 4),
+        "gpt_recomputed" => gpt(path, Sizes { recompute: true, ..SMALL_GPT }, 4),
+        "gpt_8k" => gpt(path, GPT_8K, 4),
+        "gpt_8k_lean" => gpt(path, Sizes { lean: true, ..GPT_8K }, 4),
         "gpt_124m" => gpt(path, GPT_124M, 8),
+        "gpt_124m_lean" => gpt(path, Sizes { lean: true, ..GPT_124M }, 8),
         "conv" => conv(path, 32, 32),
         "conv_large" => conv(path, 256, 64),
         "bert" => bert(path, SMALL_BERT, 8),
@@ -91,18 +101,20 @@ fn mlp(path: &Path<'_>, layers: i64, width: i64, rows: i64) -> Model {
 }
 
 /// Attention and a feed-forward network, each after a layer norm.
+#[derive(Debug)]
 struct Block {
     norms: [nn::LayerNorm; 2],
     qkv: nn::Linear,
     out: nn::Linear,
     up: nn::Linear,
     down: nn::Linear,
-    heads: i64,
+    sizes: Sizes,
     causal: bool,
 }
 
 impl Block {
-    fn new(path: &Path<'_>, width: i64, heads: i64, causal: bool) -> Self {
+    fn new(path: &Path<'_>, sizes: Sizes, causal: bool) -> Self {
+        let width = sizes.width;
         let linear = |name: &str, from, to| nn::linear(path / name, from, to, Default::default());
         let norm = |name: &str| nn::layer_norm(path / name, vec![width], Default::default());
         Self {
@@ -111,21 +123,24 @@ impl Block {
             out: linear("out", width, width),
             up: linear("up", width, 4 * width),
             down: linear("down", 4 * width, width),
-            heads,
+            sizes,
             causal,
         }
     }
 
-    fn forward(&self, xs: &Tensor) -> Tensor {
-        let [first, second] = &self.norms;
-        let xs = xs + self.attention(&first.forward(xs));
-        let hidden = self.up.forward(&second.forward(&xs)).gelu("none");
-        &xs + self.down.forward(&hidden)
+    fn norm_linear(&self, xs: &Tensor, norm: &nn::LayerNorm, linear: &nn::Linear) -> Tensor {
+        if !self.sizes.lean {
+            return linear.forward(&norm.forward(xs));
+        }
+        let config = NormConfig::layer(&[self.sizes.width]);
+        let (ws, bs) = (norm.ws.as_ref(), norm.bs.as_ref());
+        norm_linear(xs, &config, ws, bs, &linear.ws, linear.bs.as_ref()).unwrap()
     }
 
     fn attention(&self, xs: &Tensor) -> Tensor {
-        let (rows, length, width) = xs.size3().unwrap();
-        let qkv = self.qkv.forward(xs).view([rows, length, 3, self.heads, width / self.heads]);
+        let ((rows, length, width), heads) = (xs.size3().unwrap(), self.sizes.heads);
+        let qkv = self.norm_linear(xs, &self.norms[0], &self.qkv);
+        let qkv = qkv.view([rows, length, 3, heads, width / heads]);
         let qkv = qkv.permute([2, 0, 3, 1, 4]);
         let [q, k, v] = [0, 1, 2].map(|i| qkv.get(i));
         let none = None::<Tensor>;
@@ -135,33 +150,62 @@ impl Block {
     }
 }
 
+impl nn::Module for Block {
+    fn forward(&self, xs: &Tensor) -> Tensor {
+        let xs = xs + self.attention(xs);
+        let hidden = self.norm_linear(&xs, &self.norms[1], &self.up);
+        if !self.sizes.lean {
+            return &xs + self.down.forward(&hidden.gelu("none"));
+        }
+        let (ws, bs) = (&self.down.ws, self.down.bs.as_ref());
+        &xs + activation_linear(&hidden, Activation::Gelu, ws, bs).unwrap()
+    }
+}
+
 /// The sizes of a transformer.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Sizes {
     width: i64,
     blocks: i64,
     heads: i64,
     length: i64,
     vocabulary: i64,
+    /// Whether the functions of `tch_amp::lean` take the place of operators.
+    lean: bool,
+    /// Whether its blocks are recomputed in the backward pass.
+    recompute: bool,
 }
 
-const SMALL_GPT: Sizes = Sizes { width: 384, blocks: 6, heads: 6, length: 128, vocabulary: 256 };
+const SMALL_GPT: Sizes = Sizes {
+    width: 384,
+    blocks: 6,
+    heads: 6,
+    length: 128,
+    vocabulary: 256,
+    lean: false,
+    recompute: false,
+};
+const GPT_8K: Sizes = Sizes { length: 512, vocabulary: 8192, ..SMALL_GPT };
 const GPT_124M: Sizes =
-    Sizes { width: 768, blocks: 12, heads: 12, length: 1024, vocabulary: 50304 };
-const SMALL_BERT: Sizes = Sizes { width: 256, blocks: 4, heads: 4, length: 128, vocabulary: 8192 };
+    Sizes { width: 768, blocks: 12, heads: 12, length: 1024, vocabulary: 50304, ..SMALL_GPT };
+const SMALL_BERT: Sizes =
+    Sizes { width: 256, blocks: 4, heads: 4, length: 128, vocabulary: 8192, ..SMALL_GPT };
 const BERT_BASE: Sizes =
-    Sizes { width: 768, blocks: 12, heads: 12, length: 128, vocabulary: 30522 };
+    Sizes { width: 768, blocks: 12, heads: 12, length: 128, vocabulary: 30522, ..SMALL_GPT };
 
 impl Sizes {
-    fn blocks(self, path: &Path<'_>, causal: bool) -> Vec<Block> {
-        let block = |i| Block::new(&(path / "blocks" / i), self.width, self.heads, causal);
+    fn blocks(self, path: &Path<'_>, causal: bool) -> Vec<Box<dyn nn::Module>> {
+        let block = |i| -> Box<dyn nn::Module> {
+            let block = Block::new(&(path / "blocks" / i), self, causal);
+            if self.recompute { Box::new(Recomputed::new(block)) } else { Box::new(block) }
+        };
         (0..self.blocks).map(block).collect()
     }
 }
 
 /// A language model; the small one is over bytes and has about ten million parameters.
 fn gpt(path: &Path<'_>, sizes: Sizes, rows: i64) -> Model {
-    let Sizes { width, length, vocabulary, .. } = sizes;
+    let Sizes { width, length, vocabulary, lean, .. } = sizes;
     let embedding = nn::embedding(path / "embedding", vocabulary, width, Default::default());
     let places = nn::embedding(path / "places", length, width, Default::default());
     let blocks = sizes.blocks(path, true);
@@ -171,7 +215,13 @@ fn gpt(path: &Path<'_>, sizes: Sizes, rows: i64) -> Model {
         let place = Tensor::arange(length, (Kind::Int64, batch.xs.device()));
         let xs = embedding.forward(&batch.xs) + places.forward(&place);
         let xs = blocks.iter().fold(xs, |xs, block| block.forward(&xs));
-        let ys = head.forward(&norm.forward(&xs)).to_kind(Kind::Float);
+        let hidden = norm.forward(&xs);
+        if lean {
+            let mean = LinearCrossEntropyConfig::default();
+            return linear_cross_entropy(&hidden, &head.ws, head.bs.as_ref(), &batch.ys, &mean)
+                .unwrap();
+        }
+        let ys = head.forward(&hidden).to_kind(Kind::Float);
         ys.view([-1, vocabulary]).cross_entropy_for_logits(&batch.ys.view([-1]))
     };
     Model { loss: Box::new(loss), batch: Shape::Tokens { rows, length, vocabulary } }

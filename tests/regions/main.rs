@@ -15,4 +15,5 @@ mod jit;
 mod lean;
 mod policy;
 mod recompute;
+mod saved_tensors;
 mod tree;

@@ -1,10 +1,15 @@
-//! The memory of the process and of devices: how much is used, and what happens to it when it is freed.
+//! The memory of the process and of devices: how much is used, what happens to it when it is freed, and how autograd
+//! keeps what it saves for the backward pass.
+
+mod saved_tensors;
 
 use tch::Device;
 
 use crate::device::check_usable;
 use crate::error::{Error, Result};
 use crate::ffi;
+
+pub use saved_tensors::SavedTensors;
 
 /// Runs a closure, and returns its result and the peak of the CPU memory that tensors of this thread took meanwhile, in
 /// bytes beyond those that existed before. For an iteration, that is the memory of its activations and of what is made
@@ -17,8 +22,8 @@ use crate::ffi;
 ///
 /// # Errors
 ///
-/// [`Error::Torch`] if memory for the count cannot be allocated, and while a profiler of libtorch
-/// runs on this thread; the closure is not run then.
+/// [`Error::Torch`] if memory for the count cannot be allocated, and while a profiler of libtorch runs on this thread;
+/// the closure is not run then.
 ///
 /// # Examples
 ///
