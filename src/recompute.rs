@@ -1,15 +1,12 @@
 //! Activation checkpointing: parts of a model that keep no activations, and compute them again in the backward pass.
 //!
-//! Training needs memory for the activations of the forward pass, which the backward pass uses. [`checkpointed`] runs a
-//! part of the model without keeping them. When the backward pass comes to the part, it runs it a second time, with the
-//! same inputs, autocast state and random numbers, and continues through that second run. The gradients are the same
-//! bit by bit, except for the order of sums where an input or a weight is used several times. The memory falls to the
-//! inputs of the parts and the activations of one part; the time grows by one more forward pass. [`Recomputed`] does so
-//! for a module of tch.
+//! Training keeps the activations of the forward pass in memory until the backward pass has used them. [`checkpointed`]
+//! runs a part of the model without keeping them. When the backward pass first asks for one of them, it runs the part a
+//! second time, with the same inputs, autocast state and random numbers. The gradients are the same bit by bit. The
+//! memory falls to the inputs of the parts and the activations of one part; the time grows by one more forward pass.
+//! [`Recomputed`] does so for a module of tch.
 //!
-//! The counterpart of `torch.utils.checkpoint.checkpoint` with `use_reentrant=True`: the other form needs hooks of
-//! saved tensors, which libtorch's C++ interface does not offer. Unlike in PyTorch, the weights in the part are trained
-//! even if none of its inputs requires a gradient.
+//! The counterpart of `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`.
 //!
 //! Source: Chen et al., *Training Deep Nets with Sublinear Memory Cost*, <https://arxiv.org/abs/1604.06174>.
 //!
@@ -40,54 +37,56 @@
 //! ```
 
 use std::borrow::Borrow;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::mem::ManuallyDrop;
+use std::sync::{Arc, Mutex};
 
 use tch::nn::{Module, ModuleT};
-use tch::{Device, Kind, Tensor, with_grad};
+use tch::{Device, Tensor, with_grad};
 
-use crate::error::Result;
-#[cfg(doc)]
-use crate::error::{Error, FunctionError};
-use crate::ffi;
-use crate::function::{
-    BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs, Outputs,
-};
+use crate::autocast::{AutocastState, callback};
+use crate::error::{Error, FunctionError, Result, chain};
+use crate::ffi::{self, OutsideRegions};
+use crate::function::{FunctionResult, Outputs};
+use crate::panics::lock;
 
-/// Runs `f` on the inputs without keeping its activations, and runs it again in the backward pass. The counterpart of
-/// `torch.utils.checkpoint.checkpoint(f, *inputs)`.
+/// Runs `f` on the inputs, keeps none of its activations once it has run, and runs it again in the backward pass. The
+/// counterpart of `torch.utils.checkpoint.checkpoint(f, *inputs)`.
 ///
 /// Both runs have the autocast state of the call and the same random numbers: the generator of the CPU and those of the
 /// inputs' devices are set back for the second run, and continue afterwards as if it had not happened
-/// (`preserve_rng_state` in PyTorch). The backward pass through the second run has the autocast state of the backward
-/// pass around it, so that operators that a region in `f` keeps in f32 have their gradients computed in f32. Calls may
-/// be nested. If no gradients are recorded, under `tch::no_grad` for instance, `f` simply runs. Does not synchronize.
+/// (`preserve_rng_state` in PyTorch). The backward pass itself goes through what the first run has recorded, so that
+/// [`grad`](crate::function::grad()), `create_graph`, hooks, captured tensors with a history and
+/// `DistributedDataParallel` work as without recomputation. A pass that needs none of the part's activations does not
+/// run it again. Calls may be nested. If no gradients are recorded, under `tch::no_grad` for instance, `f` simply runs.
+/// Does not synchronize by itself.
 ///
 /// `f` must compute the same both times:
 ///
-/// - It may capture weights and other leaves, which get their gradients. A tensor with a history must be an input,
-///   because the backward pass of the part would run through that history separately, and free it.
-/// - It must not change its inputs in place. What it changes beside its result, such as the running averages of a batch
-///   norm, it changes twice, as in PyTorch.
-/// - The generator of the CPU belongs to the process. If another thread draws from it during the forward or the
-///   backward pass of the part, the second run may have other random numbers: on ranks that are threads, or beside a
-///   thread that shuffles data. Random numbers on a device that holds none of the inputs differ as well.
+/// - It must not change its inputs in place. Other state that it changes, such as the running averages of a batch norm,
+///   changes twice, as in PyTorch.
+/// - It must not keep tensors of its own run that have a history, in a module for instance: they would never be freed.
+/// - The generator of the CPU belongs to the process. If another thread draws from it while the part runs, for instance
+///   a rank that is a thread or one that shuffles data, the second run may draw other random numbers. So does a part
+///   that draws on a device that holds none of its inputs.
+/// - A part whose operators run on several devices, the CPU included, must not compute gradients inside.
 ///
-/// As with PyTorch's reentrant form, gradients are computed with `backward()`, not with
-/// [`grad`](crate::function::grad()), and cannot be differentiated again. Under `DistributedDataParallel`,
-/// `find_unused_parameters` does not see what `f` uses, and a parameter that several parts use is an error. The outputs
-/// require a gradient even if nothing in `f` does.
+/// Whatever region of [`SavedTensors`](crate::memory::SavedTensors) is around it, what autograd saves in `f` is
+/// recomputed, and the inputs are kept bit by bit. A region of `SavedTensors` inside `f` keeps its tensors in its own
+/// form; they are not recomputed. Nor is what nodes of this crate keep by themselves, such as the logits of
+/// [`linear_cross_entropy`](crate::lean::linear_cross_entropy). PyTorch stops the second run once it has what it needs
+/// (`early_stop`). Here it runs to the end, because only a panic could stop it inside tch's functions.
 ///
 /// # Errors
 ///
-/// [`FunctionError::Forward`] if `f` fails, and [`FunctionError::Misuse`] if libtorch refuses to record the call, for
-/// instance for a tensor that was made in inference mode. The `backward()` fails if the outputs of the second run
-/// differ in number, shape, dtype or device from those of the first, if `f` fails in it, and if an input was changed in
-/// place after the first run. [`grad`](crate::function::grad()) fails for a tensor before the part, and
-/// reports a tensor that only `f` uses as unused.
+/// [`FunctionError::Forward`] if `f` fails, [`FunctionError::Misuse`] if an input cannot be saved, for instance because
+/// it was made in inference mode, and [`Error::OtherEngine`] if something else has replaced autograd's engine. The
+/// backward pass fails if `f` fails in its second run, if the tensors that are saved in the second run differ in
+/// number, shape, dtype or device from those of the first, and if an input or a saved tensor was changed in place
+/// between the runs.
 ///
 /// # Panics
 ///
-/// If `f` panics in the first run. A panic in the second is an error of the `backward()`.
+/// If `f` panics in the first run. A panic in the second is an error of the backward pass.
 ///
 /// # Examples
 ///
@@ -110,190 +109,98 @@ where
     F: Fn(&[&Tensor]) -> FunctionResult<O> + Send + 'static,
     O: Outputs,
 {
-    // Without an input that requires a gradient, nothing would be recorded, and the weights in `f` would not be
-    // trained.
-    let anchor = Tensor::f_zeros([0], (Kind::Float, Device::Cpu))?.f_set_requires_grad(true)?;
-    let inputs = std::iter::once(&anchor).chain(inputs.iter().map(Borrow::borrow));
-    Checkpointed { f }.apply(&inputs.collect::<Vec<&Tensor>>())
+    let inputs: Vec<&Tensor> = inputs.iter().map(Borrow::borrow).collect();
+    let part = Arc::new(Checkpointed(Mutex::new(Runs {
+        f,
+        autocast: AutocastState::current()?,
+        random: RandomStates::default(),
+        requires_grad: inputs.iter().map(|x| x.defined() && x.requires_grad()).collect(),
+    })));
+    // The second run needs the inputs of the first, bit by bit, however other saved tensors are kept.
+    let saved = ffi::SavedTensors::exactly(|| ffi::SavedTensors::recomputed(&part, &inputs))?;
+    let name = || "checkpointed".to_owned();
+    let saved = saved.map_err(|error| match error {
+        Error::Torch(problem) => Error::Function(FunctionError::Misuse { name: name(), problem }),
+        other => other,
+    })?;
+    let mut runs = lock(&part.0);
+    let outputs = match &saved {
+        None => (runs.f)(&inputs),
+        Some(saved) => {
+            let random = RandomStates::read(&inputs)?;
+            let outputs = saved.during(|| (runs.f)(&inputs))?;
+            runs.random = random.without_unused_cpu()?;
+            outputs
+        }
+    };
+    outputs.map_err(|cause| Error::Function(FunctionError::Forward { name: name(), cause }))
 }
 
-struct Checkpointed<F> {
+/// A part of a model, which is locked while it runs.
+struct Checkpointed<F>(Mutex<Runs<F>>);
+
+/// What runs, and the state that the first run leaves for the second.
+struct Runs<F> {
     f: F,
-}
-
-/// The state that the first run leaves for the second.
-struct FirstRun {
-    /// Before the run.
+    autocast: AutocastState,
+    /// Before the first run.
     random: RandomStates,
     /// Whether the inputs required a gradient.
     requires_grad: Vec<bool>,
-    outputs: Vec<Description>,
 }
 
-/// The properties that must be the same in both runs.
-#[derive(Debug, PartialEq)]
-struct Description {
-    size: Vec<i64>,
-    kind: Kind,
-    device: Device,
-}
-
-impl<F, O> Function for Checkpointed<F>
+impl<F, O> ffi::RunsAgain for Checkpointed<F>
 where
     F: Fn(&[&Tensor]) -> FunctionResult<O> + Send + 'static,
-    O: Outputs,
 {
-    type Outputs = O;
-    type Gradients = Vec<Option<Tensor>>;
-
-    fn forward(&self, ctx: &mut ForwardContext, inputs: &[&Tensor]) -> FunctionResult<O> {
-        let is_recorded = ctx.needs_input_grad(0)?;
-        let inputs = &inputs[1..];
-        if !is_recorded {
-            return (self.f)(inputs);
-        }
-        let random = RandomStates::read(inputs)?;
-        let mut outputs = (self.f)(inputs)?;
-        let descriptions = outputs.as_mut_slice().iter().map(Description::of);
-        let descriptions = descriptions.collect::<Result<_>>()?;
-        ctx.save_for_backward(inputs);
-        let requires_grad = inputs.iter().map(|x| x.defined() && x.requires_grad()).collect();
-        ctx.save_value(FirstRun { random, requires_grad, outputs: descriptions });
-        ctx.set_materialize_grads(false);
-        Ok(outputs)
-    }
-
-    fn backward(
+    fn run_again(
         &self,
-        ctx: &BackwardContext<'_>,
-        grads: &GradOutputs<'_>,
-    ) -> FunctionResult<Vec<Option<Tensor>>> {
-        if !ffi::backward_accumulates()? {
-            return Err("it works with `backward()` only: `grad` would not get the gradients of what the closure \
-                        uses"
-                .into());
-        }
-        let first: &FirstRun = ctx.saved_value()?;
-        let inputs = leaves(&ctx.saved_tensors_vec()?, &first.requires_grad)?;
-        let again = || with_grad(|| (self.f)(&inputs.iter().collect::<Vec<_>>()));
-        let outputs: Vec<_> = {
-            let mut outputs = first.random.during(again)??;
-            outputs.as_mut_slice().iter().map(Tensor::shallow_clone).collect()
+        inputs: &[ManuallyDrop<Tensor>],
+        how: &ffi::SavedTensors,
+    ) -> std::result::Result<(), String> {
+        let runs = lock(&self.0);
+        let run = || -> FunctionResult<()> {
+            let inputs = leaves(inputs, &runs.requires_grad)?;
+            let inputs: Vec<&Tensor> = inputs.iter().collect();
+            let again = || with_grad(|| (runs.f)(&inputs).map(drop));
+            runs.random.during(|| how.during(again))??
         };
-        check_same(&first.outputs, &outputs)?;
-        ctx.in_state_of_pass(|| run_backward(outputs, grads))??;
-        let gradient =
-            |input: &Tensor| (input.defined() && input.grad().defined()).then(|| input.grad());
-        Ok(std::iter::once(None).chain(inputs.iter().map(gradient)).collect())
+        match callback(|| runs.autocast.restore(run)) {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(format!("the second run failed: {}", chain(&*error))),
+            Err(error) => Err(error.to_string()),
+        }
     }
 
-    fn name(&self) -> &str {
-        "checkpointed"
-    }
-
-    fn once_differentiable(&self) -> bool {
-        true
+    fn free(self: Arc<Self>) {
+        callback(|| drop(self));
     }
 }
 
 /// The inputs of the second run: the same numbers, without a history.
-fn leaves(inputs: &[Tensor], requires_grad: &[bool]) -> Result<Vec<Tensor>> {
-    let leaf = |(input, &requires_grad): (&Tensor, &bool)| {
+fn leaves(inputs: &[ManuallyDrop<Tensor>], requires_grad: &[bool]) -> Result<Vec<Tensor>> {
+    let _own = OutsideRegions::enter();
+    let leaf = |(input, &requires_grad): (&ManuallyDrop<Tensor>, &bool)| {
         if !input.defined() {
             return Ok(Tensor::new());
         }
-        Ok(input.f_detach()?.f_set_requires_grad(requires_grad)?)
+        let leaf = input.f_detach()?.f_set_requires_grad(requires_grad)?;
+        // Not the leaf itself, whose casts autocast would cache like those of a weight.
+        Ok(with_grad(|| leaf.f_alias())?)
     };
     inputs.iter().zip(requires_grad).map(leaf).collect()
 }
 
-impl Description {
-    fn of(tensor: &Tensor) -> Result<Self> {
-        if !tensor.defined() {
-            return Ok(Self { size: Vec::new(), kind: Kind::Bool, device: Device::Cpu });
-        }
-        Ok(Self { size: ffi::sizes(tensor)?, kind: tensor.f_kind()?, device: tensor.device() })
-    }
-}
-
-fn check_same(first: &[Description], outputs: &[Tensor]) -> FunctionResult<()> {
-    if first.len() != outputs.len() {
-        let (before, now) = (first.len(), outputs.len());
-        return Err(format!("the second run returned {now} outputs, and the first {before}").into());
-    }
-    for (i, (before, now)) in first.iter().zip(outputs).enumerate() {
-        let now = Description::of(now)?;
-        if *before != now {
-            let problem = format!(
-                "output {i} of the second run is {now:?}, and that of the first was {before:?}; the closure must compute \
-                 the same both times"
-            );
-            return Err(problem.into());
-        }
-    }
-    Ok(())
-}
-
-/// Continues the backward pass through the second run, from the gradients of its outputs.
-fn run_backward(outputs: Vec<Tensor>, grads: &GradOutputs<'_>) -> Result<()> {
-    let (mut roots, mut seeds) = (Vec::new(), Vec::new());
-    for (output, grad) in outputs.into_iter().zip(grads.iter()) {
-        let is_part = output.defined() && output.requires_grad();
-        if let (Some(grad), true) = (grad, is_part) {
-            seeds.push(grad.shallow_clone());
-            roots.push(output);
-        }
-    }
-    if roots.is_empty() {
-        return Ok(());
-    }
-    let root = with_grad(|| Seed { grads: seeds }.apply(&roots))?;
-    // The roots would keep their history alive.
-    drop(roots);
-    // The gradients of what the closure uses may have been made by another part of the same backward pass, which goes
-    // on to add to them.
-    ffi::gradients_separate_leaves(&root)?;
-    root.f_backward()?;
-    ffi::gradients_separate_leaves(&root)
-}
-
-/// A number whose backward begins with given gradients.
-struct Seed {
-    grads: Vec<Tensor>,
-}
-
-impl Function for Seed {
-    type Outputs = Tensor;
-    type Gradients = Vec<Tensor>;
-
-    fn forward(&self, _ctx: &mut ForwardContext, _inputs: &[&Tensor]) -> FunctionResult<Tensor> {
-        Ok(Tensor::f_zeros([], (Kind::Float, Device::Cpu))?)
-    }
-
-    fn backward(
-        &self,
-        _: &BackwardContext<'_>,
-        _: &GradOutputs<'_>,
-    ) -> FunctionResult<Vec<Tensor>> {
-        Ok(self.grads.iter().map(Tensor::shallow_clone).collect())
-    }
-}
-
 /// A `Module` that keeps only its input for the backward pass and runs again there. See [`checkpointed`].
 ///
-/// The module is behind a lock, because the backward pass may run on a thread of libtorch's. A module that calls itself
-/// through this wrapper deadlocks.
+/// The module is behind a lock, because the backward pass may run on one of libtorch's threads. A module that calls
+/// itself through this wrapper deadlocks.
 #[derive(Debug)]
 pub struct Recomputed<M>(Arc<Mutex<M>>);
 
 /// A `ModuleT` that keeps only its input for the backward pass and runs again there. See [`Recomputed`].
 #[derive(Debug)]
 pub struct RecomputedT<M>(Arc<Mutex<M>>);
-
-/// The module, even after a panic in it: it changes only its tensors.
-fn lock<M>(module: &Mutex<M>) -> MutexGuard<'_, M> {
-    module.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 impl<M: Module + Send + 'static> Recomputed<M> {
     /// Wraps a module.
@@ -350,7 +257,7 @@ impl<M: ModuleT + Send + 'static> ModuleT for RecomputedT<M> {
 }
 
 /// The states of the generators of the CPU and of some other devices.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct RandomStates(Vec<(Device, Tensor)>);
 
 impl RandomStates {
@@ -364,6 +271,19 @@ impl RandomStates {
             }
         }
         Self::of(&devices)
+    }
+
+    /// Leaves out that of the CPU's generator if it still has that state. Parts that run again at the same time, on the
+    /// threads of several devices, then do not set it back for each other.
+    fn without_unused_cpu(mut self) -> Result<Self> {
+        let _own = OutsideRegions::enter();
+        let is_cpu = |(device, _): &(Device, Tensor)| *device == Device::Cpu;
+        if let Some(place) = self.0.iter().position(is_cpu)
+            && ffi::rng_state(Device::Cpu)?.f_equal(&self.0[place].1)?
+        {
+            let _unused = self.0.remove(place);
+        }
+        Ok(self)
     }
 
     pub(crate) fn of(devices: &[Device]) -> Result<Self> {

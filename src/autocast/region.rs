@@ -304,7 +304,8 @@ impl Autocast {
     /// `@torch.autocast(…)`, for instance on the `forward` of a model.
     ///
     /// The function takes a reference, to a tuple if there are several arguments. There is no attribute macro: it would
-    /// see the text of a function, but not the device, which is known only when the program runs.
+    /// see the text of a function, but not the device, which is known only when the program runs. A region without a
+    /// dtype takes that of the region around the call; PyTorch's decorator takes that of the region around itself.
     ///
     /// # Errors
     ///

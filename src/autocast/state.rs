@@ -154,11 +154,9 @@ impl AutocastState {
         self.0.set_enabled(device, false);
     }
 
-    /// Runs `f` in this state, without opening a region if the thread has that state already. `f` is given the state
-    /// that the thread has around it.
-    pub(crate) fn restore<T>(&self, f: impl FnOnce(Self) -> T) -> Result<T> {
+    /// Runs `f` in this state, without opening a region if the thread has that state already.
+    pub(crate) fn restore<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
         let here = self.here()?;
-        let f = || f(Self(here));
         if here == self.0 { Ok(f()) } else { stack::within(here, self.0, f) }
     }
 

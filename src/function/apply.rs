@@ -143,8 +143,8 @@ impl<F: Function> ffi::Recorded for Applied<F> {
         node: &ffi::Node<'_>,
         grad_outputs: &[ffi::Borrowed],
     ) -> std::result::Result<Vec<Option<Tensor>>, String> {
-        let backward = |around| {
-            let ctx = BackwardContext { node, saved: self.saved, values: &self.values, around };
+        let backward = || {
+            let ctx = BackwardContext { node, saved: self.saved, values: &self.values };
             self.function.backward(&ctx, &GradOutputs(grad_outputs))
         };
         match callback(|| self.autocast.restore(backward)) {

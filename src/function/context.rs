@@ -6,7 +6,6 @@ use std::ops::Index;
 
 use tch::Tensor;
 
-use crate::autocast::AutocastState;
 use crate::error::{Error, FunctionError, Result};
 use crate::ffi::{self, FunctionInput, SavedValues};
 
@@ -158,18 +157,9 @@ pub struct BackwardContext<'a> {
     pub(super) node: &'a ffi::Node<'a>,
     pub(super) saved: usize,
     pub(super) values: &'a SavedValues,
-    /// The state of the pass that runs this backward, which itself runs in that of the forward.
-    pub(super) around: AutocastState,
 }
 
 impl BackwardContext<'_> {
-    /// Runs `f` in the autocast state in which the nodes of libtorch's own operators run in this backward pass. A
-    /// backward pass inside this one belongs there: in the state of the forward, autocast would cast its products, also
-    /// those of operators that a nested region ran in f32.
-    pub(crate) fn in_state_of_pass<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
-        self.around.restore(|_| f())
-    }
-
     /// Returns the tensors that the forward saved, as an array.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ use tch::{CModule, Device, Kind, Tensor, no_grad};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::average::{Ema, Swa};
 use tch_amp::buffers::{BufferSnapshot, check_buffers_finite};
-use tch_amp::checkpoint::{Checkpoint, Rng};
+use tch_amp::checkpoint::{Checkpoint, CheckpointFolder, Rng};
 use tch_amp::function::{GradConfig, grad};
 use tch_amp::gradcheck::{gradcheck, gradgradcheck};
 use tch_amp::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
@@ -557,6 +557,24 @@ const JOBS: &[Job] = &[
             });
             std::fs::remove_file(&path).unwrap();
             results.tensor(&w);
+        },
+    ),
+    job(
+        "saves in the background",
+        &["tamp_arrival_again", "tamp_arrival_wait", "tamp_arrival_copy"],
+        |device, within, results| {
+            let temporary = Folder::new();
+            let mut folder = CheckpointFolder::new(temporary.file("saves")).unwrap();
+            for step in 1..3 {
+                for kind in [F32, Kind::Double, Kind::BFloat16] {
+                    let mut checkpoint = Checkpoint::new();
+                    checkpoint.add_tensor("tensor", &large(device, kind).tr()).unwrap();
+                    let mut pending = None;
+                    within(&mut || pending = Some(folder.save_async(step, &checkpoint).unwrap()));
+                    let saved = Checkpoint::load(pending.unwrap().wait().unwrap()).unwrap();
+                    results.tensor(&saved.tensor("tensor").unwrap());
+                }
+            }
         },
     ),
     job("halves", &[], |device, within, results| {

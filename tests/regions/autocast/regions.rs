@@ -8,6 +8,7 @@ use tch_amp::autocast::{
 use tch_amp::{Autocast, Error, autocast};
 
 use crate::autocast::{OUTSIDE, alone, for_each_device_alone, seen};
+use testkit::python::Oracle;
 use testkit::{cuda_or_skip, gpus, skipped};
 
 fn square(device: Device) -> Tensor {
@@ -149,4 +150,49 @@ fn a_region_without_a_dtype_inherits_that_of_the_enclosing_region() {
             assert_eq!(autocast(device, || autocast_dtype(device).unwrap()).unwrap(), dtype);
         }
     });
+}
+
+/// Called twice outside of all regions and once in one of fp16. Without a dtype of its own the region takes that of the
+/// region around the call, and PyTorch's that of the region around the decorator.
+#[test]
+fn a_wrapped_function_returns_what_pytorchs_decorated_one_does() {
+    let Some(oracle) = Oracle::find("autocast_decorator.py") else { return };
+    let _alone = alone();
+    let plain = Autocast::new(Device::Cpu);
+    let cases = [
+        ("{}", plain),
+        (r#"{"dtype": "float16"}"#, plain.dtype(Kind::Half)),
+        (
+            r#"{"dtype": "bfloat16", "cache_enabled": false}"#,
+            plain.dtype(Kind::BFloat16).cache(false),
+        ),
+        (r#"{"enabled": false}"#, plain.enabled(false)),
+    ];
+    let settings: Vec<_> = cases.iter().map(|(settings, _)| *settings).collect();
+    let python = oracle.run(&[], &format!("[{}]", settings.join(",")));
+    let python: Vec<Vec<(String, Vec<f32>)>> = serde_json::from_str(&python).unwrap();
+    assert_eq!(python.len(), cases.len());
+    let x = (Tensor::arange(16, (Kind::Float, Device::Cpu)) * 0.37).sin().view([4, 4]);
+    for ((settings, region), expected) in cases.into_iter().zip(python) {
+        let forward = region.wrap(|x: &Tensor| x.matmul(x));
+        let call = || {
+            let product = forward(&x).unwrap();
+            let dtype = match product.kind() {
+                Kind::BFloat16 => "bfloat16",
+                Kind::Half => "float16",
+                _ => "float32",
+            };
+            let numbers = product.to_kind(Kind::Float).flatten(0, 1);
+            (dtype.to_owned(), Vec::<f32>::try_from(numbers).unwrap())
+        };
+        let outside = [call(), call()];
+        assert_eq!(seen(), OUTSIDE, "{settings}");
+        let inside = plain.dtype(Kind::Half).run(call).unwrap();
+        assert_eq!(
+            [&outside[0], &outside[1], &inside],
+            [&expected[0], &expected[1], &expected[2]],
+            "{settings}"
+        );
+        assert_eq!(inside == expected[3], settings != "{}", "{settings}");
+    }
 }
