@@ -26,6 +26,8 @@
 //!
 //! A [`Tuner`] measures in which precision each operator of a model is fastest, and returns a plan for its regions.
 //!
+//! [`saved_tensors()`] lists what an iteration keeps for its backward pass, and what would keep less.
+//!
 //! A [`Page`] shows all of it in one HTML file. The crate `run-report` has what it is made of, for reports of your own.
 
 mod audit;
@@ -39,6 +41,7 @@ mod operators;
 mod page;
 mod recording;
 mod rerun;
+mod saved;
 mod tracer;
 mod tune;
 
@@ -50,5 +53,6 @@ pub use health::{HealthReport, HistoryReport, ScaleHealth, ScaleHistory, SkipCau
 pub use operators::{AutocastList, OperatorReport, Profiler};
 pub use page::{Page, versions};
 pub use recording::{Pass, named};
+pub use saved::{SavedReport, saved_tensors};
 pub use tracer::Tracer;
 pub use tune::{Tuner, Tuning};

@@ -11,7 +11,7 @@ use tch::Tensor;
 
 use crate::error::Result;
 use crate::ffi::insight::{
-    EventKind, Name, RawRecording, RecordedEvent, RecordedTensor, RecordingMode, Usage,
+    EventKind, Name, RawRecording, RecordedEvent, RecordedTensor, RecordingMode, SavedTensor, Usage,
 };
 
 /// The pass in which an operator ran.
@@ -41,6 +41,9 @@ pub(super) fn placed(path: Option<&str>, after: Option<&str>) -> String {
         (None, None) => String::new(),
     }
 }
+
+/// Begins the part of operators without a name that follow a module.
+pub(super) const AFTER: &str = "after ";
 
 /// How many recordings run in this process. The threads of a backward pass take part in that of another thread.
 static RECORDINGS: AtomicUsize = AtomicUsize::new(0);
@@ -134,10 +137,31 @@ impl Recording {
         mode: RecordingMode<'_>,
         f: impl FnOnce() -> Result<T>,
     ) -> Result<(Self, T)> {
+        Self::around(model, mode, |_| f())
+    }
+
+    /// Records what `f` runs on this thread, and notes what autograd saves meanwhile.
+    pub(super) fn of_saved<T>(
+        model: &RecordedModel,
+        f: impl FnOnce() -> Result<T>,
+    ) -> Result<(Self, T)> {
+        Self::around(model, RecordingMode::Times, |raw| raw.saves()?.during(f)?)
+    }
+
+    /// What was noted, once the recording has ended.
+    pub(super) fn saved(&self) -> Result<Vec<SavedTensor>> {
+        self.raw.saved()
+    }
+
+    fn around<T>(
+        model: &RecordedModel,
+        mode: RecordingMode<'_>,
+        f: impl FnOnce(&RawRecording) -> Result<T>,
+    ) -> Result<(Self, T)> {
         let parameters: Vec<&Tensor> = model.parameters.iter().map(|(_, tensor)| tensor).collect();
         let mut raw = RawRecording::start(&parameters, mode)?;
         let running = Running::new();
-        let result = f();
+        let result = f(&raw);
         drop(running);
         let stopped = raw.stop();
         let result = result?;
@@ -313,6 +337,12 @@ impl Recording {
             }
         }
         (own, total)
+    }
+
+    /// The part of an operator of the forward pass for which neither a parameter nor a name tells one.
+    pub(super) fn unnamed_part(&self, index: usize) -> String {
+        let before = self.module_before(index);
+        before.map_or_else(|| "start".to_owned(), |module| format!("{AFTER}{module}"))
     }
 
     /// The last module before an event whose own part is unknown.

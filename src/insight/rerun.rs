@@ -10,7 +10,7 @@ use crate::buffers::{self, BufferSnapshot};
 use crate::dtype::largest;
 use crate::error::{Result, ensure_defined};
 use crate::ffi::emulation::{Emulated, Emulation, Regions, Rounding};
-use crate::ffi::insight::RecordingMode;
+use crate::ffi::insight::{RecordingMode, SavedTensor};
 use crate::ffi::{self, OutsideRegions};
 use crate::gradients::StashedGradients;
 use crate::recompute::RandomStates;
@@ -120,6 +120,20 @@ impl Rerun<'_> {
         Ok(passes)
     }
 
+    /// Runs forward, and returns what autograd has saved for the backward pass once the graph is freed.
+    pub(super) fn saved(
+        &mut self,
+        loss: &mut impl FnMut() -> Result<Tensor>,
+    ) -> Result<(Recording, Vec<SavedTensor>)> {
+        self.present.restore()?;
+        self.beginning.statistics.restore()?;
+        let forward = || Recording::of_saved(self.model, loss);
+        let (recording, loss) = self.beginning.random.during(forward)??;
+        drop(loss);
+        let saved = recording.saved()?;
+        Ok((recording, saved))
+    }
+
     fn run_within<T>(
         &mut self,
         scale: f64,
@@ -173,6 +187,12 @@ impl<'a, F: FnMut(Autocast) -> Result<Tensor>> Runs<'a, F> {
     ) -> Result<(Recording, Passes)> {
         self.count += 1;
         self.rerun.record(mode, self.scale, &mut || (self.loss)(region))
+    }
+
+    /// Runs forward, and returns what autograd has saved.
+    pub(super) fn saved(&mut self, region: Autocast) -> Result<(Recording, Vec<SavedTensor>)> {
+        self.count += 1;
+        self.rerun.saved(&mut || (self.loss)(region))
     }
 
     /// Records a run in f32 that rounds at random what the region would round.

@@ -12,26 +12,23 @@ use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
 use super::numbers;
+use super::saved::SavedReport;
 use crate::error::{Error, Number, Result};
 use crate::ffi::OutsideRegions;
 use crate::ffi::insight::{RecordingMode, Reference};
 use crate::insight::dtype::Dtype;
 use crate::insight::measure::ratio;
-use crate::insight::recording::Recording;
+use crate::insight::recording::{AFTER, Recording};
 use crate::insight::rerun::{Passes, Repeatable, Runs, SCALED_LOSS};
 use crate::{Autocast, GradScaler, capture};
-
-pub(super) use parts::place;
 
 /// How many parts without suspicions are listed.
 const MOST_CLEAN: usize = 20;
 
-/// Begins the path of operators without a name that follow a module.
-const AFTER: &str = "after ";
-
 /// The effect of half precision on the numbers of a model, part by part. Made by [`audit`].
 ///
-/// Its text, by `Display`, is a table with the most suspicious parts first, a verdict and advice.
+/// Its text, by `Display`, is a table with the most suspicious parts first, a verdict and advice, also on what takes
+/// most of the memory for the backward pass (see [`saved_tensors`](super::saved_tensors())).
 ///
 /// A program that wants the numbers behind the text serializes the audit, which has the list `parts` beside the fields
 /// below. A number that is infinite or NaN is a text in JSON, such as `inf`.
@@ -71,6 +68,9 @@ pub struct Audit {
     #[serde(with = "numbers::pair")]
     pub losses: [f64; 2],
     parts: Vec<AuditedPart>,
+    /// What the iteration keeps most of, and what keeps less.
+    #[serde(default)]
+    kept: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -196,11 +196,11 @@ impl AuditedPart {
 /// Compares the forward and backward pass inside of a region with those in f32, part by part.
 ///
 /// `loss` computes the unscaled loss in the region that it is given: `region` itself, or the same switched off. It is
-/// run up to fourteen times with the same random numbers: in f32; in the region with the scale of `scaler`; in f32 with
+/// run up to fifteen times with the same random numbers: in f32; in the region with the scale of `scaler`; in f32 with
 /// rounded results, and four times with results that are rounded at random, which show what rounding alone does, if the
-/// region returns half precision; in the region with a scale of 1, if the scale is another one; and three times in f32
-/// and in the region to measure their times. Gradients, buffers and random numbers are put back afterwards, so that
-/// training goes on as without the call; `loss` must not change anything else.
+/// region returns half precision; in the region with a scale of 1, if the scale is another one; three times in f32 and
+/// in the region to measure their times; and forward only, for what it keeps. Gradients, buffers and random numbers are
+/// put back afterwards, so that training goes on as without the call; `loss` must not change anything else.
 ///
 /// The parts are the modules of the parameters in `vs`, and what the program calls by [`named`](super::named). PyTorch
 /// has no counterpart.
@@ -265,7 +265,8 @@ impl fmt::Display for Audit {
         if rest > 0 {
             writeln!(f, "and {rest} more parts without suspicions")?;
         }
-        f.write_str(&self.conclusion())
+        f.write_str(&self.conclusion())?;
+        self.kept.iter().try_for_each(|kept| write!(f, "\nmemory: {kept}"))
     }
 }
 
@@ -425,6 +426,11 @@ fn audited(
     }
     add_times(&mut audit.parts, &measured);
     audit.seconds = measured.map(|times| times.values().sum());
+    audit.kept = match f32.runs.saved(region) {
+        Ok((recording, saved)) => SavedReport::new(&recording, &saved).advice().into_iter().next(),
+        // The other numbers of the audit stand without it.
+        Err(_) => None,
+    };
     Ok(audit)
 }
 
@@ -476,7 +482,8 @@ impl<'r, 'a, F: FnMut(Autocast) -> Result<Tensor>> InF32<'r, 'a, F> {
         let rounded = rounded.as_ref().map(|run| &run.recording);
         let parts = parts::parts(&lower.recording, rounded, &noisy, kind, gradients);
         let dtype = kind.map_or(Dtype::F32, Dtype::from);
-        Ok(Audit { dtype, scale, seconds: [0.0; 2], losses: [f32.loss, lower.loss], parts })
+        let losses = [f32.loss, lower.loss];
+        Ok(Audit { dtype, scale, seconds: [0.0; 2], losses, parts, kept: None })
     }
 }
 
@@ -499,7 +506,7 @@ fn times(recording: &Recording) -> PartTimes {
         if nanoseconds > 0 {
             let path = recording.part(index).unwrap_or_else(|| {
                 let forward = recording.pass(index).1;
-                parts::place(recording, forward.unwrap_or(index))
+                recording.unnamed_part(forward.unwrap_or(index))
             });
             *times.entry(path).or_default() += nanoseconds as f64 / 1e9;
         }

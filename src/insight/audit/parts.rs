@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use tch::{Kind, Tensor};
 
-use super::{AFTER, AuditedGradient, AuditedOutput, AuditedPart, Suspicion};
+use super::{AuditedGradient, AuditedOutput, AuditedPart, Suspicion};
 use crate::error::Result;
 use crate::ffi::OutsideRegions;
 use crate::ffi::insight::{self as ffi, EventKind, RecordedEvent, Usage};
@@ -106,12 +106,6 @@ pub(super) fn parts(
     parts.found
 }
 
-/// How operators of the forward pass without a name are called.
-pub(in crate::insight) fn place(recording: &Recording, index: usize) -> String {
-    let before = recording.module_before(index);
-    before.map_or_else(|| "start".to_owned(), |module| format!("{AFTER}{module}"))
-}
-
 /// The compared events, in the order of their ends.
 fn compared(recording: &Recording) -> Vec<usize> {
     let mut order = recording.ended();
@@ -139,7 +133,7 @@ impl Parts<'_> {
         if path.as_deref() == Some(SCALED_LOSS) {
             return;
         }
-        let path = path.unwrap_or_else(|| place(self.lower, index));
+        let path = path.unwrap_or_else(|| self.lower.unnamed_part(index));
         let place = self.place(path);
         let dtype = event.outputs.first().map_or(Dtype::Other, Dtype::of);
         *self.found[place].dtypes.entry(dtype).or_default() += 1;

@@ -17,7 +17,6 @@ use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
 use crate::ffi::emulation::Rounding;
 use crate::ffi::insight::{Compared, EventKind, RecordingMode, Reference};
-use crate::insight::audit::place;
 use crate::insight::dtype::Dtype;
 use crate::insight::measure::{self, Deviation, multiple, relative, root_mean_square};
 use crate::insight::recording::Recording;
@@ -575,7 +574,7 @@ fn first_over(half: &Recording, noisy: &[Recording]) -> Option<BudgetOperator> {
     for (position, index) in forward(half).enumerate() {
         let event = &half.events[index];
         let found = |multiple| BudgetOperator {
-            part: half.path(index).unwrap_or_else(|| place(half, index)),
+            part: half.path(index).unwrap_or_else(|| half.unnamed_part(index)),
             operator: event.name.trim_start_matches("aten::").to_owned(),
             multiple,
         };

@@ -14,13 +14,14 @@ use super::operators::percent;
 use super::recording::placed;
 use super::{
     Audit, BudgetReport, Cause, Culprit, Explanation, HealthReport, HistoryReport, OperatorReport,
+    SavedReport,
 };
 use crate::error::{Error, Result};
 use crate::ffi;
 
 /// Shows everything that is known of a run in one HTML file with tables and plots, which needs no network: the loss,
 /// the scale with the skipped steps and their culprits, the exponents of the gradients over time, audits with the most
-/// suspicious parts first, precision budgets, and what the operators cost.
+/// suspicious parts first, precision budgets, what the operators cost, and what is kept for backward passes.
 ///
 /// Fill in what there is; a section without data is left out. Its text, by `Display`, has the same for a terminal, and
 /// serde keeps it as data. PyTorch has no counterpart.
@@ -90,6 +91,9 @@ pub struct Page {
     pub budgets: Vec<BudgetReport>,
     /// The costs of operators: from a [`Profiler`](super::Profiler).
     pub operators: Vec<OperatorReport>,
+    /// What iterations keep for their backward passes: from [`saved_tensors`](super::saved_tensors()).
+    #[serde(default)]
+    pub saved: Vec<SavedReport>,
 }
 
 impl Page {
@@ -128,6 +132,9 @@ impl Page {
         for report in &self.operators {
             document = operator_section(document, report);
         }
+        for report in &self.saved {
+            document = saved_section(document, report);
+        }
         document.provenance(&Provenance::new(&versions()))
     }
 }
@@ -157,6 +164,9 @@ impl Display for Page {
             write!(f, "\n\n{report}")?;
         }
         for report in &self.operators {
+            write!(f, "\n\n{}", report.to_string().trim_end())?;
+        }
+        for report in &self.saved {
             write!(f, "\n\n{}", report.to_string().trim_end())?;
         }
         Ok(())
@@ -209,6 +219,20 @@ fn operator_section(document: Document, report: &OperatorReport) -> Document {
             percent(report.share(rest))
         ))
         .preformatted(report.sections().trim())
+}
+
+/// Adds what an iteration keeps for its backward pass, the largest rows first.
+fn saved_section(document: Document, report: &SavedReport) -> Document {
+    let (table, rest) = report.table(MOST_ROWS);
+    let advice = report.advice().join("\n");
+    let document = document
+        .heading("Kept for the backward pass")
+        .preformatted((report.summary() + &advice).trim_end())
+        .table(&table);
+    with_rest(document, rest, "smaller rows").note(
+        "Each storage counts once, for the operator that saved it first. Saves: how often nodes save it. In a region: \
+         f32 though the region computes in half precision.",
+    )
 }
 
 /// Says how many rows a table leaves out.

@@ -12,6 +12,7 @@ use self::measure::Costs;
 use super::dtype::Dtype;
 use super::numbers;
 use crate::autocast::{Plan, Rule, RunAs};
+use crate::capture;
 use crate::error::Result;
 use crate::{Autocast, GradScaler};
 
@@ -135,6 +136,7 @@ impl Tuner {
         scaler: &GradScaler,
         loss: impl FnMut(Autocast) -> Result<Tensor>,
     ) -> Result<Tuning> {
+        capture::refuse("a report of iterations", "make it of iterations without a graph")?;
         measure::tune(self, vs, *region, scaler.get_scale()?, loss)
     }
 }

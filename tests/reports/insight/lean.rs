@@ -1,10 +1,13 @@
-//! What reports say of a loss that keeps less than the operators it takes the place of.
+//! What reports say of a loss and of layers that keep less than the operators they take the place of.
 
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor, no_grad};
 use tch_amp::Autocast;
 use tch_amp::insight::Budget;
-use tch_amp::lean::{LinearCrossEntropyConfig, linear_cross_entropy};
+use tch_amp::lean::{
+    Activation, LinearCrossEntropyConfig, NormConfig, activation_linear, linear_cross_entropy,
+    norm_linear,
+};
 use tch_amp::optim::AdamW;
 
 use crate::insight::{alone, explain};
@@ -38,6 +41,75 @@ impl Head {
         };
         let bias = self.head.bs.as_ref();
         linear_cross_entropy(&hidden, &self.head.ws, bias, &self.targets, &config)
+    }
+}
+
+/// A feed-forward network whose linear layers keep the inputs of a norm and of an activation.
+struct Feed {
+    vs: VarStore,
+    norm: nn::LayerNorm,
+    up: nn::Linear,
+    down: nn::Linear,
+    xs: Tensor,
+}
+
+impl Feed {
+    fn new() -> Self {
+        tch::manual_seed(4);
+        let vs = VarStore::new(Device::Cpu);
+        let norm = nn::layer_norm(vs.root() / "norm", vec![8], Default::default());
+        let up = nn::linear(vs.root() / "up", 8, 32, Default::default());
+        let down = nn::linear(vs.root() / "down", 32, 8, Default::default());
+        let xs = Tensor::randn([32, 8], (Kind::Float, Device::Cpu));
+        Self { vs, norm, up, down, xs }
+    }
+
+    fn loss(&self) -> tch_amp::Result<Tensor> {
+        let (config, Self { norm, up, down, .. }) = (NormConfig::layer(&[8]), self);
+        let (ws, bs) = (norm.ws.as_ref(), norm.bs.as_ref());
+        let hidden = norm_linear(&self.xs, &config, ws, bs, &up.ws, up.bs.as_ref())?;
+        let ys = activation_linear(&hidden, Activation::Silu, &down.ws, down.bs.as_ref())?;
+        Ok(ys.to_kind(Kind::Float).square().mean(Kind::Float))
+    }
+}
+
+/// An infinite product is explained by its layer, behind a norm as behind an activation.
+#[test]
+fn an_overflow_of_a_layer_is_explained_by_its_place() {
+    let _alone = alone();
+    for name in ["up", "down"] {
+        let mut model = Feed::new();
+        no_grad(|| match name {
+            "up" => model.up.ws *= 1e6,
+            _ => model.down.ws *= 1e6,
+        });
+        let explanation =
+            explain(&model.vs, Kind::Half, 1.0, || model.loss().unwrap()).unwrap().to_string();
+        assert!(explanation.contains(&format!("Culprit: {name}  aten::")), "{explanation}");
+    }
+}
+
+/// Half precision differs from f32 by rounding alone.
+#[test]
+fn layers_of_a_correct_program_are_within_their_budget() {
+    let _alone = alone();
+    for dtype in [Kind::BFloat16, Kind::Half] {
+        let model = Feed::new();
+        let report = Budget::new(&model.vs, Autocast::new(Device::Cpu).dtype(dtype))
+            .scale(1024.0)
+            .measure(
+                || AdamW::default().build(&model.vs, 1e-3),
+                |run, optimizer| {
+                    optimizer.zero_grad()?;
+                    let loss = run.region(|| model.loss())??;
+                    run.scaler().backward(&loss)?;
+                    let _outcome = run.scaler().step(optimizer)?;
+                    run.scaler().update()?;
+                    Ok(loss)
+                },
+            )
+            .unwrap();
+        assert!(report.is_within(), "{dtype:?}: {report}");
     }
 }
 

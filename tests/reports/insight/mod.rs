@@ -17,6 +17,7 @@ mod report_flops;
 mod report_oracle;
 mod report_times;
 mod restored;
+mod saved;
 mod scales;
 mod skipped;
 mod tools;

@@ -161,64 +161,23 @@ impl Convolution {
     }
 }
 
+const fn convolution(
+    x: &'static [i64],
+    weight: &'static [i64],
+    [stride, padding, dilation, groups]: [i64; 4],
+) -> Convolution {
+    Convolution { x, weight, stride, padding, dilation, groups }
+}
+
 const CONVOLUTIONS: [Convolution; 8] = [
-    Convolution {
-        x: &[3, 8, 9],
-        weight: &[4, 3, 3, 3],
-        stride: 1,
-        padding: 0,
-        dilation: 1,
-        groups: 1,
-    },
-    Convolution {
-        x: &[3, 8, 9],
-        weight: &[4, 3, 3, 2],
-        stride: 2,
-        padding: 1,
-        dilation: 1,
-        groups: 1,
-    },
-    Convolution {
-        x: &[6, 8, 9],
-        weight: &[4, 3, 3, 3],
-        stride: 1,
-        padding: 2,
-        dilation: 1,
-        groups: 2,
-    },
-    Convolution {
-        x: &[6, 8, 9],
-        weight: &[6, 1, 3, 3],
-        stride: 1,
-        padding: 1,
-        dilation: 1,
-        groups: 6,
-    },
-    Convolution {
-        x: &[3, 8, 9],
-        weight: &[4, 3, 3, 3],
-        stride: 1,
-        padding: 2,
-        dilation: 2,
-        groups: 1,
-    },
-    Convolution { x: &[3, 9], weight: &[4, 3, 3], stride: 2, padding: 1, dilation: 1, groups: 1 },
-    Convolution {
-        x: &[2, 5, 6, 7],
-        weight: &[3, 2, 2, 3, 2],
-        stride: 1,
-        padding: 1,
-        dilation: 1,
-        groups: 1,
-    },
-    Convolution {
-        x: &[2, 8, 8],
-        weight: &[2, 2, 1, 1],
-        stride: 1,
-        padding: 0,
-        dilation: 1,
-        groups: 1,
-    },
+    convolution(&[3, 8, 9], &[4, 3, 3, 3], [1, 0, 1, 1]),
+    convolution(&[3, 8, 9], &[4, 3, 3, 2], [2, 1, 1, 1]),
+    convolution(&[6, 8, 9], &[4, 3, 3, 3], [1, 2, 1, 2]),
+    convolution(&[6, 8, 9], &[6, 1, 3, 3], [1, 1, 1, 6]),
+    convolution(&[3, 8, 9], &[4, 3, 3, 3], [1, 2, 2, 1]),
+    convolution(&[3, 9], &[4, 3, 3], [2, 1, 1, 1]),
+    convolution(&[2, 5, 6, 7], &[3, 2, 2, 3, 2], [1, 1, 1, 1]),
+    convolution(&[2, 8, 8], &[2, 2, 1, 1], [1, 0, 1, 1]),
 ];
 
 /// f64 takes other kernels than f32: those without oneDNN.
