@@ -5,6 +5,10 @@
 //! the whole file before each load makes sure that it is cached. Loads are timed twice: in processes that repeat them,
 //! and as programs resume, in a new process for each. The range of the rounds is printed beside the medians.
 //!
+//! Then the same is saved in the background: for how long that stops a training, beside a save, a copy of the tensors
+//! into memory that is there, and Python's `dcp.async_save`; and how much slower iterations of one thread are
+//! meanwhile.
+//!
 //! `TCH_AMP_BENCH_PARAMETERS` is the number of parameters (100 000 000). Each takes 12 bytes in each of up to four
 //! files, and 44 bytes of memory. `TCH_AMP_BENCH_FOLDER` is an existing folder for the files.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
@@ -20,12 +24,12 @@ use std::io::Read;
 use std::path::Path;
 use std::process::Command;
 
-use common::{Python, Rounds, is_quick, nanoseconds, print_ratio, rounds};
+use common::{Python, Rounds, is_quick, median, nanoseconds, print_ratio, rounds};
 use folder::Folder;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, CheckpointFolder, Format};
 use tch_amp::optim::{AdamW, Optimizer};
 
 const TENSORS: i64 = 40;
@@ -63,6 +67,7 @@ fn main() {
     println!("{:.2} GB of tensors in {}, {count} rounds", bytes / 1e9, folder.0.display());
     let saves = measure(count, &mut python, &folder, "save", |path| training.save(path));
     report("save", ["checkpoint_save", "checkpoint_save_pt"], &saves, bytes, 0.0);
+    background(&mut training, &mut python, &folder, count, bytes);
     println!("loading with a warm page cache, into an optimizer without state:");
     let state = 2.0 * bytes / 3.0;
     let loads = measure(count, &mut python, &folder, "load", |path| training.load(path));
@@ -71,6 +76,85 @@ fn main() {
     println!("loading likewise, each time in a new process:");
     let resumes = measure_resumes(count, numbers, &folder);
     report("resume", ["checkpoint_resume", "checkpoint_resume_pt"], &resumes, bytes, state);
+}
+
+/// Measures saves in the background: the first, which takes the memory for the copy, and `count` later ones.
+fn background(
+    training: &mut Training,
+    python: &mut Python,
+    folder: &Folder,
+    count: usize,
+    bytes: f64,
+) {
+    let _first = training.copy();
+    let mut kept = Vec::new();
+    for format in [Format::Safetensors, Format::Dcp] {
+        let path = folder.file("background");
+        let mut saves = CheckpointFolder::new(&path).unwrap().keep_last(1).format(format);
+        let mut first = 0.0;
+        let extra = memory::peak(|| first = in_background(training, &mut saves, 0)[0]);
+        let later = (1..=count).map(|step| in_background(training, &mut saves, step as u64));
+        let later: Vec<_> = later.collect();
+        let [stop, all, slower, copy] =
+            [0, 1, 2, 3].map(|index| median(later.iter().map(|times| times[index]).collect()));
+        println!(
+            "background, tch-amp, {format:?}: {:.3} s of stop (the first {:.3} s; a copy into memory that is there takes \
+             {:.3} s), saved after {:.3} s, iterations take {slower:.2} times as long beside it, extra memory {:5.1} %",
+            stop / 1e9,
+            first / 1e9,
+            copy / 1e9,
+            all / 1e9,
+            100.0 * extra / bytes,
+        );
+        kept.push(stop);
+        std::fs::remove_dir_all(path).unwrap();
+    }
+    let path = folder.text("python.dcp");
+    let theirs: Vec<_> = (0..=count).map(|_| python.time(&format!("background {path}"))).collect();
+    let stop = median(theirs[1..].iter().map(|times| times[0]).collect());
+    let all = median(theirs[1..].iter().map(|times| times[1]).collect());
+    println!(
+        "background, Python's dcp.async_save: {:.3} s of stop (the first {:.3} s), saved after {:.3} s; {:.1} times that \
+         of tch-amp as Dcp",
+        stop / 1e9,
+        theirs[0][0] / 1e9,
+        all / 1e9,
+        stop / kept[1],
+    );
+    println!();
+}
+
+/// Saves in the background: for how long that has stopped the program, when it was saved, how much slower iterations
+/// were meanwhile, and how long a copy alone took before.
+fn in_background(training: &mut Training, saves: &mut CheckpointFolder, step: u64) -> [f64; 4] {
+    let copy = training.copy();
+    let alone = (0..ITERATIONS).map(|_| iteration()).collect();
+    let mut pending = None;
+    let stop =
+        nanoseconds(|| pending = Some(saves.save_async(step, &training.checkpoint()).unwrap()));
+    let pending = pending.unwrap();
+    let mut beside = Vec::new();
+    let rest = nanoseconds(|| {
+        while !pending.is_finished() {
+            beside.push(iteration());
+        }
+    });
+    drop(pending.wait().unwrap());
+    [stop, stop + rest, median(beside) / median(alone), copy]
+}
+
+/// How many iterations are measured without a save beside them.
+const ITERATIONS: usize = 20;
+
+/// Some milliseconds of one thread's work, as an iteration has them: products and a pass over memory.
+fn iteration() -> f64 {
+    thread_local! {
+        static INPUTS: [Tensor; 2] = {
+            let options = (Kind::Float, Device::Cpu);
+            [Tensor::randn([512, 512], options), Tensor::randn([2_000_000], options)]
+        };
+    }
+    INPUTS.with(|[square, long]| nanoseconds(|| drop((square.matmul(square), long * 2.0))))
 }
 
 /// Rounds of loads, each in a process of its own.
@@ -162,6 +246,8 @@ struct Training {
     vs: VarStore,
     optimizer: Optimizer,
     scaler: GradScaler,
+    /// What copies are compared with.
+    copies: Vec<Tensor>,
 }
 
 impl Training {
@@ -172,7 +258,7 @@ impl Training {
             drop(vs.root().add(&format!("w{parameter:03}"), values, true));
         }
         let (optimizer, scaler) = fresh(&vs);
-        Self { vs, optimizer, scaler }
+        Self { vs, optimizer, scaler, copies: Vec::new() }
     }
 
     /// Takes a step, which creates the state.
@@ -194,13 +280,31 @@ impl Training {
         });
     }
 
+    fn checkpoint(&mut self) -> Checkpoint {
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add("model", &self.vs).unwrap();
+        checkpoint.add("optimizer", &mut self.optimizer).unwrap();
+        checkpoint.add("scaler", &mut self.scaler).unwrap();
+        checkpoint
+    }
+
     fn save(&mut self, path: &Path) -> [f64; 2] {
-        timed(|| {
-            let mut checkpoint = Checkpoint::new();
-            checkpoint.add("model", &self.vs).unwrap();
-            checkpoint.add("optimizer", &mut self.optimizer).unwrap();
-            checkpoint.add("scaler", &mut self.scaler).unwrap();
-            checkpoint.save(path).unwrap();
+        timed(|| self.checkpoint().save(path).unwrap())
+    }
+
+    /// Copies as many bytes as a checkpoint has into memory that is there from the second call on.
+    fn copy(&mut self) -> f64 {
+        let variables = self.optimizer.trainable_variables();
+        if self.copies.is_empty() {
+            self.copies = (0..3).flat_map(|_| &variables).map(Tensor::zeros_like).collect();
+        }
+        let Self { copies, .. } = self;
+        tch::no_grad(|| {
+            nanoseconds(|| {
+                for (copy, variable) in copies.iter_mut().zip((0..3).flat_map(|_| &variables)) {
+                    copy.copy_(variable);
+                }
+            })
         })
     }
 

@@ -249,6 +249,9 @@ impl Stateful for AveragedWeights {
         state.value("n_averaged", &updates)?;
         state.value("rest", &rest)?;
         state.tensors(self.tensors())?;
+        // Those of statistics can differ between ranks.
+        let trained = self.parameters.iter().zip(&self.names).filter(|(it, _)| it.requires_grad());
+        state.same_on_all_ranks(trained.flat_map(|(_, names)| names.iter()));
         state.averaged_model(updates, self.not_averaged())
     }
 

@@ -1,4 +1,5 @@
-//! A tensor of a checkpoint: in memory while it is being saved, and in the file after the checkpoint was loaded.
+//! A tensor of a checkpoint: in memory while it is being saved, there or in a copy, and in the file after the checkpoint
+//! was loaded.
 //!
 //! While it is being saved it is a handle of the tensor, and afterwards the location of the elements in the file, from
 //! which they are read in chunks into their target.
@@ -9,24 +10,42 @@ use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 use torch_files::{Storage, TensorRef, TorchFile};
 
+use crate::checkpoint::staging::{HostCopy, Memory, Paced};
 use crate::dtype::{dtype_of, kind_of, largest};
 use crate::error::{CheckpointError, Error, Result};
-use crate::ffi::{self, OutsideRegions};
+use crate::ffi::{self, OutsideRegions, Staged};
 use crate::optim::Saved;
 
 #[derive(Debug)]
 pub(crate) struct TensorEntry {
     pub(crate) kind: Kind,
     pub(crate) size: Vec<i64>,
+    /// In a sharded checkpoint.
+    pub(crate) saved_by: SavedBy,
     data: Data,
+}
+
+/// Which ranks have a tensor of a sharded checkpoint, and so which one of them saves it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SavedBy {
+    /// The ranks may have others: that of rank 0 counts.
+    Rank0,
+    /// It is the same on all ranks, any of which can save it.
+    AnyRank,
+    /// No other rank has it.
+    ThisRank,
 }
 
 #[derive(Debug)]
 enum Data {
     Memory(Tensor),
+    /// A contiguous copy, and which device the tensor itself is on.
+    Copy(HostCopy, Device),
     /// A single number, which takes far less memory than a tensor of it.
     Number(f32),
     File(Location),
+    /// Another rank saves it; here it is on this device.
+    Elsewhere(Device),
 }
 
 /// Where the elements of a tensor are in a file, without what the entry says itself: there may be very many.
@@ -41,14 +60,22 @@ struct Location {
 }
 
 impl TensorEntry {
+    fn new(kind: Kind, size: Vec<i64>, data: Data) -> Self {
+        Self { kind, size, saved_by: SavedBy::Rank0, data }
+    }
+
+    fn with(&self, data: Data) -> Self {
+        Self { kind: self.kind, size: self.size.clone(), saved_by: self.saved_by, data }
+    }
+
     pub(crate) fn in_memory(tensor: &Tensor) -> Result<Self> {
         let data = Data::Memory(tensor.f_detach()?);
-        Ok(Self { kind: tensor.f_kind()?, size: ffi::sizes(tensor)?, data })
+        Ok(Self::new(tensor.f_kind()?, ffi::sizes(tensor)?, data))
     }
 
     /// Makes an entry for a number that is to be a tensor without dimensions.
     pub(crate) fn number(number: f32) -> Self {
-        Self { kind: Kind::Float, size: Vec::new(), data: Data::Number(number) }
+        Self::new(Kind::Float, Vec::new(), Data::Number(number))
     }
 
     /// Makes an entry for a tensor in a file; `None` if tch does not have its dtype.
@@ -57,14 +84,69 @@ impl TensorEntry {
         let strides = (!tensor.is_contiguous()).then(|| tensor.strides.clone());
         let (storage, offset) = (Arc::clone(&tensor.storage), tensor.offset);
         let data = Data::File(Location { file: Arc::clone(file), storage, offset, strides });
-        Some(Self { kind, size: tensor.shape.clone(), data })
+        Some(Self::new(kind, tensor.shape.clone(), data))
     }
 
     /// The device that the tensor is on; the CPU for one in a file.
     pub(crate) fn device(&self) -> Device {
         match &self.data {
             Data::Memory(tensor) => tensor.device(),
+            Data::Copy(_, device) | Data::Elsewhere(device) => *device,
             Data::Number(_) | Data::File(_) => Device::Cpu,
+        }
+    }
+
+    /// Copies the elements, if they are in memory, into memory of an earlier copy where it fits.
+    pub(crate) fn copied(&self, memory: &mut Memory) -> Result<Self> {
+        let of = |tensor: &Tensor, memory: &mut Memory| {
+            Ok::<_, Error>(Data::Copy(
+                HostCopy::of(tensor, self.kind, &self.size, memory)?,
+                self.device(),
+            ))
+        };
+        let data = match &self.data {
+            Data::Memory(tensor) => of(tensor, memory)?,
+            Data::Copy(copy, _) => of(&copy.tensor()?, memory)?,
+            Data::Number(number) => Data::Number(*number),
+            Data::File(location) => Data::File(location.clone()),
+            Data::Elsewhere(device) => Data::Elsewhere(*device),
+        };
+        Ok(self.with(data))
+    }
+
+    /// Makes another entry of the same elements.
+    pub(crate) fn shallow_clone(&self) -> Self {
+        self.with(match &self.data {
+            Data::Memory(tensor) => Data::Memory(tensor.shallow_clone()),
+            Data::Copy(copy, device) => Data::Copy(copy.shallow_clone(), *device),
+            Data::Number(number) => Data::Number(*number),
+            Data::File(location) => Data::File(location.clone()),
+            Data::Elsewhere(device) => Data::Elsewhere(*device),
+        })
+    }
+
+    /// Makes an entry without the elements, which another rank saves.
+    pub(crate) fn elsewhere(&self) -> Self {
+        self.with(Data::Elsewhere(self.device()))
+    }
+
+    /// Returns whether this rank has the elements.
+    pub(crate) fn is_here(&self) -> bool {
+        !matches!(self.data, Data::Elsewhere(_))
+    }
+
+    /// The copy of a tensor on a CUDA device, which may still be on its way.
+    pub(crate) fn staged(&self) -> Option<&Arc<Staged>> {
+        match &self.data {
+            Data::Copy(HostCopy::Staged(staged), _) => Some(staged),
+            _ => None,
+        }
+    }
+
+    /// Gives the memory of a copy to later ones.
+    pub(crate) fn give_to(self, memory: &mut Memory) {
+        if let Data::Copy(copy, device) = self.data {
+            memory.add((self.kind, self.size, device), copy);
         }
     }
 
@@ -101,6 +183,9 @@ impl TensorEntry {
                 let (tensor, _) = plain(tensor)?;
                 Ok(tensor.f_to_device_(Device::Cpu, self.kind, false, true)?)
             }
+            Data::Copy(copy, _) => {
+                Ok(copy.tensor()?.f_to_device_(Device::Cpu, self.kind, false, true)?)
+            }
             Data::Number(number) => Ok(Tensor::from(*number)),
             Data::File(location @ Location { strides: Some(strides), .. }) => {
                 let extent = extent(&self.size, strides);
@@ -109,6 +194,7 @@ impl TensorEntry {
                 Ok(if self.numel() as i64 > extent { view } else { view.f_contiguous()? })
             }
             Data::File(location) => read_new(self.kind, &self.size, location),
+            Data::Elsewhere(_) => Err(not_here()),
         }
     }
 }
@@ -120,8 +206,10 @@ impl Storage for TensorEntry {
     }
 
     fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
+        let out = &mut Paced::new(out);
         match &self.data {
             Data::Memory(tensor) => write_tensor(tensor, out),
+            Data::Copy(copy, _) => write_tensor(&copy.tensor().map_err(io::Error::other)?, out),
             Data::Number(number) => out.write_all(&number.to_le_bytes()),
             Data::File(location @ Location { strides: None, .. }) => {
                 let tensor = location.elements(self.kind, 0, self.numel());
@@ -129,6 +217,7 @@ impl Storage for TensorEntry {
                 location.file.storage(&tensor).write_to(out)
             }
             Data::File(_) => write_tensor(&self.to_tensor().map_err(io::Error::other)?, out),
+            Data::Elsewhere(_) => Err(io::Error::other(not_here())),
         }
     }
 }
@@ -171,9 +260,14 @@ impl Saved for TensorEntry {
                 fill(to, self.numel(), location)
             }
             Data::Memory(tensor) => tensor.copy_to(to),
-            Data::Number(_) | Data::File(_) => self.to_tensor()?.copy_to(to),
+            Data::Copy(copy, _) => copy.tensor()?.copy_to(to),
+            Data::Number(_) | Data::File(_) | Data::Elsewhere(_) => self.to_tensor()?.copy_to(to),
         }
     }
+}
+
+fn not_here() -> Error {
+    Error::Torch("the elements of this tensor are on another rank".to_owned())
 }
 
 /// How many bytes are copied at a time: few enough to stay in the cache of a core, and a multiple of the size of every

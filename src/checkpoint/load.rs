@@ -1,6 +1,5 @@
 //! Loading a checkpoint.
 
-use std::io;
 use std::path::Path;
 
 use torch_files::{FileKind, Limits, TorchFile};
@@ -25,6 +24,9 @@ impl Checkpoint {
     /// `checkpoint.restore().add("optimizer_states.0", &mut opt)`. A file that is a single state is a part named
     /// `model`, `optimizer`, `scaler` or `scheduler`. An entry that this crate does not support, such as a quantized
     /// tensor, does not prevent the others from being read: it is an error only to ask for it.
+    ///
+    /// A folder of [`Format::Dcp`](crate::checkpoint::Format::Dcp), or of `torch.distributed.checkpoint` in Python, is
+    /// loaded as a whole, whatever the number of ranks that have saved it.
     ///
     /// A model in several files is loaded by its index, `model.safetensors.index.json` or
     /// `pytorch_model.bin.index.json`, with the files beside it, as a model named `model`. The page on checkpoints in
@@ -57,10 +59,8 @@ impl Checkpoint {
         let path = path.as_ref();
         let opened = TorchFile::open_with(path, limits).map_err(CheckpointError::reading(path));
         let loaded = opened.map_err(Error::from).and_then(|file| Self::of_file(file, limits));
-        loaded.map_err(|error| match distributed(path) {
-            Some(what) if is_of_content(&error) => {
-                CheckpointError::damaged(path, advice(path, what)).into()
-            }
+        loaded.map_err(|error| match is_piece(path) {
+            true if is_of_content(&error) => CheckpointError::damaged(path, advice(path)).into(),
             _ => error,
         })
     }
@@ -89,46 +89,33 @@ impl Checkpoint {
         };
         archive.verify()?;
         Ok(Self {
+            ranks: None,
             parts: archive.parts,
             room: None,
             // The files that an index names are not in it.
             #[cfg(feature = "distributed")]
-            source: Some(Source { file: archive.file, limits: limits.clone() })
-                .filter(|source| source.file.kind() != FileKind::Index),
+            source: Some(Source { file: archive.file, limits: limits.clone() }).filter(|source| {
+                !matches!(source.file.kind(), FileKind::Index | FileKind::Distributed)
+            }),
         })
     }
 }
 
-/// Returns the kind of file or folder at a path if `torch.distributed.checkpoint` has written it.
-fn distributed(path: &Path) -> Option<&'static str> {
-    if path.join(DISTRIBUTED).is_file() {
-        return Some("a folder");
-    }
+/// Returns whether a path is that of a file in a folder of `torch.distributed.checkpoint`, by its name.
+fn is_piece(path: &Path) -> bool {
     let is_piece = path.extension().is_some_and(|ending| ending == "distcp");
-    (is_piece || path.file_name().is_some_and(|name| name == DISTRIBUTED))
-        .then_some("a piece of a folder")
+    is_piece || path.file_name().is_some_and(|name| name == ".metadata")
 }
-
-/// The file that each folder of `torch.distributed.checkpoint` has.
-const DISTRIBUTED: &str = ".metadata";
 
 fn is_of_content(error: &Error) -> bool {
-    match error {
-        Error::Checkpoint(CheckpointError::Damaged { .. }) => true,
-        Error::Checkpoint(CheckpointError::Io { cause, .. }) => {
-            cause.kind() == io::ErrorKind::InvalidInput
-        }
-        _ => false,
-    }
+    matches!(error, Error::Checkpoint(CheckpointError::Damaged { .. }))
 }
 
-/// Says how to convert a folder of `torch.distributed.checkpoint`, given what the path is.
-fn advice(path: &Path, what: &str) -> String {
-    let folder = if path.is_dir() { Some(path) } else { path.parent() };
-    let folder = folder.filter(|folder| !folder.as_os_str().is_empty());
+/// Says that a folder of `torch.distributed.checkpoint` is loaded as a whole, given the path of a file in it.
+fn advice(path: &Path) -> String {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new(".")).display();
     format!(
-        "it is {what} that torch.distributed.checkpoint has written, of which Python makes one file: \
-         `python -m torch.distributed.checkpoint.format_utils dcp_to_torch '{folder}' run.pt`; load that"
+        "it is a piece of a folder that torch.distributed.checkpoint has written; load the folder, `{folder}`"
     )
 }

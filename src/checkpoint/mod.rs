@@ -38,13 +38,18 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod copy;
 mod entry;
 mod folder;
+mod format;
 mod load;
 mod manifest;
+mod outcome;
 mod part;
 mod restore;
 mod save;
+mod sharded;
+mod staging;
 mod stateful;
 mod torch;
 mod torch_layout;
@@ -54,7 +59,8 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::io::{self, Write};
 #[cfg(feature = "distributed")]
-use std::{path::Path, sync::Arc};
+use std::path::Path;
+use std::sync::Arc;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -71,9 +77,10 @@ use crate::checkpoint::stateful::plain;
 use crate::error::{Error, Result, list, unsaveable};
 
 pub use crate::error::CheckpointError;
-pub use folder::{CheckpointFile, CheckpointFolder, Found, MetricGoal, Start};
+pub use folder::{CheckpointFile, CheckpointFolder, Found, MetricGoal, PendingSave, Start};
+pub use format::Format;
 pub use restore::{Restore, Restored};
-pub use save::Format;
+pub(crate) use sharded::{Exchange, Ranks};
 #[cfg(feature = "distributed")]
 pub(crate) use stateful::check_rng_state;
 pub use stateful::{Prepared, Rng, SaveState, SavedState, Stateful};
@@ -102,13 +109,17 @@ pub use weights::save_weights;
 /// ```
 #[derive(Default)]
 pub struct Checkpoint {
-    parts: BTreeMap<String, Part>,
+    parts: Parts,
     /// The room that the parts take in a file; `None` for parts that were loaded until another one is added.
     room: Option<SizeBudget>,
+    /// The ranks that save it together.
+    ranks: Option<Arc<dyn Ranks>>,
     /// The file from which the parts were loaded, unless others have been added since.
     #[cfg(feature = "distributed")]
     source: Option<Source>,
 }
+
+type Parts = BTreeMap<String, Part>;
 
 /// The file of a checkpoint, and the limits within which it was read.
 #[cfg(feature = "distributed")]
@@ -122,6 +133,17 @@ impl Checkpoint {
     /// Creates an empty checkpoint.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Creates an empty checkpoint that these ranks save together.
+    #[cfg(feature = "distributed")]
+    pub(crate) fn of_ranks(ranks: Arc<dyn Ranks>) -> Self {
+        Self { ranks: Some(ranks), ..Self::default() }
+    }
+
+    /// Returns the ranks that save it together, for a save on this thread.
+    fn exchange(&self) -> Option<&dyn Exchange> {
+        self.ranks.as_deref().map(|ranks| ranks as &dyn Exchange)
     }
 
     /// Returns a value, converted to `T` by serde.
@@ -235,7 +257,7 @@ impl Checkpoint {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn add(&mut self, name: &str, mut what: impl Stateful) -> Result<()> {
-        self.insert(saved_by(name, |state| what.save_state(state))?)
+        self.insert(self.saved_by(name, |state| what.save_state(state))?)
     }
 
     /// Adds several states by their names. A function that returns the list of a program's parts serves this method and
@@ -284,7 +306,7 @@ impl Checkpoint {
     ) -> Result<()> {
         let mut saved = Vec::new();
         for (name, what) in parts {
-            saved.extend(saved_by(name, |state| what.save_state(state))?);
+            saved.extend(self.saved_by(name, |state| what.save_state(state))?);
         }
         self.insert(saved)
     }
@@ -345,6 +367,17 @@ impl Checkpoint {
         Ok(())
     }
 
+    /// Returns the parts of what `save` records under a name.
+    fn saved_by(
+        &self,
+        name: &str,
+        save: impl FnOnce(&mut SaveState<'_>) -> Result<()>,
+    ) -> Result<Vec<(String, Part)>> {
+        let mut state = SaveState::new(name, self.ranks.as_ref().map(|ranks| ranks.id()));
+        save(&mut state)?;
+        Ok(state.finish())
+    }
+
     /// Returns what the parts take in a file.
     fn room(&self) -> Result<SizeBudget> {
         if let Some(room) = self.room {
@@ -365,16 +398,6 @@ impl Checkpoint {
             None => Ok(()),
         }
     }
-}
-
-/// The parts of what `save` records under a name.
-fn saved_by(
-    name: &str,
-    save: impl FnOnce(&mut SaveState<'_>) -> Result<()>,
-) -> Result<Vec<(String, Part)>> {
-    let mut state = SaveState::new(name);
-    save(&mut state)?;
-    Ok(state.finish())
 }
 
 /// What all parts may take of the limits of a file. A quarter of the values is left for the names and shapes of tensors,

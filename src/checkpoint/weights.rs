@@ -10,11 +10,12 @@ use std::path::Path;
 use tch::{Device, Tensor};
 use torch_files::atomic::Target;
 
+use crate::capture;
 #[cfg(doc)]
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::entry::TensorEntry;
+use crate::checkpoint::outcome::replaced;
 use crate::checkpoint::restore::names::batch_counts;
-use crate::checkpoint::save::replaced;
 use crate::checkpoint::stateful::entry;
 use crate::checkpoint::{manifest, torch};
 use crate::error::{Error, Result, unsaveable};
@@ -73,6 +74,7 @@ pub fn save_weights<'t, N: AsRef<str>>(
     path: impl AsRef<Path>,
     tensors: impl IntoIterator<Item = (N, &'t Tensor)>,
 ) -> Result<()> {
+    capture::refuse("saving weights", "save them after `replay`")?;
     let path = path.as_ref();
     let tensors = named(tensors)?;
     match path.extension().and_then(|extension| extension.to_str()) {

@@ -87,6 +87,10 @@ impl Ranks for ProcessGroup {
         self.size()
     }
 
+    fn id(&self) -> &str {
+        Self::id(self)
+    }
+
     fn agree(
         &self,
         call: &'static str,

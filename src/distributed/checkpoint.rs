@@ -43,7 +43,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// The error of `load` on rank 0, and [`DistributedError::Rank0`] with
+    /// The error of `load` on rank 0, and [`DistributedError::Rank`] with
     /// its message on the others; the errors of [`ProcessGroup::broadcast`]. The group can be used after an error of
     /// `load`.
     ///
@@ -239,9 +239,6 @@ fn seed_of(states: &Tensor) -> Result<u64> {
     Ok(xxh3_64(&bytes))
 }
 
-/// Precedes the message of an error.
-const FAILED: &str = "failed: ";
-
 impl ProcessGroup {
     /// Runs `work` on rank 0, for instance to save a checkpoint, while the other ranks wait. Returns its result as
     /// `Some` on rank 0, and `None` on the others. If it fails, every rank gets an error, and the group can still be
@@ -254,7 +251,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// The error of `work` on rank 0, and [`DistributedError::Rank0`] with its message on the others;
+    /// The error of `work` on rank 0, and [`DistributedError::Rank`] with its message on the others;
     /// [`DistributedError::Mismatch`] if the ranks call something else, before `work` runs, or if `work` uses the
     /// group; [`Error::InvalidArgument`] on rank 0 if `work` uses the group and succeeds nonetheless;
     /// [`DistributedError::Communication`] if a rank does not answer, before or after `work`.
@@ -300,6 +297,7 @@ impl ProcessGroup {
             let _order = self.begin();
             self.compare(call, call)?;
         }
+        let end = format!("the end of {call}");
         let begun = self.begun();
         let work = || catch_unwind(AssertUnwindSafe(work));
         let done = (self.rank() == 0).then(work).transpose();
@@ -310,7 +308,8 @@ impl ProcessGroup {
             Err(panic) => {
                 let message = panics::message(panic.as_ref());
                 if !has_met_the_end {
-                    drop(self.exchange(call, &format!("{FAILED}a panic: {message}")));
+                    let message = format!("a panic: {message}");
+                    drop(self.tell(call, &end, Err(message)));
                 }
                 resume_unwind(panic)
             }
@@ -323,18 +322,14 @@ impl ProcessGroup {
             return Err(Error::InvalidArgument { name: "work", problem }.into());
         }
         let report = match &done {
-            Ok(_) => String::new(),
+            Ok(_) => Ok(String::new()),
             // With the causes, if it is an error of anyhow.
-            Err(error) => format!("{FAILED}{error:#}"),
+            Err(error) => Err(format!("{error:#}")),
         };
-        let reports = self.exchange(call, &report);
+        let told = self.tell(call, &end, report);
         let done = done?;
-        match reports?.first().and_then(|report| report.strip_prefix(FAILED)) {
-            Some(message) => {
-                Err(Error::from(DistributedError::Rank0 { message: message.to_owned() }).into())
-            }
-            None => Ok(done),
-        }
+        told?;
+        Ok(done)
     }
 
     /// Returns on all ranks what `make` returns on rank 0: a choice that all ranks must make alike, such as a measured
@@ -377,9 +372,23 @@ impl ProcessGroup {
         Ok(checkpoint.unwrap_or_default().value(VALUE)?)
     }
 
-    fn exchange(&self, call: &'static str, report: &str) -> Result<Vec<String>> {
+    /// Returns what each rank passes, if all ranks make the same call. If some pass the message of an error, fails on
+    /// all ranks with that of the first one.
+    pub(super) fn tell(
+        &self,
+        operation: &'static str,
+        call: &str,
+        mine: std::result::Result<String, String>,
+    ) -> Result<Vec<String>> {
+        let wrong = |error: serde_json::Error| Error::Torch(error.to_string());
+        let mine = serde_json::to_string(&mine).map_err(wrong)?;
         let _order = self.begin();
-        self.compare(call, &format!("the end of {call}"))?;
-        self.gather_texts(call, report)
+        self.compare(operation, call)?;
+        let told = self.gather_texts(operation, &mine)?;
+        let told = told.iter().enumerate().map(|(rank, text)| {
+            let told: std::result::Result<_, _> = serde_json::from_str(text).map_err(wrong)?;
+            Ok(told.map_err(|message| DistributedError::Rank { rank, message })?)
+        });
+        told.collect()
     }
 }

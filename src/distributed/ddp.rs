@@ -206,7 +206,7 @@ impl DistributedDataParallel {
     /// [`Error::InvalidArgument`] for an undefined loss, before the pass; the other ranks are told.
     /// [`DistributedError::Unused`] if the loss does not depend on a parameter, and `find_unused_parameters` is off.
     /// Ranks whose loss depends on it get a [`DistributedError::Communication`] with this cause;
-    /// [`DistributedError::Repeated`] if several [recomputed](crate::recompute) parts use a parameter;
+    /// [`DistributedError::Repeated`] if custom functions run several backward passes of their own for a parameter;
     /// [`DistributedError::Mismatch`] if the other ranks do something else, or ran the forward pass in regions of
     /// another dtype. The gradients of the model are then those from before the call, but the pass may have run: begin
     /// again with the forward pass, and forget what the pass has added to gradients of other tensors. If the pass has

@@ -14,6 +14,7 @@ use crate::distributed::rendezvous::job;
 use crate::distributed::rendezvous::{Membership, UNKNOWN};
 use crate::distributed::store::{GRACE, within};
 use crate::distributed::store::{Store, is_loopback};
+use crate::distributed::turns::Turns;
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::distributed as ffi;
 use crate::ffi::distributed::Gathering;
@@ -179,6 +180,8 @@ impl GroupConfig {
             order: Mutex::default(),
             begun: AtomicUsize::new(0),
             models: AtomicUsize::new(0),
+            saves: Mutex::default(),
+            turns: Arc::default(),
             living: AtomicUsize::new(0),
         })))
     }
@@ -259,6 +262,10 @@ struct Shared {
     models: AtomicUsize,
     /// How many of them are alive on this rank.
     living: AtomicUsize,
+    /// The group of the saves in the background, since the first one.
+    saves: Mutex<Option<ProcessGroup>>,
+    /// Those of threads that communicate several times each.
+    turns: Arc<Turns>,
 }
 
 /// A distributed model that is alive.
@@ -298,6 +305,11 @@ impl ProcessGroup {
     /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.0.membership.size
+    }
+
+    /// Returns what no other group of its store has.
+    pub(super) fn id(&self) -> &str {
+        &self.0.membership.prefix
     }
 
     /// Returns how long an operation waits for the other ranks.
@@ -349,9 +361,29 @@ impl ProcessGroup {
     /// this model uses: its backward passes communicate from threads of libtorch.
     pub(super) fn for_model(&self) -> Result<(usize, Self)> {
         let number = self.0.models.fetch_add(1, Ordering::Relaxed);
+        Ok((number, self.same_ranks(&format!("model {number}"))?))
+    }
+
+    /// Returns a group of the same ranks that only saves in the background use. All ranks call this.
+    pub(super) fn saves(&self) -> Result<Self> {
+        let mut saves = self.0.saves.lock().unwrap_or_else(PoisonError::into_inner);
+        let formed = match saves.take() {
+            Some(formed) => formed,
+            None => self.same_ranks("saves")?,
+        };
+        Ok(saves.insert(formed).clone())
+    }
+
+    /// Returns the turns of threads that communicate several times each.
+    pub(super) fn turns(&self) -> &Arc<Turns> {
+        &self.0.turns
+    }
+
+    /// Forms another group of the same ranks, for what all of them know by a name.
+    fn same_ranks(&self, what: &str) -> Result<Self> {
         let membership = self.0.membership.clone();
-        let prefix = format!("model {number} of {}", membership.prefix);
-        Ok((number, self.0.options.form(Membership { prefix, ..membership })?))
+        let prefix = format!("{what} of {}", membership.prefix);
+        self.0.options.form(Membership { prefix, ..membership })
     }
 
     /// Returns whether an operation has failed.

@@ -27,8 +27,10 @@ mod mean;
 mod processes;
 mod rendezvous;
 mod sampler;
+mod sharded;
 mod store;
 mod sync_batch_norm;
+mod turns;
 
 pub use crate::error::{DistributedError, VariableChange};
 pub use collectives::ReduceOp;

@@ -96,6 +96,31 @@ pub enum CheckpointError {
         cause: BoxError,
     },
 
+    /// Another checkpoint is still being saved in the background.
+    #[error("another checkpoint is still being saved; wait for it, or leave this one out")]
+    Busy,
+
+    /// This checkpoint is not saved, because an earlier one that was saved in the background is missing, and nobody has
+    /// waited for its error. Save again if the run can go on without that one.
+    #[error(
+        "this checkpoint is not saved, because an earlier save in the background has failed: {cause}; save again if the run can go on without that checkpoint"
+    )]
+    EarlierSave {
+        /// The error of the earlier save.
+        cause: BoxError,
+    },
+
+    /// The thread that was to write a checkpoint has panicked. The checkpoint was not saved, and the last one before is
+    /// complete.
+    #[error(
+        "the checkpoint is not saved, because the thread that writes it has panicked: {}",
+        sentence(message)
+    )]
+    WriterPanicked {
+        /// The message of the panic.
+        message: String,
+    },
+
     /// Every checkpoint of the folder that was tried is damaged.
     #[error(
         "none of the {} checkpoints tried in {} is intact; move them away to start a new run. The first: {}",

@@ -53,9 +53,11 @@ pub enum DistributedError {
         calls: Vec<String>,
     },
 
-    /// The work of rank 0, for which the others have waited, failed. The group can still be used.
-    #[error("rank 0 failed: {message}")]
-    Rank0 {
+    /// The work of a rank, for which the others have waited, failed. The group can still be used.
+    #[error("rank {rank} failed: {message}")]
+    Rank {
+        /// The first rank that failed.
+        rank: usize,
         /// The message of its error.
         message: String,
     },
@@ -75,7 +77,7 @@ pub enum DistributedError {
     /// A parameter has received several gradients in one backward pass, of which only the first is sure to be averaged.
     /// The gradients of this iteration are unusable: drop them with `zero_grad`.
     #[error(
-        "{name} has received several gradients in one backward pass, which cannot all be averaged: use it in one recomputed part only, and run one backward pass of the sum of all losses"
+        "{name} has received several gradients in one backward pass, which cannot all be averaged: run one backward pass of the sum of all losses, and use it in at most one custom function that runs a backward pass of its own"
     )]
     Repeated {
         /// The name of the parameter in the `VarStore`.

@@ -138,6 +138,17 @@ pub enum Error {
         what: &'static str,
     },
 
+    /// Something else runs the backward passes of this process, such as Python's torch, and decides alone how autograd
+    /// keeps what it saves.
+    #[error(
+        "the backward passes of this process are run by {engine} instead of libtorch's own engine, so what autograd saves \
+         cannot be kept in another form. In a process of Python use `torch.autograd.graph.saved_tensors_hooks`"
+    )]
+    OtherEngine {
+        /// The type of the engine in C++.
+        engine: String,
+    },
+
     /// libtorch failed, with its own message, or returned something that this crate does not recognize.
     #[error("libtorch: {0}")]
     Torch(String),

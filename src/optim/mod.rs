@@ -52,8 +52,7 @@ pub use parameters::IntoParameters;
 pub(crate) use rates::{DrivesRates, device_numbers};
 pub(crate) use saved::Saved;
 pub use saved::{OptimizerState, ParamGroupState};
-#[cfg(feature = "distributed")]
-pub(crate) use shards::Ranks;
+pub(crate) use shards::{Ranks, divided};
 pub use state::MomentDtype;
 pub(crate) use state::STEP;
 pub(crate) use state_dict::CheckedState;

@@ -15,6 +15,9 @@ pub(crate) trait Ranks: Debug + Send + Sync {
 
     fn size(&self) -> usize;
 
+    /// Which group of ranks they are.
+    fn id(&self) -> &str;
+
     /// Fails on all ranks if one of them passes an error, or another hash. `lines` has the lines that it stands for.
     fn agree(
         &self,
@@ -60,16 +63,23 @@ impl Shards {
 
     /// Gives each of the parameters that begin at `first` to the rank that keeps least so far, the largest ones first.
     pub(super) fn assign(&mut self, first: usize, sizes: &[u64]) {
-        self.owners.resize(first + sizes.len(), 0);
-        let mut order: Vec<_> = (0..sizes.len()).collect();
-        order.sort_by_key(|&index| Reverse(sizes[index]));
-        for index in order {
-            // The first of equals, so that all ranks choose the same.
-            let owner = (0..self.loads.len()).min_by_key(|&rank| self.loads[rank]).unwrap_or(0);
-            self.owners[first + index] = owner;
-            self.loads[owner] += sizes[index];
-        }
+        self.owners.truncate(first);
+        self.owners.extend(divided(sizes, &mut self.loads));
     }
+}
+
+/// Gives each of these sizes to the rank that has least so far, the largest ones first. Returns the rank of each.
+pub(crate) fn divided(sizes: &[u64], loads: &mut [u64]) -> Vec<usize> {
+    let mut owners = vec![0; sizes.len()];
+    let mut order: Vec<_> = (0..sizes.len()).collect();
+    order.sort_by_key(|&index| Reverse(sizes[index]));
+    for index in order {
+        // The first of equals, so that all ranks choose the same.
+        let owner = (0..loads.len()).min_by_key(|&rank| loads[rank]).unwrap_or(0);
+        owners[index] = owner;
+        loads[owner] += sizes[index];
+    }
+    owners
 }
 
 #[cfg(test)]
@@ -86,6 +96,10 @@ mod tests {
 
         fn size(&self) -> usize {
             4
+        }
+
+        fn id(&self) -> &str {
+            "four"
         }
 
         fn agree(&self, _: &'static str, hash: Result<u64>, _: &dyn Fn() -> String) -> Result<()> {

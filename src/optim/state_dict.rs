@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
 use std::ops::Deref;
+use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
@@ -11,7 +12,7 @@ use crate::error::{Error, Number, OptimizerError, Result, nearest, shown};
 use crate::ffi::{self, Master, MomentFormat, OutsideRegions, StateShape};
 use crate::optim::algorithms::{EXPONENTS, KEPT, Spec};
 use crate::optim::saved::{OptimizerState, ParamGroupState, Saved};
-use crate::optim::shards::Shards;
+use crate::optim::shards::{Ranks, Shards};
 use crate::optim::state::{
     FirstStep, MASTER, ParameterState, STEP, Wanted, allocate_missing_state, counts_steps,
     exponents_shape,
@@ -80,7 +81,6 @@ impl Optimizer {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn state_dict(&mut self) -> Result<OptimizerState> {
-        capture::refuse("state_dict", "call it after `replay`")?;
         let state = self.state_here();
         match self.shards.as_deref().map(Shards::ranks) {
             Some(ranks) => ranks.gather_state(state),
@@ -88,8 +88,14 @@ impl Optimizer {
         }
     }
 
+    /// The ranks that the state is divided among, if it is.
+    pub(crate) fn ranks(&self) -> Option<Arc<dyn Ranks>> {
+        self.shards.as_deref().map(Shards::ranks)
+    }
+
     /// Returns the state, without the tensors that other ranks keep.
-    fn state_here(&mut self) -> Result<OptimizerState> {
+    pub(crate) fn state_here(&mut self) -> Result<OptimizerState> {
+        capture::refuse("state_dict", "call it after `replay`")?;
         self.take_added()?;
         self.take_driven_rates()?;
         self.refresh_stale_masters()?;

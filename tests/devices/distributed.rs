@@ -4,6 +4,7 @@ use std::process::{Command, Stdio};
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
+use tch_amp::checkpoint::{Checkpoint, CheckpointFolder, Format};
 use tch_amp::distributed::{
     DdpConfig, DistributedDataParallel, GroupConfig, ProcessGroup, ReduceOp, Store, data_parallel,
 };
@@ -12,6 +13,7 @@ use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler};
 
 use testkit::bits::hex;
+use testkit::files::Folder;
 use testkit::simulation::{Counts, Simulation};
 
 /// Runs two threads that form a group, each with a device.
@@ -130,6 +132,42 @@ impl Training {
     fn weights(&self) -> Vec<Tensor> {
         let weights = self.opt.trainable_variables();
         weights.iter().map(|w| w.detach().to_device(Device::Cpu)).collect()
+    }
+}
+
+/// Each rank copies what it saves in the order of its GPU's work, so that the step that follows at once does not reach
+/// it, and the other rank loads it.
+#[test]
+fn ranks_save_their_shares_while_their_gpus_go_on() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for sharded in [false, true] {
+        let temporary = Folder::new();
+        ranks(GPUS, |group, device| {
+            let new = || Training::new(&group, device, DdpConfig::default(), sharded);
+            let (mut training, mut folder) = (new(), CheckpointFolder::new(&temporary.0).unwrap());
+            folder = folder.format(Format::Dcp).keep_last(1);
+            for step in 1..=3 {
+                training.step(1.0);
+                let (saved, mut checkpoint) = (training.weights(), Checkpoint::sharded(&group));
+                checkpoint.add("model", &training.vs).unwrap();
+                checkpoint.add("optimizer", &mut training.opt).unwrap();
+                checkpoint.add("scaler", &mut training.scaler).unwrap();
+                let pending = folder.save_async(step, &checkpoint).unwrap();
+                training.step(1.0);
+                let mut restored = new();
+                Checkpoint::load(pending.wait().unwrap())
+                    .unwrap()
+                    .restore()
+                    .add("model", &restored.vs)
+                    .add("optimizer", &mut restored.opt)
+                    .add("scaler", &mut restored.scaler)
+                    .apply()
+                    .unwrap();
+                assert_eq!(restored.weights(), saved);
+                restored.step(1.0);
+                assert_eq!(restored.weights(), training.weights(), "{sharded} {step}");
+            }
+        });
     }
 }
 

@@ -8,7 +8,7 @@ use tch_amp::average::{AveragedWeights, Averaging, Ema, Swa, SwappedIn};
 use tch_amp::buffers::BufferSnapshot;
 use tch_amp::checkpoint::{
     Checkpoint, CheckpointError, CheckpointFile, CheckpointFolder, Format, Found, MetricGoal,
-    Prepared, Restore, Restored, Rng, SaveState, SavedState, Start,
+    PendingSave, Prepared, Restore, Restored, Rng, SaveState, SavedState, Start,
 };
 use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradConfig, GradOutputs};
 use tch_amp::gradcheck::GradCheck;
@@ -17,7 +17,7 @@ use tch_amp::lean::LinearCrossEntropyConfig;
 use tch_amp::loss_scale::{
     DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
 };
-use tch_amp::memory::DeviceMemory;
+use tch_amp::memory::{DeviceMemory, SavedTensors};
 use tch_amp::optim::{
     Adafactor, Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, MasterWeights, Muon, NAdam,
     Optimizer, OptimizerState, ParamGroup, ParamGroupState, Parameters, RmsProp, Sgd, Step,
@@ -113,6 +113,7 @@ send_and_sync!(
     OptLevel,
     ParamGroup,
     ParamGroupState,
+    PendingSave,
     Plan,
     Platform,
     Policy,
@@ -121,6 +122,7 @@ send_and_sync!(
     Rng,
     Rule,
     RunAs,
+    SavedTensors,
     Sgd,
     SpikeConfig,
     SpikeCounts,
@@ -160,8 +162,8 @@ mod insight {
     use run_report::{Document, Plot, Series, Spacing, Table};
     use tch_amp::insight::{
         Audit, AutocastList, BudgetFile, BudgetProblem, BudgetReport, Cause, Culprit, Explanation,
-        HealthReport, HistoryReport, OperatorReport, Pass, Profiler, ScaleHealth, ScaleHistory,
-        SkipCause, Tracer, Tuning, Values, Verdict,
+        HealthReport, HistoryReport, OperatorReport, Pass, Profiler, SavedReport, ScaleHealth,
+        ScaleHistory, SkipCause, Tracer, Tuning, Values, Verdict,
     };
 
     send_and_sync!(Document, Plot, Series, Spacing, Table<2>);
@@ -178,6 +180,7 @@ mod insight {
         HistoryReport,
         OperatorReport,
         Pass,
+        SavedReport,
         SkipCause,
         Tuning,
         Values,

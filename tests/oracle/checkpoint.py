@@ -308,6 +308,17 @@ def by_name(folder):
         set_optimizer_state_dict(net, opt, content[f"{name} optimizer"])
         scale.load_state_dict(content[f"{name} scaler"])
         print(f"rust {name}", *train(net, opt, scale, STEPS), sep=",")
+    for name in NAMES:
+        net = nn.Linear(3, 2)
+        opt, scale = optimizer(name, net, fused=True), scaler()
+        state = {"model": net.state_dict(), "optimizer": get_optimizer_state_dict(net, opt), "scaler": scale.state_dict()}
+        state = {f"{name} {part}": content for part, content in state.items()}
+        dcp.load(state, checkpoint_id=f"{folder}/rust.dcp", no_dist=True)
+        net.load_state_dict(state[f"{name} model"])
+        set_optimizer_state_dict(net, opt, state[f"{name} optimizer"])
+        scale.load_state_dict(state[f"{name} scaler"])
+        print(f"dcp {name}", *train(net, opt, scale, STEPS), sep=",")
+    dcp_to_torch_save(f"{folder}/rust.dcp", f"{folder}/converted.pt")
     trained, contents = {}, {}
     for name in NAMES:
         net = model()
@@ -320,6 +331,7 @@ def by_name(folder):
             "scaler": scale.state_dict(),
             "optim": get_optimizer_state_dict(net, opt),
             "flat": get_optimizer_state_dict(net, opt, options=flat),
+            "numbers": opt.state_dict(),
         }
     dcp.save(contents, checkpoint_id=f"{folder}/dcp", no_dist=True)
     dcp_to_torch_save(f"{folder}/dcp", f"{folder}/dcp.pt")

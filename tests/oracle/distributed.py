@@ -6,9 +6,7 @@ tests/processes/distributed/training.rs trains the same.
 
 import contextlib
 import json
-import os
 import sys
-import tempfile
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 sys.dont_write_bytecode = True
+import ranks
 
 WIDTH, ROWS, SCALE, GROWTH_INTERVAL = 24, 6, 1024.0, 2
 
@@ -89,9 +88,9 @@ def train(rank, config):
     return [scaler.get_scale(), [bits(tensor) for tensor in tensors]]
 
 
-def run(rank, ranks, configs, folder):
+def run(rank, count, configs, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=count)
     for index, config in enumerate(configs):
         with open(f"{folder}/{index}.{rank}", "w") as file:
             json.dump(train(rank, config), file)
@@ -100,25 +99,10 @@ def run(rank, ranks, configs, folder):
 
 
 def main():
-    ranks, configs = json.load(sys.stdin)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for rank in range(ranks):
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    run(rank, ranks, configs, folder)
-                    status = 0
-                finally:
-                    sys.stdout.flush()
-                    os._exit(status)
-            children.append(child)
-        if any(os.waitpid(child, 0)[1] for child in children):
-            sys.exit("a rank failed")
+    count, configs = json.load(sys.stdin)
+    with ranks.ended(count, lambda rank, folder: run(rank, count, configs, folder)) as folder:
         for index in range(len(configs)):
-            print(json.dumps([json.load(open(f"{folder}/{index}.{rank}")) for rank in range(ranks)]), flush=True)
+            print(json.dumps([json.load(open(f"{folder}/{index}.{rank}")) for rank in range(count)]), flush=True)
 
 
 main()

@@ -1,8 +1,6 @@
 """PyTorch's side of the differences of several ranks in docs/differences.md: asserts what PyTorch does."""
 
-import os
 import sys
-import tempfile
 from datetime import timedelta
 
 import torch
@@ -10,6 +8,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 sys.dont_write_bytecode = True
+import ranks
 
 
 def no_rank_gets_an_example():
@@ -71,23 +70,8 @@ def run(rank, folder):
 def main():
     no_rank_gets_an_example()
     shares_have_one_size()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for rank in range(2):
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    run(rank, folder)
-                    status = 0
-                finally:
-                    sys.stdout.flush()
-                    os._exit(status)
-            children.append(child)
-        if any(os.waitpid(child, 0)[1] for child in children):
-            sys.exit("a rank failed")
-    print("ok")
+    with ranks.ended(2, run):
+        print("ok")
 
 
 main()

@@ -1,20 +1,28 @@
 //! The checkpoints of a run in a folder: keeping the last and the best ones, and finding the one to resume from.
 
+mod pending;
 #[cfg(test)]
 mod tests;
 
 use std::cmp::Ordering;
 use std::fs;
 use std::io::{self, ErrorKind};
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use torch_files::atomic;
+use torch_files::{atomic, distributed};
 
+use crate::checkpoint::sharded::{self, Exchange};
 use crate::checkpoint::{Checkpoint, CheckpointError, Format};
 use crate::error::{Error, Result};
+
+use pending::Background;
+
+pub use pending::PendingSave;
 
 /// How often a folder is listed again because a file vanished before it could be loaded.
 const MAX_LISTINGS: usize = 100;
@@ -42,8 +50,9 @@ pub enum MetricGoal {
 /// to resume from.
 ///
 /// The file names hold the step and the score, as in `step-00000100.safetensors` and
-/// `step-00000100-score-0.25.safetensors`, so there is no index that could be lost. Other files in the folder are left
-/// alone. Only one process at a time may save to the folder; others may read from it meanwhile.
+/// `step-00000100-score-0.25.safetensors`, so there is no index that could be lost. With [`Format::Dcp`] each checkpoint
+/// is a folder, such as `step-00000100.dcp`. Other files in the folder are left alone. Only one process at a time may save
+/// to the folder, or the ranks of one group together by `Checkpoint::sharded`; others may read from it meanwhile.
 ///
 /// # Examples
 ///
@@ -77,6 +86,11 @@ pub struct CheckpointFolder {
     format: Format,
     last: usize,
     best: Option<(usize, MetricGoal)>,
+    /// The saves in the background, which all clones share.
+    background: Arc<Background>,
+    /// Whether such a save is refused while another one runs, and how many bytes per second it may write.
+    refuses: bool,
+    rate: Option<NonZeroU64>,
 }
 
 impl CheckpointFolder {
@@ -90,7 +104,9 @@ impl CheckpointFolder {
     pub fn new(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         atomic::create_folder(&path).map_err(CheckpointError::Save)?;
-        Ok(Self { path, format: Format::Safetensors, last: usize::MAX, best: None })
+        let (background, refuses, rate) = (Arc::default(), false, None);
+        let (format, last, best) = (Format::Safetensors, usize::MAX, None);
+        Ok(Self { path, format, last, best, background, refuses, rate })
     }
 
     /// Keeps the `count` checkpoints with the highest steps, and at least one. A save removes older ones only after it
@@ -135,15 +151,18 @@ impl CheckpointFolder {
     /// Temporary files that killed saves have left are removed after an hour, or at once if the disk is full: the save
     /// is then tried once more.
     ///
+    /// Waits until no other save of the folder or of its clones runs.
+    ///
     /// Checkpoints of higher steps, which are left when a run resumes from an earlier one, are neither counted nor
     /// removed.
     ///
     /// # Errors
     ///
-    /// See [`Checkpoint::save`]; and [`CheckpointError::NotRemoved`] if the checkpoint was saved, but others could not
-    /// be removed. Training can continue after that.
+    /// See [`Checkpoint::save`]; [`CheckpointError::NotRemoved`] if the checkpoint was saved, but others could not be
+    /// removed, after which training can continue; and [`CheckpointError::EarlierSave`] if an earlier
+    /// [`save_async`](Self::save_async) has failed for which nobody has waited, and then nothing is saved.
     pub fn save(&self, step: u64, checkpoint: &Checkpoint) -> Result<PathBuf> {
-        self.save_named(step, None, checkpoint)
+        self.save_here(step, None, checkpoint)
     }
 
     /// Saves a checkpoint with a score for [`keep_best`](Self::keep_best), such as the validation loss. Otherwise the
@@ -153,23 +172,39 @@ impl CheckpointFolder {
     ///
     /// The same as [`save`](Self::save).
     pub fn save_scored(&self, step: u64, score: f64, checkpoint: &Checkpoint) -> Result<PathBuf> {
-        self.save_named(step, Some(score), checkpoint)
+        self.save_here(step, Some(score), checkpoint)
     }
 
+    /// Saves on this thread.
+    fn save_here(&self, step: u64, score: Option<f64>, checkpoint: &Checkpoint) -> Result<PathBuf> {
+        let name = name_of(step, score, self.format);
+        let prepared = checkpoint.check_parts().and_then(|()| {
+            let turn = self.background.take_turn()?;
+            Ok((turn, checkpoint.share(self.format)?))
+        });
+        let (_turn, share) = checkpoint.agree(&name, prepared)?;
+        let ranks = checkpoint.exchange();
+        self.save_named(step, &name, share.as_ref().unwrap_or(checkpoint), ranks)
+    }
+
+    /// Saves all of a checkpoint, or a share of it together with the other ranks.
     fn save_named(
         &self,
         step: u64,
-        score: Option<f64>,
+        name: &str,
         checkpoint: &Checkpoint,
+        ranks: Option<&dyn Exchange>,
     ) -> Result<PathBuf> {
-        let path = self.path.join(name_of(step, score, self.format));
-        if let Err(error) = checkpoint.save_as(&path, self.format) {
-            if !self.makes_room(&error) {
+        let path = self.path.join(name);
+        if let Err(error) = checkpoint.save_with(&path, self.format, ranks) {
+            if !sharded::on_any_rank(self.makes_room(&error), &error, ranks) {
                 return Err(error);
             }
-            checkpoint.save_as(&path, self.format)?;
+            checkpoint.save_with(&path, self.format, ranks)?;
         }
-        self.remove_others(step, &path)?;
+        if ranks.is_none_or(|ranks| ranks.rank() == 0) {
+            self.remove_others(step, &path)?;
+        }
         Ok(path)
     }
 
@@ -246,12 +281,7 @@ impl CheckpointFolder {
     /// Removes the files that are no longer needed after a checkpoint was saved.
     fn remove_others(&self, step: u64, saved: &Path) -> Result<()> {
         let removed = self.superfluous(step, saved).and_then(|files| {
-            for file in files {
-                match fs::remove_file(&file.path) {
-                    Err(error) if error.kind() == ErrorKind::NotFound => {}
-                    removed => removed.map_err(CheckpointError::io("remove", &file.path))?,
-                }
-            }
+            files.iter().try_for_each(|file| remove(&file.path))?;
             Ok(self.remove_leftovers(LEFTOVER_AGE).map(drop).map_err(CheckpointError::Save)?)
         });
         removed.map_err(|cause| {
@@ -269,7 +299,12 @@ impl CheckpointFolder {
     }
 
     fn remove_leftovers(&self, age: Duration) -> torch_files::Result<usize> {
-        atomic::remove_leftovers(&self.path, age, |name| parse(name).is_some())
+        let files = atomic::remove_leftovers(&self.path, age, |name| parse(name).is_some())?;
+        // A listing that fails has failed for the files already.
+        let entries = fs::read_dir(&self.path).into_iter().flatten().flatten();
+        let folders = entries.map(|entry| entry.path()).filter(|path| names_folder(path));
+        let removed = folders.map(|path| distributed::remove_leftover(&path, age).map(usize::from));
+        Ok(files + removed.sum::<torch_files::Result<usize>>()?)
     }
 
     fn superfluous(&self, step: u64, saved: &Path) -> Result<Vec<CheckpointFile>> {
@@ -311,6 +346,12 @@ impl CheckpointFolder {
             for file in files {
                 match load(&file.path) {
                     Ok(checkpoint) => return Ok(Some(Found { file, checkpoint, damaged })),
+                    // A folder that is being removed loses its index before its other files.
+                    Err(Error::Checkpoint(CheckpointError::Damaged { .. }))
+                        if CheckpointFile::at(&file.path).is_none() =>
+                    {
+                        gone = true;
+                    }
                     Err(Error::Checkpoint(error @ CheckpointError::Damaged { .. })) => {
                         damaged.push(error);
                     }
@@ -330,6 +371,23 @@ impl CheckpointFolder {
         }
         let problem = io::Error::other("its files vanish faster than they can be loaded");
         Err(CheckpointError::io("list", &self.path)(problem).into())
+    }
+}
+
+/// Removes a checkpoint, unless it is gone.
+fn remove(path: &Path) -> Result<()> {
+    if !path.is_dir() {
+        return match fs::remove_file(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            removed => Ok(removed.map_err(CheckpointError::io("remove", path))?),
+        };
+    }
+    match distributed::remove(path) {
+        Err(torch_files::Error::Io { cause, .. }) if cause.kind() == ErrorKind::NotFound => Ok(()),
+        Err(torch_files::Error::Io { path, cause, .. }) => {
+            Err(CheckpointError::io("remove", &path)(cause).into())
+        }
+        removed => Ok(removed.map_err(CheckpointError::Save)?),
     }
 }
 
@@ -375,7 +433,7 @@ pub struct CheckpointFile {
     pub step: u64,
     /// The score that [`save_scored`](crate::checkpoint::CheckpointFolder::save_scored) was called with.
     pub score: Option<f64>,
-    /// The path of the file.
+    /// The path of the file, or of the folder with [`Format::Dcp`].
     pub path: PathBuf,
 }
 
@@ -404,10 +462,13 @@ pub struct Start {
 }
 
 impl CheckpointFile {
-    /// Returns the file at a path if its name is that of a checkpoint and it is not a folder.
+    /// Returns the file at a path if its name is that of a checkpoint: a folder if its save has finished, for the format
+    /// that is one, and otherwise not a folder.
     pub(super) fn at(path: &Path) -> Option<Self> {
         let (step, score) = parse(path.file_name()?.to_str()?)?;
-        path.is_file().then(|| Self { step, score, path: path.to_owned() })
+        let is_there =
+            if names_folder(path) { distributed::is_whole(path) } else { path.is_file() };
+        is_there.then(|| Self { step, score, path: path.to_owned() })
     }
 }
 
@@ -425,7 +486,7 @@ pub(super) fn name_of(step: u64, score: Option<f64>, format: Format) -> String {
 
 /// Returns the step and the score in a name, or `None` if it is not the name of a checkpoint.
 pub(super) fn parse(name: &str) -> Option<(u64, Option<f64>)> {
-    let formats = [Format::Safetensors, Format::Torch];
+    let formats = [Format::Safetensors, Format::Torch, Format::Dcp];
     formats.into_iter().find_map(|format| {
         let stem = name.strip_suffix(ending(format))?.strip_suffix('.')?;
         let (step, score) = match stem.split_once(SCORE) {
@@ -442,5 +503,12 @@ fn ending(format: Format) -> &'static str {
     match format {
         Format::Safetensors => "safetensors",
         Format::Torch | Format::TorchByName => "pt",
+        Format::Dcp => "dcp",
     }
+}
+
+/// Returns whether a name is that of a checkpoint that is a folder.
+fn names_folder(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str());
+    name.is_some_and(|name| name.ends_with(ending(Format::Dcp)) && parse(name).is_some())
 }

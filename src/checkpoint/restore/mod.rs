@@ -6,6 +6,7 @@ use std::fmt;
 
 #[cfg(doc)]
 use crate::GradScaler;
+use crate::capture;
 use crate::checkpoint::restore::names::Renames;
 use crate::checkpoint::stateful::Prepared;
 use crate::checkpoint::{Checkpoint, CheckpointError, SavedState, Stateful};
@@ -241,6 +242,7 @@ impl<'a> Restore<'a> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn apply(self) -> Result<Restored> {
+        capture::refuse("restoring a checkpoint", "restore it outside of the iteration")?;
         let Self { checkpoint, options, mut targets } = self;
         let names: Vec<_> = targets.iter().map(|(name, _)| name.clone()).collect();
         let mut restored = Restored::default();

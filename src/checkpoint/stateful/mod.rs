@@ -15,7 +15,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use torch_files::{TensorRef, Value};
 
-use crate::checkpoint::entry::TensorEntry;
+use crate::checkpoint::entry::{SavedBy, TensorEntry};
 use crate::checkpoint::part::{MODULE, NamedPart, Part, StatePart, UPDATES};
 use crate::checkpoint::restore::names::batch_counts;
 use crate::checkpoint::{CheckpointError, other_part};
@@ -255,6 +255,8 @@ impl Copy<'_> {
 #[derive(Debug)]
 pub struct SaveState<'a> {
     name: &'a str,
+    /// Which group of ranks saves the checkpoint together, if it is sharded.
+    group: Option<&'a str>,
     tensors: BTreeMap<String, TensorEntry>,
     values: BTreeMap<String, Value>,
     /// The other entries that Python expects, if the tensors are averages of a model.
@@ -265,9 +267,9 @@ pub struct SaveState<'a> {
 
 impl<'a> SaveState<'a> {
     /// Starts a part of this name.
-    pub(crate) fn new(name: &'a str) -> Self {
+    pub(crate) fn new(name: &'a str, group: Option<&'a str>) -> Self {
         let (tensors, values) = (BTreeMap::new(), BTreeMap::new());
-        Self { name, tensors, values, beside_averages: None, parts: Vec::new() }
+        Self { name, group, tensors, values, beside_averages: None, parts: Vec::new() }
     }
 
     /// Records a tensor, without copying it. It must be dense, and may be on any device and of any dtype except the
@@ -321,6 +323,20 @@ impl<'a> SaveState<'a> {
         Ok(())
     }
 
+    /// Notes that tensors which were recorded are the same on all ranks that train a model together.
+    pub(crate) fn same_on_all_ranks<'t>(&mut self, names: impl Iterator<Item = &'t String>) {
+        for name in names {
+            if let Some(entry) = self.tensors.get_mut(name) {
+                entry.saved_by = SavedBy::AnyRank;
+            }
+        }
+    }
+
+    /// Which group of ranks saves the checkpoint together, if it is sharded.
+    pub(super) fn group(&self) -> Option<&'a str> {
+        self.group
+    }
+
     /// Records that the tensors are averages of a model after this many updates, and what PyTorch's `AveragedModel` has
     /// besides: the variables that are not averaged.
     pub(crate) fn averaged_model<'t>(
@@ -368,7 +384,7 @@ impl<'a> SaveState<'a> {
 
     /// Returns the parts with their names. A state without tensors becomes a value.
     pub(crate) fn finish(self) -> Vec<(String, Part)> {
-        let Self { name, tensors, values, beside_averages, mut parts } = self;
+        let Self { name, tensors, values, beside_averages, mut parts, .. } = self;
         let values = values.into_iter().map(|(name, value)| (name.into(), value));
         let values = Value::map(values.collect());
         if parts.is_empty() {
@@ -460,6 +476,9 @@ impl Stateful for &VarStore {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
         let variables = self.variables();
         state.tensors(&variables)?;
+        // Others, such as running statistics, can differ between ranks.
+        let trained = variables.iter().filter(|(_, tensor)| tensor.requires_grad());
+        state.same_on_all_ranks(trained.map(|(name, _)| name));
         let known: HashSet<_> = variables.keys().map(String::as_str).collect();
         let mut tensors = std::mem::take(&mut state.tensors);
         for name in batch_counts(&known) {

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
+use crate::checkpoint::entry::SavedBy;
 use crate::checkpoint::part::{NamedPart, OptimizerPart, Part};
 use crate::checkpoint::restore::names::Renames;
 use crate::checkpoint::restore::{Options, Restored};
@@ -21,11 +22,19 @@ impl Stateful for Optimizer {
         if Swapped::has_any(self.parameters().as_slice())? {
             return Err(unsaveable(state.name(), SAVED).into());
         }
-        let OptimizerState { state: tensors, param_groups } = self.state_dict()?;
+        let (saved, saved_by) = match (self.ranks(), state.group()) {
+            (Some(ranks), Some(group)) if ranks.id() != group => {
+                return Err(unsaveable(state.name(), OF_ANOTHER_GROUP).into());
+            }
+            (Some(_), Some(_)) => (self.state_here()?, SavedBy::ThisRank),
+            _ => (self.state_dict()?, SavedBy::AnyRank),
+        };
+        let OptimizerState { state: tensors, param_groups } = saved;
         let mut entries = BTreeMap::new();
         for (parameter, tensors) in tensors {
             let tensors = tensors.into_iter().map(|(key, tensor)| {
-                let entry = entry(&parameter, &tensor)?;
+                let mut entry = entry(&parameter, &tensor)?;
+                entry.saved_by = saved_by;
                 Ok((key, Box::new(entry)))
             });
             let tensors = tensors.collect::<Result<_>>()?;
@@ -61,6 +70,8 @@ impl Stateful for Optimizer {
 
 const SAVED: &str = "the averages of its parameters are in their place, which it would take for new weights; drop the \
                      guard of `swap_in` first";
+const OF_ANOTHER_GROUP: &str = "its state is divided among the ranks of another group than that of the checkpoint; pass \
+                                the same group to `Checkpoint::sharded` as to `shard_over`";
 const RESTORED: &str =
     "has parameters in whose place their averages are; drop the guard of `swap_in` first";
 

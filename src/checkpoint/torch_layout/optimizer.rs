@@ -191,7 +191,10 @@ impl Tensors {
         let by_key: HashMap<_, _> = params.map(key_of).zip(names.iter().flatten()).collect();
         let mut entries = BTreeMap::new();
         for (key, tensors) in state {
-            let Some(name) = key_of(key).and_then(|key| by_key.get(&Some(key))) else {
+            let known = |key| by_key.get(&Some(key));
+            // `torch.distributed.checkpoint` makes texts of numbers that are keys.
+            let number = || key.text().and_then(|text| known((false, text.into())));
+            let Some(name) = key_of(key).and_then(known).or_else(number) else {
                 let names = by_key.keys().flatten();
                 let names = names.filter_map(|(is_text, name)| is_text.then_some(&**name));
                 let near = key.text().and_then(|key| nearest(key, names));

@@ -19,16 +19,25 @@ use crate::optim::{EXPONENTS, ParamGroup, ParamGroupState, STEP, Saved as _};
 /// A tensor of the file.
 pub(crate) enum StorageSource<'a> {
     Kept(&'a TensorEntry),
-    /// f32 numbers that are made when they are written, so that only one tensor of them is in memory at a time.
-    Made(Vec<i64>, Box<dyn Fn() -> Result<Tensor> + 'a>),
+    /// f32 numbers that are made of an entry when they are written, so that only one tensor of them is in memory at a
+    /// time.
+    Made(&'a TensorEntry, Box<dyn Fn() -> Result<Tensor> + 'a>),
+}
+
+impl StorageSource<'_> {
+    /// Returns whether this rank has the elements.
+    pub(crate) fn is_here(&self) -> bool {
+        let (Self::Kept(entry) | Self::Made(entry, _)) = self;
+        entry.is_here()
+    }
 }
 
 impl Storage for StorageSource<'_> {
     fn size_in_bytes(&self) -> u64 {
         match self {
             Self::Kept(entry) => entry.size_in_bytes(),
-            Self::Made(size, _) => {
-                ffi::elements(size).saturating_mul(Kind::Float.elt_size_in_bytes()) as u64
+            Self::Made(entry, _) => {
+                entry.numel().saturating_mul(Kind::Float.elt_size_in_bytes()) as u64
             }
         }
     }
@@ -48,7 +57,7 @@ impl fmt::Debug for StorageSource<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Kept(entry) => entry.fmt(f),
-            Self::Made(size, _) => write!(f, "Made({size:?})"),
+            Self::Made(entry, _) => write!(f, "Made({:?})", entry.size),
         }
     }
 }
@@ -224,7 +233,7 @@ impl<'a> Layout<'a> {
                 ([Some(_), Some(_), Some(_)], EXPONENTS) => continue,
                 ([Some(first), Some(second), Some(exponents)], "exp_avg" | "exp_avg_sq") => {
                     let place = usize::from(key == "exp_avg_sq");
-                    self.made(&entry.size, move || {
+                    self.made(entry, move || {
                         let [first, second, exponents] =
                             [first.to_tensor()?, second.to_tensor()?, exponents.to_tensor()?];
                         let numbers = ffi::codes_decode([&first, &second, &exponents])?;
@@ -232,7 +241,7 @@ impl<'a> Layout<'a> {
                     })
                 }
                 _ if counted_exactly && [Kind::BFloat16, Kind::Int64].contains(&entry.kind) => self
-                    .made(&entry.size, || {
+                    .made(entry, || {
                         let _own = OutsideRegions::enter();
                         Ok(entry.to_tensor()?.f_to_kind(Kind::Float)?)
                     }),
@@ -248,8 +257,9 @@ impl<'a> Layout<'a> {
         self.stored(entry.kind, entry.size.clone(), StorageSource::Kept(entry))
     }
 
-    fn made(&mut self, size: &[i64], make: impl Fn() -> Result<Tensor> + 'a) -> Value {
-        self.stored(Kind::Float, size.to_vec(), StorageSource::Made(size.to_vec(), Box::new(make)))
+    fn made(&mut self, entry: &'a TensorEntry, make: impl Fn() -> Result<Tensor> + 'a) -> Value {
+        let made = StorageSource::Made(entry, Box::new(make));
+        self.stored(Kind::Float, entry.size.clone(), made)
     }
 
     fn stored(&mut self, kind: Kind, size: Vec<i64>, stored: StorageSource<'a>) -> Value {

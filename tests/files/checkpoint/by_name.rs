@@ -38,7 +38,7 @@ fn next(twin: &mut Twin) -> Vec<u32> {
     twin.train(4, &[]).into_iter().map(f32::to_bits).collect()
 }
 
-/// Writes `rust.pt`, and lets Python read it and write its own files.
+/// Writes `rust.pt` and `rust.dcp`, and lets Python read them and write its own files.
 fn files() -> Option<Files> {
     let python = Oracle::find("checkpoint.py")?;
     let folder = Folder::new();
@@ -54,8 +54,11 @@ fn files() -> Option<Files> {
         twins.push(twin);
     }
     checkpoint.save_as(folder.file("rust.pt"), Format::TorchByName).unwrap();
+    checkpoint.save_as(folder.file("rust.dcp"), Format::Dcp).unwrap();
     for (name, mut twin) in ALGORITHMS.into_iter().zip(twins) {
-        ours.insert(format!("rust {name}"), next(&mut twin));
+        let losses = next(&mut twin);
+        ours.insert(format!("rust {name}"), losses.clone());
+        ours.insert(format!("dcp {name}"), losses);
     }
     let printed = python.run(&["by_name", folder.0.to_str().unwrap()], "");
     let losses = printed.lines().map(|line| {
@@ -79,8 +82,9 @@ fn training_resumes_from_names_in_rust_and_in_python() {
     for (name, ours) in &files.ours {
         assert_eq!(ours, &files.losses[name], "{name}");
     }
-    let checkpoint = Checkpoint::load(files.folder.file("dcp.pt")).unwrap();
-    let rust = Checkpoint::load(files.folder.file("rust.pt")).unwrap();
+    let load = |name: &str| Checkpoint::load(files.folder.file(name)).unwrap();
+    let python = ["dcp", "dcp.pt"].map(load);
+    let rust = ["rust.pt", "rust.dcp", "converted.pt"].map(load);
     let resumed = |checkpoint: &Checkpoint, name: &str, parts: [&str; 3]| {
         let mut twin = other_order(name);
         twin.train(1, &[]);
@@ -91,16 +95,25 @@ fn training_resumes_from_names_in_rust_and_in_python() {
         next(&mut twin)
     };
     for name in ALGORITHMS {
-        for part in ["optim", "flat"] {
+        for (checkpoint, part) in python.iter().flat_map(|it| [(it, "optim"), (it, "flat")]) {
             let parts = ["model", part, "scaler"].map(|part| format!("{name}.{part}"));
-            let losses = resumed(&checkpoint, name, parts.each_ref().map(String::as_str));
+            let losses = resumed(checkpoint, name, parts.each_ref().map(String::as_str));
             assert_eq!(losses, files.losses[name], "{name}.{part}");
         }
         let parts = ["model", "optimizer", "scaler"].map(|part| format!("{name} {part}"));
-        let losses = resumed(&rust, name, parts.each_ref().map(String::as_str));
-        assert_eq!(losses, files.ours[&format!("rust {name}")], "{name}");
+        for checkpoint in &rust {
+            let losses = resumed(checkpoint, name, parts.each_ref().map(String::as_str));
+            assert_eq!(losses, files.ours[&format!("rust {name}")], "{name}");
+        }
+        // By numbers, which a folder has as texts, in Python's order of the parameters.
+        let mut twin = Twin::new(name);
+        let Twin { vs, opt, scaler, .. } = &mut twin;
+        let parts = ["model", "numbers", "scaler"].map(|part| format!("{name}.{part}"));
+        let restore = python[0].restore().add(&parts[0], &*vs).add(&parts[1], opt);
+        restore.add(&parts[2], scaler).apply().unwrap();
+        assert_eq!(next(&mut twin), files.losses[name], "{name}.numbers");
     }
-    assert_eq!(files.losses.len(), 2 * ALGORITHMS.len() + 1);
+    assert_eq!(files.losses.len(), 3 * ALGORITHMS.len() + 1);
     // A file of its own is found like any other optimizer.
     let flat = Checkpoint::load(files.folder.file("flat.pt")).unwrap();
     let mut opt = other_order("adamw").opt;
@@ -122,20 +135,18 @@ fn options_that_are_tensors_are_read(files: &Files, odd: &Checkpoint) {
     assert_eq!(next(&mut twin), files.losses["tensors"]);
 }
 
-/// What torch.distributed.checkpoint has written is no single file, and the message has the command that makes one.
+/// A file of a folder is no checkpoint, and the message names the folder that is one.
 fn folders_of_pieces_are_named(folder: &Folder) {
     let dcp = folder.file("dcp");
-    let command = format!(
-        "python -m torch.distributed.checkpoint.format_utils dcp_to_torch '{}' run.pt",
-        dcp.display()
-    );
-    for piece in ["", "__0_0.distcp", ".metadata"] {
-        let path = if piece.is_empty() { dcp.clone() } else { dcp.join(piece) };
+    for piece in ["__0_0.distcp", ".metadata"] {
+        let path = dcp.join(piece);
         match Checkpoint::load(&path) {
             Err(Error::Checkpoint(CheckpointError::Damaged { path: named, problem })) => {
                 assert_eq!(named, path);
-                assert!(problem.contains(&command), "{problem}");
-                assert_eq!(problem.contains("a piece of"), !piece.is_empty(), "{problem}");
+                assert!(
+                    problem.contains(&format!("load the folder, `{}`", dcp.display())),
+                    "{problem}"
+                );
             }
             other => panic!("{piece}: {other:?}"),
         }

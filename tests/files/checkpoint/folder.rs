@@ -8,8 +8,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder, Format, MetricGoal};
 
-use testkit::files::{Folder, names_in};
-use testkit::skipped;
+use testkit::files::{Folder, names_in, run_on_small_disk, small_disk};
 
 fn checkpoint(step: u64) -> Checkpoint {
     let mut checkpoint = Checkpoint::new();
@@ -217,14 +216,11 @@ fn foreign_files_are_not_removed() {
     assert_eq!(names, left);
 }
 
-/// Names the folder in which the next test saves, on a small disk.
-const SMALL_DISK: &str = "TCH_AMP_TEST_TASK";
-
 #[test]
 #[ignore = "a program that the next test starts"]
 fn saves_on_a_small_disk() {
-    let Some(path) = std::env::var_os(SMALL_DISK) else { return };
-    let path = Path::new(&path);
+    let Some(path) = small_disk() else { return };
+    let path = path.as_path();
     // What a save has left that was killed a moment ago, and what is not this crate's to remove.
     let leftover = path.join(".step-00000007.safetensors.12-3.tmp");
     let foreign = path.join(".model.safetensors.12-3.tmp");
@@ -236,43 +232,58 @@ fn saves_on_a_small_disk() {
         checkpoint.add_tensor("numbers", &numbers).unwrap();
         checkpoint
     };
-    let folder = CheckpointFolder::new(path).unwrap().keep_last(2);
+    let mut folder = CheckpointFolder::new(path).unwrap().keep_last(2);
     folder.save(8, &large(8)).unwrap();
     assert!(!leftover.exists() && foreign.exists());
     assert_eq!(resume(&folder).unwrap(), (8, 0));
     // Now the disk is full of what is needed.
-    for step in 9.. {
-        let Err(error) = folder.save(step, &large(step)) else {
-            assert!(step < 20, "the disk should be full");
-            drop(fs::write(path.join(format!("other-{step}")), vec![1_u8; 1 << 15]));
-            continue;
-        };
-        assert!(matches!(error, Error::Checkpoint(CheckpointError::Save(_))), "{error}");
-        assert_eq!(resume(&folder).unwrap(), (step - 1, 0));
-        return;
+    let mut last = 8;
+    for format in [Format::Safetensors, Format::Dcp] {
+        folder = folder.format(format);
+        for save in [by_itself, in_the_background] {
+            for step in last + 1.. {
+                let Err(error) = save(&mut folder, step, &large(step)) else {
+                    assert!(step < last + 20, "the disk should be full");
+                    drop(fs::write(path.join(format!("other-{step}")), vec![1_u8; 1 << 15]));
+                    continue;
+                };
+                assert!(matches!(error, Error::Checkpoint(CheckpointError::Save(_))), "{error}");
+                assert_eq!(resume(&folder).unwrap(), (step - 1, 0));
+                // Nothing of the save is left.
+                assert!(!path.join(format!("step-{step:08}.dcp")).exists());
+                let left = names_in(path).iter().filter(|name| name.ends_with(".tmp")).count();
+                assert_eq!(left, 1, "{:?}", names_in(path));
+                last = step - 1;
+                break;
+            }
+            for name in names_in(path).iter().filter(|name| name.starts_with("other-")) {
+                fs::remove_file(path.join(name)).unwrap();
+            }
+        }
     }
 }
 
-/// Mounts a disk of 256 KiB for a process, which only that sees.
+fn by_itself(
+    folder: &mut CheckpointFolder,
+    step: u64,
+    checkpoint: &Checkpoint,
+) -> tch_amp::Result<()> {
+    folder.save(step, checkpoint).map(drop)
+}
+
+fn in_the_background(
+    folder: &mut CheckpointFolder,
+    step: u64,
+    checkpoint: &Checkpoint,
+) -> tch_amp::Result<()> {
+    folder.save_async(step, checkpoint)?.wait().map(drop)
+}
+
 #[test]
 #[cfg(target_os = "linux")]
 fn what_a_killed_save_has_left_does_not_keep_a_full_disk_full() {
     let temporary = Folder::new();
-    let mounted = r#"mount -t tmpfs -o size=256k tmpfs "$0" && "$@""#;
-    let on_small_disk = |arguments: &[&std::ffi::OsStr]| {
-        let mut command = std::process::Command::new("unshare");
-        command.args(["--mount", "--map-root-user", "sh", "-c", mounted]).arg(&temporary.0);
-        command.args(arguments).env(SMALL_DISK, &temporary.0).output()
-    };
-    if !on_small_disk(&["true".as_ref()]).is_ok_and(|output| output.status.success()) {
-        return skipped("`unshare` cannot mount a disk here");
-    }
-    let program = std::env::current_exe().unwrap();
-    let test = ["--exact", "checkpoint::folder::saves_on_a_small_disk", "--ignored", "--nocapture"];
-    let test = test.map(std::ffi::OsStr::new);
-    let output = on_small_disk(&[&[program.as_os_str()], &test[..]].concat()).unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success() && said.contains("1 passed"), "{said} {output:?}");
+    run_on_small_disk(&temporary.0, 256, "checkpoint::folder::saves_on_a_small_disk");
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! The rules of checkpoints, one test each.
 
+mod background;
 mod by_name;
 mod damage;
+mod dcp;
 mod files;
 mod folder;
 mod golden;

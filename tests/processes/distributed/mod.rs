@@ -25,6 +25,7 @@ mod recomputed;
 mod rendezvous;
 mod resuming;
 mod sampler;
+mod saves;
 mod sharded;
 #[cfg(target_os = "linux")]
 mod soak;

@@ -77,6 +77,9 @@ fn rank() {
         Err(error) => return println!("rank: {error}"),
     };
     let mut sum = Tensor::from(group.rank() as i64 + 1);
+    if let Some(line) = super::saves::run(&group, &task) {
+        return println!("rank: {line}");
+    }
     if let Some(line) = super::resuming::run(&group, &task) {
         return println!("rank: {line}");
     }

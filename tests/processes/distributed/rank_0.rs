@@ -17,7 +17,7 @@ use testkit::files::Folder;
 /// The message of the error that the other ranks get.
 fn message(error: Error) -> String {
     match error {
-        Error::Distributed(DistributedError::Rank0 { message }) => message,
+        Error::Distributed(DistributedError::Rank { rank: 0, message }) => message,
         other => panic!("{other}"),
     }
 }

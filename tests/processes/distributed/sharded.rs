@@ -16,13 +16,13 @@ use testkit::bits::bits;
 
 const SHAPES: [&[i64]; 5] = [&[3], &[8, 5], &[4], &[7, 3], &[1]];
 
-struct Model {
-    vs: VarStore,
+pub(super) struct Model {
+    pub(super) vs: VarStore,
     weights: Vec<Tensor>,
 }
 
 impl Model {
-    fn new(kind: Kind) -> Self {
+    pub(super) fn new(kind: Kind) -> Self {
         let mut vs = VarStore::new(Device::Cpu);
         let weight = |(i, shape): (usize, &&[i64])| {
             vs.root().var(&format!("w{i}"), shape, nn::Init::Const(0.25 * (i as f64 + 1.0)))
@@ -47,7 +47,12 @@ impl Model {
         scaler.backward(&if step == 2 { loss * f64::INFINITY } else { loss }).unwrap();
     }
 
-    fn train(&self, opt: &mut Optimizer, scaler: &mut GradScaler, steps: std::ops::Range<i64>) {
+    pub(super) fn train(
+        &self,
+        opt: &mut Optimizer,
+        scaler: &mut GradScaler,
+        steps: std::ops::Range<i64>,
+    ) {
         for step in steps {
             opt.zero_grad().unwrap();
             self.backward(scaler, step);
@@ -57,12 +62,12 @@ impl Model {
         }
     }
 
-    fn bits(&self) -> Vec<Vec<u8>> {
+    pub(super) fn bits(&self) -> Vec<Vec<u8>> {
         self.weights.iter().map(bits).collect()
     }
 }
 
-fn state_bits(state: &OptimizerState) -> Vec<(String, String, Vec<u8>)> {
+pub(super) fn state_bits(state: &OptimizerState) -> Vec<(String, String, Vec<u8>)> {
     let tensors = state.state.iter().flat_map(|(name, tensors)| {
         tensors.iter().map(move |(key, tensor)| (name.clone(), key.clone(), bits(tensor)))
     });
@@ -84,14 +89,14 @@ fn algorithms() -> [Algorithm; 10] {
     ]
 }
 
-fn build(model: &Model, algorithm: Algorithm, masters: MasterWeights) -> Optimizer {
+pub(super) fn build(model: &Model, algorithm: Algorithm, masters: MasterWeights) -> Optimizer {
     let mut opt = algorithm.master_weights(masters).build(&model.vs, 0.05).unwrap();
     assert_eq!(opt.assign_group(1, &["w3", "w0"]).unwrap(), 2);
     opt.set_lr_group(1, 0.025).unwrap();
     opt
 }
 
-fn sharded(
+pub(super) fn sharded(
     model: &Model,
     group: &ProcessGroup,
     algorithm: Algorithm,
