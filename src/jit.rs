@@ -1,9 +1,10 @@
 //! TorchScript modules under autocast: TorchScript's own autocast pass, and freezing. tch runs such modules as
 //! `tch::CModule`. The feature `jit` adds this module.
 //!
-//! PyTorch has deprecated TorchScript in favour of `torch.export`, whose compiled packages run in Python and C++. For
-//! programs in Rust a TorchScript file is still the way to run a model without its code. The recipe
-//! [`inference`](crate::guide::recipes#inference) traces one in a region.
+//! PyTorch has deprecated TorchScript in favour of `torch.export`: from 2.11 on, `torch.jit.trace` and
+//! `torch.jit.script` in Python warn of that. The packages that AOTInductor compiles from a `torch.export` run in Python
+//! and C++, and tch has no call for them. For programs in Rust a TorchScript file is still the way to run a model
+//! without its code. The recipe [`inference`](crate::guide::recipes#inference) traces one in a region.
 
 use crate::error::Result;
 use crate::ffi;

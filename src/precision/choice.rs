@@ -8,6 +8,7 @@ use lazy_static::lazy_static;
 use tch::{Device, Kind, Tensor, no_grad};
 
 use super::{MatmulPrecision, synchronize};
+use crate::capture;
 use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
 
@@ -58,6 +59,7 @@ impl Gains {
 
     /// Compares products of square matrices with so many rows.
     pub(crate) fn at(device: Device, size: i64) -> Result<Self> {
+        capture::refuse("timing products", "choose a precision before the iteration")?;
         once(&MEASURED, device, size, || no_grad(|| measured(device, size)))
     }
 }

@@ -28,6 +28,21 @@ fn costs(program: Program, iterations: usize) -> Vec<Counts> {
     out
 }
 
+/// Neither the capture of lean functions nor a replay waits for the device.
+#[test]
+fn a_replay_of_lean_functions_neither_waits_nor_allocates() {
+    if simulation::is_model() {
+        return;
+    }
+    for lean in [None, Some(32)] {
+        let program = Program { lean: Some(lean), ..Program::new(AdamW::default()) };
+        for counts in costs(program, 30) {
+            assert_eq!((counts.host_syncs, counts.allocations), (0, 0), "{program:?}");
+            assert!(counts.launches <= 1, "{program:?}: {}", counts.launches);
+        }
+    }
+}
+
 #[test]
 fn a_replay_neither_waits_nor_allocates_and_copies_the_rates() {
     if simulation::is_model() {

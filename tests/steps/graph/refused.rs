@@ -6,17 +6,19 @@ use tch::nn::OptimizerConfig;
 use tch::{Device, Kind, Tensor, nn};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::average::Ema;
+use tch_amp::checkpoint::{Checkpoint, CheckpointFolder, save_weights};
 use tch_amp::gradients::{ClipNorm, clip_grad_norm};
 use tch_amp::graph::Captured;
-use tch_amp::insight::{ScaleHealth, ScaleHistory, Tracer, audit};
+use tch_amp::insight::{ScaleHealth, ScaleHistory, Tracer, Tuner, audit, saved_tensors};
 use tch_amp::loss_scale::{DynamicLossScale, LossScale};
 use tch_amp::optim::{AdamW, MasterWeights, MomentDtype, Muon, ParamGroup, Sgd};
 use tch_amp::scaler::{GradScalerConfig, StepCounter};
 use tch_amp::schedule::ReduceLrOnPlateau;
-use tch_amp::{Autocast, Error, GradScaler, Result, autocast};
+use tch_amp::{Amp, Autocast, Error, GradScaler, Result, autocast};
 
 use crate::graph::training::{Program, Training, Way, first_difference, overflows, take, take_all};
 use crate::graph::{Gpu, gpu, refusal};
+use testkit::files::Folder;
 use testkit::simulation::Simulation;
 
 /// The CPU, and a device that has graphs.
@@ -85,6 +87,13 @@ fn what_waits_is_refused() {
         t.scaler.backward(&t.vs.variables()["a.bias"].sum(None))?;
         t.scaler.step(&mut adam).map(drop)
     });
+    refused("timing products", |t| Amp::advice(t.vs.device()).map(drop));
+    refused("timing products", |t| Amp::Auto.on(t.vs.device()).map(drop));
+    refused("a report", |t| {
+        let region = Autocast::new(t.vs.device());
+        Tuner::default().tune(&t.vs, &region, &t.scaler, |_| Ok(Tensor::from(1.0))).map(drop)
+    });
+    refused("a report", |t| saved_tensors(&t.vs, || Ok(Tensor::from(1.0))).map(drop));
     refused("a report", |t| Tracer::new(&t.vs)?.begin(&t.scaler));
     refused("a report", |t| {
         let region = Autocast::new(t.vs.device());
@@ -94,6 +103,28 @@ fn what_waits_is_refused() {
         let mut average = Ema::default().build(&t.vs)?;
         average.swap_in().map(drop)
     });
+}
+
+#[test]
+fn checkpoints_are_refused() {
+    let temporary = Folder::new();
+    let model = |t: &Training| {
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add("model", &t.vs)?;
+        Ok::<_, Error>(checkpoint)
+    };
+    refused("saving a checkpoint", |t| model(t)?.save(temporary.file("at_once.safetensors")));
+    refused("saving a checkpoint", |t| {
+        let mut folder = CheckpointFolder::new(temporary.file("folder"))?;
+        folder.save_async(1, &model(t)?).map(drop)
+    });
+    refused("restoring a checkpoint", |t| {
+        model(t)?.restore().add("model", &t.vs).apply().map(drop)
+    });
+    refused("saving weights", |t| {
+        save_weights(temporary.file("weights.safetensors"), &t.vs.variables())
+    });
+    assert!(!temporary.file("at_once.safetensors").exists());
 }
 
 #[test]

@@ -74,6 +74,13 @@ fn recomputed_layers_draw_the_same_numbers_in_replays() {
 }
 
 #[test]
+fn lean_losses_and_layers_are_replayed() {
+    for lean in [None, Some(32)] {
+        assert_same(Program { lean: Some(lean), ..Program::new(AdamW::default()) }, 40);
+    }
+}
+
+#[test]
 fn windows_are_replayed_whole() {
     for way in [Way::Step, Way::ClipNorm] {
         let micro_batches = Some(3);

@@ -11,6 +11,10 @@ use tch_amp::average::{AveragedWeights, Averaging};
 use tch_amp::gradients::clip_grad_norm;
 use tch_amp::graph::Captured;
 use tch_amp::insight::{ScaleHealth, ScaleHistory};
+use tch_amp::lean::{
+    Activation, LinearCrossEntropyConfig, NormConfig, activation_linear, linear_cross_entropy,
+    norm_linear,
+};
 use tch_amp::optim::{Algorithm, MasterWeights, MomentDtype, Optimizer};
 use tch_amp::recompute::RecomputedT;
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepCounter, StepOutcome};
@@ -41,6 +45,8 @@ pub struct Program {
     pub micro_batches: Option<usize>,
     pub recomputes: bool,
     pub hidden: i64,
+    /// Whether the functions of `lean` compute the loss, and the most bytes of a block of logits.
+    pub lean: Option<Option<usize>>,
     /// Whether the iteration steps a schedule, in place of the rates of [`lr`].
     pub is_scheduled: bool,
 }
@@ -63,6 +69,7 @@ impl Program {
             micro_batches: None,
             recomputes: false,
             hidden: 24,
+            lean: None,
             is_scheduled: false,
         }
     }
@@ -79,6 +86,8 @@ pub struct Training {
     pub program: Program,
     pub vs: VarStore,
     model: Box<dyn ModuleT>,
+    /// The layers behind `xs`, for the functions of `lean`.
+    layers: Option<[nn::Linear; 3]>,
     pub xs: Tensor,
     ts: Tensor,
     batches: Vec<Tensor>,
@@ -131,6 +140,11 @@ impl Training {
             true => Box::new(RecomputedT::new(model)),
             false => Box::new(model),
         };
+        let layers = program.lean.map(|_| {
+            let sizes =
+                [("first", 16, program.hidden), ("second", program.hidden, 16), ("head", 16, 4)];
+            sizes.map(|(name, from, to)| nn::linear(&p / name, from, to, Default::default()))
+        });
         vs.set_kind(program.kind);
         let batch = |_| Tensor::randn([8, 16], (Kind::Float, Device::Cpu)).to_device(device);
         let batches: Vec<_> = (0..4).map(batch).collect();
@@ -148,6 +162,7 @@ impl Training {
         Self {
             program,
             model,
+            layers,
             xs: batches[0].copy(),
             ts,
             batches,
@@ -175,6 +190,22 @@ impl Training {
         self.opt.set_lr(self.lr.unwrap_or_else(|| lr(i))).unwrap();
     }
 
+    fn loss(&self) -> Result<Tensor> {
+        let (Some([first, second, head]), Some(max_bytes)) = (&self.layers, self.program.lean)
+        else {
+            let logits = self.model.forward_t(&self.xs, true);
+            return Ok(logits.cross_entropy_for_logits(&self.ts));
+        };
+        // The other layers are trained, too: each optimizer steps all variables.
+        let xs = self.xs.to_kind(first.ws.kind());
+        let norm = NormConfig::layer(&[16]);
+        let ys = norm_linear(&xs, &norm, None, None, &first.ws, first.bs.as_ref())?;
+        let ys = activation_linear(&ys, Activation::Silu, &second.ws, second.bs.as_ref())?;
+        let config = LinearCrossEntropyConfig { max_bytes, ..Default::default() };
+        let loss = linear_cross_entropy(&ys, &head.ws, head.bs.as_ref(), &self.ts, &config)?;
+        Ok(loss + self.model.forward_t(&self.xs, true).cross_entropy_for_logits(&self.ts))
+    }
+
     pub fn iteration(&mut self) -> Result<Tensor> {
         let half = if self.program.kind == Kind::Half { Kind::Half } else { Kind::BFloat16 };
         let region = Autocast::new(self.vs.device()).dtype(half);
@@ -182,10 +213,7 @@ impl Training {
         let mut window = self.program.micro_batches.map(Accumulation::of_equal).transpose()?;
         let mut loss = Tensor::new();
         for _ in 0..self.program.micro_batches.unwrap_or(1) {
-            loss = region.run(|| {
-                let logits = self.model.forward_t(&self.xs, true);
-                logits.cross_entropy_for_logits(&self.ts)
-            })?;
+            loss = region.try_run(|| self.loss())?;
             match &mut window {
                 Some(window) => window.backward(&mut self.scaler, &loss)?,
                 None => self.scaler.backward(&loss)?,

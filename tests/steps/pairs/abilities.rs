@@ -67,8 +67,12 @@ pub enum Ability {
     Recompute,
     /// An activation that is a custom function.
     CustomFunction,
+    /// What the forward pass saves goes through hooks, which keep tensors as small as these as they are.
+    Hooks,
     /// The loss has a cross entropy of logits that are kept once, or by the block.
     Lean,
+    /// Linear layers of a normalization and of an activation, which keep the inputs of these.
+    LeanLayers,
     /// Two ranks with gradients averaged by `DistributedDataParallel`.
     Ranks,
     /// The same, with a micro-batch whose gradients are not averaged.
@@ -81,7 +85,7 @@ pub enum Ability {
     Restored,
 }
 
-pub const ALL: [Ability; 37] = [
+pub const ALL: [Ability; 39] = [
     OffInside,
     OffBefore,
     OtherDtypeInside,
@@ -113,7 +117,9 @@ pub const ALL: [Ability; 37] = [
     BatchNorm,
     Recompute,
     CustomFunction,
+    Hooks,
     Lean,
+    LeanLayers,
     Ranks,
     NoSync,
     Sharded,
@@ -122,10 +128,11 @@ pub const ALL: [Ability; 37] = [
 ];
 
 /// Abilities that change no bit of the weights: a program without one of them trains the same.
-pub const NEUTRAL: [Ability; 6] = [CacheOff, Average, Counter, BatchNorm, Recompute, Restored];
+pub const NEUTRAL: [Ability; 7] =
+    [CacheOff, Average, Counter, BatchNorm, Recompute, Hooks, Restored];
 
 /// Options of which a program has one, or in which one already contains the other.
-const ONE_OF: [&[Ability]; 9] = [
+const ONE_OF: [&[Ability]; 10] = [
     &[OffInside, OtherDtypeInside],
     &[PlanInF32, Composed],
     &[Disabled, SkipOnly, PerLoss],
@@ -135,6 +142,7 @@ const ONE_OF: [&[Ability]; 9] = [
     &[HostOptimizer, LowBit, NAdam, Adafactor],
     &[Ranks, NoSync, Sharded],
     &[Accumulation, NoSync],
+    &[CustomFunction, LeanLayers],
 ];
 
 /// Pairs that do not compile, since a type has no such method or takes no such argument.

@@ -2,11 +2,12 @@
 //! all that follows.
 
 use tch::{Kind, Reduction, Tensor, no_grad};
+use tch_amp::lean::NormKind;
 
 use crate::pairs::abilities::Ability::*;
 use crate::pairs::program::{
     CLASSES, GAMMA, GROWTH_INTERVAL, INIT_SCALE, ITERATIONS, LENGTH, MAX_NORM, MAX_VALUE, MOMENTUM,
-    Mask, PENALTY, Program, ROWS,
+    Mask, NORM_EPS, PENALTY, Program, ROWS,
 };
 
 const F64: Kind = Kind::Double;
@@ -55,7 +56,18 @@ fn forward(program: &Program, p: &[Parameter], x: &Tensor, from: i64, rows: i64)
             scores.softmax(-1, F64).matmul(&x)
         }
     };
-    x.matmul(up).tanh().matmul(down) + bias
+    let hidden = match program.has(LeanLayers) {
+        false => x.matmul(up).tanh(),
+        true => {
+            let (width, none) = (program.width(), None::<&Tensor>);
+            let normalized = match program.norm() {
+                NormKind::Layer => x.layer_norm([width], none, none, NORM_EPS, false),
+                NormKind::Rms => x.rms_norm([width], none, NORM_EPS),
+            };
+            normalized.matmul(up).silu()
+        }
+    };
+    hidden.matmul(down) + bias
 }
 
 /// The gradients of the parameters: the means of those of the parts, each of which has its own penalty.
@@ -74,6 +86,9 @@ fn gradients(program: &Program, p: &[Parameter], iteration: usize) -> Vec<Tensor
             let labels = program.labels().narrow(0, part * rows, rows).reshape([-1]);
             let classes = logits.cross_entropy_loss(&labels, none, Reduction::Mean, -100, 0.0);
             loss += classes * CLASSES;
+            let kept = labels.not_equal(-100).to_kind(F64);
+            let sizes = (logits.logsumexp([-1], false).square() * &kept).sum(F64) / kept.sum(F64);
+            loss += sizes * (program.z_loss() * CLASSES);
         }
         let loss = loss * program.factors[iteration];
         if !program.has(Penalty) {

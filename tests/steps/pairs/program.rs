@@ -1,6 +1,8 @@
 //! A random program: its abilities, and what a seed has drawn for everything else.
 
 use tch::{Device, Kind, Tensor};
+use tch_amp::checkpoint::Format;
+use tch_amp::lean::NormKind;
 
 use crate::pairs::abilities::Ability::{self, *};
 use testkit::rng::Rng;
@@ -263,6 +265,29 @@ impl Program {
         }
     }
 
+    /// How [`Restored`] saves the training.
+    pub fn format(&self) -> Format {
+        let formats = [Format::Safetensors, Format::Torch, Format::TorchByName, Format::Dcp];
+        formats[(self.seed / 2 % 4) as usize]
+    }
+
+    /// Whether it does so by `save_async`.
+    pub fn saves_in_background(&self) -> bool {
+        self.seed.is_multiple_of(2)
+    }
+
+    /// The normalization of [`LeanLayers`]. Behind a layer norm the gradient of a weight has a direction without length,
+    /// which Muon would stretch whatever rounding leaves there.
+    pub fn norm(&self) -> NormKind {
+        if self.has(Muon) { NormKind::Rms } else { NormKind::Layer }
+    }
+
+    /// The factor of the squares of the logarithms of sums in the loss of [`Lean`]. Without them the gradient of the last
+    /// weight adds up to 0 over the classes: a direction without length again.
+    pub fn z_loss(&self) -> f64 {
+        if self.has(Muon) { 0.5 } else { 0.0 }
+    }
+
     /// The learning rate of the first step.
     pub fn lr(&self) -> f64 {
         if self.has_any(&[Muon, NAdam, Adafactor]) || self.uses_adamw() { 0.05 } else { 0.1 }
@@ -280,5 +305,7 @@ pub const MOMENTUM: f64 = 0.9;
 pub const INIT_SCALE: f64 = 256.0;
 pub const GROWTH_INTERVAL: i64 = 3;
 pub const PENALTY: f64 = 0.5;
+/// Of the normalization, so large that it enlarges no rounding.
+pub const NORM_EPS: f64 = 1.0;
 /// The factor of the cross entropy.
 pub const CLASSES: f64 = 0.25;

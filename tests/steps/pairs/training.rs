@@ -3,16 +3,20 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tch::nn::{self, ModuleT, OptimizerConfig, VarStore};
-use tch::{Kind, Tensor};
+use tch::{Kind, Tensor, no_grad};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::autocast::{Plan, Rule, RunAs};
 use tch_amp::average::{AveragedWeights, Swa};
-use tch_amp::checkpoint::{Checkpoint, Stateful};
+use tch_amp::checkpoint::{Checkpoint, CheckpointFolder, Stateful};
 use tch_amp::distributed::{DistributedDataParallel, ProcessGroup};
 use tch_amp::function::{FunctionResult, GradConfig, grad};
 use tch_amp::gradients::clip_grad_norm;
 use tch_amp::graph::Captured;
-use tch_amp::lean::{LinearCrossEntropyConfig, linear_cross_entropy};
+use tch_amp::lean::{
+    Activation, LinearCrossEntropyConfig, NormConfig, NormKind, activation_linear,
+    linear_cross_entropy, norm_linear,
+};
+use tch_amp::memory::SavedTensors;
 use tch_amp::optim::{AdamW, Algorithm, AmpOptimizer, MasterWeights, MomentDtype, Optimizer, Sgd};
 use tch_amp::recompute::checkpointed;
 use tch_amp::scaler::{
@@ -25,7 +29,7 @@ use crate::pairs::abilities::Ability::*;
 use crate::pairs::plain::{EPS, Outcome, SECOND_LR};
 use crate::pairs::program::{
     CLASSES, GAMMA, GROWTH_INTERVAL, INIT_SCALE, ITERATIONS, MAX_NORM, MAX_VALUE, MOMENTUM, Mask,
-    PENALTY, Program, ROWS,
+    NORM_EPS, PENALTY, Program, ROWS,
 };
 
 const ATTENTION: &str = "scaled_dot_product_attention";
@@ -67,6 +71,7 @@ struct Model {
     mask: Option<Tensor>,
     attends: bool,
     custom: bool,
+    lean: Option<NormKind>,
 }
 
 impl Clone for Model {
@@ -103,6 +108,14 @@ impl Model {
         Ok(tch_amp::function::Function::apply(tanh, &[x])?)
     }
 
+    /// The two layers, of a normalization and of an activation.
+    fn lean_layers(&self, x: &Tensor, kind: NormKind) -> Result<Tensor> {
+        let [up, down] = [0, 1].map(|i| self.p[i].tr());
+        let norm = NormConfig { kind, normalized_shape: vec![up.size()[1]], eps: NORM_EPS };
+        let hidden = norm_linear(x, &norm, None, None, &up, None)?;
+        activation_linear(&hidden, Activation::Silu, &down, Some(&self.p[2]))
+    }
+
     fn forward(&self, x: &Tensor) -> FunctionResult<Tensor> {
         let forward = || {
             let x = x.to_kind(self.p[0].kind());
@@ -120,6 +133,9 @@ impl Model {
                 )?
                 .to_kind(x.kind()),
             };
+            if let Some(kind) = self.lean {
+                return Ok(self.lean_layers(&x, kind)?);
+            }
             let hidden = self.activation(&x.f_matmul(&self.p[0])?)?;
             Ok(hidden.to_kind(x.kind()).f_matmul(&self.p[1])? + &self.p[2])
         };
@@ -222,6 +238,7 @@ impl<'a> Training<'a> {
             mask: program.mask().filter(|_| program.attends()).map(|mask| mask.to_device(device)),
             attends: program.attends(),
             custom: program.has(CustomFunction),
+            lean: program.has(LeanLayers).then(|| program.norm()),
         };
         let ddp = group.map(|group| DistributedDataParallel::new(group, &vs)).transpose()?;
         let mut optim = optim(program, &vs)?;
@@ -308,8 +325,9 @@ impl<'a> Training<'a> {
         let weight = &model.p[model.p.len() - 1];
         // Without a region nothing is cast.
         let y = if self.program.is_on() { y } else { y.to_kind(weight.kind()) };
-        let config =
-            LinearCrossEntropyConfig { max_bytes: self.program.max_bytes, ..Default::default() };
+        let Program { max_bytes, .. } = *self.program;
+        let z_loss = self.program.z_loss();
+        let config = LinearCrossEntropyConfig { max_bytes, z_loss, ..Default::default() };
         let classes = linear_cross_entropy(&y, weight, None, labels, &config)?;
         Ok([first, second + classes * CLASSES * &self.factor])
     }
@@ -353,6 +371,17 @@ impl<'a> Training<'a> {
     }
 
     fn forward(
+        &self,
+        ddp: Option<&mut DistributedDataParallel>,
+        part: (i64, i64),
+    ) -> Result<[Tensor; 2]> {
+        match self.program.has(Hooks) {
+            true => SavedTensors::half().try_run(|| self.forward_of(ddp, part)),
+            false => self.forward_of(ddp, part),
+        }
+    }
+
+    fn forward_of(
         &self,
         ddp: Option<&mut DistributedDataParallel>,
         (from, count): (i64, i64),
@@ -500,15 +529,26 @@ impl<'a> Training<'a> {
         for (name, part) in &mut self.saved() {
             checkpoint.add(name, &mut **part)?;
         }
-        if self.group.is_none_or(|group| group.rank() == 0) {
-            checkpoint.save(&path)?;
+        let is_first = self.group.is_none_or(|group| group.rank() == 0);
+        let mut folder = CheckpointFolder::new(&path)?.format(self.program.format());
+        if is_first && self.program.saves_in_background() {
+            let pending = folder.save_async(1, &checkpoint)?;
+            // The training is free to change at once.
+            for (_, mut variable) in self.vs.variables() {
+                let _spoiled = no_grad(|| variable.fill_(f64::NAN));
+            }
+            let _path = pending.wait()?;
+        } else if is_first {
+            let _path = folder.save(1, &checkpoint)?;
         }
         self.group.map_or(Ok(()), ProcessGroup::barrier)?;
         let mut new = Self::new(self.program, self.group)?;
-        let loaded = Checkpoint::load(&path)?;
+        let found = folder.latest()?;
+        let missing = || tch_amp::Error::Torch("nothing was saved".to_owned());
+        let loaded = found.ok_or_else(missing)?.checkpoint;
         self.group.map_or(Ok(()), ProcessGroup::barrier)?;
-        if self.group.is_none_or(|group| group.rank() == 0) {
-            drop(std::fs::remove_file(&path));
+        if is_first {
+            drop(std::fs::remove_dir_all(&path));
         }
         let mut parts = new.saved();
         let mut restore = loaded.restore();
