@@ -3,10 +3,13 @@
 #include <ATen/ops/clone.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <limits>
+#include <map>
 #include <mutex>
+#include <utility>
 
 #include "settings.h"
 
@@ -22,6 +25,7 @@ struct Queue {
   std::mutex mutex;
   uint64_t sent = 0;
   std::deque<Copy> copies;
+  std::map<std::pair<c10::DeviceIndex, c10::StreamId>, uint64_t> last;  // of each stream
 };
 
 // Never destroyed: a copy may be under way when the program ends.
@@ -32,11 +36,15 @@ Queue &queue() {
 
 // Nothing of autograd or autocast: neither the copy nor the snapshot is an operation of the program.
 using Plain = c10::impl::ExcludeDispatchKeyGuard;
+std::pair<c10::DeviceIndex, c10::StreamId> key_of(const c10::Stream &stream) {
+  return {stream.device_index(), stream.id()};
+}
+
 c10::DispatchKeySet not_plain() { return c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset; }
 
 }  // namespace
 
-void send(const at::Tensor &from, const at::Tensor &to) {
+void send(const at::Tensor &from, const at::Tensor &to, const c10::Stream &stream) {
   const Plain plain(not_plain());
   if (lag() == 0) {
     to.copy_(from);
@@ -48,6 +56,34 @@ void send(const at::Tensor &from, const at::Tensor &to) {
   if (to.is_contiguous() && to.nbytes() != 0) memset(to.data_ptr(), 0xff, to.nbytes());
   const std::lock_guard<std::mutex> lock(queue().mutex);
   queue().copies.push_back({++queue().sent, snapshot, target});
+  queue().last[key_of(stream)] = queue().sent;
+}
+
+uint64_t last_before(const c10::Stream &stream) {
+  const std::lock_guard<std::mutex> lock(queue().mutex);
+  const auto found = queue().last.find(key_of(stream));
+  return found == queue().last.end() ? 0 : found->second;
+}
+
+void order_after(const c10::Stream &stream, uint64_t last) {
+  const std::lock_guard<std::mutex> lock(queue().mutex);
+  uint64_t &known = queue().last[key_of(stream)];
+  known = std::max(known, last);
+}
+
+void arrive_for(const c10::Stream &stream, const at::Tensor &memory) {
+  const uint64_t last = last_before(stream);
+  const Plain plain(not_plain());
+  const std::lock_guard<std::mutex> lock(queue().mutex);
+  auto &copies = queue().copies;
+  for (auto it = copies.begin(); it != copies.end() && it->number <= last;) {
+    if (!it->to.is_alias_of(memory)) {
+      ++it;
+      continue;
+    }
+    it->to.copy_(it->from);
+    it = copies.erase(it);
+  }
 }
 
 uint64_t sent() {

@@ -21,11 +21,12 @@ void check(c10::DeviceIndex device) {
               " simulated devices)");
 }
 
-// What was sent before the event was recorded.
+// What was sent before the event was recorded, and the last copy after which its stream was ordered.
 struct Event {
   c10::DeviceIndex device = 0;
   uint64_t sent = 0;
   int64_t queries = 0;
+  uint64_t last = 0;
 };
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
@@ -46,7 +47,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device device) const override {
     device = whole(device);
     check(device.index());
-    return c10::Stream{c10::Stream::UNSAFE, device, streams.at(static_cast<size_t>(device.index()))};
+    return current_stream(device);
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
     return c10::Stream{c10::Stream::DEFAULT, whole(device)};
@@ -74,9 +75,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(device == -1 || device == stream.device_index(), "Event device index ", int{device},
                 " does not match recording stream's device index ", int{stream.device_index()}, ".");
     if (*event == nullptr) *event = new Event;
-    *static_cast<Event *>(*event) = {stream.device_index(), sent(), 0};
+    *static_cast<Event *>(*event) = {stream.device_index(), sent(), 0, last_before(stream)};
   }
-  void block(void *, const c10::Stream &) const override {}
+  void block(void *event, const c10::Stream &stream) const override {
+    if (event != nullptr) order_after(stream, static_cast<Event *>(event)->last);
+  }
   bool queryEvent(void *event) const override {
     auto *it = static_cast<Event *>(event);
     if (it == nullptr || has_arrived(it->sent)) return true;
@@ -101,6 +104,10 @@ const c10::impl::DeviceGuardImplRegistrar registered(c10::kCUDA, new Guard);
 }  // namespace
 
 c10::DeviceIndex current_device() { return current; }
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::Stream{c10::Stream::UNSAFE, device, streams.at(static_cast<size_t>(device.index()))};
+}
 
 c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
   check(device);

@@ -2,11 +2,15 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 namespace simulated {
 
 // The calling thread's current device.
 c10::DeviceIndex current_device();
+
+// The calling thread's current stream of a device, which has a number.
+c10::Stream current_stream(c10::Device device);
 
 // Makes a device the current one; returns the one before. Fails where there is none of that number.
 c10::DeviceIndex exchange_device(c10::DeviceIndex device);

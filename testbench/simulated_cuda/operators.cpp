@@ -41,25 +41,6 @@ const std::unordered_map<std::string, bool> &device_checks() {
   return *it;
 }
 
-std::string name_of(const c10::OperatorHandle &op) {
-  const auto &full = op.schema().operator_name();
-  const std::string name = full.name.substr(full.name.find("::") + 2);
-  return full.overload_name.empty() ? name : name + "." + full.overload_name;
-}
-
-template <typename F>
-void for_each_tensor(const IValue &value, const F &f) {
-  if (value.isTensor()) {
-    f(value.toTensor());
-  } else if (value.isTensorList()) {
-    for (const Tensor &t : value.toTensorVector()) f(t);
-  } else if (value.isList()) {
-    for (const IValue &each : value.toListRef()) {
-      if (each.isTensor()) f(each.toTensor());
-    }
-  }
-}
-
 // The device that a call runs on: that of its tensors, which must have one in common, or the one it names.
 class Place {
  public:

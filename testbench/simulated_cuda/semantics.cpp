@@ -1,5 +1,6 @@
 #include "semantics.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/linalg_vector_norm.h>
 
@@ -38,6 +39,26 @@ void foreach_norm(const Call &call) {
   call.stack.emplace_back(std::move(norms));
 }
 
+// CUDA has a kernel for the gradients of an RMSNorm; on the CPU libtorch differentiates its parts. It computes in f32.
+void rms_norm_backward(const Call &call) {
+  const auto argument = [&](size_t i) -> const c10::IValue & { return call.stack[call.first + i]; };
+  const Tensor input = argument(1).toTensor(), rstd = argument(3).toTensor();
+  const auto wide = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto inner = static_cast<int64_t>(argument(2).toIntVector().size()), outer = input.dim() - inner;
+  std::vector<int64_t> last, first;
+  for (int64_t dim = 0; dim < input.dim(); ++dim) (dim < outer ? first : last).push_back(dim);
+  const Tensor grad = argument(0).toTensor().to(wide), normalized = input.to(wide) * rstd.to(wide);
+  const Tensor weight = argument(4).isTensor() ? argument(4).toTensor() : Tensor();
+  const Tensor weighted = weight.defined() ? grad * weight.to(wide) : grad;
+  const Tensor of_input = rstd.to(wide) * (weighted - normalized * (weighted * normalized).mean(last, true));
+  const Tensor product = grad * normalized, of_weight = first.empty() ? product : product.sum(first);
+  const auto wanted = argument(5).toBoolList();
+  const bool has_weight = wanted[1] && weight.defined();
+  call.stack.resize(call.first);
+  call.stack.emplace_back(wanted[0] ? of_input.to(input.scalar_type()) : Tensor());
+  call.stack.emplace_back(has_weight ? of_weight.to(input.scalar_type()) : Tensor());
+}
+
 // The fused optimizers of CUDA compute half numbers in f32, and those of the CPU do so only in part.
 void widen(const Call &call, Adapted &adapted) {
   for (size_t i = call.first; i < call.stack.size() && call.stack[i].isTensorList(); ++i) {
@@ -72,6 +93,12 @@ std::optional<at::ScalarType> softmax_backward(const Call &call) {
 
 }  // namespace
 
+std::string name_of(const c10::OperatorHandle &op) {
+  const auto &full = op.schema().operator_name();
+  const std::string name = full.name.substr(full.name.find("::") + 2);
+  return full.overload_name.empty() ? name : name + "." + full.overload_name;
+}
+
 bool is_one_of(const std::string &name, std::initializer_list<const char *> operators) {
   return std::any_of(operators.begin(), operators.end(), [&](const char *one) {
     const size_t n = strlen(one);
@@ -105,8 +132,13 @@ void check(const Call &call) {
 
 bool compute_alone(const Call &call) {
   if (compute_cell(call)) return true;
-  if (call.name != "_foreach_norm.Scalar") return false;
-  foreach_norm(call);
+  if (call.name == "_fused_rms_norm_backward") {
+    rms_norm_backward(call);
+  } else if (call.name == "_foreach_norm.Scalar") {
+    foreach_norm(call);
+  } else {
+    return false;
+  }
   return true;
 }
 

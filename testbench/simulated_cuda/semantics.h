@@ -1,6 +1,7 @@
 // Where CUDA's kernels do something else than those of the CPU: what they take, and how they compute.
 #pragma once
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/stack.h>
 
@@ -16,6 +17,23 @@ struct Call {
   torch::jit::Stack &stack;
   size_t first;
 };
+
+// The name of an operator without its namespace.
+std::string name_of(const c10::OperatorHandle &op);
+
+// Calls `f` with the tensors of an argument.
+template <typename F>
+void for_each_tensor(const c10::IValue &value, const F &f) {
+  if (value.isTensor()) {
+    f(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor &t : value.toTensorVector()) f(t);
+  } else if (value.isList()) {
+    for (const c10::IValue &each : value.toListRef()) {
+      if (each.isTensor()) f(each.toTensor());
+    }
+  }
+}
 
 // Whether `name`, which may have an overload, is one of the operators.
 bool is_one_of(const std::string &name, std::initializer_list<const char *> operators);

@@ -70,9 +70,10 @@ Tensor &copy_(Tensor &self, const Tensor &from, bool non_blocking) {
     arrive_all();
     target.copy_(source);
   } else if (to_host) {
-    send(source, target);
+    send(source, target, current_stream(from.device()));
   } else {
     // From memory that is not pinned CUDA copies to a buffer of its own first, and does not wait.
+    arrive_for(current_stream(self.device()), from);
     target.copy_(source);
   }
   return self;

@@ -117,22 +117,6 @@ pub fn python(libtorch: &Libtorch, folder: &str, script: &str) -> Command {
     command
 }
 
-/// The files in a folder of the repository whose names end with `end`, sorted.
-pub fn files(folder: &str, end: &str) -> Result<Vec<PathBuf>> {
-    let folder = paths::root().join(folder);
-    let entries =
-        fs::read_dir(&folder).with_context(|| format!("{} cannot be read", folder.display()))?;
-    let mut files = Vec::new();
-    for entry in entries {
-        let entry = entry?;
-        if entry.file_type()?.is_file() && entry.file_name().to_string_lossy().ends_with(end) {
-            files.push(entry.path());
-        }
-    }
-    files.sort();
-    Ok(files)
-}
-
 /// The C++ compiler, with the options that CXX may contain.
 pub fn cxx() -> Command {
     let words = env::var("CXX").unwrap_or_else(|_| "c++".into());

@@ -10,8 +10,9 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::compiled::{self, Unit, cxx, files};
+use crate::compiled::{self, Unit, cxx};
 use crate::libtorch::{Libtorch, without_build};
+use crate::paths::files;
 use crate::{paths, process, simulated_cuda};
 
 /// The path of the sources, relative to the root of the repository.

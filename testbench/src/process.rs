@@ -6,20 +6,12 @@ use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
-use std::thread;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 
 /// The cargo that runs xtask.
 pub fn cargo() -> Command {
     Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
-}
-
-/// Lets the tests that `command` runs take all cores, each a test of its own: those of a program with libtorch run one
-/// after the other, as `.cargo/config.toml` says.
-pub fn on_all_cores(command: &mut Command) -> &mut Command {
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    command.env("RUST_TEST_THREADS", cores.to_string())
 }
 
 /// Runs `command` and shows its output.

@@ -5,8 +5,9 @@ use std::process::Command;
 
 use anyhow::{Result, ensure};
 
-use crate::compiled::{self, Unit, cxx, files};
+use crate::compiled::{self, Unit, cxx};
 use crate::libtorch::Libtorch;
+use crate::paths::files;
 use crate::{paths, process};
 
 /// The path of the sources, relative to the root of the repository.

@@ -43,12 +43,17 @@ bool is_declared(cudaMemcpyKind kind, const Place &to, const Place &from) {
   return declares_from == is_device(from) && declares_to == is_device(to);
 }
 
-void move(char *to, const char *from, const Shape &shape, bool zeros, bool is_late) {
+enum class Numbers { kAtOnce, kLate, kZeros };
+
+// On a stream, or in the order of a graph (null).
+void move(char *to, const char *from, const Shape &shape, Numbers numbers, Stream *stream) {
+  arrive_for(from, shape.from_extent(), stream == nullptr ? sent() : stream->last_copy);
   for (size_t i = 0; i < shape.count; ++i, to += shape.to_pitch, from += shape.from_pitch) {
-    if (zeros) {
+    if (numbers == Numbers::kZeros) {
       memset(to, 0, shape.size);
-    } else if (is_late) {
-      send(to, from, shape.size);
+    } else if (numbers == Numbers::kLate) {
+      const uint64_t number = send(to, from, shape.size);
+      if (stream != nullptr) stream->last_copy = number;
     } else {
       memmove(to, from, shape.size);
     }
@@ -62,10 +67,12 @@ cudaError_t copy(void *to, const void *from, const Shape &shape, cudaMemcpyKind 
   const auto there = find(to, shape.to_extent()), here = find(from, shape.from_extent());
   if (!there || !here || !is_declared(kind, *there, *here)) return fail(cudaErrorInvalidValue, function);
   const bool to_host = is_device(*here) && !is_device(*there);
-  const bool zeros = to_host && reads_zeros;
   const bool is_late = to_host && there->kind == Place::Kind::kPinned && simulated::lag() > 0;
-  const auto run = [to = there->view, from = here->view, shape, zeros, is_late] {
-    move(to, from, shape, zeros, is_late);
+  const Numbers numbers = to_host && reads_zeros ? Numbers::kZeros : is_late ? Numbers::kLate : Numbers::kAtOnce;
+  Stream *const on = stream_of(stream);
+  Stream *const known = on == nullptr || on->capture != nullptr ? nullptr : on;
+  const auto run = [to = there->view, from = here->view, shape, numbers, known] {
+    move(to, from, shape, numbers, known);
   };
   const std::string details = std::to_string(shape.size * shape.count) + " bytes";
   const cudaError_t error = enqueue(stream, kind_of(*there, *here), details, run, function);

@@ -1,5 +1,6 @@
 #include "events.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -24,6 +25,7 @@ struct Event {
   int64_t lag = 0;                 // how many questions it still answers with no
   const Stream *stream = nullptr;  // on which it was recorded; only compared
   uint64_t sent = 0;               // how many late copies had been sent when it was recorded
+  uint64_t last_copy = 0;          // see Stream
   Clock::time_point time = {};
   bool is_captured = false;  // recorded in a capture
   std::weak_ptr<Capture> capture = {};
@@ -108,6 +110,7 @@ NULL_CUDA_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStrea
   event->lag = simulated::lag();
   event->stream = stream;
   event->sent = sent();
+  event->last_copy = stream->last_copy;
   event->time = Clock::now();
   event->capture = stream->capture;
   event->tail = stream->tail;
@@ -170,5 +173,6 @@ NULL_CUDA_API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t e
     invalidate(*stream->capture, "cudaStreamWaitEvent");
     return fail(cudaErrorStreamCaptureIsolation, "cudaStreamWaitEvent");
   }
+  stream->last_copy = std::max(stream->last_copy, event->last_copy);
   return cudaSuccess;
 }

@@ -39,6 +39,8 @@ std::deque<Copy> &copies() {
 }
 uint64_t count_sent = 0;
 
+void write(const Copy &copy) { memcpy(copy.to, copy.bytes.data(), copy.bytes.size()); }
+
 }  // namespace
 
 bool is_pinned(const void *address) {
@@ -47,18 +49,30 @@ bool is_pinned(const void *address) {
   return after != blocks().begin() && at < std::prev(after)->first + std::prev(after)->second.size;
 }
 
-void send(char *to, const char *from, size_t size) {
+uint64_t send(char *to, const char *from, size_t size) {
   copies().push_back({++count_sent, to, std::vector<char>(from, from + size)});
   memset(to, 0xff, size);
+  return count_sent;
 }
 
 uint64_t sent() { return count_sent; }
 
 void arrive(uint64_t count) {
   while (!copies().empty() && copies().front().number <= count) {
-    const Copy &first = copies().front();
-    memcpy(first.to, first.bytes.data(), first.bytes.size());
+    write(copies().front());
     copies().pop_front();
+  }
+}
+
+void arrive_for(const char *memory, size_t size, uint64_t count) {
+  auto &all = copies();
+  for (auto copy = all.begin(); copy != all.end() && copy->number <= count;) {
+    if (copy->to < memory + size && memory < copy->to + copy->bytes.size()) {
+      write(*copy);
+      copy = all.erase(copy);
+    } else {
+      ++copy;
+    }
   }
 }
 

@@ -22,6 +22,7 @@ struct Stream {
   std::shared_ptr<Capture> capture;  // null unless it is capturing
   std::set<Node *> tail;             // what the next captured node depends on
   bool has_waited;                   // since its last work: a copy to memory that is not pinned has
+  uint64_t last_copy = 0;            // to pinned memory, after which its work is ordered
 
   bool is_default() const { return id == 0; }
   bool is_blocking() const { return (flags & cudaStreamNonBlocking) == 0; }

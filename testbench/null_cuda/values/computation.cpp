@@ -41,19 +41,6 @@ std::string first_line(const std::exception &error) {
 }
 
 template <typename F>
-void for_each_tensor(const IValue &value, const F &f) {
-  if (value.isTensor()) {
-    f(value.toTensor());
-  } else if (value.isTensorList()) {
-    for (const Tensor &t : value.toTensorVector()) f(t);
-  } else if (value.isList()) {
-    for (const IValue &each : value.toListRef()) {
-      if (each.isTensor()) f(each.toTensor());
-    }
-  }
-}
-
-template <typename F>
 IValue map_tensors(const IValue &value, const F &f) {
   if (value.isTensor()) return f(value.toTensor());
   if (value.isTensorList()) {
@@ -82,7 +69,7 @@ bool is_half(const Tensor &t) {
 
 }  // namespace
 
-Computation::Computation(const c10::OperatorHandle &op, const Stack &stack) : op_(op), name_(name_of(op)) {
+Computation::Computation(const c10::OperatorHandle &op, const Stack &stack) : op_(op), name_(simulated::name_of(op)) {
   const auto &arguments = op.schema().arguments();
   const size_t first = stack.size() - arguments.size();
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -99,7 +86,7 @@ bool Computation::is_given(const Tensor &t) const {
 }
 
 void Computation::prepare_written(const IValue &value) {
-  for_each_tensor(value, [&](const Tensor &t) {
+  simulated::for_each_tensor(value, [&](const Tensor &t) {
     if (!is_dense_cuda(t) || is_given(t)) return;
     const Tensor before = view_of(t);
     const Tensor copy = at::empty_strided(t.sizes(), t.strides(), before.options());
@@ -204,7 +191,7 @@ Stack Computation::run_in_f32() const {
 bool Computation::has_half_numbers() const {
   bool any = false;
   for (const auto &value : arguments_) {
-    for_each_tensor(value, [&](const Tensor &t) { any = any || is_half(t); });
+    simulated::for_each_tensor(value, [&](const Tensor &t) { any = any || is_half(t); });
   }
   return any;
 }

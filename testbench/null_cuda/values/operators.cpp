@@ -109,7 +109,7 @@ bool run_real(const c10::SafeKernelFunction &kernel, const c10::OperatorHandle &
 template <DispatchKey Key>
 void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, Stack *stack) {
   const auto &kernel = kernels<Key>().at(toString(op.operator_name()));
-  const std::string name = name_of(op);
+  const std::string name = simulated::name_of(op);
   watch_allocations();
   // What an operator calls is computed with it, unless the host reads it.
   const bool is_part = depth > 0 && !depends_on_values(name);
@@ -146,7 +146,7 @@ struct Quiet final : c10::WarningHandler {
 template <DispatchKey Key>
 void replace(torch::Library &library, const c10::OperatorHandle &op) {
   kernels<Key>().emplace(toString(op.operator_name()), op.getComputedKernelForDispatchKey(Key));
-  library.impl(name_of(op).c_str(), torch::CppFunction::makeFromBoxedFunction<&run<Key>>());
+  library.impl(simulated::name_of(op).c_str(), torch::CppFunction::makeFromBoxedFunction<&run<Key>>());
 }
 
 void replace_dense_kernels() {
@@ -154,9 +154,10 @@ void replace_dense_kernels() {
   for (const auto &name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.compare(0, 6, "aten::") != 0) continue;
     const auto op = c10::Dispatcher::singleton().findSchema(name);
-    if (!op || makes_no_numbers(name_of(*op))) continue;
+    if (!op || makes_no_numbers(simulated::name_of(*op))) continue;
     // These are compositions for all devices, some of whose parts the CPU lacks.
-    const bool is_composed = simulated::is_one_of(name_of(*op), {"convolution", "convolution_backward", "copy_"});
+    const bool is_composed =
+        simulated::is_one_of(simulated::name_of(*op), {"convolution", "convolution_backward", "copy_"});
     if (is_composed || op->hasKernelForDispatchKey(DispatchKey::CUDA)) replace<DispatchKey::CUDA>(*library, *op);
   }
 }
@@ -204,12 +205,6 @@ const bool is_registered = [] {
 }();
 
 }  // namespace
-
-std::string name_of(const c10::OperatorHandle &op) {
-  const auto &full = op.schema().operator_name();
-  const std::string name = full.name.substr(full.name.find("::") + 2);
-  return full.overload_name.empty() ? name : name + "." + full.overload_name;
-}
 
 bool makes_no_numbers(const std::string &name) {
   return simulated::is_one_of(name, {"empty",

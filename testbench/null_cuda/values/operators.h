@@ -1,14 +1,9 @@
 // Which operators are computed, and how.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include <string>
 
 namespace null_cuda {
-
-// Without its namespace, such as add.Tensor.
-std::string name_of(const c10::OperatorHandle &op);
 
 // Whether an operator only gives memory and views, or reads what is in memory: nothing is to be computed.
 bool makes_no_numbers(const std::string &name);
