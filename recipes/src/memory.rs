@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use std::fs;
 use tch::Device;
-use tch_amp::memory::DeviceMemory;
+use tch_amp::memory::{DeviceMemory, peak_during};
 
 /// No GPU has more.
 const MOST_OF_A_GPU: f64 = 1_099_511_627_776.0;
@@ -41,6 +41,18 @@ fn bytes(status: &str, name: &str) -> Option<u64> {
 /// The most bytes that were resident since the process started or the peak was reset, if the system tells.
 pub fn resident_peak() -> Option<u64> {
     bytes(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM:")
+}
+
+/// Runs a closure, and returns its result and the peak of what tensors took meanwhile, beyond those of before.
+pub fn peak_of<T>(device: Device, f: impl FnOnce() -> T) -> Result<(T, u64)> {
+    if device == Device::Cpu {
+        return Ok(peak_during(f)?);
+    }
+    let before = DeviceMemory::read(device)?.allocated;
+    DeviceMemory::reset_peak(device)?;
+    let result = f();
+    let peak = DeviceMemory::read(device)?.max_allocated;
+    Ok((result, peak.saturating_sub(before)))
 }
 
 /// The most memory that was used since `start`: of a GPU by tensors, or of the whole process on the CPU.

@@ -40,6 +40,11 @@ impl Region {
         self.now.run(f)
     }
 
+    /// The same for a part that can fail.
+    pub fn try_run<T>(&self, f: impl FnOnce() -> tch_amp::Result<T>) -> tch_amp::Result<T> {
+        self.now.try_run(f)
+    }
+
     /// Measures on the first rank which plan is fastest, for all ranks, and says in a line what it does; nothing if no
     /// plan is wanted. The plan of a checkpoint is kept, unless a rank is on another kind of machine than it is for.
     /// `loss` makes the loss of a batch, and must not communicate.

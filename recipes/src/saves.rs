@@ -4,17 +4,22 @@ use super::{Options, Ranks, tell, writable};
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, Instant};
 use tch_amp::Error;
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder, PendingSave};
 
 /// The parts of each checkpoint that say of which run and of which step it is.
 const RUN: &str = "run";
 const STEP: &str = "step";
 
-/// Where a run saves its checkpoints, if it saves any. The newest two are kept.
+/// Where a run saves its checkpoints, if it saves any. The newest two are kept. A thread writes them while the training
+/// goes on.
 #[derive(Debug)]
 pub struct Saves<'a> {
     folder: Option<CheckpointFolder>,
+    pending: Option<PendingSave>,
+    /// For how long each save has stopped the training.
+    stops: Vec<Duration>,
     ranks: &'a Ranks,
     /// The options of the run that its losses depend on, in words.
     run: String,
@@ -42,24 +47,50 @@ impl<'a> Saves<'a> {
             options.checkpoints.as_deref().map(open).transpose()
         })?;
         let folder = folder.flatten();
-        Ok(Self { folder, ranks, run: run.to_owned(), options })
+        let (pending, stops, run) = (None, Vec::new(), run.to_owned());
+        Ok(Self { folder, pending, stops, ranks, run, options })
     }
 
     /// Saves a checkpoint after this step. All ranks call this with what they have; the first one saves its checkpoint.
-    /// Does nothing if the run saves none.
-    pub fn save(&self, step: u64, mut checkpoint: Checkpoint) -> Result<()> {
-        self.ranks.on_first(|| {
-            let Some(folder) = &self.folder else { return Ok(()) };
-            checkpoint.add_value(RUN, &(self.run.as_str(), self.options.steps))?;
+    /// Copies it, and leaves the rest to a thread; waits for the save before if it still runs, and fails if that has
+    /// failed. Does nothing if the run saves none.
+    pub fn save(&mut self, step: u64, mut checkpoint: Checkpoint) -> Result<()> {
+        let Self { folder, pending, stops, ranks, run, options } = self;
+        ranks.on_first(|| {
+            let Some(folder) = folder else { return Ok(()) };
+            let since = Instant::now();
+            checkpoint.add_value(RUN, &(run.as_str(), options.steps))?;
             checkpoint.add_value(STEP, &step)?;
-            match folder.save(step, &checkpoint) {
-                // It is saved, and only older ones are left.
-                Err(Error::Checkpoint(left @ CheckpointError::NotRemoved { .. })) => tell(left),
-                saved => drop(saved?),
-            }
+            ended(pending.take())?;
+            *pending = Some(folder.save_async(step, &checkpoint)?);
+            stops.push(since.elapsed());
             Ok(())
         })?;
         Ok(())
+    }
+
+    /// Waits until all checkpoints are saved. All ranks call this.
+    pub fn finish(&mut self) -> Result<()> {
+        let Self { pending, ranks, .. } = self;
+        ranks.on_first(|| ended(pending.take()))?;
+        Ok(())
+    }
+
+    /// Says for how long the saves have stopped the training; `None` if this rank has saved nothing.
+    pub fn cost(&self) -> Option<String> {
+        let (first, others) = self.stops.split_first()?;
+        let all: Duration = self.stops.iter().sum();
+        let ms = |stop: &Duration| format!("{:.1} ms", 1e3 * stop.as_secs_f64());
+        let Some(longest) = others.iter().max() else {
+            return Some(format!("A checkpoint has stopped the training for {}.", ms(first)));
+        };
+        Some(format!(
+            "{} checkpoints have stopped the training for {}: the first for {}, later ones for at most {} each.",
+            self.stops.len(),
+            ms(&all),
+            ms(first),
+            ms(longest),
+        ))
     }
 
     /// Returns the newest checkpoint and its step, on all ranks, if the run is to be resumed and there is one.
@@ -87,6 +118,16 @@ impl<'a> Saves<'a> {
             None => format!("Interrupted after step {step}. Nothing was saved."),
         }
     }
+}
+
+/// Waits for a save.
+fn ended(pending: Option<PendingSave>) -> Result<()> {
+    match pending.map(PendingSave::wait).transpose() {
+        // It is saved, and only older ones are left.
+        Err(Error::Checkpoint(left @ CheckpointError::NotRemoved { .. })) => tell(left),
+        saved => drop(saved?),
+    }
+    Ok(())
 }
 
 /// Fails if the folder has checkpoints.

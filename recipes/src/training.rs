@@ -120,9 +120,13 @@ pub fn train<'a, T: Training>(
             break;
         }
     }
+    run.saves.finish()?;
     let saved = interrupt.nothing_to_save();
     if ended == Ended::Finished && ranks.any(interrupt.is_requested())? {
         ended = Ended::Interrupted { step: steps };
+    }
+    if let Some(cost) = run.saves.cost() {
+        progress.say(&cost);
     }
     if ended != Ended::Finished {
         progress.say(&run.saves.how_to_resume(run.done));

@@ -9,11 +9,9 @@ with the best weights, or without evaluations with the last ones, has the same b
 
 import contextlib
 import json
-import os
 import pathlib
 import random
 import sys
-import tempfile
 import unicodedata
 
 import torch
@@ -26,6 +24,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import bert
+import ranks
 
 CONFIG = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
           "intermediate_size": 64, "max_position_embeddings": 40, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
@@ -231,27 +230,17 @@ def logits(folder, tokens, types, lengths):
 
 
 def run(folder, request):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as store:
-        children = []
-        for rank in range(request["ranks"]):
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    torch.set_num_threads(1)
-                    dist.init_process_group("gloo", f"file://{store}/store", rank=rank, world_size=request["ranks"])
-                    result = train(folder, request, rank)
-                    if rank == 0:
-                        print(json.dumps(result), flush=True)
-                    dist.barrier()
-                    dist.destroy_process_group()
-                    status = 0
-                finally:
-                    os._exit(status)
-            children.append(child)
-        if any([os.waitpid(child, 0)[1] for child in children]):
-            sys.exit("a rank failed")
+    def train_rank(rank, store):
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", f"file://{store}/store", rank=rank, world_size=request["ranks"])
+        result = train(folder, request, rank)
+        if rank == 0:
+            print(json.dumps(result), flush=True)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    with ranks.ended(request["ranks"], train_rank):
+        pass
 
 
 def main():

@@ -5,7 +5,8 @@ use recipes::demo::digits::computer::Facts;
 use recipes::demo::digits::options::Options;
 use recipes::demo::digits::train::{GROWTH_INTERVAL, RunResult};
 use recipes::demo::digits::{report, table};
-use recipes::demo::gpt::train::{Options as GptOptions, Run};
+use recipes::demo::gpt::Comparison;
+use recipes::demo::gpt::train::{Options as GptOptions, Tuning};
 use recipes::demo::{digits, gpt};
 use recipes::gpt::data::Text;
 use recipes::{PRECISIONS, precision_name};
@@ -25,18 +26,24 @@ static RUNS: LazyLock<Vec<RunResult>> = LazyLock::new(|| {
 });
 
 /// A repetitive text, of which a few steps learn something.
-static GPT: LazyLock<Vec<Run>> = LazyLock::new(|| {
+static GPT: LazyLock<Comparison> = LazyLock::new(|| {
     let line = "    pub fn learn(&mut self, text: &[u8]) -> Result<()> { self.read(text) }\n";
     let text =
-        Text::new(line.repeat(400).as_bytes(), "one line <&> again and again".into()).unwrap();
+        Text::new(line.repeat(400).into_bytes(), "one line <&> again and again".into()).unwrap();
     // A few steps in bf16: where that is emulated, each takes seconds.
     let run = |precision| {
-        let steps = if precision == Amp::Off { 12 } else { 5 };
-        let options = GptOptions { precision, wants_plan: false, steps, seed: 0, sample: 20 };
+        let taken = if precision == Amp::Off { 12 } else { 5 };
+        let tuning = Tuning::Never;
+        let options = GptOptions { precision, tuning, steps: 12, taken, seed: 0, sample: 20 };
         gpt::run(options, &text, Device::Cpu, false).unwrap()
     };
     let _random = RANDOM.lock().unwrap();
-    [Amp::Off, Amp::Bf16].map(run).into()
+    Comparison {
+        advice: "none".to_owned(),
+        is_slow: true,
+        fp32: run(Amp::Off),
+        bf16: run(Amp::Bf16),
+    }
 });
 
 fn options() -> Options {
@@ -49,7 +56,7 @@ fn run(options: &Options) -> anyhow::Result<Vec<RunResult>> {
 }
 
 fn html() -> String {
-    report::page(&RUNS, &Facts::gather(&options()).unwrap(), &GPT).to_html()
+    report::page(&RUNS, &Facts::gather(&options()).unwrap(), Some(&GPT)).to_html()
 }
 
 #[test]
@@ -136,7 +143,7 @@ fn two_ranks_learn_what_one_process_does() {
 
 #[test]
 fn the_gpt_learns_equally_in_both_precisions() {
-    let [fp32, bf16] = GPT.as_slice() else { panic!("there should be two runs") };
+    let Comparison { fp32, bf16, .. } = &*GPT;
     assert_eq!((fp32.losses.len(), fp32.seconds.len(), fp32.sample.len() >= 31), (12, 10, true));
     assert!(
         (5.0..6.5).contains(&fp32.losses[0]),
@@ -147,12 +154,14 @@ fn the_gpt_learns_equally_in_both_precisions() {
         let last = run.losses.last().unwrap();
         assert!(*last < run.losses[0] - 1.0, "{:?}", run.losses);
     }
-    // Two units in the last place of bf16.
-    let error = bf16.losses[0] / fp32.losses[0] - 1.0;
-    assert!(error.abs() < 2.0 / 256.0, "{:?} and {:?}", fp32.losses, bf16.losses);
+    // Two units in the last place of bf16 at first; then the weights differ as well.
+    for (step, (of_bf16, of_fp32)) in bf16.losses.iter().zip(&fp32.losses).enumerate() {
+        let bound = if step == 0 { 2.0 / 256.0 } else { 0.02 };
+        assert!((of_bf16 / of_fp32 - 1.0).abs() < bound, "{:?} and {:?}", fp32.losses, bf16.losses);
+    }
     assert_ne!(fp32.losses, bf16.losses, "autocast should compute in another dtype");
-    let verdict = gpt::report::verdict(fp32, bf16);
-    assert!(verdict.starts_with("bf16 is ") && verdict.contains("the loss is the same within"));
+    let verdict = gpt::report::verdict(&GPT);
+    assert!(verdict.starts_with("bf16 is ") && verdict.contains("it took only 5 of the 12 steps"));
     let rows = gpt::report::table(&GPT);
     let rows: Vec<&str> = rows.rows.iter().map(|row| row[0].as_str()).collect();
     assert_eq!(rows, ["fp32", "bf16"]);
@@ -161,7 +170,7 @@ fn the_gpt_learns_equally_in_both_precisions() {
 
 #[test]
 fn a_bad_batch_is_explained_and_the_training_goes_on() {
-    let [fp32, bf16] = GPT.as_slice() else { panic!("there should be two runs") };
+    let Comparison { fp32, bf16, .. } = &*GPT;
     assert!(fp32.incident.is_none());
     let incident = bf16.incident.as_ref().unwrap();
     let culprit = incident.explanation.as_ref().unwrap().culprit.as_ref().unwrap();

@@ -227,7 +227,7 @@ fn compare_with_python(
     pretrained::load(folder, Pooling::Mean, &vs)?;
     let collate = Collate { tokens: tokens.into(), length: 16, pads_to_length: false };
     let batch = collate.batch(rows.iter())?;
-    let found: Vec<Vec<f32>> = Vec::try_from(model.pooled(&batch, false))?;
+    let found: Vec<Vec<f32>> = Vec::try_from(model.pooled(&batch, false)?)?;
     let mut most = 0.0_f64;
     for (found, want) in found.iter().zip(&want) {
         assert_eq!(found.len(), want.len());

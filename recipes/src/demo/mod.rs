@@ -11,7 +11,8 @@ use digits::computer::Facts;
 use digits::data::BATCH;
 use digits::options::{Options, USAGE};
 use digits::{report, table};
-use gpt::train::{Options as GptOptions, Run};
+use gpt::Comparison;
+use gpt::train::{Options as GptOptions, Tuning};
 use std::ffi::OsString;
 use tch::{Device, Kind};
 use tch_amp::Amp;
@@ -44,13 +45,9 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<()> {
     };
     let Some(ranks) = Ranks::start(options.ranks)? else { return Ok(()) };
     ranks.on_first(|| writable::check_file(&options.report_path()).context("--out"))?;
-    let runs = if steps > 0 { compare(steps, device, options.seed)? } else { Vec::new() };
-    if let [fp32, bf16] = runs.as_slice() {
-        print(format_args!(
-            "\n{}\n{}\n",
-            gpt::report::table(&runs),
-            gpt::report::verdict(fp32, bf16)
-        ));
+    let gpt = (steps > 0).then(|| compare(steps, device, options.seed)).transpose()?;
+    if let Some(gpt) = &gpt {
+        print(format_args!("\n{}\n{}\n", gpt::report::table(gpt), gpt::report::verdict(gpt)));
     }
 
     let results = digits::run(&options, true, &ranks)?;
@@ -64,52 +61,54 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<()> {
     }
 
     let path = options.report_path();
-    report::page(&results, &Facts::gather(&options)?, &runs).write(&path)?;
-    if let Some(incident) = gpt::report::incident(&runs) {
-        print(format_args!("\n{}\n\n{incident}\n", gpt::report::BAD_BATCH));
+    report::page(&results, &Facts::gather(&options)?, gpt.as_ref()).write(&path)?;
+    if let Some(gpt) = &gpt {
+        for (name, gain) in report::gains(&results, gpt) {
+            print(format_args!("{name}: {gain}"));
+        }
+        if let Some(incident) = &gpt.bf16.incident {
+            print(format_args!("\n{}\n\n{incident}\n", gpt::report::BAD_BATCH));
+        }
     }
     print(format_args!("Report: {}", path.display()));
     Ok(())
 }
 
 /// Trains in fp32 and in bf16, each in a process of its own, and in bf16 with the plan that is fastest. Where bf16 is
-/// slow, that is said before, and it takes a few steps only.
-fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
+/// slow, that is said before, and it takes a few steps only, without the plan, which is measured all the same.
+fn compare(steps: usize, device: Device, seed: i64) -> Result<Comparison> {
     let advice = Amp::advice(device)?;
     print(format_args!("Advice for this device: {advice}."));
     let bf16 = advice.speedups.iter().find(|(dtype, _)| *dtype == Kind::BFloat16);
-    let is_slow = bf16.is_none_or(|(_, [_, median, _])| *median < 1.0);
-    if is_slow {
-        print(format_args!(
-            "{:?} is slow here, so the GPT takes {FEW} steps only in it.",
-            Kind::BFloat16
-        ));
-    }
-    let run = |precision, steps, sample| {
-        let wants_plan = precision != Amp::Off && !is_slow;
-        process::run(GptOptions { precision, wants_plan, steps, seed, sample }, device)
+    let is_slow = bf16.is_none_or(|(_, [_, _, high])| *high * speed::SAME < 1.0);
+    let (tuning, taken, fp32_sample) = match is_slow {
+        true => (Tuning::After, steps.min(FEW), SAMPLE),
+        false => (Tuning::Before, steps, 0),
     };
-    let (bf16_steps, fp32_sample) = if is_slow { (FEW, SAMPLE) } else { (steps, 0) };
-    let fp32 = run(Amp::Off, steps, fp32_sample)?;
-    Ok(vec![fp32, run(Amp::Bf16, bf16_steps, SAMPLE - fp32_sample)?])
+    if taken < steps {
+        print(format_args!("bf16 is slow here, so it takes only {taken} of the {steps} steps."));
+    }
+    let run = |precision, tuning, taken, sample| {
+        process::run(GptOptions { precision, tuning, steps, taken, seed, sample }, device)
+    };
+    Ok(Comparison {
+        advice: advice.to_string(),
+        is_slow,
+        fp32: run(Amp::Off, Tuning::Never, steps, fp32_sample)?,
+        bf16: run(Amp::Bf16, tuning, taken, SAMPLE - fp32_sample)?,
+    })
 }
 
 /// One run in this process: prints it as JSON.
 fn gpt_run(args: &[OsString]) -> Result<()> {
     let args: Vec<_> = args.iter().filter_map(|arg| arg.to_str()).collect();
-    let [precision, wants_plan, steps, seed, sample, device] = args[..] else {
-        anyhow::bail!(
-            "{} takes a precision, true or false, steps, seed, sample and device",
-            process::ARGUMENT
-        );
+    let [options, device] = args[..] else {
+        anyhow::bail!("{} takes options and a device", process::ARGUMENT);
     };
-    let (precision, wants_plan): (Amp, bool) = (precision.parse()?, wants_plan.parse()?);
-    let (steps, seed, sample) = (steps.parse()?, seed.parse()?, sample.parse()?);
-    let options = GptOptions { precision, wants_plan, steps, seed, sample };
     let device = if device == "cpu" { Device::Cpu } else { Device::Cuda(0) };
     let text = crate::gpt::data::Text::load()?;
     keep_freed_memory();
-    let run = gpt::run(options, &text, device, true)?;
+    let run = gpt::run(serde_json::from_str(options)?, &text, device, true)?;
     println!("{}", serde_json::to_string(&run)?);
     Ok(())
 }

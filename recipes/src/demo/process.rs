@@ -7,25 +7,15 @@ use std::env;
 use std::process::{Command, Stdio};
 use tch::Device;
 
-/// The argument that makes this program such a process: the precision, whether it is tuned, the steps, the seed, the
-/// sample and the device follow.
+/// The argument that makes this program such a process: the options, as JSON, and the device follow.
 pub const ARGUMENT: &str = "--gpt-run";
 
 /// Trains in another process of this program, whose progress is shown.
 pub fn run(options: Options, device: Device) -> Result<Run> {
-    let Options { precision, wants_plan, steps, seed, sample } = options;
     let device = if device == Device::Cpu { "cpu" } else { "cuda" };
     let program = env::current_exe().context("this program does not know where it is")?;
     let child = Command::new(program)
-        .args([
-            ARGUMENT,
-            &precision.to_string(),
-            &wants_plan.to_string(),
-            &steps.to_string(),
-            &seed.to_string(),
-            &sample.to_string(),
-            device,
-        ])
+        .args([ARGUMENT, &serde_json::to_string(&options)?, device])
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output()
@@ -33,7 +23,7 @@ pub fn run(options: Options, device: Device) -> Result<Run> {
     ensure!(
         child.status.success(),
         "the {} run failed ({})",
-        precision_name(precision),
+        precision_name(options.precision),
         child.status
     );
     serde_json::from_slice(&child.stdout).context("the other process printed no run")

@@ -1,7 +1,7 @@
 //! Whether one run is faster than another.
 
 /// Medians within this ratio of each other are not reported as different.
-const SAME: f64 = 1.1;
+pub const SAME: f64 = 1.1;
 
 /// A quantile of the seconds that steps took: the median for `0.5`, the lower quartile for `0.25`.
 pub fn quantile(seconds: &[f64], quantile: f64) -> f64 {

@@ -1,17 +1,20 @@
 //! The recipe `gpt`: the program and its run.
 
 pub mod data;
+pub mod kept;
 pub mod model;
 pub mod options;
 pub mod reader;
 pub mod report;
 pub mod train;
+pub mod vocabulary;
 
 use crate::precision_name;
 use crate::training::{self, Plan};
 use crate::{Ended, Interrupt, Log, Progress, Ranks, Session};
 use anyhow::Result;
 use data::Text;
+use kept::Kept;
 use options::Options;
 use std::ffi::OsString;
 use tch::Device;
@@ -29,6 +32,8 @@ pub struct Run {
     pub skipped: u64,
     /// What the averaged weights have written; empty on ranks other than the first.
     pub sample: String,
+    /// What the backward pass keeps, if it was measured.
+    pub kept: Option<Kept>,
 }
 
 /// Runs the program with these arguments.
@@ -39,6 +44,10 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
         Some(path) => Text::read(path)?,
         None => Text::load()?,
     };
+    let text = match options.words {
+        Some(count) => text.in_words(count)?,
+        None => text,
+    };
     let name = format!("GPT {}", precision_name(options.common.amp));
     let crate::Options { steps, log_every, .. } = options.common;
     let progress = Progress::on_first(&session.ranks, &name, steps, log_every)?;
@@ -46,7 +55,7 @@ pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
     let run = train(&options, &text, &session, &progress)?;
     progress.finish();
     if session.ranks.is_first() && run.ended == Ended::Finished {
-        report::write(&options, &run, &text.origin, session.device, &session.ranks)?;
+        report::write(&options, &run, &text, session.device, &session.ranks)?;
     }
     Ok(run.ended)
 }
@@ -64,7 +73,8 @@ pub fn train(
     let trained = training::train(&mut trainer, &plan, ranks, interrupt, progress)?;
     let writes = trained.ended == Ended::Finished && ranks.is_first();
     let sample = if writes { trainer.write(options.sample)? } else { String::new() };
-    Ok(Run { ended: trained.ended, log: trained.log, skipped: trained.skipped, sample })
+    let kept = if writes { trainer.kept() } else { None };
+    Ok(Run { ended: trained.ended, log: trained.log, skipped: trained.skipped, sample, kept })
 }
 
 /// A very small model, which writes no files: for tests.
@@ -73,7 +83,7 @@ pub fn small(amp: Amp, steps: u64) -> Result<(Options, Text)> {
     let options = Options { width: 64, layers: 1, length: 16, rows: 2, ..Options::new(common) };
     let options = Options { sample: 4, recompute: true, ..options };
     let line = "    pub fn learn(&mut self, text: &[u8]) -> Result<()> { self.read(text) }\n";
-    Ok((options, Text::new(line.repeat(200).as_bytes(), "a line, again and again".to_owned())?))
+    Ok((options, Text::new(line.repeat(200).into_bytes(), "a line, again and again".to_owned())?))
 }
 
 /// Takes a few steps of the small model in this process.
@@ -81,7 +91,7 @@ pub fn short_run(device: Device, amp: Amp, steps: u64) -> Result<Run> {
     let (options, text) = small(amp, steps)?;
     let run = run_alone(&options, &text, device, &Interrupt::never())?;
     // The report of the run can be made, too.
-    report::page(&options, &run, &text.origin, device, &Ranks::alone()).to_html();
+    report::page(&options, &run, &text, device, &Ranks::alone()).to_html();
     Ok(run)
 }
 

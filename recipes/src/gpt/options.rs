@@ -2,6 +2,7 @@
 
 use super::data::Text;
 use super::model::Config;
+use super::vocabulary::BYTES;
 use crate::options::{Flag, OwnOptions};
 use anyhow::{Result, ensure};
 use std::ffi::OsString;
@@ -14,6 +15,8 @@ pub struct Options {
     pub common: crate::Options,
     /// The text; `None`: the sources of tch.
     pub text: Option<PathBuf>,
+    /// The number of different tokens; `None`: the bytes.
+    pub words: Option<i64>,
     pub width: i64,
     pub layers: i64,
     pub length: i64,
@@ -30,7 +33,7 @@ pub struct Options {
 impl OwnOptions for Options {
     const ABOUT: [&'static str; 2] = [
         "\
-Trains a GPT over bytes, and writes a report of it.
+Trains a GPT over bytes or words, and writes a report of it.
 
 Usage: gpt [options]
 ",
@@ -49,11 +52,17 @@ where the first -- keeps the options apart from those of torchrun.",
         ("--text", "the file to learn, default the Rust sources of tch", |it, args| {
             args.path().map(|path| it.text = Some(path))
         }),
+        (
+            "--words",
+            "tokens that are bytes and the most frequent words of the text, such as\n\
+             8192; default are bytes",
+            |it, args| args.between(257, 1_000_000).map(|count| it.words = Some(count)),
+        ),
         ("--width", "of the model, a multiple of 64, default 256", |it, args| {
             args.at_least(64).map(|width| it.width = width)
         }),
         ("--layers", "default 4", |it, args| args.at_least(1).map(|layers| it.layers = layers)),
-        ("--length", "bytes of an excerpt, default 128", |it, args| {
+        ("--length", "tokens of an excerpt, default 128", |it, args| {
             args.at_least(1).map(|length| it.length = length)
         }),
         ("--rows", "excerpts of a micro-batch, on all ranks together, default 8", |it, args| {
@@ -87,8 +96,8 @@ where the first -- keeps the options apart from those of torchrun.",
         ("--zero", "divide the state of the optimizer among the ranks (ZeRO-1)", |it, args| {
             args.turn_on(&mut it.zero)
         }),
-        ("--sample", "bytes to write at the end, default 300", |it, args| {
-            args.between(0, 1_000_000).map(|bytes| it.sample = bytes)
+        ("--sample", "tokens to write at the end, default 300", |it, args| {
+            args.between(0, 1_000_000).map(|tokens| it.sample = tokens)
         }),
     ];
 
@@ -103,6 +112,7 @@ impl Options {
         Self {
             common,
             text: None,
+            words: None,
             width: 256,
             layers: 4,
             length: 128,
@@ -130,8 +140,9 @@ impl Options {
 
     /// The model, with heads of 64 numbers.
     pub fn model(&self) -> Config {
-        let Self { width, layers, length, dropout, recompute, .. } = *self;
-        Config { width, layers, heads: width / 64, length, dropout, recompute }
+        let Self { words, width, layers, length, dropout, recompute, .. } = *self;
+        let (vocabulary, heads) = (words.unwrap_or(BYTES), width / 64);
+        Config { vocabulary, width, layers, heads, length, dropout, recompute, lean: true }
     }
 
     /// The options that a resumed run must have in common with its first part, because the numbers depend on them. They
@@ -141,9 +152,10 @@ impl Options {
         let Self { width, layers, length, rows, micro_batches, lr, dropout, ema, .. } = self;
         let crate::Options { steps, seed, .. } = &self.common;
         let amp = self.common.amp_of_run();
+        let words = self.words.map(|count| format!(" --words {count}")).unwrap_or_default();
         format!(
-            "--amp {amp} --steps {steps} --seed {seed} --width {width} --layers {layers} --length {length} --rows {rows} \
-             --accumulate {micro_batches} --lr {lr} --dropout {dropout} --ema {ema}, and {}",
+            "--amp {amp} --steps {steps} --seed {seed}{words} --width {width} --layers {layers} --length {length} \
+             --rows {rows} --accumulate {micro_batches} --lr {lr} --dropout {dropout} --ema {ema}, and {}",
             text.identity()
         )
     }

@@ -1,6 +1,7 @@
 //! The order in which a text is read, which can be continued anywhere.
 
 use super::data::Text;
+use super::vocabulary::Vocabulary;
 use crate::order::shuffle;
 use anyhow::{Result, ensure};
 use tch::{Device, Tensor};
@@ -24,19 +25,25 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Cuts a text into excerpts of `length` bytes. `rows` of each part must fit into a batch.
+    /// Cuts a text into excerpts of `length` tokens. `rows` of each part must fit into a batch.
     pub fn new(text: &'a Text, length: i64, rows: usize, seed: i64) -> Result<Self> {
-        // One more byte follows each excerpt.
+        // One more token follows each excerpt.
         let starts = (0..(text.len() - 1) / length).map(|number| number * length);
         let (held_out, train): (Vec<i64>, Vec<i64>) =
             starts.partition(|start| (start / length) % HELD_OUT == HELD_OUT - 1);
         ensure!(
             held_out.len() >= rows,
-            "the text is too short: it has {} held-out excerpts of {length} bytes, and a batch has {rows}",
-            held_out.len()
+            "the text is too short: it has {} held-out excerpts of {length} {}s, and a batch has {rows}",
+            held_out.len(),
+            text.vocabulary.unit()
         );
         let epoch = (0, in_order(&train, seed, 0));
         Ok(Self { text, length, seed, train, held_out, epoch, position: 0 })
+    }
+
+    /// What the tokens are.
+    pub fn vocabulary(&self) -> &'a Vocabulary {
+        &self.text.vocabulary
     }
 
     /// The part of the next batch of `rows` excerpts that `rank` of `ranks` takes: every second one of two ranks. The
@@ -105,7 +112,7 @@ mod tests {
     /// A text in which every byte says where it is, for excerpts of 8 bytes.
     fn text() -> Text {
         let bytes: Vec<u8> = (0..1601).map(|place| (place / 8) as u8).collect();
-        Text::new(&bytes, "numbers".to_owned()).unwrap()
+        Text::new(bytes, "numbers".to_owned()).unwrap()
     }
 
     fn firsts(batch: &(Tensor, Tensor)) -> Vec<i64> {

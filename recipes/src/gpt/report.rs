@@ -1,6 +1,7 @@
 //! The table on the terminal, and the report.
 
 use super::Run;
+use super::data::Text;
 use super::options::Options;
 use super::train::TOKENS_PER_SECOND;
 use crate::precision_name;
@@ -18,12 +19,13 @@ const LAST: usize = 5;
 pub fn write(
     options: &Options,
     run: &Run,
-    origin: &str,
+    text: &Text,
     device: Device,
     ranks: &Ranks,
 ) -> Result<()> {
-    print(format_args!("{}\n{}\n", table(options, run), run.sample));
-    crate::report::write(&options.common, 1, || page(options, run, origin, device, ranks))
+    let kept = run.kept.map(|kept| format!("Activations: {}.\n", kept.words()));
+    print(format_args!("{}\n{}{}\n", table(options, run), kept.unwrap_or_default(), run.sample));
+    crate::report::write(&options.common, 1, || page(options, run, text, device, ranks))
 }
 
 /// The result in numbers.
@@ -54,23 +56,24 @@ pub fn table(options: &Options, run: &Run) -> Table<7> {
 }
 
 /// The report.
-pub fn page(options: &Options, run: &Run, origin: &str, device: Device, ranks: &Ranks) -> Document {
-    let steps = options.common.steps;
+pub fn page(options: &Options, run: &Run, text: &Text, device: Device, ranks: &Ranks) -> Document {
+    let (steps, unit) = (options.common.steps, text.vocabulary.unit());
     let held_out = run.log.last(measure::HELD_OUT).unwrap_or(f64::NAN);
-    let page = document("A GPT over bytes")
+    let page = document(&format!("A GPT over {unit}s"))
         .result(&format!(
             "After {steps} steps in {}, the averaged weights predict held-out text with a loss of {held_out:.3} nats \
-             per byte.",
+             per {unit}.",
             precision_name(options.common.amp)
         ))
         .table(&table(options, run))
         .note(&format!(
-            "Final loss: mean of the last {LAST} lines of the log, or of half of them, in nats per byte. Held-out \
-             loss: of the averaged weights. Tokens are bytes, of all processes; median. Peak memory: of the tensors \
-             on a GPU, or of the whole process on the CPU, of the first process."
+            "Final loss: mean of the last {LAST} lines of the log, or of half of them, in nats per {unit}. Held-out \
+             loss: of the averaged weights. Tokens are {}, of all processes; median. Peak memory: of the tensors \
+             on a GPU, or of the whole process on the CPU, of the first process.",
+            if text.vocabulary.has_words() { "bytes and words" } else { "bytes" }
         ))
         .heading("Loss")
-        .plot(&loss_plot(run))
+        .plot(&loss_plot(run, unit))
         .note("Faint line: the step of each line of the log. Strong line: exponential moving average.")
         .heading("Learning rate")
         .plot(&plot(run, measure::LEARNING_RATE, "learning rate", Spacing::Linear))
@@ -84,17 +87,18 @@ pub fn page(options: &Options, run: &Run, origin: &str, device: Device, ranks: &
     page.heading("What the model writes")
         .preformatted(&run.sample)
         .heading("The run")
-        .facts(facts(options, origin, device, ranks))
+        .facts(facts(options, run, text, device, ranks))
 }
 
-fn loss_plot(run: &Run) -> Plot {
+fn loss_plot(run: &Run, unit: &str) -> Plot {
     let losses = run.log.series(measure::LOSS);
     // An average over a small part of the plot.
     let keep = (1.0 - 20.0 / losses.len() as f64).clamp(0.0, 0.9);
     let mut series = vec![Series::smoothed("first", "training", losses, keep)];
     let held_out = run.log.series(measure::HELD_OUT);
     series.push(Series::line("second", "held-out text, averaged weights", held_out));
-    let labels = ["step", "loss (nats per byte)"];
+    let loss = format!("loss (nats per {unit})");
+    let labels = ["step", &loss];
     Plot::new("Loss on the training text and on held-out text", labels, Spacing::Linear, series)
 }
 
@@ -105,16 +109,23 @@ fn plot(run: &Run, column: &str, label: &'static str, spacing: Spacing) -> Plot 
 
 fn facts(
     options: &Options,
-    origin: &str,
+    run: &Run,
+    text: &Text,
     device: Device,
     ranks: &Ranks,
-) -> [(&'static str, String); 6] {
+) -> [(&'static str, String); 7] {
     let Options { width, layers, length, rows, micro_batches, lr, dropout, ema, .. } = options;
     let yes = |is: bool| if is { "yes" } else { "no" }.to_owned();
     let zero = if options.zero { ", which divide the state of the optimizer (ZeRO-1)" } else { "" };
     [
-        ("Text", origin.to_owned()),
-        ("Model", format!("{layers} layers of width {width}, {length} bytes, dropout {dropout}")),
+        ("Text", text.origin.clone()),
+        (
+            "Model",
+            format!(
+                "{layers} layers of width {width}, excerpts of {length} tokens, a vocabulary of {}, dropout {dropout}",
+                text.vocabulary.len()
+            ),
+        ),
         (
             "Steps",
             format!(
@@ -124,6 +135,7 @@ fn facts(
             ),
         ),
         ("Recomputed", yes(options.recompute)),
+        ("Activations", or_dash(run.kept.map(|kept| kept.words()))),
         ("Processes", format!("{}{zero}", ranks.size())),
         ("Device", computer::device(device)),
     ]

@@ -1,6 +1,7 @@
 //! The model with everything that trains it: the training step, the evaluation, and what a checkpoint contains.
 
 use super::data::Text;
+use super::kept::Kept;
 use super::model::Gpt;
 use super::options::Options;
 use super::reader::Reader;
@@ -132,11 +133,20 @@ impl<'a> Trainer<'a> {
     }
 
     /// Returns a text that the averaged weights write.
-    pub fn write(&mut self, bytes: usize) -> Result<String> {
+    pub fn write(&mut self, tokens: usize) -> Result<String> {
         // The same text for the same weights.
         tch::manual_seed(self.options.common.seed);
         let _averages = self.ema.swap_in()?;
-        Ok(no_grad(|| self.region.run(|| self.model.write(PROMPT, bytes, self.device)))?)
+        let (model, vocabulary) = (&self.model, self.reader.vocabulary());
+        // The space before a word belongs to it.
+        let prompt = if vocabulary.has_words() { PROMPT.trim_end() } else { PROMPT };
+        Ok(no_grad(|| self.region.run(|| model.write(vocabulary, prompt, tokens, self.device)))?)
+    }
+
+    /// Measures what a pass over an excerpt takes; `None` if that fails, as where there is no room for it: the run has its
+    /// report without it.
+    pub fn kept(&self) -> Option<Kept> {
+        Kept::measure(self.options.model(), self.region.autocast(), self.device).ok()
     }
 
     /// The states of a checkpoint.
@@ -171,7 +181,7 @@ impl Training for Trainer<'_> {
             let (tokens, targets) =
                 reader.next(options.rows, [ranks.rank(), ranks.size()], *device);
             reader.position = position;
-            Ok(move |region: Autocast| region.run(|| model.loss(&tokens, &targets, true)))
+            Ok(move |region: Autocast| region.try_run(|| model.loss(&tokens, &targets, true)))
         })
     }
 
@@ -188,7 +198,7 @@ impl Training for Trainer<'_> {
             let (tokens, targets) = self.reader.next(rows, place, self.device);
             // The ranks average the gradients once, in the backward pass of the last micro-batch.
             self.gradients.micro_batch(window.is_last(), &mut self.scaler, || {
-                let of_batch = self.region.run(|| self.model.loss(&tokens, &targets, true))?;
+                let of_batch = self.region.try_run(|| self.model.loss(&tokens, &targets, true))?;
                 let of_batch = window.weigh(&of_batch)?;
                 loss += of_batch.detach();
                 Ok(of_batch)
@@ -207,7 +217,7 @@ impl Training for Trainer<'_> {
         self.meter.read(measured, since, &self.scaler, self.ranks)
     }
 
-    /// The loss of the averaged weights on held-out text, in nats per byte.
+    /// The loss of the averaged weights on held-out text, in nats per token.
     fn evaluate(&mut self, _step: u64) -> Result<Vec<Number>> {
         let place = [self.ranks.rank(), self.ranks.size()];
         let _averages = self.ema.swap_in()?;
@@ -215,7 +225,7 @@ impl Training for Trainer<'_> {
         for (tokens, targets) in
             self.reader.held_out(self.options.rows, EVAL_BATCHES, place, self.device)
         {
-            sum += no_grad(|| self.region.run(|| self.model.loss(&tokens, &targets, false)))?;
+            sum += no_grad(|| self.region.try_run(|| self.model.loss(&tokens, &targets, false)))?;
             batches += 1;
         }
         Ok(vec![(measure::HELD_OUT, self.ranks.mean(&sum)? / f64::from(batches))])

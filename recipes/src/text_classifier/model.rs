@@ -4,6 +4,7 @@ use super::batch::Batch;
 use anyhow::{Result, bail};
 use tch::nn::{self, Module, Path};
 use tch::{Kind, Tensor};
+use tch_amp::lean::{Activation, activation_linear};
 
 /// The size of a model, under the names of `config.json`.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Deserialize)]
@@ -97,18 +98,18 @@ impl Classifier {
     }
 
     /// What the layer gets that classifies: a row for each sentence.
-    pub fn pooled(&self, batch: &Batch, train: bool) -> Tensor {
-        let xs = self.bert.forward(batch, train);
-        match &self.pooler {
+    pub fn pooled(&self, batch: &Batch, train: bool) -> tch_amp::Result<Tensor> {
+        let xs = self.bert.forward(batch, train)?;
+        Ok(match &self.pooler {
             Some(pooler) => pooler.forward(&xs.select(1, 0)).tanh(),
             None => mean(&xs, &batch.mask),
-        }
+        })
     }
 
     /// The logits of each sentence.
-    pub fn logits(&self, batch: &Batch, train: bool) -> Tensor {
-        let xs = self.pooled(batch, train).dropout(self.dropout, train);
-        self.head.forward(&xs).to_kind(Kind::Float)
+    pub fn logits(&self, batch: &Batch, train: bool) -> tch_amp::Result<Tensor> {
+        let xs = self.pooled(batch, train)?.dropout(self.dropout, train);
+        Ok(self.head.forward(&xs).to_kind(Kind::Float))
     }
 }
 
@@ -155,7 +156,7 @@ impl Bert {
     }
 
     /// The last hidden state of each token.
-    pub fn forward(&self, batch: &Batch, train: bool) -> Tensor {
+    pub fn forward(&self, batch: &Batch, train: bool) -> tch_amp::Result<Tensor> {
         let Batch { tokens, types, mask, .. } = batch;
         let places = Tensor::arange(tokens.size()[1], (Kind::Int64, tokens.device()));
         let xs = self.words.forward(tokens) + self.types.forward(types);
@@ -163,7 +164,7 @@ impl Bert {
         let xs = xs.dropout(self.dropout, train);
         // One row for all heads and all tokens that look.
         let mask = mask.unsqueeze(1).unsqueeze(1);
-        self.layers.iter().fold(xs, |xs, layer| layer.forward(&xs, &mask, train))
+        self.layers.iter().try_fold(xs, |xs, layer| layer.forward(&xs, &mask, train))
     }
 }
 
@@ -197,12 +198,14 @@ impl Layer {
         }
     }
 
-    fn forward(&self, xs: &Tensor, mask: &Tensor, train: bool) -> Tensor {
+    fn forward(&self, xs: &Tensor, mask: &Tensor, train: bool) -> tch_amp::Result<Tensor> {
         let drop = |xs: Tensor| xs.dropout(self.dropout.hidden, train);
-        let attended = drop(self.attention(xs, mask, train));
-        let xs = self.attended_norm.forward(&(xs + attended));
-        let ys = self.down.forward(&self.up.forward(&xs).gelu("none"));
-        self.down_norm.forward(&(&xs + drop(ys)))
+        let xs = self.attended_norm.forward(&(xs + drop(self.attention(xs, mask, train))));
+        // What `up` returns is kept, and not what GELU makes of it. The result of the norm is kept anyway: it is added to
+        // what follows.
+        let (hidden, down) = (self.up.forward(&xs), &self.down);
+        let ys = activation_linear(&hidden, Activation::Gelu, &down.ws, down.bs.as_ref())?;
+        Ok(self.down_norm.forward(&(&xs + drop(ys))))
     }
 
     fn attention(&self, xs: &Tensor, mask: &Tensor, train: bool) -> Tensor {

@@ -431,6 +431,19 @@ mod tests {
         assert_eq!(parse("--lr 0.5 --published-settings").unwrap(), published);
     }
 
+    /// The options that docs/recipes.md has beside the lines of the published program.
+    #[test]
+    fn the_published_settings_are_those_of_the_page_and_no_others() {
+        let weights = below_target("text_classifier-weights.pt");
+        let weights = weights.to_str().unwrap();
+        let line = "--rows-limit 10000 --remove-blanks --seed 123 --ratio 0.92 --length 128 --pad max --pooling first \
+                    --dropout 0.1 --attention-dropout 0.1 --lr 0.00003 --weight-decay 0.01 --eps 1e-6 \
+                    --schedule constant --max-norm 0 --epochs 1 --rows 32 --dev-rows 32 --per-rank --workers 2 \
+                    --log-every 1 --eval-every 50 --dev-loss sum";
+        let published = parse("--published-settings").unwrap();
+        assert_eq!(parse(&format!("{line} --weights {weights}")).unwrap(), published);
+    }
+
     #[test]
     fn an_epoch_on_ranks_has_their_rows_and_steps() {
         let resolved =

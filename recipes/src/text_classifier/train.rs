@@ -102,7 +102,7 @@ impl<'a> Trainer<'a> {
         let mut sum = Tensor::zeros([], (Kind::Float, self.device));
         for batch in sentences.batches(0, self.options.workers) {
             let batch = batch?.to(self.device);
-            let part = no_grad(|| self.region.run(|| self.model.logits(&batch, false)))?;
+            let part = no_grad(|| self.region.try_run(|| self.model.logits(&batch, false)))?;
             sum += part.cross_entropy_for_logits(&batch.labels);
             logits.push(self.ranks.gather(&part)?);
             labels.push(self.ranks.gather(&batch.labels)?);
@@ -182,7 +182,9 @@ impl Training for Trainer<'_> {
             let batch = train.next()?.to(*device);
             train.go_on_after(read);
             Ok(move |region: Autocast| {
-                region.run(|| model.logits(&batch, true).cross_entropy_for_logits(&batch.labels))
+                region.try_run(|| {
+                    Ok(model.logits(&batch, true)?.cross_entropy_for_logits(&batch.labels))
+                })
             })
         })
     }
@@ -195,8 +197,9 @@ impl Training for Trainer<'_> {
         self.optimizer.zero_grad()?;
         // Each rank has equally many sentences, so the mean of the ranks is that of the batch.
         let loss = self.gradients.forward(|| {
-            self.region
-                .run(|| self.model.logits(&batch, true).cross_entropy_for_logits(&batch.labels))
+            self.region.try_run(|| {
+                Ok(self.model.logits(&batch, true)?.cross_entropy_for_logits(&batch.labels))
+            })
         })?;
         let before = self.ranks.sent(self.device);
         self.gradients.backward(&mut self.scaler, &loss)?;

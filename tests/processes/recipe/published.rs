@@ -174,7 +174,7 @@ fn a_pretrained_model_has_the_logits_of_python_for_both_parts_of_a_sentence() {
     let batch = Batch { tokens: whole(&tokens), types: whole(&types), mask, labels };
     for (amp, want) in [(Amp::Off, &python.off), (Amp::Bf16, &python.bf16)] {
         let region = amp.on(Device::Cpu).unwrap().region();
-        let logits = no_grad(|| region.run(|| model.logits(&batch, false))).unwrap();
+        let logits = no_grad(|| region.try_run(|| model.logits(&batch, false))).unwrap();
         let found: Vec<Vec<f32>> = Vec::try_from(&logits).unwrap();
         let found: Vec<Vec<i32>> = found
             .iter()

@@ -1,8 +1,8 @@
 //! A bad batch after the training: its step is skipped, a tracer says why, and the training goes on.
 
 use crate::gpt::data::Text;
-use crate::gpt::model::VOCABULARY;
 use crate::gpt::train::Trainer;
+use crate::gpt::vocabulary::BYTES;
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use tch::nn::{ModuleT, VarStore};
@@ -48,7 +48,7 @@ fn step(
         region.run(|| {
             let logits = model.forward_t(&tokens, true).to_kind(Kind::Float);
             named("mean of each row", || {
-                let of_bytes = logits.view([-1, VOCABULARY]).log_softmax(-1, Kind::Float);
+                let of_bytes = logits.view([-1, BYTES]).log_softmax(-1, Kind::Float);
                 let of_targets = -of_bytes.gather(1, &targets.reshape([-1, 1]), false);
                 let sums = (of_targets.view_as(counted) * counted).sum_dim_intlist(1, false, None);
                 (sums / counted.sum_dim_intlist(1, false, None)).mean(Kind::Float)

@@ -8,7 +8,7 @@ use crate::gpt::options::Options as Recipe;
 use crate::gpt::train::Trainer;
 use crate::measure::{self, Measured, Number};
 use crate::training::{self, Plan};
-use crate::{Interrupt, Progress, Ranks, Training};
+use crate::{Interrupt, Progress, Ranks, Region, Training};
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
@@ -24,13 +24,25 @@ pub const ROWS: i64 = 8;
 pub const LENGTH: i64 = 128;
 pub const WIDTH: i64 = 256;
 
+/// When it is measured in which dtype each operator is fastest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Tuning {
+    Never,
+    /// Before the training, which follows the plan.
+    Before,
+    /// After the training, to say what the plan would have been.
+    After,
+}
+
 /// What to train.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Options {
     pub precision: Amp,
-    /// Whether to measure in which dtype each operator is fastest.
-    pub wants_plan: bool,
+    pub tuning: Tuning,
+    /// The steps of the whole training, over which the learning rate falls.
     pub steps: usize,
+    /// How many of them are taken.
+    pub taken: usize,
     pub seed: i64,
     /// How many bytes to write afterwards.
     pub sample: usize,
@@ -43,7 +55,7 @@ pub struct Run {
     pub precision: Amp,
     /// What was measured to be fastest, in a line, if the run was tuned.
     pub plan: Option<String>,
-    /// Whether the plan keeps the whole model in f32.
+    /// Whether the run followed a plan that keeps the whole model in f32.
     pub is_planned_f32: bool,
     /// The loss of each step, in nats per byte.
     pub losses: Vec<f64>,
@@ -65,30 +77,37 @@ impl Run {
         (ROWS * LENGTH) as f64 / speed::quantile(&self.seconds, 0.5)
     }
 
-    /// The mean loss of the last `count` steps.
-    pub fn final_loss(&self, count: usize) -> f64 {
-        let tail = &self.losses[self.losses.len().saturating_sub(count)..];
-        tail.iter().sum::<f64>() / tail.len() as f64
+    /// The mean loss of the last `count` of the first `steps` steps.
+    pub fn loss(&self, count: usize, steps: usize) -> f64 {
+        let first = &self.losses[..steps.min(self.losses.len())];
+        let last = &first[first.len().saturating_sub(count)..];
+        last.iter().sum::<f64>() / last.len() as f64
     }
 }
 
 /// Trains once. The initial weights and the batches depend on the seed only, not on the precision.
 pub fn train(options: Options, text: &Text, device: Device, progress: &Progress) -> Result<Run> {
-    ensure!(options.steps > 2, "at least three steps are needed");
+    ensure!(options.taken > 2, "at least three steps are needed");
     let recipe = recipe(options);
     let ranks = Ranks::alone();
     let trainer = Trainer::new(&recipe, text, device, &ranks)?;
     let (losses, seconds, activations) = (Vec::new(), Vec::new(), None);
     let mut watched = Watched { trainer, plan: None, losses, seconds, activations };
-    let of_run = Plan { options: &recipe.common, of_run: recipe.of_run(text) };
+    let first = crate::Options { steps: options.taken as u64, ..recipe.common.clone() };
+    let of_run = Plan { options: &first, of_run: recipe.of_run(text) };
     drop(training::train(&mut watched, &of_run, &ranks, &Interrupt::never(), progress)?);
     progress.finish();
-    let Watched { mut trainer, plan, losses, seconds, activations } = watched;
+    let Watched { mut trainer, mut plan, losses, seconds, activations } = watched;
     let sample = trainer.write(options.sample)?;
     let is_half = options.precision != Amp::Off;
     let is_planned_f32 = trainer.region.is_planned_f32();
     let incident =
         is_half.then(|| incident::cause(&mut trainer, text, [ROWS, LENGTH])).transpose()?;
+    if options.tuning == Tuning::After {
+        let wanted = crate::Options { wants_plan: true, ..recipe.common.clone() };
+        trainer.region = Region::new(trainer.region.autocast(), &wanted);
+        plan = trainer.tune()?;
+    }
     let (precision, origin) = (options.precision, text.origin.clone());
     Ok(Run {
         precision,
@@ -104,10 +123,11 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
 }
 
 /// The options of the recipe: a small model, whose gradients are not accumulated.
-fn recipe(Options { precision, wants_plan, steps, seed, .. }: Options) -> Recipe {
+fn recipe(Options { precision, tuning, steps, seed, .. }: Options) -> Recipe {
     let last = steps as u64;
     let silent = crate::Options::silent("gpt", last);
     let silent = crate::Options { log_every: 1, eval_every: last, save_every: last, ..silent };
+    let wants_plan = tuning == Tuning::Before;
     let common = crate::Options { amp: precision, wants_plan, seed, ..silent };
     let (rows, length) = (ROWS as usize, LENGTH);
     Recipe { rows, length, width: WIDTH, micro_batches: 1, dropout: 0.0, ..Recipe::new(common) }
