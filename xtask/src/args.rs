@@ -1,4 +1,7 @@
 //! The arguments of `cargo xtask`.
+//!
+//! lexopt, a crate for this, returns options in their order: each command would need a loop where it has a line. Five of
+//! them pass on what they do not know to another program, for which lexopt has the raw words, as there are here.
 
 use anyhow::{Context, Result, ensure};
 

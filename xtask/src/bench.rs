@@ -1,17 +1,19 @@
 //! `cargo xtask bench`: times this crate, Python and plain tch, all but those of parallel work on one core.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Result, ensure};
 
 use crate::args::Args;
+use crate::venv::Venv;
 use crate::workspace::Workspace;
-use crate::{paths, process, transformers};
+use crate::{paths, process};
 
-/// The one that compares with transformers, too.
+/// The one that compares with hooks of Hugging Face's transformers, too, and their version.
 const TOOLS: &str = "insight_tools";
+const TRANSFORMERS: &str = "5.23.0";
 
 /// Those that need several cores.
 const PARALLEL: [&str; 2] = ["distributed", "threads"];
@@ -22,44 +24,48 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     // Words that begin with a dash are for the benchmarks.
     let (options, filters): (Vec<_>, Vec<_>) =
         args.rest().into_iter().partition(|word| word.starts_with('-'));
-    let chosen = choose(&names(&paths::root())?, &filters)?;
+    let chosen = choose(&names()?, &filters)?;
     let workspace = Workspace::announced(pair)?;
     workspace.warn_without_python();
-    // Only for those who ask for this benchmark, because it is a large download.
-    let python = workspace.libtorch.python.as_deref().filter(|_| chosen == [TOOLS]);
-    let transformers = python.and_then(transformers::provide);
     // Builds on every core, because only the timing needs a single one.
     process::run(benches(&workspace, &chosen).arg("--no-run"))?;
+    // Only for those who ask for this benchmark, because it is a large download.
+    let python = workspace.libtorch.python.as_deref().filter(|_| chosen == [TOOLS]);
+    let transformers = python.and_then(transformers);
     let (parallel, single): (Vec<_>, Vec<_>) =
         chosen.into_iter().partition(|name| PARALLEL.contains(&name.as_str()));
-    if !single.is_empty() {
-        let mut bench = benches(&workspace, &single);
-        bench.arg("--").args(&options);
-        for name in ["OMP_NUM_THREADS", "MKL_NUM_THREADS"] {
-            bench.env(name, "1");
-        }
-        if let Some(dir) = &transformers {
-            bench.env("PYTHONPATH", dir);
-        }
-        process::run(&mut pinned(bench))?;
-    }
     if !parallel.is_empty() {
         process::run(benches(&workspace, &parallel).arg("--").args(&options))?;
+    }
+    if !single.is_empty() {
+        pin();
+        let mut bench = benches(&workspace, &single);
+        bench.arg("--").args(&options).env("OMP_NUM_THREADS", "1").env("MKL_NUM_THREADS", "1");
+        process::run(bench.envs(transformers.map(|folder| ("PYTHONPATH", folder))))?;
     }
     Ok(())
 }
 
-/// The names of the benchmarks, each of which is a file.
-fn names(root: &Path) -> Result<Vec<String>> {
-    let mut names = Vec::new();
-    for entry in fs::read_dir(root.join("benches"))? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|ending| ending == "rs") {
-            names.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
-        }
+/// The folder with transformers, which is installed if need be. `None` if Python has it anyway, or if it cannot be
+/// installed, which is printed.
+fn transformers(python: &Path) -> Option<PathBuf> {
+    if process::read(Command::new(python).args(["-c", "import transformers"])).is_ok() {
+        return None;
     }
-    names.sort();
-    Ok(names)
+    let provided = Venv::transformers(TRANSFORMERS).and_then(|venv| {
+        venv.ensure()?;
+        venv.site()
+    });
+    provided
+        .inspect_err(|error| {
+            eprintln!("WARNING: transformers is left out of the comparison: {error:#}");
+        })
+        .ok()
+}
+
+/// The names of the benchmarks, each of which is a file.
+fn names() -> Result<Vec<String>> {
+    Ok(paths::files("benches", ".rs")?.iter().map(|file| paths::stem(file)).collect())
 }
 
 /// The benchmarks whose names contain one of the filters, or all if there are no filters.
@@ -80,28 +86,16 @@ fn benches(workspace: &Workspace, names: &[String]) -> Command {
     bench
 }
 
-/// `command` on one core, if taskset is installed. The processes that it starts stay on that core, too.
-fn pinned(command: Command) -> Command {
+/// Keeps this process, and those that it starts from now on, on one core, if taskset is installed.
+fn pin() {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let core = last_core(&status);
-    let taskset = process::first_line(Command::new("taskset").arg("--version"));
-    let (Some(core), Some(_)) = (core, taskset) else {
-        println!("not pinned to one core: taskset is not installed");
-        return command;
-    };
-    println!("pinned to core {core}");
-    let mut pinned = Command::new("taskset");
-    pinned.args(["--cpu-list", &core]).arg(command.get_program()).args(command.get_args());
-    for (name, value) in command.get_envs() {
-        match value {
-            Some(value) => pinned.env(name, value),
-            None => pinned.env_remove(name),
-        };
+    let core = last_core(&status).unwrap_or_default();
+    let mut taskset = Command::new("taskset");
+    taskset.args(["--cpu-list", "--pid", &core, &std::process::id().to_string()]);
+    match process::read(&mut taskset) {
+        Ok(_) => println!("pinned to core {core}"),
+        Err(error) => println!("not pinned to one core: {error:#}"),
     }
-    if let Some(dir) = command.get_current_dir() {
-        pinned.current_dir(dir);
-    }
-    pinned
 }
 
 /// The last core that the text of /proc/self/status allows. The first cores handle interrupts.
@@ -125,7 +119,7 @@ mod tests {
 
     #[test]
     fn a_filter_chooses_benchmarks() {
-        let names = names(&paths::root()).unwrap();
+        let names = names().unwrap();
         assert!(names.len() > 3 && names.iter().any(|name| name == "function"), "{names:?}");
         let choose = |words: &[&str]| {
             choose(&names, &words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>())
@@ -138,12 +132,5 @@ mod tests {
             error.contains("`nothing`") && error.contains("checkpoint, distributed, function"),
             "{error}"
         );
-    }
-
-    #[test]
-    fn pinning_keeps_the_environment_and_the_folder() {
-        let mut command = Command::new("sh");
-        command.args(["-c", "echo $MARK; pwd"]).env("MARK", "kept").current_dir("/");
-        assert_eq!(process::read(&mut pinned(command)).unwrap(), "kept\n/");
     }
 }

@@ -1,5 +1,6 @@
 //! `cargo xtask build-time`: how long a program that has tch waits when it adds this crate.
 
+use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,12 +21,12 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     let workspace = Workspace::announced(pair)?;
     let program = Program::new(&workspace)?;
     let tch = program.build(None)?;
-    println!("{:<28} {tch:>6.1} s", "tch alone");
+    println!("{:<28} {tch}", "tch alone");
     for features in ["", "insight", "distributed", "jit", "full"] {
         let seconds = program.build(Some(features))?;
         let name = if features.is_empty() { "no feature" } else { features };
         let mib = program.rlib()?.div_ceil(1 << 20);
-        println!("{:<28} {seconds:>6.1} s  {mib:>4} MiB of rlib", format!("tch-amp, {name}"));
+        println!("{:<28} {seconds}  {mib:>4} MiB of rlib", format!("tch-amp, {name}"));
     }
     Ok(())
 }
@@ -48,8 +49,8 @@ impl<'a> Program<'a> {
         Ok(Self { workspace, folder })
     }
 
-    /// Builds with tch alone, or adds the crate with these features to that build. Returns the seconds.
-    fn build(&self, features: Option<&str>) -> Result<f64> {
+    /// Builds with tch alone from nothing, or adds the crate with these features to that build.
+    fn build(&self, features: Option<&str>) -> Result<Seconds> {
         let mut manifest = format!(
             "[package]\nname = \"build-time\"\nedition = \"2024\"\n\n[workspace]\n\n[dependencies]\n\
              tch = {{ version = \"{}\", default-features = false }}\n",
@@ -70,9 +71,9 @@ impl<'a> Program<'a> {
         let mut cargo = process::cargo();
         cargo.args(["build", "--quiet", "--target-dir"]).arg(&target).current_dir(&self.folder);
         self.workspace.libtorch.apply(&mut cargo);
-        let start = Instant::now();
+        let (start, of_cores) = (Instant::now(), of_children()?);
         process::run(&mut cargo)?;
-        Ok(start.elapsed().as_secs_f64())
+        Ok(Seconds { waited: start.elapsed().as_secs_f64(), of_cores: of_children()? - of_cores })
     }
 
     fn target(&self, with_crate: bool) -> PathBuf {
@@ -83,6 +84,32 @@ impl<'a> Program<'a> {
     fn rlib(&self) -> Result<u64> {
         largest(&self.target(true).join("debug/deps"), "libtch_amp-")
     }
+}
+
+/// How long a build took, and how long all cores together worked on it, which other work on the machine changes less.
+struct Seconds {
+    waited: f64,
+    of_cores: f64,
+}
+
+impl fmt::Display for Seconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:>6.1} s, {:>6.1} s of cores", self.waited, self.of_cores)
+    }
+}
+
+/// The seconds of cores that all processes have used which this one has started and which have ended.
+fn of_children() -> Result<f64> {
+    let path = "/proc/self/stat";
+    let stat = fs::read_to_string(path).with_context(|| format!("{path} cannot be read"))?;
+    seconds_of_children(&stat).with_context(|| format!("{path} has an unknown form: {stat}"))
+}
+
+/// The fields `cutime` and `cstime` of Linux, hundredths of a second. The name before them may contain anything.
+fn seconds_of_children(stat: &str) -> Option<f64> {
+    let (_, after_name) = stat.rsplit_once(')')?;
+    let mut fields = after_name.split_whitespace().skip(13).map(|field| field.parse::<f64>().ok());
+    Some((fields.next()?? + fields.next()??) / 100.0)
 }
 
 /// The size of the largest rlib in a folder whose name begins like this.
@@ -96,4 +123,16 @@ fn largest(folder: &Path, name: &str) -> Result<u64> {
         }
     }
     Ok(largest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seconds_of_ended_children_are_the_fields_16_and_17() {
+        let stat = "7 (a) name) S 1 7 7 0 -1 4 5 6 7 8 900 901 1200 345 20 0 1 0 33";
+        assert_eq!(seconds_of_children(stat), Some(15.45));
+        assert_eq!(seconds_of_children("7 (name) S 1 7"), None);
+    }
 }

@@ -1,7 +1,7 @@
 //! `cargo xtask bundle`: tests, examples and benches in one folder, for a machine without Rust.
 //!
-//! With `--lease` it has the programs of `bundle/lease.json` alone: three calls that find out what a GPU has to say while
-//! it is there for a short time.
+//! With `--lease` it has the programs of `bundle/lease.json` alone: three calls that find out what a GPU has to say
+//! while it is there for a short time.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::args::Args;
 use crate::libtorch::Libtorch;
-use crate::workspace::Workspace;
+use crate::workspace::{self, Workspace};
 use crate::{compiled, null_cuda, paths, process};
 
 const RUN: &str = include_str!("bundle/run.py");
@@ -66,7 +66,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
         compile_preloads(&workspace.libtorch, &bundle.join("lib"))?;
     }
     for name in READ {
-        copy(&paths::root().join(name), &bundle.join(name))?;
+        workspace::copy(&paths::root().join(name), &bundle.join(name))?;
     }
     let script = bundle.join("run.py");
     fs::write(&script, RUN.replace("@TORCH@", libtorch))?;
@@ -177,22 +177,6 @@ fn programs(messages: &str) -> Vec<Program> {
     programs.collect()
 }
 
-/// Copies a file or a whole folder, if it exists.
-pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
-    if from.is_dir() {
-        fs::create_dir_all(to)?;
-        for entry in fs::read_dir(from)? {
-            let name = entry?.file_name();
-            if name != "__pycache__" {
-                copy(&from.join(&name), &to.join(&name))?;
-            }
-        }
-    } else if from.exists() {
-        fs::copy(from, to).with_context(|| format!("{} cannot be copied", from.display()))?;
-    }
-    Ok(())
-}
-
 fn report(bundle: &Path, most: u64) -> Result<()> {
     let mib = size(bundle)?.div_ceil(1 << 20);
     let dir = bundle.display();
@@ -224,20 +208,6 @@ mod tests {
 not JSON";
         let scaler = Program { name: "scaler".into(), path: "/t/scaler-1".into() };
         assert_eq!(programs(messages), [scaler]);
-    }
-
-    #[test]
-    fn a_folder_is_copied_except_for_compiled_python() {
-        let from = std::env::temp_dir().join(format!("xtask-copy-{}", std::process::id()));
-        let to = from.with_extension("copied");
-        fs::create_dir_all(from.join("a/__pycache__")).unwrap();
-        fs::write(from.join("a/b.py"), "1234").unwrap();
-        fs::write(from.join("a/__pycache__/b.pyc"), "12").unwrap();
-        copy(&from, &to).unwrap();
-        assert_eq!(fs::read_to_string(to.join("a/b.py")).unwrap(), "1234");
-        assert_eq!(size(&to).unwrap(), 4);
-        fs::remove_dir_all(from).unwrap();
-        fs::remove_dir_all(to).unwrap();
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The CPU's support for low precision, from the text of /proc/cpuinfo.
+//! The CPU's support for low precision, from the text of /proc/cpuinfo, and what follows from it.
 
 /// The properties of the CPU that matter for mixed precision.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -24,6 +24,28 @@ impl Cpu {
         };
         let model = value(cpuinfo, "model name").map(str::to_owned);
         Self { model, bf16: has(BF16), fp16: has(FP16) }
+    }
+
+    /// The precision in which to train on it.
+    pub(crate) fn advice(&self) -> &'static str {
+        match (self.bf16.is_empty(), self.fp16.is_empty()) {
+            (false, false) => {
+                "On the CPU both bf16 autocast and fp16 autocast should be faster than fp32; bf16, the \
+                 default there, needs no GradScaler."
+            }
+            (false, true) => {
+                "On the CPU bf16 autocast should be faster than fp32; fp16 is far slower on this CPU: \
+                 keep it for CUDA."
+            }
+            (true, false) => {
+                "On the CPU fp16 autocast with a GradScaler should be faster than fp32; bf16 is \
+                 emulated on this CPU."
+            }
+            (true, true) => {
+                "On the CPU stay with fp32: this one emulates both bf16 and fp16, which is slower. Use \
+                 autocast there only to try out what will run on CUDA."
+            }
+        }
     }
 }
 
@@ -65,5 +87,18 @@ mod tests {
     fn unknown_text_yields_no_support() {
         assert_eq!(Cpu::parse(""), Cpu::default());
         assert_eq!(Cpu::parse("flags fpu amx_bf16"), Cpu::default());
+    }
+
+    #[test]
+    fn a_dtype_is_advised_where_the_cpu_has_instructions_for_it() {
+        let cpu = |bf16: &str, fp16: &str| Cpu::parse(&format!("flags : {bf16} {fp16}"));
+        assert!(cpu("", "").advice().contains("stay with fp32"));
+        let bf16 = cpu("amx_bf16", "");
+        assert!(bf16.advice().contains("bf16 autocast should be faster than fp32"));
+        assert!(bf16.advice().contains("fp16 is far slower"));
+        assert!(cpu("", "amx_fp16").advice().contains("fp16 autocast with a GradScaler"));
+        assert!(
+            cpu("amx_bf16", "amx_fp16").advice().contains("both bf16 autocast and fp16 autocast")
+        );
     }
 }

@@ -5,16 +5,15 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Error, Result};
 
-use crate::advice::advice;
 use crate::args::Args;
 use crate::cpu::Cpu;
 use crate::libtorch::{self, Libtorch, Search};
 use crate::versions::{Pair, locked};
 use crate::{cache, compiler, paths, process, workspace};
 
-mod cuda;
-mod operators;
-mod speed;
+/// What asks Python's torch, so that nothing has to be compiled.
+const CUDA: &str = include_str!("doctor/cuda.py");
+const SPEED: &str = include_str!("doctor/speed.py");
 
 /// What `tests/master_memory.rs` measures.
 const BYTES: &str = "bytes per parameter under AdamW, its gradient included:
@@ -39,15 +38,13 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     python(libtorch.as_ref());
     let cache = cache::dir()?;
     say("disk", &format!("{} GB free for {}", cache::free_gb(&cache)?, cache.display()));
-    let gpus = cuda::examine(libtorch.as_ref());
-    let cpu = cpu();
-    println!("\n{}", advice(&cpu, &gpus));
+    cuda(libtorch.as_ref());
+    println!("\n{}", cpu().advice());
     println!("\n{BYTES}");
     let python = libtorch.as_ref().and_then(|libtorch| libtorch.python.as_ref());
-    if let Some(measured) = python.and_then(|python| speed::advice(python)) {
-        println!("\nMeasured on the CPU, by matrix products:\n{measured}");
-    }
-    if let Some(measured) = python.and_then(|python| operators::table(python)) {
+    if let Some(python) = python
+        && let Ok(measured) = process::read(Command::new(python).args(["-c", SPEED]))
+    {
         println!("\n{measured}");
     }
     Ok(verdict(&problems))
@@ -111,6 +108,30 @@ fn python(libtorch: Option<&Libtorch>) {
     say("Python", &format!("{version} with the same torch: {}", python.display()));
 }
 
+fn cuda(libtorch: Option<&Libtorch>) {
+    match libtorch.map(Libtorch::has_cuda) {
+        Some(true) => say("CUDA", "built into this libtorch"),
+        Some(false) => {
+            return say("CUDA", "not built into this libtorch: there is no libtorch_cuda.so");
+        }
+        None => {}
+    }
+    if let Some(python) = libtorch.and_then(|libtorch| libtorch.python.as_ref()) {
+        match process::read(Command::new(python).args(["-c", CUDA])) {
+            Ok(says) => says.lines().for_each(|line| say("", line)),
+            Err(error) => say("", &format!("not usable here: {error:#}")),
+        }
+        return;
+    }
+    // Whether libtorch can use the devices of the driver is unknown.
+    let Ok(gpus) = process::read(Command::new("nvidia-smi").arg("-L")) else {
+        return say("CUDA devices", "none: nvidia-smi does not run");
+    };
+    gpus.lines().for_each(|gpu| say("", gpu));
+    say("", "as the driver says; whether libtorch can use it only Python's torch can tell:");
+    say("", "run `cargo xtask test` once without LIBTORCH, or set TCH_AMP_PYTHON");
+}
+
 fn cpu() -> Cpu {
     let cpu = Cpu::parse(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default());
     say("CPU", cpu.model.as_deref().unwrap_or("unknown"));
@@ -132,4 +153,62 @@ fn verdict(problems: &Problems) -> ExitCode {
         println!("- {problem:#}");
     }
     ExitCode::FAILURE
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What functions of the scripts return in Python.
+    fn evaluated(expression: &str) -> String {
+        let folder = paths::root().join("xtask/src/doctor");
+        let code = format!("import cuda, speed; print({expression})");
+        let mut python = Command::new("python3");
+        process::read(python.args(["-B", "-c", &code]).current_dir(folder)).unwrap()
+    }
+
+    #[test]
+    fn fp16_is_fast_one_generation_before_bf16() {
+        for (capability, says) in [
+            ("(6, 1)", "no tensor cores"),
+            ("(7, 5)", "tensor cores for fp16: with a GradScaler"),
+            ("(8, 0)", "tensor cores for fp16 and bf16"),
+        ] {
+            let described = evaluated(&format!("cuda.described(0, 'GPU', {capability})"));
+            assert!(described.contains(says), "{described}");
+        }
+    }
+
+    #[test]
+    fn the_advice_says_from_which_width_on_a_dtype_pays() {
+        for (ratios, sentence) in [
+            (
+                "[(64, 1.1), (256, 3.0), (1024, 4.3)]",
+                "bf16: 4.3x as fast as f32 at 1024, 1.1x at 64: use it for layers wider than about 64.",
+            ),
+            (
+                "[(64, 2.0), (1024, 4.3)]",
+                "bf16: 4.3x as fast as f32 at 1024, 2.0x at 64: use it for layers of every width.",
+            ),
+            // Noise.
+            (
+                "[(64, 2.0), (256, 1.1), (1024, 4.3)]",
+                "bf16: 4.3x as fast as f32 at 1024, 2.0x at 64: use it for layers wider than about 256.",
+            ),
+            ("[(64, 0.04)]", "bf16: 0.04x as fast as f32 at 64: do not use it here for its speed."),
+        ] {
+            assert_eq!(evaluated(&format!("speed.advice('bf16', {ratios})")), sentence);
+        }
+    }
+
+    #[test]
+    fn slow_operators_are_named() {
+        let rows = "[('linear', [0.5, 1.2, 3]), ('lstm', [None] * 3), ('sdpa, causal', [1.5, 1, 0.9]), \
+                     ('gelu of half', [1.5, 1.5, 1.4])]";
+        let text = evaluated(&format!("speed.table({rows})"));
+        assert!(text.contains("sizes: linear, lstm, sdpa.\n"), "{text}");
+        assert!(text.contains("keep_in_f32([\"linear\"])"), "{text}");
+        let fast = evaluated("speed.table([('bmm', [1, 2, 3])])");
+        assert!(fast.ends_with("None of them is slower in bf16."), "{fast}");
+    }
 }

@@ -6,7 +6,7 @@ use std::process::Command;
 use anyhow::{Context, Result};
 
 use crate::args::Args;
-use crate::compiler::cxx_files;
+use crate::paths::files_below;
 use crate::venv::Venv;
 use crate::{links, paths, pictures, process};
 
@@ -38,12 +38,11 @@ fn rustfmt(arguments: &[&str]) -> Result<()> {
 }
 
 fn clang_format(arguments: &[&str]) -> Result<()> {
-    let files = cxx_files(&["csrc", "testbench"])?;
-    if files.is_empty() {
-        return Ok(());
-    }
     let mut command = Command::new(clang_format_program()?);
-    process::run(command.args(arguments).args(files).current_dir(paths::root()))
+    for folder in ["csrc", "testbench"] {
+        command.args(files_below(folder, ".cpp")?).args(files_below(folder, ".h")?);
+    }
+    process::run(command.args(arguments).current_dir(paths::root()))
 }
 
 /// The installed clang-format if it is the fixed release; otherwise that release from PyPI.

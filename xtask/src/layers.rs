@@ -1,18 +1,11 @@
 //! The layers of the crates' sources: no module, and no file, uses one that uses it, directly or through others.
 
-mod source;
-
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::path::Path as FilePath;
 
-use anyhow::{Context, Result, ensure};
-use source::{Path, Source};
+use anyhow::{Result, ensure};
 
 use crate::paths;
-
-/// The files, by the paths of their modules from the root of the crate.
-type Files = BTreeMap<Path, Source>;
+use crate::source::{Path, Source, Sources};
 
 /// What each module or file uses.
 type Uses = BTreeMap<String, BTreeSet<String>>;
@@ -27,9 +20,7 @@ pub(crate) fn check() -> Result<()> {
 }
 
 fn check_source(source: &str) -> Result<()> {
-    let mut files = Files::new();
-    collect(&paths::root().join(source), &Path::new(), &mut files)?;
-    let uses = uses(&files);
+    let uses = uses(&Sources::read(&paths::root().join(source))?);
     let modules = of_modules(&uses);
     for (what, circles) in [("modules", circles(&modules)), ("files", circles(&uses))] {
         ensure!(circles.is_empty(), "these {what} of {source} use one another:{}", list(&circles));
@@ -45,39 +36,16 @@ fn list(circles: &[BTreeSet<String>]) -> String {
     })
 }
 
-/// Reads the files of a module's folder.
-fn collect(folder: &FilePath, module: &[String], files: &mut Files) -> Result<()> {
-    let unreadable = || format!("{} cannot be read", folder.display());
-    for entry in fs::read_dir(folder).with_context(unreadable)? {
-        let path = entry?.path();
-        let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        if stem == "tests" || (path.is_dir() && stem == "guide") {
-            continue;
-        }
-        let inside: Path = module.iter().cloned().chain([stem.clone()]).collect();
-        if path.is_dir() {
-            collect(&path, &inside, files)?;
-        } else if path.extension().is_some_and(|end| end == "rs") {
-            let is_folder = stem == "mod" || stem == "lib";
-            let module = if is_folder { module.to_vec() } else { inside };
-            let text = fs::read_to_string(&path).with_context(unreadable)?;
-            let source = Source::read(&module, &text);
-            files.insert(module, source);
-        }
-    }
-    Ok(())
-}
-
 /// The files that each file uses. What the files of a folder take from the folder's own file counts as their own: the
 /// folder is one subject, of which that file is the door.
-fn uses(files: &Files) -> Uses {
+fn uses(sources: &Sources) -> Uses {
     let name = |module: &Path| module.join("/");
     // The root of the crate only hands on.
-    let modules = files.iter().filter(|(module, _)| !module.is_empty());
+    let modules = sources.0.iter().filter(|(module, _)| !module.is_empty());
     let others = |module: &Path, source: &Source| {
-        let targets = source.used.iter().filter_map(|path| target(files, module, path));
-        let others = targets.filter(|target| !module.starts_with(target));
-        others.map(|target| name(&target)).collect()
+        let targets = source.used.iter().filter_map(|path| sources.target(module, path));
+        let others = targets.filter(|(target, _)| !module.starts_with(target));
+        others.map(|(target, _)| name(&target)).collect()
     };
     modules.map(|(module, source)| (name(module), others(module, source))).collect()
 }
@@ -92,53 +60,6 @@ fn of_modules(files: &Uses) -> Uses {
         uses.entry(here.clone()).or_default().extend(others);
     }
     uses
-}
-
-/// How often what a path names may be handed on.
-const MOST_DOORS: usize = 16;
-
-/// The module whose file defines what a path names; `None` for a whole module and for what is not of this crate.
-fn target(files: &Files, module: &Path, path: &[String]) -> Option<Path> {
-    let (mut module, mut path) = (module.clone(), path.to_vec());
-    for _ in 0..MOST_DOORS {
-        (module, path) = nearest(files, module, path)?;
-        let (first, rest) = path.split_first()?;
-        let source = files.get(&module)?;
-        if let Some(import) = source.imports.get(first) {
-            path = import.iter().chain(rest).cloned().collect();
-        } else if let Some(behind) = behind_glob(files, &module, first) {
-            module = behind;
-        } else {
-            return Some(module);
-        }
-    }
-    None
-}
-
-/// The module whose names a file brings in with a name that the file itself does not define.
-fn behind_glob(files: &Files, module: &Path, name: &String) -> Option<Path> {
-    let source = files.get(module).filter(|source| !source.defined.contains(name))?;
-    let globs = source.globs.iter().filter_map(|glob| nearest(files, module.clone(), glob.clone()));
-    let has = |source: &Source| source.defined.contains(name) || source.imports.contains_key(name);
-    globs.map(|(other, _)| other).find(|other| files.get(other).is_some_and(has))
-}
-
-/// Follows a path through the modules, as far as these are files, and returns the last of them and the rest of the
-/// path.
-fn nearest(files: &Files, mut module: Path, path: Path) -> Option<(Path, Path)> {
-    let mut rest = path.into_iter().peekable();
-    if rest.next_if(|first| first == "crate").is_some() {
-        module.clear();
-    }
-    while let Some(next) = rest.peek() {
-        let child: Path = module.iter().chain([next]).cloned().collect();
-        if !files.contains_key(&child) {
-            break;
-        }
-        module = child;
-        rest.next();
-    }
-    Some((module, rest.collect()))
 }
 
 /// The circles: each with all that use one another, directly or through others.
@@ -181,15 +102,15 @@ mod tests {
         file.split('/').map(str::to_owned).collect()
     }
 
-    fn files(texts: &[(&str, &str)]) -> Files {
-        let root = (Path::new(), Source::read(&[], "pub use a::one::One;"));
-        let read = |(file, text): &(&str, &str)| (path(file), Source::read(&path(file), text));
-        texts.iter().map(read).chain([root]).collect()
+    fn sources(texts: &[(&str, &str)]) -> Sources {
+        let read = |module: Path, text| (module.clone(), Source::read(&module, text).unwrap());
+        let root = read(Path::new(), "pub use a::one::One;");
+        Sources(texts.iter().map(|(file, text)| read(path(file), text)).chain([root]).collect())
     }
 
     /// The circles of these files and of their modules, with their members in one text.
     fn found(texts: &[(&str, &str)]) -> [Vec<String>; 2] {
-        let uses = uses(&files(texts));
+        let uses = uses(&sources(texts));
         [circles(&uses), circles(&of_modules(&uses))]
             .map(|found| found.iter().map(|all| Vec::from_iter(all.clone()).join(" ")).collect())
     }

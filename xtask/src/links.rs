@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
+use crate::source::Sources;
 use crate::{paths, pictures};
 
 /// The page that defines the targets in the documentation for links of the pages that it shows.
@@ -13,52 +14,62 @@ const TARGETS: &str = "src/guide/links.md";
 /// The page that leads to every example and recipe.
 const RECIPES: &str = "docs/recipes.md";
 
-/// Folders without pages of this repository.
-const SKIPPED: [&str; 2] = [".git", "target"];
+/// The lists of all pages, in the same groups.
+const LISTS: [&str; 2] = ["README.md", "src/guide.rs"];
+
+/// The groups of the lists.
+const GROUPS: [&str; 4] = ["Start", "Train", "Understand", "Look up"];
+
+/// How each page of the guide begins, after its title.
+const BEGINNING: &str = "This page is for those who";
 
 /// Fails if a link leads nowhere, or would lead nowhere on the pages of the documentation.
+///
+/// `lychee --offline --include-fragments` reports the same links that lead nowhere, which take some twenty lines here.
+/// It is built from 379 crates, too many for a check of each day.
 pub(crate) fn check() -> Result<()> {
     let root = paths::root();
-    let mut pages = Vec::new();
-    find(&root, "md", &mut pages)?;
-    pages.sort();
+    let pages = paths::files_below("", ".md")?;
     let mut targets = labels(&read(&root.join(TARGETS))?);
     targets.extend(labels(&read(&root.join(pictures::TARGETS))?));
     let mut broken = Vec::new();
     for page in &pages {
-        let text = read(page)?;
-        let name = page.strip_prefix(&root).unwrap_or(page).display().to_string();
-        let links = links(&text);
-        broken.extend(
-            links
-                .iter()
-                .filter(|link| link.is_relative() && !link.exists(page))
-                .map(|link| format!("{name}: there is no {}", link.target)),
-        );
-        if is_shown(&name) {
-            broken.extend(
-                links.iter().filter(|link| link.is_relative() && !link.is_among(&targets)).map(
-                    |link| {
-                        format!(
-                            "{name}: {} is not in {TARGETS}, as the documentation wants",
-                            link.target
-                        )
-                    },
-                ),
-            );
+        let name = paths::relative(page);
+        for link in links(&read(page)?).into_iter().filter(Link::is_relative) {
+            if !link.exists(page) {
+                broken.push(format!("{name}: there is no {}", link.target));
+            }
+            if is_shown(&name) && !link.label.is_some_and(|label| targets.contains(&label)) {
+                let target = link.target;
+                broken.push(format!(
+                    "{name}: {target} is not in {TARGETS}, as the documentation wants"
+                ));
+            }
         }
     }
-    let sources = Sources::read()?;
-    for page in guide()? {
-        let text = read(&page)?;
-        if sources.define(&text) != text {
-            let name = page.strip_prefix(&root).unwrap_or(&page).display();
+    let definitions = Definitions::read()?;
+    for (page, text, defined) in definitions.pages()? {
+        let name = paths::relative(&page);
+        if text != defined {
             broken.push(format!("{name}: links are not defined: run `cargo xtask fmt`"));
         }
+        if !text.lines().nth(2).is_some_and(|line| line.starts_with(BEGINNING)) {
+            broken.push(format!("{name}: it does not begin with `{BEGINNING}`"));
+        }
     }
-    let examples = examples(&root)?;
+    let [readme, guide] = LISTS.map(|list| read(&root.join(list)));
+    let (readme, guide) = (readme?, guide?);
+    let undefined = definitions.undefined(&readme);
+    broken.extend(undefined.map(|(label, _)| format!("README.md: what is [{label}]?")));
+    for group in GROUPS {
+        let [readme, guide] = [(&readme, ":**", "\n\n"), (&guide, "** |", " |\n")]
+            .map(|(text, after, end)| listed(text, &format!("**{group}{after}"), end));
+        if readme.is_empty() || readme != guide {
+            broken.push(format!("{group}: README.md lists {readme:?}, and src/guide.rs {guide:?}"));
+        }
+    }
     let recipes = read(&root.join(RECIPES))?;
-    let missing = examples.iter().filter(|example| !recipes.contains(*example));
+    let missing = examples()?.into_iter().filter(|example| !recipes.contains(example));
     broken.extend(missing.map(|example| format!("{RECIPES}: it does not link to {example}")));
     ensure!(broken.is_empty(), "{}", broken.join("\n"));
     pictures::check()?;
@@ -72,58 +83,54 @@ const GENERATED: &str = "<!-- generated: links -->";
 /// Defines the links of each page of the guide to items of the crate, for those who read it in the repository: rustdoc
 /// takes the definitions of [`TARGETS`], which come first.
 pub(crate) fn write() -> Result<()> {
-    let sources = Sources::read()?;
-    for page in guide()? {
-        let text = read(&page)?;
-        let defined = sources.define(&text);
+    for (page, text, defined) in Definitions::read()?.pages()? {
         if defined != text {
-            fs::write(&page, defined).with_context(|| page.display().to_string())?;
+            fs::write(&page, defined).with_context(|| paths::relative(&page))?;
         }
     }
     Ok(())
 }
 
-/// The pages of the guide.
-fn guide() -> Result<Vec<PathBuf>> {
-    let mut pages = Vec::new();
-    for entry in fs::read_dir(paths::root().join("docs"))? {
-        pages.push(entry?.path());
-    }
-    pages.retain(|page| page.extension().is_some_and(|kind| kind == "md"));
-    pages.sort();
-    Ok(pages)
-}
-
-/// The sources of the crate, and the targets of links in its documentation.
-struct Sources {
-    /// Paths from a page of the guide, and their lines that define public items or begin a block of methods.
-    files: Vec<(String, String)>,
+/// The targets of links in the documentation, and where the sources define them.
+struct Definitions {
+    sources: Sources,
     /// Labels as they are written, and paths in Rust.
     targets: Vec<(String, String)>,
 }
 
-impl Sources {
+impl Definitions {
     fn read() -> Result<Self> {
         let root = paths::root();
-        let mut paths = Vec::new();
-        find(&root.join("src"), "rs", &mut paths)?;
-        paths.sort();
-        let mut files = Vec::new();
-        for path in paths {
-            let name = path.strip_prefix(&root).unwrap_or(&path).display().to_string();
-            let text = read(&path)?;
-            let lines =
-                text.lines().filter(|line| line.contains("pub ") || line.starts_with("impl"));
-            files.push((format!("../{name}"), lines.collect::<Vec<_>>().join("\n")));
-        }
         let targets = read(&root.join(TARGETS))?;
         let targets = targets.lines().filter_map(|line| line.strip_prefix('[')?.split_once("]: "));
         let targets = targets.map(|(label, target)| (label.to_owned(), target.trim().to_owned()));
-        Ok(Self { files, targets: targets.collect() })
+        Ok(Self { sources: Sources::read(&root.join("src"))?, targets: targets.collect() })
+    }
+
+    /// The pages of the guide, with their texts as they are and as they should be.
+    fn pages(&self) -> Result<Vec<(PathBuf, String, String)>> {
+        let pages = paths::files("docs", ".md")?.into_iter().map(|page| {
+            let text = read(&page)?;
+            let defined = self.define(&text).with_context(|| paths::relative(&page))?;
+            Ok((page, text, defined))
+        });
+        pages.collect()
+    }
+
+    /// The targets of labels that rustdoc defines, and that a reader of the text in the repository sees as brackets.
+    fn undefined<'a>(&'a self, text: &str) -> impl Iterator<Item = &'a (String, String)> {
+        let defined = labels(text);
+        let words: String = prose(text).map(|line| format!("{line} ")).collect();
+        self.targets.iter().filter(move |(label, _)| {
+            let link = format!("[{label}]");
+            let mut rests = words.split(&link).skip(1);
+            !defined.contains(&label.to_lowercase())
+                && rests.any(|rest| !rest.starts_with(['[', '(']))
+        })
     }
 
     /// The text with a definition of each link that the page does not define itself.
-    fn define(&self, text: &str) -> String {
+    fn define(&self, text: &str) -> Result<String> {
         let (before, after) = text.split_once(GENERATED).unwrap_or((text, ""));
         // What an author has written below the block moves above it.
         let is_generated = |line: &str| line.is_empty() || line.contains("]: ../src/");
@@ -131,77 +138,42 @@ impl Sources {
             after.lines().filter(|line| !is_generated(line)).map(|line| format!("{line}\n"));
         let own = format!("{}\n{}", before.trim_end(), after.collect::<String>());
         let own = own.trim_end();
-        let defined = labels(own);
-        let words: String = prose(own).map(|line| format!("{line}\n")).collect();
-        let is_missing = |label: &str| {
-            !defined.contains(&label.to_lowercase()) && words.contains(&format!("[{label}]"))
-        };
-        let missing = self.targets.iter().filter(|(label, _)| is_missing(label));
-        let lines = missing
-            .filter_map(|(label, target)| Some(format!("[{label}]: {}\n", self.place(target)?)));
-        let lines: String = lines.collect();
-        if lines.is_empty() { format!("{own}\n") } else { format!("{own}\n\n{GENERATED}\n{lines}") }
+        let mut lines = String::new();
+        for (label, target) in self.undefined(own) {
+            let place = self.place(target);
+            let place =
+                place.with_context(|| format!("no source has {target}: define [{label}]"))?;
+            lines += &format!("[{label}]: {place}\n");
+        }
+        Ok(if lines.is_empty() {
+            format!("{own}\n")
+        } else {
+            format!("{own}\n\n{GENERATED}\n{lines}")
+        })
     }
 
-    /// The file that defines an item: for a method, one with a block of its type.
+    /// The file that defines an item, as a page of the guide links to it.
     fn place(&self, target: &str) -> Option<String> {
         if target.contains("://") {
             return Some(target.to_owned());
         }
-        let path = target.trim_start_matches("mod@").strip_prefix("crate::")?;
-        let path = path.trim_end_matches("()").trim_end_matches('!');
-        let parts: Vec<&str> = path.split("::").collect();
-        let found = match parts[..] {
-            [.., of, name] if of.starts_with(char::is_uppercase) => {
-                self.method(of, name).or_else(|| self.defining(of))
-            }
-            [.., name]
-                if target.starts_with("mod@")
-                    || parts.len() == 1 && self.defining(name).is_none() =>
-            {
-                None
-            }
-            [.., name] => self.defining(name),
-            [] => None,
+        let (target, is_module) = match target.strip_prefix("mod@") {
+            Some(target) => (target, true),
+            None => (target, false),
         };
-        let module = || {
-            let names = [format!("../src/{}/mod.rs", parts[0]), format!("../src/{}.rs", parts[0])];
-            names.into_iter().find(|name| self.files.iter().any(|(file, _)| file == name))
-        };
-        found.or_else(module)
-    }
-
-    /// The first file that implements a public method, or a field, of a type.
-    fn method(&self, of: &str, name: &str) -> Option<String> {
-        let blocks =
-            [format!("impl {of} "), format!("impl {of}<"), format!("> {of}<"), format!("> {of} ")];
-        let has_block = |text: &str| {
-            text.lines().any(|line| {
-                line.starts_with("impl") && blocks.iter().any(|block| line.contains(block.as_str()))
-            })
-        };
-        let defines = |text: &str| has_block(text) && defines(text, name);
-        self.files.iter().find(|(_, text)| defines(text)).map(|(file, _)| file.clone())
-    }
-
-    /// The first file that defines a public item of this name, if possible outside of blocks: a method may have the name
-    /// of a function. A macro may define an item, too.
-    fn defining(&self, name: &str) -> Option<String> {
-        let is_outside =
-            |text: &str| text.lines().any(|line| line.starts_with("pub ") && defines(line, name));
-        let outside = self.files.iter().find(|(_, text)| is_outside(text));
-        let anywhere = || self.files.iter().find(|(_, text)| defines(text, name));
-        outside.or_else(anywhere).map(|(file, _)| file.clone())
+        let path: Vec<_> = target.trim_end_matches(['(', ')', '!']).split("::").collect();
+        let path: Vec<_> = path.into_iter().map(str::to_owned).collect();
+        let file = self.sources.file(&path, is_module)?;
+        Some(format!("../{}", paths::relative(file)))
     }
 }
 
-/// Whether a source has a public item of this name.
-fn defines(text: &str, name: &str) -> bool {
-    let kinds = ["struct", "enum", "trait", "fn", "const", "type"];
-    let ends = ["(", "<", " ", ":", ";"];
-    kinds
-        .iter()
-        .any(|kind| ends.iter().any(|end| text.contains(&format!("pub {kind} {name}{end}"))))
+/// What stands in brackets in the group of a list.
+fn listed(text: &str, start: &str, end: &str) -> Vec<String> {
+    let group = text.split_once(start).and_then(|(_, rest)| rest.split_once(end));
+    let group = group.map_or("", |(group, _)| group).replace('\n', " ");
+    let brackets = group.split('[').skip(1).filter_map(|rest| rest.split_once(']'));
+    brackets.map(|(label, _)| label.to_owned()).collect()
 }
 
 /// Whether rustdoc shows the page: the README and the pages of the guide.
@@ -214,32 +186,14 @@ fn read(page: &Path) -> Result<String> {
     fs::read_to_string(page).with_context(|| format!("{} cannot be read", page.display()))
 }
 
-/// Adds the files of this kind in a folder and its subfolders. Symbolic links to folders are not followed.
-fn find(folder: &Path, kind: &str, found: &mut Vec<PathBuf>) -> Result<()> {
-    for entry in fs::read_dir(folder)? {
-        let entry = entry?;
-        let path = entry.path();
-        if entry.file_type()?.is_dir() {
-            if !SKIPPED.iter().any(|name| entry.file_name() == *name) {
-                find(&path, kind, found)?;
-            }
-        } else if path.extension().is_some_and(|is| is == kind) {
-            found.push(path);
-        }
-    }
-    Ok(())
-}
-
-fn examples(root: &Path) -> Result<Vec<String>> {
+/// The examples that [`RECIPES`] has to link to.
+fn examples() -> Result<Vec<String>> {
     let mut examples = Vec::new();
     for folder in ["examples", "recipes/examples"] {
-        for entry in fs::read_dir(root.join(folder))? {
-            let name = entry?.file_name().to_string_lossy().into_owned();
-            // The demo is not a pattern to copy; the README and the page name its command.
-            if name != "demo.rs" {
-                examples.push(format!("{folder}/{name}"));
-            }
-        }
+        let names = paths::files(folder, ".rs")?.into_iter().map(|file| paths::stem(&file));
+        // The demo is not a pattern to copy; the README and the page name its command.
+        let names = names.filter(|name| name != "demo");
+        examples.extend(names.map(|name| format!("{folder}/{name}.rs")));
     }
     Ok(examples)
 }
@@ -262,10 +216,6 @@ impl Link {
         let folder = page.parent().unwrap_or(page);
         let path = if file.is_empty() { page.to_owned() } else { folder.join(file) };
         path.exists() && (heading.is_empty() || has_heading(&path, heading))
-    }
-
-    fn is_among(&self, labels: &[String]) -> bool {
-        self.label.as_ref().is_some_and(|label| labels.contains(label))
     }
 }
 
@@ -342,12 +292,12 @@ mod tests {
 
     #[test]
     fn links_to_items_are_defined_by_their_files() {
-        let sources = Sources::read().unwrap();
+        let sources = Definitions::read().unwrap();
         let text = "A [`GradScaler::backward`], a [`Muon`], `[`Ema`]` in code and [own].\n\n[own]: own.md\n";
         let backward = "[`GradScaler::backward`]: ../src/scaler/grad_scaler.rs";
-        let defined = sources.define(text);
+        let defined = sources.define(text).unwrap();
         assert!(defined.starts_with(text) && defined.contains(backward), "{defined}");
-        assert_eq!(sources.define(&defined), defined);
+        assert_eq!(sources.define(&defined).unwrap(), defined);
         for (target, place) in [
             ("crate::gradients::clip_grad_norm()", "gradients/clip.rs"),
             ("crate::Amp", "amp.rs"),
@@ -359,6 +309,23 @@ mod tests {
         ] {
             assert_eq!(sources.place(target).unwrap(), format!("../src/{place}"), "{target}");
         }
+    }
+
+    #[test]
+    fn a_label_without_a_definition_is_found() {
+        let definitions = Definitions::read().unwrap();
+        let text = "[tutorial], [`Ema`] and [several\ndevices].\n\n[tutorial]: tutorial.md\n";
+        let labels = definitions.undefined(text).map(|(label, _)| label.as_str());
+        assert_eq!(labels.collect::<Vec<_>>(), ["`Ema`", "several devices"]);
+    }
+
+    #[test]
+    fn a_group_has_what_stands_in_brackets() {
+        let list =
+            "**Start:** the [tutorial] · a [CUDA\nlibtorch][libtorch]\n\n**Train:** [losses]\n\n";
+        assert_eq!(listed(list, "**Start:**", "\n\n"), ["tutorial", "CUDA libtorch", "libtorch"]);
+        assert_eq!(listed(list, "**Train:**", "\n\n"), ["losses"]);
+        assert!(listed(list, "**End:**", "\n\n").is_empty());
     }
 
     #[test]

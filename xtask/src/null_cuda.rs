@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use testbench::compiled;
 use testbench::null_cuda::{NullCuda, Numbers, SOURCES, check_possible};
 
@@ -14,7 +14,7 @@ use crate::args::Args;
 use crate::process::run as show;
 use crate::simulation::{Parts, run_parts};
 use crate::workspace::Workspace;
-use crate::{paths, process, simulation};
+use crate::{paths, simulation, steps};
 
 /// `cargo xtask null-cuda`.
 pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
@@ -22,27 +22,16 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     let pair = args.leading_tch()?;
     with_values |= args.leading_flag("--values");
     let numbers = if with_values { Numbers::Cpu } else { Numbers::None };
-    let mut words = args.rest().into_iter();
-    let Some(program) = words.next() else {
-        bail!(
-            "say what to run on null CUDA, for instance \
-             `cargo xtask null-cuda --values cargo run --example train`"
-        );
-    };
-    let workspace = Workspace::new(pair)?;
-    let null_cuda = NullCuda::provide(&workspace.libtorch)?;
-    let mut command = workspace.command(&program);
-    command.args(words);
-    let name = Path::new(&program).file_name().unwrap_or_default().to_string_lossy();
-    if name.starts_with("python") {
-        null_cuda.apply_to_python(numbers, &mut command);
-    } else {
-        null_cuda.apply(numbers, &mut command);
-    }
-    if std::env::var_os("SIMULATED_CUDA_REPORT").is_none() {
-        command.env("SIMULATED_CUDA_REPORT", "1");
-    }
-    process::exit_code(&mut command)
+    simulation::run_program(args, pair, "null-cuda --values", |workspace, command| {
+        let null_cuda = NullCuda::provide(&workspace.libtorch)?;
+        let program = Path::new(command.get_program()).file_name().unwrap_or_default();
+        if program.to_string_lossy().starts_with("python") {
+            null_cuda.apply_to_python(numbers, command);
+        } else {
+            null_cuda.apply(numbers, command);
+        }
+        Ok(())
+    })
 }
 
 /// The tests that see what the host code of CUDA does.
@@ -129,10 +118,12 @@ pub(crate) fn test(workspace: &Workspace) -> Result<()> {
         println!("left out: {name}: {reason}");
     }
     let counted = Some(("NULL_CUDA_MODEL", costs.as_os_str()));
-    run_parts(&PARTS, &skipped(), || on_null_cuda(counted))?;
-    run_parts(&[OF_GRAPHS, OF_NCCL], &[], || on_null_cuda(None))?;
     let late = Some(("SIMULATED_CUDA_LAG", OsStr::new("never")));
-    run_parts(&[OF_LATE_ANSWERS], &[], || on_null_cuda(late))?;
+    steps::all([
+        run_parts(&PARTS, &skipped(), || on_null_cuda(counted)),
+        run_parts(&[OF_GRAPHS, OF_NCCL], &[], || on_null_cuda(None)),
+        run_parts(&[OF_LATE_ANSWERS], &[], || on_null_cuda(late)),
+    ])?;
     if workspace.libtorch.python.is_some() {
         for script in ["captures.py", "iterations.py"] {
             let mut python = compiled::python(&workspace.libtorch, SOURCES, script);
@@ -144,8 +135,8 @@ pub(crate) fn test(workspace: &Workspace) -> Result<()> {
     compare(&costs)
 }
 
-/// Writes what each part that the program `devices` counts costs on null CUDA, for a run on a real GPU to be compared with:
-/// a file in `folder` with the version of libtorch in its name. Without null CUDA nothing is written.
+/// Writes what each part that the program `devices` counts costs on null CUDA, for a run on a real GPU to be compared
+/// with: a file in `folder` with the version of libtorch in its name. Without null CUDA nothing is written.
 pub(crate) fn count(folder: &Path) -> Result<()> {
     let workspace = Workspace::new(None)?;
     if !is_possible(&workspace) {
@@ -156,7 +147,8 @@ pub(crate) fn count(folder: &Path) -> Result<()> {
     run_parts(&[("devices", &[])], &skipped(), || {
         let mut tests = simulation::on_counted_devices(&workspace);
         null_cuda.apply(Numbers::Cpu, &mut tests);
-        tests.env("TCH_AMP_COUNTS", &file);
+        // As the bundle has it, so that nothing is compiled again.
+        tests.arg("--release").env("TCH_AMP_COUNTS", &file);
         tests
     })
 }

@@ -3,17 +3,18 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use crate::args::Args;
-use crate::{minimum, paths, process};
+use crate::{committed, minimum, paths, process};
 
-const NAME: &str = "tch-amp";
+pub(crate) const NAME: &str = "tch-amp";
 
 /// The members that the crate depends on, which are packed with it and released before it.
-const MEMBERS: [&str; 2] = ["torch-files", "run-report"];
+pub(crate) const MEMBERS: [&str; 2] = ["torch-files", "run-report"];
 
 /// What Cargo.toml says of the crate from its first release on.
 const KEYS: [&str; 2] = ["repository", "documentation"];
@@ -21,13 +22,11 @@ const KEYS: [&str; 2] = ["repository", "documentation"];
 /// The committed list of the package's files.
 const LIST: &str = "xtask/package.txt";
 
-const REFRESH: &str = "if that is right, run `cargo xtask package` and commit the list";
-
 /// `cargo xtask package`: rewrites the list, or with `--publishable` checks what a release needs.
 pub(crate) fn run(mut args: Args) -> Result<()> {
     let publishable = args.flag("--publishable");
     args.end()?;
-    if publishable { check_publishable() } else { rewrite_list() }
+    if publishable { check_publishable() } else { committed::write(LIST, &files()?) }
 }
 
 /// Fails if the crate cannot be published as it is committed. Publishes nothing.
@@ -50,30 +49,20 @@ fn is_dated(log: &str, version: &str) -> bool {
     dates.into_iter().any(|date| date.starts_with(|first: char| first.is_ascii_digit()))
 }
 
-fn rewrite_list() -> Result<()> {
-    let list = paths::root().join(LIST);
-    fs::write(&list, lines(&files()?)).with_context(|| format!("{LIST} cannot be written"))?;
-    println!("wrote {LIST}");
-    Ok(())
-}
-
 /// Fails if the package's files differ from the list, or if one must not be in the package.
 pub(crate) fn check_contents() -> Result<()> {
-    let listed = fs::read_to_string(paths::root().join(LIST))
-        .with_context(|| format!("{LIST} is missing: {REFRESH}"))?;
     let files = files()?;
-    let stray: Vec<_> = files.iter().filter(|file| is_of_tests(file)).collect();
+    let stray: Vec<_> = files.lines().filter(|file| is_of_tests(file)).collect();
     ensure!(
         stray.is_empty(),
         "tests are in the package, against `include` in Cargo.toml: {stray:?}"
     );
-    let changes = changes(&listed, &lines(&files));
-    ensure!(
-        changes.is_empty(),
-        "the package is not as {LIST} says: {}: {REFRESH}",
-        changes.join(", ")
-    );
-    println!("{} files, as {LIST} says", files.len());
+    committed::check(
+        LIST,
+        &files,
+        "if that is right, run `cargo xtask package` and commit the list",
+    )?;
+    println!("{} files, as {LIST} says", files.lines().count());
     Ok(())
 }
 
@@ -88,15 +77,13 @@ const FULL: &str = "doc-only,full";
 ///
 /// The C++, which takes minutes, is not compiled again: every other build compiles the same files of `csrc/`.
 pub(crate) fn check_builds() -> Result<()> {
-    let unpacked = packed()?;
-    minimum::apply(&unpacked)?;
+    let packed = packed()?;
+    minimum::apply(&packed)?;
     for features in FEATURES {
-        let mut clippy = doc_only(&unpacked, "clippy", features);
-        process::run(clippy.args(["--lib", "--", "-D", "warnings"]))?;
+        lint_library(&packed, features)?;
     }
-    process::run(
-        doc_only(&unpacked, "doc", FULL).arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"),
-    )
+    let mut doc = doc_only(&packed, "doc", FULL);
+    process::run(doc.args(["--package", NAME, "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
 }
 
 /// Documents the workspace with warnings as errors, without libtorch.
@@ -108,26 +95,49 @@ pub(crate) fn check_documentation() -> Result<()> {
 /// Lints every target of the workspace, and the crate with fewer features, without libtorch.
 pub(crate) fn lint() -> Result<()> {
     for features in FEATURES.into_iter().filter(|features| *features != FULL) {
-        let mut clippy = doc_only(&paths::root(), "clippy", features);
-        process::run(clippy.args(["--package", NAME, "--lib", "--", "-D", "warnings"]))?;
+        lint_library(&paths::root(), features)?;
     }
     let mut clippy = doc_only(&paths::root(), "clippy", FULL);
     process::run(clippy.args(["--workspace", "--all-targets", "--", "-D", "warnings"]))
+}
+
+fn lint_library(dir: &Path, features: &str) -> Result<()> {
+    let mut clippy = doc_only(dir, "clippy", features);
+    process::run(clippy.args(["--package", NAME, "--lib", "--", "-D", "warnings"]))
 }
 
 /// Runs the tests of the members, which need no libtorch. Those that compare with Python are skipped without one.
 pub(crate) fn test_members() -> Result<()> {
     let mut tests = process::cargo();
     tests.args(["test", "--locked"]).args(MEMBERS.iter().flat_map(|name| ["--package", name]));
-    process::run(process::on_all_cores(tests.current_dir(paths::root())))
+    // Tests without libtorch share nothing, so that they need not run one after the other as in `.cargo/config.toml`.
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    tests.env("RUST_TEST_THREADS", cores.to_string());
+    process::run(tests.current_dir(paths::root()))
 }
 
-/// Packs the crate with its members and unpacks it in another folder.
+/// Packs the crate with its members, and returns the folder of a workspace of the unpacked packages.
 pub(crate) fn packed() -> Result<PathBuf> {
     let mut package = process::cargo();
     package.args(["package", "--no-verify", "--allow-dirty", "--offline", "--quiet"]);
     process::run(package.args(selected()).current_dir(paths::root()))?;
-    unpack(&paths::target())
+    let folder = paths::target().join("packed");
+    if folder.exists() {
+        fs::remove_dir_all(&folder)?;
+    }
+    fs::create_dir_all(&folder)?;
+    for package in MEMBERS.into_iter().chain([NAME]) {
+        let archive = paths::target().join("package").join(unpacked(package)? + ".crate");
+        let mut tar = Command::new("tar");
+        process::run(tar.arg("-xzf").arg(archive).arg("-C").arg(&folder))?;
+        // The profiles, which come last, would have no effect in a member.
+        let manifest = folder.join(unpacked(package)?).join("Cargo.toml");
+        let text = fs::read_to_string(&manifest).context("the package has no Cargo.toml")?;
+        fs::write(&manifest, text.split("[profile.").next().unwrap_or(&text))?;
+    }
+    let workspace = "[workspace]\nmembers = [\"*-*\"]\nresolver = \"3\"\n";
+    fs::write(folder.join("Cargo.toml"), format!("{workspace}{}", patches(&folder, &MEMBERS)?))?;
+    Ok(folder)
 }
 
 /// The options that select the crate and its members.
@@ -135,73 +145,37 @@ fn selected() -> impl Iterator<Item = &'static str> {
     MEMBERS.into_iter().chain([NAME]).flat_map(|name| ["--package", name])
 }
 
-/// The part of a manifest that takes each packed member, beside the packed crate, in place of the one of the registry.
-pub(crate) fn patches(packed: &Path) -> Result<String> {
-    let folder = packed.parent().context("the packed crate is in no folder")?;
+/// The part of a manifest that takes packed packages in place of those of the registry.
+pub(crate) fn patches(packed: &Path, packages: &[&str]) -> Result<String> {
     let mut patches = String::from("\n[patch.crates-io]\n");
-    for member in MEMBERS {
-        let path = folder.join(format!("{member}-{}", version(member)?));
-        patches += &format!("{member} = {{ path = {:?} }}\n", path.display().to_string());
+    for package in packages {
+        let path = packed.join(unpacked(package)?).display().to_string();
+        patches += &format!("{package} = {{ path = {path:?} }}\n");
     }
     Ok(patches)
 }
 
-/// The files that cargo would pack, sorted. New files that were not added to git are included.
-fn files() -> Result<Vec<String>> {
+/// The name of the folder of an unpacked package.
+fn unpacked(package: &str) -> Result<String> {
+    Ok(format!("{package}-{}", version(package)?))
+}
+
+/// The files that cargo would pack, sorted, a line for each. New files that were not added to git are included.
+fn files() -> Result<String> {
     let mut list = process::cargo();
     list.args(["package", "--package", NAME, "--list", "--allow-dirty", "--offline"]);
     let printed = process::read(list.current_dir(paths::root()))?;
     // Without a git repository, cargo leaves this file out.
     let files = printed.lines().filter(|file| *file != ".cargo_vcs_info.json");
-    let mut files: Vec<_> = files.map(str::to_owned).collect();
+    let mut files: Vec<_> = files.map(|file| format!("{file}\n")).collect();
     files.sort();
-    Ok(files)
-}
-
-fn lines(files: &[String]) -> String {
-    files.iter().map(|file| format!("{file}\n")).collect()
+    Ok(files.concat())
 }
 
 /// Whether a file is a test or an oracle.
 fn is_of_tests(file: &str) -> bool {
     let mut parts = file.split('/');
     parts.any(|part| ["tests", "tests.rs", "oracle"].contains(&part)) || file.ends_with(".py")
-}
-
-/// The differences between the lists.
-fn changes(listed: &str, found: &str) -> Vec<String> {
-    let lacks = |list: &str, file: &str| !list.lines().any(|line| line == file);
-    let new = found.lines().filter(|file| lacks(listed, file)).map(|file| format!("{file} is new"));
-    let gone =
-        listed.lines().filter(|file| lacks(found, file)).map(|file| format!("{file} is gone"));
-    new.chain(gone).collect()
-}
-
-/// Unpacks the packages below `target`, as workspaces of their own, and returns the folder of the crate.
-fn unpack(target: &Path) -> Result<PathBuf> {
-    let folder = target.join("packed");
-    if folder.exists() {
-        fs::remove_dir_all(&folder)?;
-    }
-    fs::create_dir_all(&folder)?;
-    for package in MEMBERS.into_iter().chain([NAME]) {
-        let name = format!("{package}-{}", version(package)?);
-        let archive = target.join("package").join(format!("{name}.crate"));
-        let mut tar = Command::new("tar");
-        process::run(tar.arg("-xzf").arg(archive).arg("-C").arg(&folder))?;
-        // The package is in the folder of another workspace, but is not part of it.
-        append(&folder.join(name), "\n[workspace]\n")?;
-    }
-    let unpacked = folder.join(format!("{NAME}-{}", version(NAME)?));
-    append(&unpacked, &patches(&unpacked)?)?;
-    Ok(unpacked)
-}
-
-/// Adds a text to the manifest of an unpacked package.
-fn append(unpacked: &Path, text: &str) -> Result<()> {
-    let manifest = unpacked.join("Cargo.toml");
-    let own = fs::read_to_string(&manifest).context("the package has no Cargo.toml")?;
-    fs::write(manifest, own + text).context("Cargo.toml cannot be written")
 }
 
 fn version(package: &str) -> Result<String> {
@@ -242,12 +216,6 @@ pub(crate) fn without_libtorch(dir: &Path) -> Command {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn new_and_missing_files_are_named() {
-        assert_eq!(changes("a\nb\n", "b\nc\n"), ["c is new", "a is gone"]);
-        assert!(changes("a\n", "a\n").is_empty());
-    }
 
     #[test]
     fn a_release_has_a_date() {

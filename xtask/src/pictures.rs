@@ -1,11 +1,10 @@
 //! The pictures of the README: on docs.rs, where a page has no files beside it, they are in the addresses of the links.
 
-use std::fmt::Write;
 use std::fs;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 
-use crate::paths;
+use crate::{committed, paths};
 
 const PICTURES: &str = "docs/pictures";
 
@@ -17,30 +16,19 @@ const WIDTH: u32 = 480;
 
 /// Fails if the documentation has other pictures than the folder.
 pub(crate) fn check() -> Result<()> {
-    let path = paths::root().join(TARGETS);
-    let found = fs::read_to_string(&path).with_context(|| format!("{TARGETS} cannot be read"))?;
-    ensure!(found == targets()?, "{TARGETS} is not {PICTURES} any more: run `cargo xtask fmt`");
-    Ok(())
+    committed::check(TARGETS, &targets()?, "run `cargo xtask fmt`")
 }
 
 /// Writes the definitions.
 pub(crate) fn write() -> Result<()> {
-    fs::write(paths::root().join(TARGETS), targets()?)
-        .with_context(|| format!("{TARGETS} cannot be written"))
+    committed::write(TARGETS, &targets()?)
 }
 
 fn targets() -> Result<String> {
-    let folder = paths::root().join(PICTURES);
-    let mut paths = Vec::new();
-    for entry in fs::read_dir(&folder).with_context(|| format!("{PICTURES} cannot be read"))? {
-        paths.push(entry?.path());
-    }
-    paths.sort();
     let mut text = String::new();
-    for path in paths.iter().filter(|path| path.extension().is_some_and(|end| end == "svg")) {
-        let name = path.file_stem().unwrap_or_default().to_string_lossy();
-        let svg = sized(&fs::read_to_string(path)?);
-        writeln!(text, "[{name} picture]: data:image/svg+xml,{}", encoded(&svg))?;
+    for path in paths::files(PICTURES, ".svg")? {
+        let svg = encoded(&sized(&fs::read_to_string(&path)?));
+        text += &format!("[{} picture]: data:image/svg+xml,{svg}\n", paths::stem(&path));
     }
     Ok(text)
 }

@@ -100,20 +100,14 @@ pub(crate) fn check() -> Result<()> {
 
 /// The faults, sorted by their names.
 fn faults() -> Result<Vec<Fault>> {
-    let folder = paths::root().join(FAULTS);
-    let mut faults = Vec::new();
-    for entry in fs::read_dir(&folder).with_context(|| format!("{FAULTS} cannot be read"))? {
-        let patch = entry?.path();
-        let name = patch.file_name().unwrap_or_default().to_string_lossy();
-        let Some(name) = name.strip_suffix(".patch").map(str::to_owned) else {
-            bail!("{FAULTS}/{name} is not a patch");
-        };
-        let text = fs::read_to_string(&patch).with_context(|| patch.display().to_string())?;
-        let test = Test::of_patch(&text).with_context(|| format!("{FAULTS}/{name}.patch"))?;
-        faults.push(Fault { name, patch, test });
-    }
-    faults.sort_by(|one, other| one.name.cmp(&other.name));
-    Ok(faults)
+    let faults = paths::files(FAULTS, "")?.into_iter().map(|patch| {
+        let name = paths::relative(&patch);
+        ensure!(name.ends_with(".patch"), "{name} is not a patch");
+        let text = fs::read_to_string(&patch).with_context(|| name.clone())?;
+        let test = Test::of_patch(&text).context(name)?;
+        Ok(Fault { name: paths::stem(&patch), patch, test })
+    });
+    faults.collect()
 }
 
 impl Test {

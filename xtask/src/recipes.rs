@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::{bundle, package, paths, process};
+use crate::{package, paths, process, workspace};
 
 /// The paths in `recipes/Cargo.toml`, which a copy does not have.
 const PATHS: [&str; 2] = [r#", path = "..""#, r#", path = "../run-report""#];
@@ -25,13 +25,8 @@ pub(crate) fn check() -> Result<()> {
 
 /// The names of the recipes.
 fn names() -> Result<Vec<String>> {
-    let mut names = Vec::new();
-    for entry in fs::read_dir(paths::root().join("recipes/examples"))? {
-        let path = entry?.path();
-        names.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
-    }
-    names.sort();
-    Ok(names)
+    let files = paths::files("recipes/examples", ".rs")?;
+    Ok(files.iter().map(|file| paths::stem(file)).collect())
 }
 
 /// Compiles a copy that has only these recipes.
@@ -51,7 +46,7 @@ fn copy(packed: &Path, kept: &[String]) -> Result<PathBuf> {
     if copy.exists() {
         fs::remove_dir_all(&copy)?;
     }
-    bundle::copy(&paths::root().join("recipes"), &copy)?;
+    workspace::copy(&paths::root().join("recipes"), &copy)?;
     // The versions that are known to be downloaded.
     fs::copy(paths::root().join("Cargo.lock"), copy.join("Cargo.lock"))?;
     let manifest = copy.join("Cargo.toml");
@@ -60,10 +55,8 @@ fn copy(packed: &Path, kept: &[String]) -> Result<PathBuf> {
         ensure!(text.contains(path), "recipes/Cargo.toml has no {path}");
         text = text.replace(path, "");
     }
-    let patches = package::patches(packed)?;
-    let packed = packed.display().to_string();
-    let own = format!("{patches}tch-amp = {{ path = {packed:?} }}\n\n[workspace]\n");
-    fs::write(&manifest, text + &own)?;
+    let packages = [&package::MEMBERS[..], &[package::NAME]].concat();
+    fs::write(&manifest, text + &package::patches(packed, &packages)? + "\n[workspace]\n")?;
     for name in names()?.iter().filter(|name| !is_needed(name, kept)) {
         remove(&copy, name)?;
     }

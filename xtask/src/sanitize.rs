@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::args::Args;
 use crate::workspace::Workspace;
-use crate::{compiler, paths, process};
+use crate::{paths, process};
 
 /// Tests that pass raw pointers to the shim, and need no Python.
 const TESTS: [&[&str]; 2] = [
@@ -78,13 +78,11 @@ pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
         return Ok(());
     }
     let mut units = BTreeMap::new();
-    for source in compiler::cxx_files(&["csrc"])? {
-        if source.extension().is_some_and(|end| end == "cpp") {
-            let folder = source.parent().and_then(Path::file_name).unwrap_or_default();
-            let own = OWN_UNITS.into_iter().find(|name| folder == *name);
-            let unit = units.entry(own).or_insert_with(|| clang(&workspace.libtorch.root));
-            unit.arg("-include").arg(source);
-        }
+    for source in paths::files_below("csrc", ".cpp")? {
+        let folder = source.parent().and_then(Path::file_name).unwrap_or_default();
+        let own = OWN_UNITS.into_iter().find(|name| folder == *name);
+        let unit = units.entry(own).or_insert_with(|| clang(&workspace.libtorch.root));
+        unit.arg("-include").arg(source);
     }
     let mut running = Vec::new();
     for unit in units.values_mut() {

@@ -1,15 +1,17 @@
 //! The tests on simulated GPUs.
 
+use std::env;
+use std::path::Path;
 use std::process::{Command, ExitCode};
-use std::{env, fs};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use testbench::simulated_cuda::{Simulation, check_possible};
 
 use crate::args::Args;
 use crate::process::run as show;
+use crate::versions::Pair;
 use crate::workspace::Workspace;
-use crate::{paths, process};
+use crate::{paths, process, steps};
 
 /// Modules or tests of a program, by what their names begin with; none stands for all of them. What is not in the same
 /// program is another's: a filter of one command would find its names in others, too.
@@ -42,7 +44,7 @@ const LAGS: [(&str, [Parts; 2]); 2] = [
     ("0", [("steps", &["scaler::", "schedule::"]), ABOUT_LAGS]),
     ("never", [("steps", &["optim::", "scaler::", "schedule::"]), ABOUT_LAGS]),
 ];
-const ABOUT_LAGS: Parts = ("devices", &["controls::", "skips::"]);
+const ABOUT_LAGS: Parts = ("devices", &["controls::", "saved_tensors::", "skips::"]);
 
 /// The tests that see which operators libtorch has on a device, and what its kernels do.
 pub(crate) const OF_KERNELS: [Parts; 2] = [
@@ -65,28 +67,28 @@ pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
         return Ok(false);
     }
     let simulation = Simulation::provide(&workspace.libtorch)?;
-    show(simulated(workspace, &simulation).arg("--lib"))?;
+    let of_library = show(simulated(workspace, &simulation).arg("--lib"));
     let (parts, left_out) = match extent {
         Extent::Whole => (&ON_DEVICES[..], &STEPS_ON_THE_CPU[..]),
         Extent::OfKernels => (&OF_KERNELS[..], &[][..]),
     };
-    run_parts(parts, left_out, || simulated(workspace, &simulation))?;
+    let of_programs = run_parts(parts, left_out, || simulated(workspace, &simulation));
+    steps::all([of_library, of_programs])?;
     Ok(true)
 }
 
-/// Runs the parts of each program by a command that `make` begins, without what is left out.
+/// Runs the parts of each program by a command that `make` begins, without what is left out: also after a program that
+/// has failed, so that one run shows all failures.
 pub(crate) fn run_parts(
     parts: &[Parts],
     left_out: &[&str],
     make: impl Fn() -> Command,
 ) -> Result<()> {
-    for (program, parts) in parts {
+    steps::all(parts.iter().map(|(program, parts)| {
         let mut tests = make();
         tests.args(["--test", program, "--"]).args(*parts);
-        tests.args(left_out.iter().flat_map(|name| ["--skip", name]));
-        show(&mut tests)?;
-    }
-    Ok(())
+        show(tests.args(left_out.iter().flat_map(|name| ["--skip", name])))
+    }))
 }
 
 /// Runs the tests that depend on copies from a device with copies that arrive at another time.
@@ -139,37 +141,36 @@ pub(crate) fn fewer_programs(tests: &mut Command) {
 
 /// The names of the programs of tests: the files and the folders with a `main.rs`.
 pub(crate) fn programs() -> Result<Vec<String>> {
-    let folder = paths::root().join("tests");
-    let entries =
-        fs::read_dir(&folder).with_context(|| format!("{} cannot be read", folder.display()))?;
-    let mut names = Vec::new();
-    for entry in entries {
-        let path = entry?.path();
-        let is_test =
-            path.extension().is_some_and(|kind| kind == "rs") || path.join("main.rs").is_file();
-        if let Some(name) = path.file_stem().filter(|_| is_test) {
-            names.push(name.to_string_lossy().into_owned());
-        }
-    }
-    names.sort();
-    Ok(names)
+    let mut paths = paths::entries(&paths::root().join("tests"))?;
+    let is_rust = |path: &Path| path.extension().is_some_and(|kind| kind == "rs");
+    paths.retain(|path| is_rust(path) || path.join("main.rs").is_file());
+    Ok(paths.iter().map(|path| paths::stem(path)).collect())
 }
 
 /// `cargo xtask simulate`.
 pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     let pair = args.leading_tch()?;
+    run_program(args, pair, "simulate", |workspace, command| {
+        Simulation::provide(&workspace.libtorch)?.apply(command);
+        Ok(())
+    })
+}
+
+/// Runs the program that the words name, prepared for devices, and prints what it cost them.
+pub(crate) fn run_program(
+    args: Args,
+    pair: Option<Pair>,
+    chore: &str,
+    prepare: impl FnOnce(&Workspace, &mut Command) -> Result<()>,
+) -> Result<ExitCode> {
     let mut words = args.rest().into_iter();
-    let Some(program) = words.next() else {
-        bail!(
-            "say what to run on the simulated GPUs, for instance \
-             `cargo xtask simulate cargo run --example train`"
-        );
-    };
+    let program = words.next().with_context(|| {
+        format!("say what to run, for instance `cargo xtask {chore} cargo run --example train`")
+    })?;
     let workspace = Workspace::new(pair)?;
-    let simulation = Simulation::provide(&workspace.libtorch)?;
     let mut command = workspace.command(&program);
     command.args(words);
-    simulation.apply(&mut command);
+    prepare(&workspace, &mut command)?;
     if env::var_os("SIMULATED_CUDA_REPORT").is_none() {
         command.env("SIMULATED_CUDA_REPORT", "1");
     }
@@ -197,7 +198,8 @@ fn source_of(program: &str, part: &str) -> String {
     let module = paths::root().join("tests").join(program).join(module.replace("::", "/"));
     let mut files = [module.with_extension("rs"), module.join("mod.rs")].into_iter();
     let file = files.find(|file| file.is_file());
-    fs::read_to_string(file.unwrap_or_else(|| panic!("there is no {}", module.display()))).unwrap()
+    std::fs::read_to_string(file.unwrap_or_else(|| panic!("there is no {}", module.display())))
+        .unwrap()
 }
 
 #[cfg(test)]

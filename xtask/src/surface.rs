@@ -7,42 +7,30 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use public_api::PublicItem;
 use public_api::tokens::Token;
 
 use crate::args::Args;
-use crate::{package, paths, process};
+use crate::{committed, package, paths, process};
 
 /// The committed list.
 const LIST: &str = "xtask/surface.txt";
-
-const REFRESH: &str =
-    "if that is right, run `cargo xtask surface`, commit the list and write of it in CHANGELOG.md";
 
 /// `cargo xtask surface`: rewrites the list, and prints how large the surface is.
 pub(crate) fn rewrite_list(args: Args) -> Result<()> {
     args.end()?;
     let surface = Surface::read(&describe()?)?;
-    fs::write(paths::root().join(LIST), &surface.list)
-        .with_context(|| format!("{LIST} cannot be written"))?;
-    println!("wrote {LIST}\n{}", surface.size);
+    committed::write(LIST, &surface.list)?;
+    println!("{}", surface.size);
     Ok(())
 }
 
 /// Compares the public API with the list.
 pub(crate) fn check() -> Result<()> {
-    let known = fs::read_to_string(paths::root().join(LIST))
-        .with_context(|| format!("{LIST} is missing: {REFRESH}"))?;
     let now = Surface::read(&describe()?)?;
-    let only_in = |a: &str, b: &str, sign| -> Vec<String> {
-        a.lines()
-            .filter(|line| !b.lines().any(|l| l == *line))
-            .map(|l| format!("{sign} {l}"))
-            .collect()
-    };
-    let changes = [only_in(&known, &now.list, '-'), only_in(&now.list, &known, '+')].concat();
-    ensure!(changes.is_empty(), "the surface has changed:\n{}\n{REFRESH}", changes.join("\n"));
+    let remedy = "if that is right, run `cargo xtask surface`, commit the list and write of it in CHANGELOG.md";
+    committed::check(LIST, &now.list, remedy)?;
     println!("{}, as {LIST} says", now.size);
     Ok(())
 }

@@ -13,8 +13,8 @@ use crate::steps::{self, Beside, Steps};
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::Workspace;
 use crate::{
-    fmt, fuzz, layers, links, minimum, null_cuda, package, paths, planted, process, recipes,
-    sanitize, simulation, surface,
+    fmt, fuzz, layers, links, minimum, null_cuda, package, paths, planted, recipes, sanitize,
+    simulation, surface,
 };
 
 const FUZZ_SECONDS: u32 = 10;
@@ -70,7 +70,7 @@ const STAGES: &[Stage] = &[
     check("members", "tests of torch-files and run-report", package::test_members),
     with_libtorch("lib", "tests of private code", |workspace| {
         // Of the crate and of the recipes.
-        show(process::on_all_cores(workspace.cargo_test().arg("--lib")))
+        show(workspace.cargo_test().arg("--lib"))
     }),
     with_libtorch("xtask", "tests of xtask and testbench", |workspace| {
         show(workspace.cargo("test").args(["--package", "xtask", "--package", "testbench"]))
@@ -93,6 +93,11 @@ const STAGES: &[Stage] = &[
     beside("cpu", "tests on the CPU", |workspace| {
         let mut tests = on_cpu(workspace);
         tests.args(["--test", "*"]);
+        Ok(tests)
+    }),
+    beside("hooks", "optimizers and pairs with hooks around what autograd saves", |workspace| {
+        let mut tests = with_hooks(workspace);
+        tests.args(["--test", "steps", "--", "optim::", "pairs::"]);
         Ok(tests)
     }),
     beside("sanitize", "tests under sanitizers", |_| {
@@ -255,6 +260,9 @@ fn check_alone(steps: &mut Steps) -> Result<()> {
     if cfg!(target_os = "linux") {
         steps.run("fuzzing, briefly", || fuzz::checkpoints(&workspace, FUZZ_SECONDS))?;
     }
+    steps.run("tests with hooks around what autograd saves", || {
+        show(with_hooks(&workspace).args(["--test", "*"]))
+    })?;
     steps.run("copies that arrive at another time", || simulation::test_lags(&workspace))
 }
 
@@ -269,8 +277,8 @@ fn pairs(mut args: Args, pair: Option<Pair>) -> Result<()> {
     show(tests.env("TCH_AMP_PAIRS_SECONDS", seconds.to_string()))
 }
 
-/// Runs the tests with another tch than the locked one, without the checks that do not depend on it: neither late copies
-/// nor the examples in the documentation do. Returns the names and the commands of those that did not run on simulated
+/// Runs the tests with another tch than the locked one, without the checks that do not depend on it: neither late
+/// copies nor the examples in the documentation do. Returns the names and the commands of those that did not run on simulated
 /// GPUs: they mostly wait for processes and for time.
 fn test_other(
     steps: &mut Steps,
@@ -292,7 +300,7 @@ fn test_other(
         left_out.extend(simulation::OF_KERNELS);
     }
     let mut lib = workspace.cargo_test();
-    process::on_all_cores(lib.arg("--lib"));
+    lib.arg("--lib");
     let mut commands = vec![(format!("private code {with}"), lib)];
     for program in simulation::programs()? {
         let own = left_out.iter().filter(|(name, _)| *name == program);
@@ -312,13 +320,20 @@ fn test_other(
 
 /// `cargo test` on the CPU.
 ///
-/// cargo-nextest would start a process for each test. One that loads libtorch takes a second of processor time before it
-/// begins: 40 minutes for all of them.
+/// cargo-nextest would start a process for each test. One that loads libtorch takes a second of processor time before
+/// it begins: 40 minutes for all of them.
 fn on_cpu(workspace: &Workspace) -> Command {
     workspace.warn_without_python();
     let mut tests = workspace.cargo_test();
     // One run shows all that fails: the next one would take as long.
     tests.arg("--no-fail-fast");
+    tests
+}
+
+/// `cargo test` on the CPU, where all that autograd saves goes through hooks that change nothing.
+fn with_hooks(workspace: &Workspace) -> Command {
+    let mut tests = on_cpu(workspace);
+    tests.env("TCH_AMP_SAVED_TENSORS", "as-given");
     tests
 }
 

@@ -30,6 +30,11 @@ impl Venv {
         Self::new("clang-format", version, 1)
     }
 
+    /// The environment with Hugging Face's transformers of `version`, but without PyTorch.
+    pub(crate) fn transformers(version: &str) -> Result<Self> {
+        Self::new("transformers", version, 1)
+    }
+
     fn new(package: &'static str, version: &str, size: u64) -> Result<Self> {
         let dir = cache::dir()?.join(format!("{package}-{version}"));
         Ok(Self { dir, package, version: version.to_owned(), size })
@@ -42,11 +47,16 @@ impl Venv {
 
     /// The folder of the package itself.
     pub(crate) fn package_dir(&self) -> Result<PathBuf> {
+        Ok(self.site()?.join(self.module()))
+    }
+
+    /// The folder of the package and of those that it needs.
+    pub(crate) fn site(&self) -> Result<PathBuf> {
         let libs = self.dir.join("lib");
         let entries = fs::read_dir(&libs).with_context(|| format!("{} is gone", libs.display()))?;
         let sites = entries.flatten().map(|entry| entry.path().join("site-packages"));
-        let mut packages = sites.map(|site| site.join(self.module())).filter(|dir| dir.is_dir());
-        packages.next().with_context(|| format!("{} has no {}", libs.display(), self.package))
+        let mut sites = sites.filter(|site| site.join(self.module()).is_dir());
+        sites.next().with_context(|| format!("{} has no {}", libs.display(), self.package))
     }
 
     /// Creates the environment unless it exists. Two concurrent runs create it once.

@@ -136,9 +136,8 @@ pub(crate) fn make(target: &Path, pair: Pair) -> Result<PathBuf> {
 pub(crate) fn make_with_copies(target: &Path, name: &str, copied: &[&str]) -> Result<PathBuf> {
     let (root, dir) = (paths::root(), target.join(name));
     mirror(&dir, copied)?;
-    copy_if_changed(&root.join("Cargo.lock"), &dir.join("Cargo.lock"))?;
-    for folder in copied {
-        copy_folder(&root.join(folder), &dir.join(folder))?;
+    for name in copied.iter().chain(&["Cargo.lock"]) {
+        copy(&root.join(name), &dir.join(name))?;
     }
     Ok(dir)
 }
@@ -202,21 +201,23 @@ fn mirror(dir: &Path, own: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Makes `copy` equal to the folder `original`. Files that are equal keep their times, so that cargo compiles only what
-/// has changed.
-fn copy_folder(original: &Path, copy: &Path) -> Result<()> {
-    fs::create_dir_all(copy).with_context(|| format!("{} cannot be made", copy.display()))?;
-    for entry in fs::read_dir(original)? {
-        let (from, to) = {
-            let entry = entry?;
-            (entry.path(), copy.join(entry.file_name()))
-        };
-        if from.is_dir() { copy_folder(&from, &to)? } else { copy_if_changed(&from, &to)? }
+/// Makes `to` equal to a file or a folder, except for compiled Python. Files that are equal keep their times, so that
+/// cargo compiles only what has changed.
+pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
+    let cannot = || format!("{} cannot be copied", from.display());
+    if !from.is_dir() {
+        let is_same = fs::read(to).is_ok_and(|old| fs::read(from).is_ok_and(|new| new == old));
+        return if is_same { Ok(()) } else { fs::copy(from, to).map(drop).with_context(cannot) };
     }
-    for entry in fs::read_dir(copy)? {
-        let entry = entry?;
-        if !original.join(entry.file_name()).exists() {
-            let gone = entry.path();
+    fs::create_dir_all(to).with_context(cannot)?;
+    for path in paths::entries(from)? {
+        let name = path.file_name().unwrap_or_default();
+        if name != "__pycache__" {
+            copy(&path, &to.join(name))?;
+        }
+    }
+    for gone in paths::entries(to)? {
+        if !from.join(gone.file_name().unwrap_or_default()).exists() {
             if gone.is_dir() { fs::remove_dir_all(gone)? } else { fs::remove_file(gone)? }
         }
     }
@@ -241,11 +242,6 @@ fn check_lock(dir: &Path) -> Result<()> {
     process::read(&mut metadata).map(drop)
 }
 
-fn copy_if_changed(from: &Path, to: &Path) -> Result<()> {
-    let text = fs::read_to_string(from).with_context(|| from.display().to_string())?;
-    write_if_changed(to, &text)
-}
-
 /// Writes the file only if its content changes, which preserves its time.
 fn write_if_changed(path: &Path, text: &str) -> Result<()> {
     if fs::read_to_string(path).is_ok_and(|old| old == text) {
@@ -262,19 +258,19 @@ mod tests {
     #[test]
     fn a_copy_is_restored_and_equal_files_keep_their_times() {
         let folder = paths::target().join("tests-of-xtask/copies");
-        let (original, copy) = (folder.join("original"), folder.join("copy"));
-        fs::create_dir_all(original.join("inner")).unwrap();
-        for file in ["same.rs", "inner/changed.rs"] {
+        let (original, to) = (folder.join("original"), folder.join("copy"));
+        fs::create_dir_all(original.join("inner/__pycache__")).unwrap();
+        for file in ["same.rs", "inner/changed.rs", "inner/__pycache__/b.pyc"] {
             fs::write(original.join(file), file).unwrap();
         }
-        copy_folder(&original, &copy).unwrap();
-        let time = || fs::metadata(copy.join("same.rs")).unwrap().modified().unwrap();
+        copy(&original, &to).unwrap();
+        let time = || fs::metadata(to.join("same.rs")).unwrap().modified().unwrap();
         let before = time();
-        fs::write(copy.join("inner/changed.rs"), "a fault").unwrap();
-        fs::write(copy.join("inner/new.rs"), "a fault").unwrap();
-        copy_folder(&original, &copy).unwrap();
-        assert_eq!(fs::read_to_string(copy.join("inner/changed.rs")).unwrap(), "inner/changed.rs");
-        assert!(!copy.join("inner/new.rs").exists());
+        fs::write(to.join("inner/changed.rs"), "a fault").unwrap();
+        fs::write(to.join("inner/new.rs"), "a fault").unwrap();
+        copy(&original, &to).unwrap();
+        assert_eq!(fs::read_to_string(to.join("inner/changed.rs")).unwrap(), "inner/changed.rs");
+        assert!(!to.join("inner/new.rs").exists() && !to.join("inner/__pycache__").exists());
         assert_eq!(time(), before);
     }
 
