@@ -7,9 +7,9 @@
 //! | | |
 //! |---|---|
 //! | **Start** | the [tutorial] step by step; [recipes], an example for each need; [porting] from Python; [tch's examples] converted; a [CUDA libtorch][libtorch] |
-//! | **Train** | [training] loops; [losses written by hand][losses]; [optimizers]; [low-bit moments]; [half-precision parameters]; [policies and loss scales]; [checkpoints]; [several devices]; [custom functions]; [graphs] |
-//! | **Understand** | [insight] into a model; [precision budgets]; [number formats]; [operations] and their dtypes; [calls that synchronize][synchronization] |
-//! | **Look up** | [common errors]; [differences] from PyTorch; [guarantees] |
+//! | **Train** | [training] loops; [losses written by hand][losses]; [less memory]; [optimizers]; [low-bit moments]; [half-precision parameters]; [policies and loss scales]; [checkpoints]; [several devices]; [custom functions]; [graphs] |
+//! | **Understand** | [insight] into a model; [precision budgets]; [number formats]; [operations] and their dtypes; [calls that synchronize][synchronization]; NVIDIA's [guide of training with mixed precision][nvidia] |
+//! | **Look up** | [common errors]; [differences] from PyTorch; [guarantees]; [measurements][docs/measurements]; [changes][CHANGELOG.md]; [contributing][CONTRIBUTING.md] |
 
 // guide/links.md defines the links of all pages and of the README. It is included first, so that its definitions take
 // precedence over those at the end of a page, which link to files of the repository.
@@ -56,6 +56,12 @@ pub mod training {}
 #[doc = ""]
 #[doc = include_str!("../docs/losses.md")]
 pub mod losses {}
+
+#[doc = include_str!("guide/links.md")]
+/// What takes the memory of an iteration, and losses, layers and blocks that keep less of it.
+#[doc = ""]
+#[doc = include_str!("../docs/memory.md")]
+pub mod memory {}
 
 #[doc = include_str!("guide/links.md")]
 /// Iterations that are captured as a CUDA graph and replayed: what they may do, and what is noticed.
