@@ -26,14 +26,20 @@ impl Checkpoint {
     /// it when the copy is written.
     pub(super) fn copied(&self, memory: &mut Memory) -> Result<Copied> {
         let (mut bytes, mut staged) = (0, Vec::new());
-        let mut copy = |_: &[&str], entry: &TensorEntry| {
+        let checkpoint = self.mapped(&mut |_, _, entry| {
             let copied = entry.copied(memory)?;
             bytes += if copied.is_here() { copied.size_in_bytes() } else { 0 };
             staged.extend(copied.staged().map(Arc::clone));
             Ok(copied)
-        };
-        let parts = copied_parts(&self.parts, &mut copy)?;
-        Ok(Copied { checkpoint: Self { parts, ..Self::default() }, bytes, staged })
+        })?;
+        Ok(Copied { checkpoint, bytes, staged })
+    }
+
+    /// Makes a checkpoint of the same parts, with other entries for their tensors.
+    pub(super) fn mapped(&self, make: &mut Make<'_>) -> Result<Self> {
+        let parts =
+            self.parts.iter().map(|(name, part)| Ok((name.clone(), part.mapped(name, make)?)));
+        Ok(Self { parts: parts.collect::<Result<_>>()?, ..Self::default() })
     }
 
     /// Returns the memory of a copy for the next one.
@@ -46,27 +52,28 @@ impl Checkpoint {
     }
 }
 
-/// Copies a tensor, whose names in its part it is given.
-type Copy<'a> = dyn FnMut(&[&str], &TensorEntry) -> Result<TensorEntry> + 'a;
+/// Makes the entry of a tensor, given its part, its names in that, and its entry now.
+pub(super) type Make<'a> = dyn FnMut(&str, &[&str], &TensorEntry) -> Result<TensorEntry> + 'a;
 
-pub(super) fn copied_parts(parts: &Parts, copy: &mut Copy<'_>) -> Result<Parts> {
-    parts.iter().map(|(name, part)| Ok((name.clone(), part.copied(copy)?))).collect()
+/// The parts within a part.
+fn mapped_parts(part: &str, others: &Parts, make: &mut Make<'_>) -> Result<Parts> {
+    others.iter().map(|(name, other)| Ok((name.clone(), other.mapped(part, make)?))).collect()
 }
 
 type Entries = BTreeMap<String, TensorEntry>;
 
-fn copied(entries: &Entries, copy: &mut Copy<'_>) -> Result<Entries> {
-    entries.iter().map(|(name, entry)| Ok((name.clone(), copy(&[name], entry)?))).collect()
+fn mapped(part: &str, entries: &Entries, make: &mut Make<'_>) -> Result<Entries> {
+    entries.iter().map(|(name, entry)| Ok((name.clone(), make(part, &[name], entry)?))).collect()
 }
 
 impl Part {
-    pub(super) fn copied(&self, copy: &mut Copy<'_>) -> Result<Self> {
+    fn mapped(&self, part: &str, make: &mut Make<'_>) -> Result<Self> {
         Ok(match self {
-            Self::Model(tensors) => Self::Model(copied(tensors, copy)?),
-            Self::Optimizer(part) => Self::Optimizer(part.copied(copy)?),
+            Self::Model(tensors) => Self::Model(mapped(part, tensors, make)?),
+            Self::Optimizer(it) => Self::Optimizer(it.mapped(part, make)?),
             Self::Scaler(state) => Self::Scaler(state.clone()),
-            Self::State(part) => Self::State(part.copied(copy)?),
-            Self::Tensor(entry) => Self::Tensor(copy(&[], entry)?),
+            Self::State(it) => Self::State(it.mapped(part, make)?),
+            Self::Tensor(entry) => Self::Tensor(make(part, &[], entry)?),
             Self::Value(value) => Self::Value(value.clone()),
             Self::Empty => Self::Empty,
             Self::Unknown(why) => Self::Unknown(why.clone()),
@@ -95,36 +102,38 @@ impl Part {
 }
 
 impl OptimizerPart {
-    fn copied(&self, copy: &mut Copy<'_>) -> Result<Self> {
+    fn mapped(&self, part: &str, make: &mut Make<'_>) -> Result<Self> {
         let Self { state, param_groups, params_are_numbers, adam_or_adamw, by_muon, others } = self;
-        let mut copied = BTreeMap::new();
+        let mut mapped = BTreeMap::new();
         for (parameter, entries) in state {
-            let entries = entries.iter().map(|(key, it)| {
-                let copied = copy(&[parameter, key], it)?;
-                Ok((key.clone(), Box::new(copied)))
-            });
-            copied.insert(parameter.clone(), entries.collect::<Result<_>>()?);
+            let entries = entries
+                .iter()
+                .map(|(key, it)| Ok((key.clone(), Box::new(make(part, &[parameter, key], it)?))));
+            mapped.insert(parameter.clone(), entries.collect::<Result<_>>()?);
         }
         Ok(Self {
-            state: copied,
+            state: mapped,
             param_groups: param_groups.clone(),
             params_are_numbers: *params_are_numbers,
             adam_or_adamw: *adam_or_adamw,
             by_muon: by_muon.clone(),
-            others: copied_parts(others, copy)?,
+            others: mapped_parts(part, others, make)?,
         })
     }
 }
 
 impl StatePart {
-    fn copied(&self, copy: &mut Copy<'_>) -> Result<Self> {
+    fn mapped(&self, part: &str, make: &mut Make<'_>) -> Result<Self> {
         let Self { tensors, values, others, maybe, beside_averages } = self;
         Ok(Self {
-            tensors: copied(tensors, copy)?,
+            tensors: mapped(part, tensors, make)?,
             values: values.clone(),
-            others: copied_parts(others, copy)?,
-            maybe: copied(maybe, copy)?,
-            beside_averages: beside_averages.as_ref().map(|it| copied(it, copy)).transpose()?,
+            others: mapped_parts(part, others, make)?,
+            maybe: mapped(part, maybe, make)?,
+            beside_averages: beside_averages
+                .as_ref()
+                .map(|it| mapped(part, it, make))
+                .transpose()?,
         })
     }
 }

@@ -80,7 +80,7 @@ pub use crate::error::CheckpointError;
 pub use folder::{CheckpointFile, CheckpointFolder, Found, MetricGoal, PendingSave, Start};
 pub use format::Format;
 pub use restore::{Restore, Restored};
-pub(crate) use sharded::{Exchange, Ranks};
+pub(crate) use sharded::{Exchange, SavingRanks};
 #[cfg(feature = "distributed")]
 pub(crate) use stateful::check_rng_state;
 pub use stateful::{Prepared, Rng, SaveState, SavedState, Stateful};
@@ -113,7 +113,7 @@ pub struct Checkpoint {
     /// The room that the parts take in a file; `None` for parts that were loaded until another one is added.
     room: Option<SizeBudget>,
     /// The ranks that save it together.
-    ranks: Option<Arc<dyn Ranks>>,
+    ranks: Option<Arc<dyn SavingRanks>>,
     /// The file from which the parts were loaded, unless others have been added since.
     #[cfg(feature = "distributed")]
     source: Option<Source>,
@@ -137,7 +137,7 @@ impl Checkpoint {
 
     /// Creates an empty checkpoint that these ranks save together.
     #[cfg(feature = "distributed")]
-    pub(crate) fn of_ranks(ranks: Arc<dyn Ranks>) -> Self {
+    pub(crate) fn of_ranks(ranks: Arc<dyn SavingRanks>) -> Self {
         Self { ranks: Some(ranks), ..Self::default() }
     }
 
@@ -373,7 +373,7 @@ impl Checkpoint {
         name: &str,
         save: impl FnOnce(&mut SaveState<'_>) -> Result<()>,
     ) -> Result<Vec<(String, Part)>> {
-        let mut state = SaveState::new(name, self.ranks.as_ref().map(|ranks| ranks.id()));
+        let mut state = SaveState::new(name, self.ranks.as_ref().map(|ranks| ranks.group()));
         save(&mut state)?;
         Ok(state.finish())
     }

@@ -4,6 +4,8 @@
 //! some of the tensors that are the same on all ranks. Rank 0 saves everything else, and writes the index when all
 //! shares are there.
 
+use std::collections::BTreeMap;
+use std::iter;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::result;
@@ -12,15 +14,14 @@ use torch_files::distributed::{Share, SharedSave};
 use torch_files::{Limits, Storage as _};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::checkpoint::copy::copied_parts;
-use crate::checkpoint::entry::SavedBy;
+use crate::checkpoint::entry::{SavedBy, TensorEntry};
 use crate::checkpoint::outcome::{is_saved, not_saved, panicked, saved};
 use crate::checkpoint::{Checkpoint, CheckpointError, Format, Parts, torch};
 use crate::error::{Error, Result, unsaveable};
 use crate::optim::{self, divided};
 
-/// The ranks of a checkpoint.
-pub(crate) trait Ranks: optim::Ranks + Exchange {
+/// The ranks that save a checkpoint together.
+pub(crate) trait SavingRanks: optim::Ranks + Exchange {
     /// Returns the same ranks for one save in the background, whose communication is apart from that of the training.
     /// Such saves communicate one after the other, in the order of these calls.
     fn in_background(&self) -> Result<Box<dyn Exchange>>;
@@ -70,20 +71,13 @@ impl Checkpoint {
 
     /// What all ranks must save alike: the name of the file, of each part and of each tensor that any rank can save.
     fn lines(&self, name: &str) -> String {
-        let mut lines = format!("{name}\n");
-        for (name, part) in &self.parts {
-            lines += &format!("{name}\n");
-            // A visit, whose result is of no use.
-            let visited = part.copied(&mut |names, entry| {
-                if entry.saved_by == SavedBy::AnyRank {
-                    let names = names.join(" ");
-                    lines += &format!("{name} {names} {:?} {:?}\n", entry.kind, entry.size);
-                }
-                Ok(entry.elsewhere())
-            });
-            drop(visited);
-        }
-        lines
+        let parts = self.parts.keys().map(String::as_str);
+        let mut lines: Vec<_> = iter::once(name).chain(parts).map(str::to_owned).collect();
+        self.visit_divided(&mut |part, names, entry| {
+            let names = names.join(" ");
+            lines.push(format!("{part} {names} {:?} {:?}", entry.kind, entry.size));
+        });
+        lines.join("\n")
     }
 
     /// Returns what this rank saves, in which the tensors that other ranks save have no elements; `None` if it is
@@ -93,50 +87,48 @@ impl Checkpoint {
         if format != Format::Dcp {
             return Err(unsaveable("the checkpoint", ONLY_DCP).into());
         }
-        let (mut sizes, mut units) = (Vec::new(), Units::default());
-        copied_parts(&self.parts, &mut |names, entry| {
-            if entry.saved_by == SavedBy::AnyRank {
-                let unit = units.next(names);
-                sizes.resize(unit + 1, 0);
-                sizes[unit] += entry.size_in_bytes();
-            }
-            Ok(entry.elsewhere())
-        })?;
         let rank = optim::Ranks::rank(ranks.as_ref());
-        let (owners, mut units) = (divided(&sizes, &mut vec![0; ranks.size()]), Units::default());
-        let parts = copied_parts(&self.parts, &mut |names, entry| {
+        let owners = self.owners(ranks.size());
+        let share = self.mapped(&mut |part, names, entry| {
             let is_mine = match entry.saved_by {
                 SavedBy::Rank0 => rank == 0,
-                SavedBy::AnyRank => owners.get(units.next(names)) == Some(&rank),
+                SavedBy::AnyRank => owners.get(&divided_with(part, names)) == Some(&rank),
                 SavedBy::ThisRank => true,
             };
             Ok(if is_mine { entry.shallow_clone() } else { entry.elsewhere() })
-        })?;
-        Ok(Some(Self { parts, ..Self::default() }))
+        });
+        share.map(Some)
+    }
+
+    /// Divides what any of so many ranks can save.
+    fn owners(&self, ranks: usize) -> BTreeMap<Divided, usize> {
+        let mut sizes = BTreeMap::new();
+        self.visit_divided(&mut |part, names, entry| {
+            *sizes.entry(divided_with(part, names)).or_insert(0) += entry.size_in_bytes();
+        });
+        let (divided_with, sizes): (Vec<_>, Vec<_>) = sizes.into_iter().unzip();
+        divided_with.into_iter().zip(divided(&sizes, &mut vec![0; ranks])).collect()
+    }
+
+    /// Visits the tensors that any rank can save.
+    fn visit_divided(&self, visit: &mut dyn FnMut(&str, &[&str], &TensorEntry)) {
+        let visited = self.mapped(&mut |part, names, entry| {
+            if entry.saved_by == SavedBy::AnyRank {
+                visit(part, names, entry);
+            }
+            Ok(entry.elsewhere())
+        });
+        // Nothing in it can fail.
+        drop(visited);
     }
 }
 
-/// Numbers what is divided among the ranks: tensors, and the states of parameters, whose tensors are written in a form
-/// that is made of all of them.
-#[derive(Default)]
-struct Units {
-    count: usize,
-    parameter: Option<String>,
-}
+/// What is saved by one rank together: a part and a name in it, either that of a tensor or of a parameter, whose state
+/// is written in a form that is made of all its tensors.
+type Divided = (String, String);
 
-impl Units {
-    /// Returns the number of what a tensor with these names belongs to, in the order of a visit.
-    fn next(&mut self, names: &[&str]) -> usize {
-        let parameter = match names {
-            [parameter, _] => Some(*parameter),
-            _ => None,
-        };
-        if parameter.is_none() || self.parameter.as_deref() != parameter {
-            self.count += 1;
-            self.parameter = parameter.map(str::to_owned);
-        }
-        self.count - 1
-    }
+fn divided_with(part: &str, names: &[&str]) -> Divided {
+    (part.to_owned(), names.first().copied().unwrap_or_default().to_owned())
 }
 
 /// Saves this rank's share to a folder, while the other ranks save theirs.

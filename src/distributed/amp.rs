@@ -87,8 +87,8 @@ impl Ranks for ProcessGroup {
         self.size()
     }
 
-    fn id(&self) -> &str {
-        Self::id(self)
+    fn group(&self) -> u64 {
+        self.number()
     }
 
     fn agree(

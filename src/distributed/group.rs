@@ -1,7 +1,7 @@
 //! Groups of ranks.
 
 use std::fmt::Display;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -172,7 +172,9 @@ impl GroupConfig {
             Error::Torch(message) => membership.failure("forming the group", message, || ()),
             other => other,
         })?;
+        static FORMED: AtomicU64 = AtomicU64::new(0);
         Ok(ProcessGroup(Arc::new(Shared {
+            number: FORMED.fetch_add(1, Ordering::Relaxed),
             handle: Mutex::new(Some(Arc::new(handle))),
             membership,
             options: self.clone(),
@@ -248,6 +250,8 @@ pub struct ProcessGroup(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
+    /// How many groups this process has formed before.
+    number: u64,
     /// `None` after a failure: the connections are closed, so that the ranks on the other side fail, too.
     handle: Mutex<Option<Arc<ffi::Group>>>,
     membership: Membership,
@@ -307,9 +311,9 @@ impl ProcessGroup {
         self.0.membership.size
     }
 
-    /// Returns what no other group of its store has.
-    pub(super) fn id(&self) -> &str {
-        &self.0.membership.prefix
+    /// Returns what no other group of this process has.
+    pub(super) fn number(&self) -> u64 {
+        self.0.number
     }
 
     /// Returns how long an operation waits for the other ranks.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::checkpoint::{Checkpoint, Exchange, Ranks};
+use crate::checkpoint::{Checkpoint, Exchange, SavingRanks};
 use crate::distributed::ProcessGroup;
 use crate::distributed::turns::Turn;
 use crate::error::{DistributedError, Error, Result};
@@ -76,7 +76,7 @@ impl Checkpoint {
     }
 }
 
-impl Ranks for ProcessGroup {
+impl SavingRanks for ProcessGroup {
     fn in_background(&self) -> Result<Box<dyn Exchange>> {
         let saves = self.saves()?;
         let turn = saves.turns().take();

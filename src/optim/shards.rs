@@ -15,8 +15,8 @@ pub(crate) trait Ranks: Debug + Send + Sync {
 
     fn size(&self) -> usize;
 
-    /// Which group of ranks they are.
-    fn id(&self) -> &str;
+    /// The number of their group, which no other group of this process has.
+    fn group(&self) -> u64;
 
     /// Fails on all ranks if one of them passes an error, or another hash. `lines` has the lines that it stands for.
     fn agree(
@@ -98,8 +98,8 @@ mod tests {
             4
         }
 
-        fn id(&self) -> &str {
-            "four"
+        fn group(&self) -> u64 {
+            4
         }
 
         fn agree(&self, _: &'static str, hash: Result<u64>, _: &dyn Fn() -> String) -> Result<()> {

@@ -255,8 +255,8 @@ impl Copy<'_> {
 #[derive(Debug)]
 pub struct SaveState<'a> {
     name: &'a str,
-    /// Which group of ranks saves the checkpoint together, if it is sharded.
-    group: Option<&'a str>,
+    /// The number of the group of ranks that saves the checkpoint together, if it is sharded.
+    group: Option<u64>,
     tensors: BTreeMap<String, TensorEntry>,
     values: BTreeMap<String, Value>,
     /// The other entries that Python expects, if the tensors are averages of a model.
@@ -267,7 +267,7 @@ pub struct SaveState<'a> {
 
 impl<'a> SaveState<'a> {
     /// Starts a part of this name.
-    pub(crate) fn new(name: &'a str, group: Option<&'a str>) -> Self {
+    pub(crate) fn new(name: &'a str, group: Option<u64>) -> Self {
         let (tensors, values) = (BTreeMap::new(), BTreeMap::new());
         Self { name, group, tensors, values, beside_averages: None, parts: Vec::new() }
     }
@@ -332,8 +332,8 @@ impl<'a> SaveState<'a> {
         }
     }
 
-    /// Which group of ranks saves the checkpoint together, if it is sharded.
-    pub(super) fn group(&self) -> Option<&'a str> {
+    /// The number of the group of ranks that saves the checkpoint together, if it is sharded.
+    pub(super) fn group(&self) -> Option<u64> {
         self.group
     }
 

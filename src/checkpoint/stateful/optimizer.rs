@@ -23,7 +23,7 @@ impl Stateful for Optimizer {
             return Err(unsaveable(state.name(), SAVED).into());
         }
         let (saved, saved_by) = match (self.ranks(), state.group()) {
-            (Some(ranks), Some(group)) if ranks.id() != group => {
+            (Some(ranks), Some(group)) if ranks.group() != group => {
                 return Err(unsaveable(state.name(), OF_ANOTHER_GROUP).into());
             }
             (Some(_), Some(_)) => (self.state_here()?, SavedBy::ThisRank),

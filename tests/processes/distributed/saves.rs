@@ -9,8 +9,9 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::average::{AveragedWeights, Averaging, Ema};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder, Format, Rng};
-use tch_amp::distributed::{DistributedError, ProcessGroup};
+use tch_amp::distributed::{DistributedError, ProcessGroup, Store};
 use tch_amp::optim::{AdamW, Algorithm, MasterWeights, MomentDtype, Muon, Optimizer, Sgd};
+use tch_amp::schedule::{CosineAnnealingLr, Scheduler};
 use tch_amp::{Error, GradScaler, Result};
 
 use super::processes::{free_port, only_line, spawn_rank};
@@ -129,6 +130,7 @@ fn a_run_goes_on_with_other_numbers_of_ranks_bit_by_bit() {
 struct Everything {
     vs: VarStore,
     opt: Optimizer,
+    schedule: Scheduler,
     average: AveragedWeights,
     scaler: GradScaler,
 }
@@ -155,19 +157,24 @@ impl Everything {
             opt.shard_over(group).unwrap();
         }
         let loss: Tensor = vs.trainable_variables().iter().map(Tensor::square).map(sum).sum();
+        let mut schedule = CosineAnnealingLr { t_max: 9, eta_min: 0.0 }.build(&mut opt).unwrap();
         opt.backward_step(&loss).unwrap();
+        schedule.advance(&mut opt).unwrap();
         let average = Averaging::Ema(Ema { decay: 0.9, use_buffers: true, ..Default::default() })
             .build(&vs)
             .unwrap();
-        Self { vs, opt, average, scaler: GradScaler::new(Device::Cpu).unwrap() }
+        Self { vs, opt, schedule, average, scaler: GradScaler::new(Device::Cpu).unwrap() }
     }
 
-    fn add_to(&mut self, checkpoint: &mut Checkpoint, rank: usize) {
+    fn add_to(&mut self, checkpoint: &mut Checkpoint, group: &ProcessGroup) {
+        let rank = group.rank();
         checkpoint.add("model", &self.vs).unwrap();
         checkpoint.add("optimizer", &mut self.opt).unwrap();
+        checkpoint.add("schedule", &mut self.schedule).unwrap();
         checkpoint.add("average", &mut self.average).unwrap();
         checkpoint.add("scaler", &mut self.scaler).unwrap();
         checkpoint.add("rng", Rng(Device::Cpu)).unwrap();
+        checkpoint.add_rngs("rngs", group, Device::Cpu).unwrap();
         checkpoint.add_tensor("own", &Tensor::from_slice(&[rank as i64, 2, 3])).unwrap();
         checkpoint.add_value("notes", &[("step", 7), ("rank", rank)]).unwrap();
         checkpoint.add_value("empty", &Vec::<u8>::new()).unwrap();
@@ -198,10 +205,10 @@ fn shares_are_together_what_one_rank_saves_and_each_writes_its_part() {
             // The ranks share a generator, which is a part of both.
             group.barrier().unwrap();
             let mut checkpoint = Checkpoint::sharded(&group);
-            run.add_to(&mut checkpoint, group.rank());
+            run.add_to(&mut checkpoint, &group);
             checkpoint.save(&shared).unwrap();
             let mut checkpoint = Checkpoint::new();
-            run.add_to(&mut checkpoint, group.rank());
+            run.add_to(&mut checkpoint, &group);
             group.on_rank_0(|| checkpoint.save(&plain)).unwrap();
         });
         assert!(content(&shared) == content(&plain), "{size} {is_sharded}");
@@ -299,6 +306,7 @@ fn the_message_of_a_rank_that_cannot_save_reaches_all_and_the_last_checkpoint_st
 fn ranks_that_save_different_checkpoints_are_told_what_differs() {
     let temporary = Folder::new();
     let path = temporary.file("run");
+    let stores = [(); 2].map(|()| Store::in_process().unwrap());
     ranks(2, |group| {
         let mut folder = open(&path);
         let own = group.rank() as u64;
@@ -330,12 +338,16 @@ fn ranks_that_save_different_checkpoints_are_told_what_differs() {
         assert!(text.contains("`Format::Dcp`"), "{text}");
         let text = Checkpoint::from_rank_0(&group, || Ok(Some(numbers(&group, 1)))).unwrap_err();
         assert!(text.to_string().contains("load it on every rank"), "{text}");
-        // A state that is divided among other ranks, though as many.
+        // A state that is divided among other ranks, though as many. The last of these groups is the first one of its
+        // store, as `group` is.
         let mut run = Everything::new(&group, true);
         let same = ProcessGroup::new(group.store(), group.rank(), group.size()).unwrap();
-        let added = Checkpoint::sharded(&same).add("optimizer", &mut run.opt);
-        let text = added.unwrap_err().to_string();
-        assert!(text.contains("of another group") && text.contains("`shard_over`"), "{text}");
+        let other = ProcessGroup::new(&stores[group.rank()], 0, 1).unwrap();
+        for another in [same, other] {
+            let added = Checkpoint::sharded(&another).add("optimizer", &mut run.opt);
+            let text = added.unwrap_err().to_string();
+            assert!(text.contains("of another group") && text.contains("`shard_over`"), "{text}");
+        }
         folder.save(4, &numbers(&group, 4)).unwrap();
     });
     assert_eq!(steps(&path), (vec![4], 4));
