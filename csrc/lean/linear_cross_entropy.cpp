@@ -358,7 +358,7 @@ class Blocks {
     }
     // In parts: the product of all, and its copy in f32 on the CPU, would take as much memory as the gradient and half.
     // Devices need larger ones to be busy.
-    const int64_t numbers = int64_t{1} << (h.is_cpu() ? 22 : 24);
+    const int64_t numbers = int64_t{1} << (h.is_cpu() ? 20 : 24);
     const int64_t classes = z.size(1), most = std::max<int64_t>(1, numbers / h.size(1));
     for (int64_t at = 0; at < classes; at += most) {
       const int64_t count = std::min(most, classes - at);
