@@ -171,7 +171,7 @@ pub(super) fn on_any_rank(here: bool, error: &Error, ranks: Option<&dyn Exchange
 fn begin(path: &Path, ranks: &dyn Exchange) -> Result<SharedSave> {
     let is_first = ranks.rank() == 0;
     // The number of the other ranks is still to come, and nothing of theirs fails after this.
-    let begun = if is_first { SharedSave::begin(path) } else { SharedSave::join(path, 0) };
+    let begun = if is_first { SharedSave::begin(path) } else { SharedSave::join(path) };
     let begun = begun.map_err(not_saved);
     let number = |begun: &SharedSave| begun.number().to_string();
     let numbers = exchanged(ranks, "at the number of its files", &begun, number);

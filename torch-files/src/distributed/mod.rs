@@ -7,17 +7,23 @@
 //!
 //! [`TorchFile::open`](crate::TorchFile::open) reads a folder, and a [`FolderWriter`] writes one.
 
-// `read` opens a folder, and `write` saves and removes folders.
+// `read` opens a folder, `write` lays one out and writes the share of a process, `shared` begins and finishes a save,
+// and `files` knows which files of a folder are whose, and removes them.
 
+mod files;
 mod read;
+mod shared;
 #[cfg(test)]
 mod tests;
 mod write;
 
+use crate::error::Error;
 use crate::source::Checksum;
 
+pub use files::{is_whole, remove, remove_leftover};
 pub(crate) use read::{Opened, open};
-pub use write::{FolderWriter, Share, SharedSave, is_whole, remove, remove_leftover};
+pub use shared::{Share, SharedSave};
+pub use write::FolderWriter;
 
 /// The name of the index.
 pub(crate) const INDEX: &str = ".metadata";
@@ -47,4 +53,8 @@ fn numbers(name: &str) -> Option<(u64, u64)> {
 
 fn name_of(rank: u64, number: u64) -> String {
     format!("__{rank}_{number}{ENDING}")
+}
+
+fn unwritable(name: Option<&str>, problem: impl Into<String>) -> Error {
+    Error::Unwritable { entry: name.map(str::to_owned), problem: problem.into() }
 }

@@ -1,0 +1,181 @@
+//! The files of a folder: those of a save, and what killed ones have left.
+
+use std::collections::HashSet;
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::path::Path;
+use std::time::Duration;
+
+use super::{INDEX, UNFINISHED_INDEX, name_of, numbers};
+use crate::atomic;
+use crate::error::{Error, Result};
+use crate::text::shown;
+
+/// Creates the folder. Returns whether it did not exist. A folder that exists must be a checkpoint, the leftover of one,
+/// or empty.
+pub(super) fn make(folder: &Path) -> Result<bool> {
+    match fs::metadata(folder) {
+        Ok(found) if !found.is_dir() => {
+            let cause = io::Error::new(ErrorKind::NotADirectory, "it is a file");
+            return Err(Error::io("replace", folder)(cause));
+        }
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            let above = folder.parent().unwrap_or(folder);
+            // As for a file, the folder that it is in must exist.
+            fs::metadata(above).map_err(Error::io("open the folder", above))?;
+            atomic::create_folder(folder)?;
+            return Ok(true);
+        }
+        Err(error) => return Err(Error::io("open", folder)(error)),
+    }
+    if !is_whole(folder) {
+        for name in names(folder)? {
+            if !is_ours(&name) {
+                let problem = format!(
+                    "it is no checkpoint, and has other files, such as `{}`; choose another folder",
+                    shown(&name)
+                );
+                let cause = io::Error::new(ErrorKind::InvalidInput, problem);
+                return Err(Error::io("replace", folder)(cause));
+            }
+        }
+        // The process that has created it may have ended before its name was on the disk.
+        let found = fs::canonicalize(folder).map_err(Error::io("open", folder))?;
+        atomic::sync_folder(found.parent().unwrap_or(&found))?;
+    }
+    Ok(false)
+}
+
+/// Returns the names in a folder. Those that are not UTF-8 are shown with replacement characters.
+fn names(folder: &Path) -> Result<Vec<String>> {
+    let name =
+        |entry: io::Result<fs::DirEntry>| Ok(entry?.file_name().to_string_lossy().into_owned());
+    let names = fs::read_dir(folder).and_then(|entries| entries.map(name).collect());
+    names.map_err(Error::io("list", folder))
+}
+
+/// Returns whether a name is that of an index, of a file with entries, or of a temporary file of one of them.
+fn is_ours(name: &str) -> bool {
+    let is_one = |name: &str| name == INDEX || numbers(name).is_some();
+    is_one(name) || name == UNFINISHED_INDEX || atomic::replaced(name).is_some_and(is_one)
+}
+
+/// Returns a number that no file in the folder has, nor one that another process still writes.
+pub(super) fn next_number(folder: &Path) -> Result<u64> {
+    let names = names(folder)?;
+    let taken = names.iter().filter_map(|name| numbers(atomic::replaced(name).unwrap_or(name)));
+    let Some((rank, last)) = taken.max_by_key(|(_, number)| *number) else { return Ok(0) };
+    last.checked_add(1).ok_or_else(|| {
+        let problem = format!("there is no number after that of `{}`", name_of(rank, last));
+        Error::io("name a file in", folder)(io::Error::other(problem))
+    })
+}
+
+/// Removes the files that the index does not name, and what killed saves have left of temporary ones, if they were last
+/// written to at least `age` ago. Returns how many there were.
+pub(super) fn remove_others(folder: &Path, kept: &HashSet<String>, age: Duration) -> Result<usize> {
+    let mut removed = 0;
+    for name in names(folder)? {
+        let is_one = name == UNFINISHED_INDEX || numbers(&name).is_some();
+        if is_one && !kept.contains(&name) {
+            removed += usize::from(atomic::remove_if_old(&folder.join(name), age)?);
+        }
+    }
+    Ok(removed + atomic::remove_leftovers(folder, age, is_ours)?)
+}
+
+/// Removes what killed saves have left in a folder that has an index. Returns whether there was anything.
+fn remove_leftovers_within(folder: &Path, age: Duration) -> Result<bool> {
+    let files: HashSet<_> =
+        names(folder)?.into_iter().filter(|name| numbers(name).is_some()).collect();
+    let saves: HashSet<_> = files.iter().filter_map(|name| numbers(name)).map(|it| it.1).collect();
+    let kept = match saves.len() {
+        // They are of one save, that of the index, which need not be read.
+        0 | 1 => files,
+        _ => {
+            // Otherwise a power loss could bring back an index that names others.
+            atomic::sync_folder(folder)?;
+            // Nothing is known of the files of an index that cannot be read.
+            super::read::files_of(folder).unwrap_or(files)
+        }
+    };
+    Ok(remove_others(folder, &kept, age)? > 0)
+}
+
+fn remove_file(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        removed => removed.map_err(Error::io("remove", path)),
+    }
+}
+
+/// Returns whether a folder is one whose save has finished: whether it has an index.
+pub fn is_whole(folder: &Path) -> bool {
+    folder.join(INDEX).is_file()
+}
+
+/// Removes a checkpoint that is a folder: its index first, so that what a crash leaves is no checkpoint. Other files in
+/// the folder, and then the folder itself, are left alone.
+///
+/// # Errors
+///
+/// [`Error::Io`], if there is no such folder as well.
+pub fn remove(folder: &Path) -> Result<()> {
+    let names = names(folder)?;
+    remove_file(&folder.join(INDEX))?;
+    atomic::sync_folder(folder)?;
+    for name in names.iter().filter(|name| is_ours(name)) {
+        remove_file(&folder.join(name))?;
+    }
+    match fs::remove_dir(folder) {
+        Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => Ok(()),
+        removed => removed.map_err(Error::io("remove", folder)),
+    }
+}
+
+/// Removes what a killed save has left: a folder without an index in which nothing was written for `age`, or, in one
+/// with an index, the files that this does not name and that were not written to for `age`. Returns whether there was
+/// anything. Files and symbolic links in the place of the folder are left alone. A save that still runs writes more
+/// often than every few minutes.
+///
+/// # Errors
+///
+/// [`Error::Io`] if the folder cannot be listed, or a file in it cannot be inspected or removed.
+pub fn remove_leftover(folder: &Path, age: Duration) -> Result<bool> {
+    match fs::symlink_metadata(folder) {
+        Ok(found) if found.is_dir() => {}
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            return Err(Error::io("inspect", folder)(error));
+        }
+        _ => return Ok(false),
+    }
+    match remove_leftover_folder(folder, age) {
+        // Another process has removed it meanwhile.
+        Err(Error::Io { cause, .. }) if cause.kind() == ErrorKind::NotFound => Ok(false),
+        removed => removed,
+    }
+}
+
+fn remove_leftover_folder(folder: &Path, age: Duration) -> Result<bool> {
+    if is_whole(folder) {
+        return remove_leftovers_within(folder, age);
+    }
+    let names = names(folder)?;
+    let files = names.iter().map(|name| folder.join(name)).chain([folder.to_owned()]);
+    for path in files {
+        let modified = match fs::symlink_metadata(&path).and_then(|found| found.modified()) {
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            modified => modified.map_err(Error::io("inspect", &path))?,
+        };
+        // A time in the future does not count as old.
+        if !modified.elapsed().is_ok_and(|elapsed| elapsed >= age) {
+            return Ok(false);
+        }
+    }
+    if !names.iter().all(|name| is_ours(name)) {
+        return Ok(false);
+    }
+    remove(folder)?;
+    Ok(true)
+}
