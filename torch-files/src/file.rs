@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::distributed;
+use crate::distributed::{self, Shards};
 use crate::dtype::Element;
 use crate::error::{Error, Malformed, Result};
 use crate::limits::Limits;
@@ -74,7 +74,8 @@ pub enum FileKind {
     Pickle,
     /// Named tensors, without checksums.
     Safetensors,
-    /// An index of a model in several files of the other formats, which are beside it.
+    /// A model in several files of the other formats, which an index beside them names; or a folder of safetensors shards
+    /// of `torch.distributed.checkpoint` without an index.
     Index,
     /// A folder of `torch.distributed.checkpoint`, in which tensors can be in pieces.
     Distributed,
@@ -86,6 +87,10 @@ impl TorchFile {
     ///
     /// The tensors of such a folder have the shapes of the whole ones, of which each can be in pieces, and the value is
     /// the nested dict that was saved, with texts for the numbers that were keys.
+    ///
+    /// A folder without `.metadata` is opened by its `model.safetensors.index.json`, the same as that file itself. If it
+    /// has none, it is one of safetensors shards, as Python's `HuggingFaceStorageWriter` writes them: files that say in
+    /// `DCP_SHARDING_INFO` where their pieces of tensors begin. A tensor reaches as far as its pieces do.
     ///
     /// # Errors
     ///
@@ -266,8 +271,18 @@ impl TorchFile {
         Ok(self)
     }
 
-    /// Opens a folder of `torch.distributed.checkpoint`.
+    /// Opens a folder of `torch.distributed.checkpoint`, or of safetensors shards, with an index or without one.
     fn of_folder(folder: &Path, limits: &Limits) -> Result<Self> {
+        if !folder.join(distributed::INDEX).exists() {
+            let index = folder.join(index::NAME);
+            if index.is_file() {
+                return Self::of_index(Source::open(&index)?, limits);
+            }
+            let files = distributed::shards_in(folder, limits)?;
+            if !files.is_empty() {
+                return Self::of_shards(folder, &files, limits);
+            }
+        }
         let distributed::Opened { source, value, storages, regions } =
             distributed::open(folder, limits)?;
         let kind = FileKind::Distributed;
@@ -279,31 +294,39 @@ impl TorchFile {
         let files =
             index::read(&source, limits).map_err(|malformed| malformed.at(source.path()))?;
         let folder = source.path().parent().unwrap_or(Path::new("")).to_owned();
-        let mut whole = Self { kind: FileKind::Index, ..Self::empty(Arc::new(source)) };
-        let mut items = Vec::new();
+        let mut several = Several::new(source, files.len(), limits);
+        let mut in_pieces = Vec::new();
         for (file, names) in files {
-            let shard = Self::of_source(Source::open(&folder.join(&file))?, limits)?;
-            let Self { value, storages, regions, .. } = shard;
-            let Value::Dict(values) = value else {
-                let problem = format!("`{file}` in it does not hold a dict");
-                return Err(whole.source.malformed(problem));
-            };
-            let key_of = |key: &str| Text::from(format!("{file}/{key}"));
-            whole.storages.extend(storages.into_iter().map(|(key, place)| (key_of(&key), place)));
-            whole.regions.extend(regions);
-            let named = |(key, value): (Value, Value)| Some((Text::from(key.text()?), value));
-            let mut values: HashMap<_, _> = values.into_iter().filter_map(named).collect();
-            for name in names {
-                let Some((name, mut value)) = values.remove_entry(name.as_str()) else {
-                    let problem = format!("`{}` is not in `{}`", shown(&name), shown(&file));
-                    return Err(whole.source.malformed(problem));
-                };
-                value.for_each_tensor(&mut |tensor| tensor.storage = key_of(&tensor.storage));
-                items.push((Value::Text(name), value));
+            let opened = several.open(&folder.join(&file))?;
+            if distributed::sharding_of(&opened.metadata).is_some() {
+                several.add_shard(&file, opened)?;
+                in_pieces.push((file, names));
+            } else {
+                several.add(&file, opened, names)?;
             }
         }
-        whole.value = Value::Dict(items);
-        Ok(whole)
+        for (file, names) in in_pieces {
+            for name in names {
+                if !several.shards.has(&name, &file) {
+                    return Err(several.without(&name, &file));
+                }
+                several.join(&name)?;
+            }
+        }
+        Ok(several.whole())
+    }
+
+    /// Opens all shards of a folder that has no index.
+    fn of_shards(folder: &Path, files: &[String], limits: &Limits) -> Result<Self> {
+        let mut several = Several::new(Source::nothing(folder), files.len(), limits);
+        for file in files {
+            let opened = several.open(&folder.join(file))?;
+            several.add_shard(file, opened)?;
+        }
+        for name in several.shards.names() {
+            several.join(&name)?;
+        }
+        Ok(several.whole())
     }
 
     /// Returns the format of the file.
@@ -473,6 +496,100 @@ impl TorchFile {
             done += size as u64;
         }
         Ok(Ok(()))
+    }
+}
+
+/// A model in several files, of which some were opened.
+struct Several<'a> {
+    whole: TorchFile,
+    items: Vec<(Value, Value)>,
+    shards: Shards,
+    /// How many files there are, and how many tensors those have that were opened.
+    files: usize,
+    tensors: u64,
+    limits: &'a Limits,
+}
+
+impl<'a> Several<'a> {
+    fn new(index: Source, files: usize, limits: &'a Limits) -> Self {
+        let whole = TorchFile { kind: FileKind::Index, ..TorchFile::empty(Arc::new(index)) };
+        Self { whole, items: Vec::new(), shards: Shards::default(), files, tensors: 0, limits }
+    }
+
+    /// Opens a file, and takes its checksums.
+    fn open(&mut self, path: &Path) -> Result<TorchFile> {
+        let limits = self.limits;
+        if self.files > limits.max_records {
+            return Err(self.too_much("files", limits.max_records as u64));
+        }
+        let source = Source::open_one_of(path, self.files)?;
+        let mut opened = TorchFile::of_source(source, limits)?;
+        self.tensors = self.tensors.saturating_add(opened.storages.len() as u64);
+        if self.tensors > limits.max_tensors {
+            return Err(self.too_much("tensors", limits.max_tensors));
+        }
+        self.whole.regions.append(&mut opened.regions);
+        Ok(opened)
+    }
+
+    fn too_much(&self, what: &'static str, limit: u64) -> Error {
+        Malformed::TooMuch { what, limit }.at(self.whole.path())
+    }
+
+    fn without(&self, name: &str, file: &str) -> Error {
+        let problem = format!("`{}` is not in `{}`", shown(name), shown(file));
+        self.whole.source.malformed(problem)
+    }
+
+    /// Adds the values with these names in a file, which has them as a whole.
+    fn add(&mut self, file: &str, opened: TorchFile, names: Vec<String>) -> Result<()> {
+        let TorchFile { value, storages, .. } = opened;
+        let Value::Dict(values) = value else {
+            let problem = format!("`{file}` in it does not hold a dict");
+            return Err(self.whole.source.malformed(problem));
+        };
+        let key_of = |key: &str| Text::from(format!("{file}/{key}"));
+        let storages = storages.into_iter().map(|(key, place)| (key_of(&key), place));
+        self.whole.storages.extend(storages);
+        let named = |(key, value): (Value, Value)| Some((Text::from(key.text()?), value));
+        let mut values: HashMap<_, _> = values.into_iter().filter_map(named).collect();
+        for name in names {
+            let Some((name, mut value)) = values.remove_entry(name.as_str()) else {
+                return Err(self.without(&name, file));
+            };
+            value.for_each_tensor(&mut |tensor| tensor.storage = key_of(&tensor.storage));
+            self.items.push((Value::Text(name), value));
+        }
+        Ok(())
+    }
+
+    /// Adds the tensors of a shard, which are pieces of those that [`join`](Self::join) makes.
+    fn add_shard(&mut self, file: &str, opened: TorchFile) -> Result<()> {
+        let TorchFile { source, value, metadata, storages, .. } = opened;
+        let (Some(sharding), Value::Dict(tensors)) = (distributed::sharding_of(&metadata), value)
+        else {
+            let problem = format!(
+                "it is in a folder without an index, and has no `{}`, without which it is no shard; open it by itself",
+                distributed::SHARDING
+            );
+            return Err(source.malformed(problem));
+        };
+        let added = self.shards.add(file, sharding, tensors, &storages);
+        added.map_err(|malformed| malformed.at(source.path()))
+    }
+
+    /// Makes a tensor of its pieces in all shards.
+    fn join(&mut self, name: &str) -> Result<()> {
+        let joined = self.shards.take(name);
+        let joined = joined.map_err(|malformed| malformed.at(self.whole.path()))?;
+        let Some((value, storage)) = joined else { return Ok(()) };
+        self.whole.storages.extend(storage);
+        self.items.push((Value::Text(name.into()), value));
+        Ok(())
+    }
+
+    fn whole(self) -> TorchFile {
+        TorchFile { value: Value::Dict(self.items), ..self.whole }
     }
 }
 

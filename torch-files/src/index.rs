@@ -12,6 +12,9 @@ use crate::limits::Limits;
 use crate::source::Source;
 use crate::text::shown;
 
+/// The name of the index of a model in safetensors files.
+pub(crate) const NAME: &str = "model.safetensors.index.json";
+
 /// Returns whether a file that begins with these bytes can be an index: whether it is JSON. A safetensors file begins
 /// with a length, whose last byte is zero.
 pub(crate) fn is_index(start: &[u8]) -> bool {

@@ -267,7 +267,7 @@ impl<'de> Deserialize<'de> for Type {
 }
 
 /// Sizes that are not negative, and not more of them than libtorch supports.
-struct Shape(Vec<i64>);
+pub(crate) struct Shape(pub(crate) Vec<i64>);
 
 impl Shape {
     /// Returns the size in bytes, if libtorch supports such a tensor. The product of the sizes must not overflow even

@@ -19,6 +19,9 @@ use crate::text::shown;
 /// multiple of the size of every element.
 pub(crate) const CHUNK: usize = 1 << 18;
 
+/// The number of the error that a process has too many open files, on Linux and macOS.
+const EMFILE: i32 = 24;
+
 /// An open file, or bytes. Files are replaced as a whole and never modified in place, so what is read later is what was
 /// verified.
 #[derive(Debug)]
@@ -54,6 +57,27 @@ impl Source {
         let file = File::open(path).map_err(&failed)?;
         let len = file.metadata().map_err(&failed)?.len();
         Ok(Self { path: path.to_owned(), backing: Backing::File(file), len })
+    }
+
+    /// Opens one of so many files of a checkpoint.
+    pub(crate) fn open_one_of(path: &Path, files: usize) -> Result<Self> {
+        Self::open(path).map_err(|error| match error {
+            Error::Io { action, path, cause }
+                if cfg!(unix) && cause.raw_os_error() == Some(EMFILE) =>
+            {
+                let problem = format!(
+                    "{cause}: the checkpoint has {files} files, which are open at the same time; raise the limit of \
+                     the process with `ulimit -n`"
+                );
+                Error::Io { action, path, cause: io::Error::new(cause.kind(), problem) }
+            }
+            error => error,
+        })
+    }
+
+    /// What errors are to call by a path, such as that of a folder, and which has no bytes.
+    pub(crate) fn nothing(shown: &Path) -> Self {
+        Self { path: shown.to_owned(), ..Self::in_memory(Vec::new()) }
     }
 
     pub(crate) fn in_memory(bytes: Vec<u8>) -> Self {

@@ -12,6 +12,7 @@
 
 mod files;
 mod read;
+mod shards;
 mod shared;
 #[cfg(test)]
 mod tests;
@@ -22,6 +23,7 @@ use crate::source::Checksum;
 
 pub use files::{is_whole, remove, remove_leftover};
 pub(crate) use read::{Opened, open};
+pub(crate) use shards::{SHARDING, Shards, sharding_of, shards_in};
 pub use shared::{Share, SharedSave};
 pub use write::FolderWriter;
 

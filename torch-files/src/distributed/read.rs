@@ -11,7 +11,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Malformed, Result};
 use crate::limits::Limits;
 use crate::pickle;
-use crate::place::{Backing, Gathered, Piece, Pieces, Place};
+use crate::place::{Gathered, Piece, Place, joined};
 use crate::source::{Cursor, Region, Source};
 use crate::text::shown;
 use crate::torch::{self, PICKLE};
@@ -19,9 +19,6 @@ use crate::value::{MAX_DIMS, TensorRef, Text, Value};
 
 /// How often an index is read again because another process has replaced it meanwhile.
 const MAX_TRIES: usize = 10;
-
-/// The number of the error that a process has too many open files, on Linux and macOS.
-const EMFILE: i32 = 24;
 
 /// The limits of the archive of a piece, which holds one tensor. A tensor of 64 dimensions takes some 300 values.
 const OF_PIECE: Limits = Limits {
@@ -284,8 +281,8 @@ impl<'a> Reader<'a> {
                 limit: self.limits.max_records as u64,
             });
         }
-        let source = Source::open(&self.folder.join(name));
-        Ok(Arc::new(source.map_err(|error| Malformed::Read(with_count(error, all)))?))
+        let source = Source::open_one_of(&self.folder.join(name), all);
+        Ok(Arc::new(source.map_err(Malformed::Read)?))
     }
 
     /// Opens the archive of a piece or an object. Returns what is in it, and its storages, after the source.
@@ -339,13 +336,6 @@ impl<'a> Reader<'a> {
             return Ok(Value::Opaque("a tensor of a dtype that torch-files does not have".into()));
         };
         let whole = TensorRef::contiguous(Text::clone(name), dtype, shape);
-        let volume = |sizes: &[i64]| {
-            let mut sizes = sizes.iter().map(|&size| u64::try_from(size).ok());
-            sizes.try_fold(dtype.size() as u64, |bytes, size| bytes.checked_mul(size?.max(1)))
-        };
-        let Some(_) = volume(&whole.shape).filter(|&bytes| i64::try_from(bytes).is_ok()) else {
-            return Err(wrong("has more elements than a tensor can have"));
-        };
         let mut found = Vec::with_capacity(pieces.len());
         for (offsets, sizes) in pieces {
             let key = (Text::clone(name), Some(offsets));
@@ -380,31 +370,9 @@ impl<'a> Reader<'a> {
             };
             found.push((piece, record.len));
         }
-        let len = whole.size_in_bytes();
-        let (tensor, place) = match found.len() {
-            // The usual case is one that is the whole tensor, with any strides.
-            1 if found[0].0.is_whole(&whole.shape) => match found.pop() {
-                Some((Piece { tensor, source, start, .. }, len)) => (
-                    TensorRef { storage: whole.storage, ..tensor },
-                    Place::in_file(&source, start, len),
-                ),
-                None => return Err(wrong("has no pieces")),
-            },
-            _ if len == 0 => (whole, Place::in_file(&self.nothing()?, 0, 0)),
-            _ => {
-                let sizes = whole.shape.iter().map(|size| size.unsigned_abs()).collect();
-                let pieces = found.into_iter().map(|(piece, _)| piece).collect();
-                let pieces = Pieces::new(sizes, dtype.size() as u64, pieces).map_err(wrong)?;
-                (whole, Place { backing: Backing::Pieces(Arc::new(pieces)), len })
-            }
-        };
+        let (tensor, place) = joined(whole, found).map_err(wrong)?;
         self.insert(Text::clone(name), place)?;
         Ok(tensor.into())
-    }
-
-    /// A source for what has no bytes.
-    fn nothing(&self) -> Step<Arc<Source>> {
-        Ok(self.files.first().map_or_else(|| Arc::new(Source::in_memory(Vec::new())), Arc::clone))
     }
 
     fn insert(&mut self, key: Text, place: Place) -> Step<()> {
@@ -452,20 +420,6 @@ impl<'a> Reader<'a> {
             *left = left.checked_sub(taken).ok_or(Malformed::TooMuch { what, limit })?;
         }
         Ok(root)
-    }
-}
-
-/// Adds the number of files to an error that says that a process has too many of them open.
-fn with_count(error: Error, files: usize) -> Error {
-    match error {
-        Error::Io { action, path, cause } if cfg!(unix) && cause.raw_os_error() == Some(EMFILE) => {
-            let problem = format!(
-                "{cause}: the checkpoint has {files} files, which are open at the same time; raise the limit of the \
-                 process with `ulimit -n`"
-            );
-            Error::Io { action, path, cause: std::io::Error::new(cause.kind(), problem) }
-        }
-        error => error,
     }
 }
 

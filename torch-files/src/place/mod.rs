@@ -9,7 +9,7 @@ use crate::source::Source;
 use crate::threads;
 use crate::value::TensorRef;
 
-pub(crate) use pieces::{Gathered, Piece, Pieces};
+pub(crate) use pieces::{Gathered, NOT_ALL, Piece, Pieces, joined};
 
 /// The bytes of a storage.
 #[derive(Clone, Debug)]

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{Backing, read_view, zeros};
+use super::{Backing, Place, read_view, zeros};
 use crate::error::Result;
 use crate::source::{CHUNK, Source};
 use crate::value::TensorRef;
@@ -11,6 +11,11 @@ use crate::value::TensorRef;
 /// How many pairs of pieces are compared at most. The pieces of a tensor follow each other along one dimension, or are
 /// in a grid, where few pairs are near each other.
 const MOST_PAIRS: u64 = 20_000_000;
+
+/// What is wrong with pieces that have fewer elements than the whole.
+pub(crate) const NOT_ALL: &str = "has pieces that are not all of it";
+
+const OVERLAP: &str = "has pieces that overlap";
 
 /// The pieces of a tensor, which together are every element once.
 #[derive(Debug)]
@@ -142,8 +147,13 @@ impl Pieces {
             return Err("has a piece that reaches out of it");
         }
         let volumes = pieces.iter().try_fold(0u64, |sum, piece| sum.checked_add(piece.volume()));
-        if volumes != Some(sizes.iter().product()) {
-            return Err("has pieces that are not all of it");
+        let volume = sizes.iter().product();
+        if volumes.is_some_and(|volumes| volumes < volume) {
+            return Err(NOT_ALL);
+        }
+        // All of them are within it.
+        if volumes != Some(volume) {
+            return Err(OVERLAP);
         }
         check_apart(&pieces, &sizes)?;
         Ok(Self { sizes, width, pieces })
@@ -251,6 +261,35 @@ impl Piece {
     }
 }
 
+/// Makes a tensor of its pieces, each with the size in bytes of the storage that it is in. Returns what is wrong with
+/// them if they are not every element once, or if no tensor has such a shape. Pieces without elements are left out.
+pub(crate) fn joined(
+    whole: TensorRef,
+    mut pieces: Vec<(Piece, u64)>,
+) -> Result<(TensorRef, Place), &'static str> {
+    let width = whole.dtype.size() as u64;
+    let mut sizes = whole.shape.iter().map(|&size| u64::try_from(size).ok());
+    let volume = sizes.try_fold(width, |bytes, size| bytes.checked_mul(size?.max(1)));
+    if volume.is_none_or(|bytes| i64::try_from(bytes).is_err()) {
+        return Err("has more elements than a tensor can have");
+    }
+    let len = whole.size_in_bytes();
+    // The usual case is one that is the whole tensor, with any strides.
+    if pieces.len() == 1
+        && let Some((Piece { tensor, source, start, .. }, len)) =
+            pieces.pop_if(|(piece, _)| piece.is_whole(&whole.shape))
+    {
+        let tensor = TensorRef { storage: whole.storage, ..tensor };
+        return Ok((tensor, Place::in_file(&source, start, len)));
+    }
+    if len == 0 {
+        return Ok((whole, Place::in_file(&Arc::new(Source::in_memory(Vec::new())), 0, 0)));
+    }
+    let sizes = whole.shape.iter().map(|size| size.unsigned_abs()).collect();
+    let pieces = Pieces::new(sizes, width, pieces.into_iter().map(|(piece, _)| piece).collect())?;
+    Ok((whole, Place { backing: Backing::Pieces(Arc::new(pieces)), len }))
+}
+
 /// Returns an error if two pieces overlap. They are sorted along the dimension in which they begin at the most places,
 /// and each is compared with those before it that reach beyond its beginning.
 fn check_apart(pieces: &[Piece], sizes: &[u64]) -> Result<(), &'static str> {
@@ -275,7 +314,7 @@ fn check_apart(pieces: &[Piece], sizes: &[u64]) -> Result<(), &'static str> {
             return Err("has too many pieces beside each other");
         }
         if near.iter().any(|other| other.overlaps(piece)) {
-            return Err("has pieces that overlap");
+            return Err(OVERLAP);
         }
         near.push(piece);
     }

@@ -5,6 +5,7 @@
 mod hostile;
 mod python;
 mod replaced;
+mod shards;
 mod shared;
 
 use std::fmt::Write as _;

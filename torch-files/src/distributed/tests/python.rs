@@ -5,8 +5,8 @@ use std::process::Command;
 
 use super::*;
 
-/// Runs `oracle.py`. Returns `None` without a Python to compare with, which is a failure with `TCH_AMP_REQUIRE_PYTHON=1`.
-fn oracle(args: &[&Path]) -> Option<String> {
+/// Runs a script beside this file. Returns `None` without a Python to compare with, which is a failure with `TCH_AMP_REQUIRE_PYTHON=1`.
+fn oracle(script: &str, args: &[&Path]) -> Option<String> {
     let python = std::env::var_os("TCH_AMP_PYTHON");
     let required = std::env::var_os("TCH_AMP_REQUIRE_PYTHON").is_some_and(|value| value == "1");
     assert!(python.is_some() || !required, "TCH_AMP_PYTHON names no Python");
@@ -14,7 +14,7 @@ fn oracle(args: &[&Path]) -> Option<String> {
         println!("skipped: set TCH_AMP_PYTHON to a Python with torch");
         return None;
     };
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/distributed/tests/oracle.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/distributed/tests").join(script);
     let mut command = Command::new(python);
     command.args(["-B", "-W", "ignore"]).arg(script).args(args);
     let output = command.env_remove("LD_LIBRARY_PATH").output().unwrap();
@@ -22,19 +22,31 @@ fn oracle(args: &[&Path]) -> Option<String> {
     Some(String::from_utf8(output.stdout).unwrap())
 }
 
-#[test]
-fn what_python_saves_on_any_number_of_ranks_is_read() {
+/// Reads what a script saves, which are so many folders.
+fn assert_read(script: &str, kind: FileKind, folders: usize) {
     let folder = Temporary::new();
-    let Some(answer) = oracle(&[Path::new("make"), folder.path()]) else { return };
+    let Some(answer) = oracle(script, &[Path::new("make"), folder.path()]) else { return };
     let lines: Vec<_> = answer.lines().collect();
-    assert_eq!(lines.len(), 5);
+    assert_eq!(lines.len(), folders);
     for line in lines {
         let (path, expected) = line.split_once(' ').unwrap();
         let file = TorchFile::open(path).unwrap();
         file.verify().unwrap();
+        assert_eq!(file.kind(), kind, "{path}");
         assert_eq!(dumped(&file), expected, "{path}");
         assert_parts_are_read(&file);
     }
+}
+
+#[test]
+fn what_python_saves_on_any_number_of_ranks_is_read() {
+    assert_read("oracle.py", FileKind::Distributed, 5);
+}
+
+/// Two by one process, with an index, and four by each number of ranks, of which one is consolidated.
+#[test]
+fn shards_that_python_saves_on_any_number_of_ranks_are_read() {
+    assert_read("shards.py", FileKind::Index, 14);
 }
 
 /// Reads each tensor in parts of some elements, as a target on a device does.
@@ -91,7 +103,7 @@ fn python_reads_what_is_saved() {
     let expected = dumped(&TorchFile::open(folder.run()).unwrap());
     // Once more, which replaces it.
     save(&folder.run(), &value, &storages).unwrap();
-    let Some(answer) = oracle(&[Path::new("dump"), &folder.run()]) else { return };
+    let Some(answer) = oracle("oracle.py", &[Path::new("dump"), &folder.run()]) else { return };
     let lines: Vec<_> = answer.lines().collect();
     assert_eq!(lines.len(), 2);
     for line in lines {
