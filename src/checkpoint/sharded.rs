@@ -10,7 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::result;
 
-use torch_files::distributed::{Share, SharedSave};
+use torch_files::distributed::{FolderKind, Share, SharedSave};
 use torch_files::{Limits, Storage as _};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -171,7 +171,11 @@ pub(super) fn on_any_rank(here: bool, error: &Error, ranks: Option<&dyn Exchange
 fn begin(path: &Path, ranks: &dyn Exchange) -> Result<SharedSave> {
     let is_first = ranks.rank() == 0;
     // The number of the other ranks is still to come, and nothing of theirs fails after this.
-    let begun = if is_first { SharedSave::begin(path) } else { SharedSave::join(path) };
+    let begun = if is_first {
+        SharedSave::begin(path, FolderKind::Distcp)
+    } else {
+        SharedSave::join(path, FolderKind::Distcp)
+    };
     let begun = begun.map_err(not_saved);
     let number = |begun: &SharedSave| begun.number().to_string();
     let numbers = exchanged(ranks, "at the number of its files", &begun, number);

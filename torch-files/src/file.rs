@@ -8,16 +8,20 @@ use std::sync::Arc;
 use crate::distributed::{self, Shards};
 use crate::dtype::Element;
 use crate::error::{Error, Malformed, Result};
+use crate::index::{self, Index};
 use crate::limits::Limits;
 use crate::pickle::{self, Bytes, First};
 use crate::place::{Backing, Place, read_view, zeros};
-use crate::source::{CHUNK, Checksum, ChecksumWriter, Cursor, Region, Source, mismatch};
+use crate::safetensors::{CHECKSUMS, checksums_of};
+use crate::source::{
+    CHUNK, Checksum, ChecksumWriter, Cursor, Region, Source, Sum, mismatch, newest,
+};
 use crate::text::shown;
 use crate::torch::{CONSTANTS, Opened, PICKLE};
 use crate::value::{TensorRef, Text, Value};
 use crate::writer::Storage;
 use crate::zip::ZipRecord;
-use crate::{index, old, safetensors, threads, torch, zip};
+use crate::{old, safetensors, threads, torch, zip};
 
 /// An open file of PyTorch or safetensors: its values, and the places of its tensors, whose elements are read when they
 /// are asked for.
@@ -110,7 +114,7 @@ impl TorchFile {
         }
         let source = Source::open(path.as_ref())?;
         if index::is_index(&beginning(&source)?) {
-            return Self::of_index(source, limits);
+            return Self::of_index(path.as_ref(), limits);
         }
         Self::of_source(source, limits)
     }
@@ -167,15 +171,29 @@ impl TorchFile {
 
     fn with_safetensors(mut self, limits: &Limits) -> Result<Self, Malformed> {
         let header = safetensors::read(&self.source, limits)?;
+        let mut sums = match header.metadata.get(CHECKSUMS).map(|text| checksums_of(text)) {
+            None => Vec::new(),
+            Some(Some(sums)) if sums.len() == header.tensors.len() => sums,
+            Some(_) => {
+                let problem = "its header does not have one checksum for each tensor";
+                return Err(Malformed::Whole(problem.to_owned()));
+            }
+        }
+        .into_iter();
         let mut items = Vec::with_capacity(header.tensors.len());
         for (name, info) in header.tensors {
+            let sum = sums.next();
             let name = Text::from(name);
             let value = match info.dtype {
                 Ok(dtype) => {
                     let tensor = TensorRef::contiguous(Text::clone(&name), dtype, info.shape);
                     let offset = header.data + info.start;
-                    let place = self.place(offset, tensor.size_in_bytes());
-                    self.storages.insert(Text::clone(&name), place);
+                    let len = tensor.size_in_bytes();
+                    self.storages.insert(Text::clone(&name), self.place(offset, len));
+                    self.regions.extend(sum.map(|sum| {
+                        let (name, sum) = (name.to_string(), Sum::Xxh3(sum));
+                        (Arc::clone(&self.source), Region { name, offset, len, sum })
+                    }));
                     tensor.into()
                 }
                 Err(dtype) => Value::Opaque(format!("torch-files has no dtype {dtype}").into()),
@@ -194,7 +212,8 @@ impl TorchFile {
         self.kind = if is_script { FileKind::TorchScript } else { FileKind::Torch };
         let region = |name: &str, record: &ZipRecord| {
             let ZipRecord { offset, len, crc32 } = *record;
-            (Arc::clone(&self.source), Region { name: name.to_owned(), offset, len, crc32 })
+            let (name, sum) = (name.to_owned(), Sum::Crc32(crc32));
+            (Arc::clone(&self.source), Region { name, offset, len, sum })
         };
         let regions = storages.iter().map(|(key, record)| region(key, record));
         let regions: Vec<_> =
@@ -276,7 +295,7 @@ impl TorchFile {
         if !folder.join(distributed::INDEX).exists() {
             let index = folder.join(index::NAME);
             if index.is_file() {
-                return Self::of_index(Source::open(&index)?, limits);
+                return Self::of_index(&index, limits);
             }
             let files = distributed::shards_in(folder, limits)?;
             if !files.is_empty() {
@@ -290,14 +309,27 @@ impl TorchFile {
     }
 
     /// Opens the files that an index names. Their storages get the names of the files before their keys.
-    fn of_index(source: Source, limits: &Limits) -> Result<Self> {
-        let files =
-            index::read(&source, limits).map_err(|malformed| malformed.at(source.path()))?;
+    fn of_index(path: &Path, limits: &Limits) -> Result<Self> {
+        let index = || {
+            let source = Source::open(path)?;
+            let bytes = source.all(limits.max_header_bytes);
+            Ok((source, bytes.map_err(|malformed| malformed.at(path))?))
+        };
+        newest(&index, &index::is_ours, &mut |source, bytes| {
+            let index = index::parse(bytes, limits).map_err(|malformed| malformed.at(path))?;
+            Self::of_parsed_index(source, index, limits)
+        })
+    }
+
+    fn of_parsed_index(source: Source, index: Index, limits: &Limits) -> Result<Self> {
+        let Index { files, metadata, headers } = index;
         let folder = source.path().parent().unwrap_or(Path::new("")).to_owned();
         let mut several = Several::new(source, files.len(), limits);
+        several.whole.metadata = metadata;
         let mut in_pieces = Vec::new();
         for (file, names) in files {
             let opened = several.open(&folder.join(&file))?;
+            several.check_header(&file, &opened, headers.as_ref())?;
             if distributed::sharding_of(&opened.metadata).is_some() {
                 several.add_shard(&file, opened)?;
                 in_pieces.push((file, names));
@@ -316,12 +348,19 @@ impl TorchFile {
         Ok(several.whole())
     }
 
-    /// Opens all shards of a folder that has no index.
+    /// Opens all shards of a folder that has no index. Those of a save of this crate are left out, which has not finished.
     fn of_shards(folder: &Path, files: &[String], limits: &Limits) -> Result<Self> {
         let mut several = Several::new(Source::nothing(folder), files.len(), limits);
         for file in files {
             let opened = several.open(&folder.join(file))?;
-            several.add_shard(file, opened)?;
+            if !opened.metadata.contains_key(CHECKSUMS) {
+                several.add_shard(file, opened)?;
+            }
+        }
+        if several.shards.is_empty() {
+            let problem =
+                format!("it has no index `{}`, so that its save has not finished", index::NAME);
+            return Err(several.whole.source.malformed(problem));
         }
         for name in several.shards.names() {
             several.join(&name)?;
@@ -350,7 +389,8 @@ impl TorchFile {
         std::mem::take(&mut self.value)
     }
 
-    /// Returns the texts in the `__metadata__` of a safetensors file. Other formats have none.
+    /// Returns the texts in the `__metadata__` of a safetensors file, or in the `metadata` of an index. Other formats have
+    /// none.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
@@ -530,6 +570,29 @@ impl<'a> Several<'a> {
         }
         self.whole.regions.append(&mut opened.regions);
         Ok(opened)
+    }
+
+    /// Fails unless a shard of this crate is the one that its index, with these checksums of headers, was written for.
+    fn check_header(
+        &self,
+        file: &str,
+        opened: &TorchFile,
+        headers: Option<&BTreeMap<String, Checksum>>,
+    ) -> Result<()> {
+        let problem = match headers.map(|headers| headers.get(file)) {
+            None if !opened.metadata.contains_key(CHECKSUMS) => return Ok(()),
+            None => "its index has lost the checksums of its files",
+            Some(sum) => {
+                let header = safetensors::read_header(&opened.source, self.limits);
+                let header = header.map_err(|malformed| malformed.at(opened.path()))?;
+                // A fuzzer cannot guess checksums.
+                if sum == Some(&Checksum::of([&header[..]])) || cfg!(fuzzing) {
+                    return Ok(());
+                }
+                "it is not the file that its index was written for: the checksum of its header does not match"
+            }
+        };
+        Err(opened.source.malformed(problem))
     }
 
     fn too_much(&self, what: &'static str, limit: u64) -> Error {

@@ -9,7 +9,8 @@ use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess
 
 use crate::error::Malformed;
 use crate::limits::Limits;
-use crate::source::Source;
+use crate::safetensors::{CHECKSUMS, MetadataSeed};
+use crate::source::Checksum;
 use crate::text::shown;
 
 /// The name of the index of a model in safetensors files.
@@ -21,21 +22,39 @@ pub(crate) fn is_index(start: &[u8]) -> bool {
     start.first() == Some(&b'{') && start.get(7) != Some(&0)
 }
 
-/// Reads the index: the names of the tensors by the file that has them.
-pub(crate) fn read(
-    source: &Source,
-    limits: &Limits,
-) -> Result<BTreeMap<String, Vec<String>>, Malformed> {
+/// What an index of this crate begins with, before its own checksum. What follows are lines of the checksums of the
+/// headers of its files.
+const START: &str = "{\"metadata\":{\"torch_files\":\"";
+
+/// The length of a checksum as text.
+const DIGITS: usize = 16;
+
+/// The content of an index.
+pub(crate) struct Index {
+    /// The names of the tensors by the file that has them.
+    pub(crate) files: BTreeMap<String, Vec<String>>,
+    pub(crate) metadata: BTreeMap<String, String>,
+    /// The checksums of the headers of the files, if this crate has written it.
+    pub(crate) headers: Option<BTreeMap<String, Checksum>>,
+}
+
+/// Returns whether this crate has written an index.
+pub(crate) fn is_ours(json: &[u8]) -> bool {
+    json.starts_with(START.as_bytes())
+}
+
+/// Reads an index. What this crate has written is refused unless its checksum matches.
+pub(crate) fn parse(json: &[u8], limits: &Limits) -> Result<Index, Malformed> {
     let refuse = |problem: String| Malformed::Whole(problem);
-    if source.len() > limits.max_header_bytes {
-        return Err(refuse("it is too long for an index".to_owned()));
+    // A fuzzer cannot guess checksums.
+    if is_ours(json) && signed(json.to_vec()) != json && !cfg!(fuzzing) {
+        return Err(refuse("as the index of a model: its checksum does not match".to_owned()));
     }
-    let mut json = vec![0; usize::try_from(source.len()).unwrap_or(0)];
-    source.read_at(0, &mut json).map_err(Malformed::Read)?;
-    let mut json = serde_json::Deserializer::from_slice(&json);
-    let names = IndexSeed(limits.max_tensors).deserialize(&mut json);
-    let names = names.and_then(|names| json.end().map(|()| names));
-    let names = names.map_err(|error| refuse(format!("as the index of a model: {error}")))?;
+    let mut text = serde_json::Deserializer::from_slice(json);
+    let read = IndexSeed(limits).deserialize(&mut text);
+    let read = read.and_then(|read| text.end().map(|()| read));
+    let (mut metadata, names) =
+        read.map_err(|error| refuse(format!("as the index of a model: {error}")))?;
     let mut files: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (name, file) in names {
         files.entry(file).or_default().push(name);
@@ -48,38 +67,96 @@ pub(crate) fn read(
             return Err(refuse(format!("`{}` in it is not the name of a file", shown(file))));
         }
     }
-    Ok(files)
+    let own = metadata.remove(CHECKSUMS).filter(|_| is_ours(json));
+    let headers = own.map(|own| {
+        let line = |line: &str| {
+            let (sum, file) = line.split_once("  ")?;
+            Some((file.to_owned(), Checksum::parse(sum)?))
+        };
+        own.lines().skip(1).filter_map(line).collect()
+    });
+    Ok(Index { files, metadata, headers })
 }
 
-/// Reads the file of each tensor from `weight_map`, of up to so many tensors.
-struct IndexSeed(u64);
+/// Puts the checksum of an index of this crate into it.
+fn signed(mut json: Vec<u8>) -> Vec<u8> {
+    let end = START.len() + DIGITS;
+    if json.len() >= end {
+        let sum = Checksum::of([START.as_bytes(), &json[end..]]).to_string();
+        json[START.len()..end].copy_from_slice(sum.as_bytes());
+    }
+    json
+}
 
-impl<'de> DeserializeSeed<'de> for IndexSeed {
-    type Value = BTreeMap<String, String>;
+/// Makes an index of these texts as its metadata, the size in bytes of all tensors, the checksums of the headers of the
+/// files, and the file of each tensor.
+pub(crate) fn write(
+    texts: &BTreeMap<String, String>,
+    total: u64,
+    headers: &BTreeMap<String, Checksum>,
+    files: &BTreeMap<String, String>,
+) -> Result<Vec<u8>, String> {
+    const TOTAL: &str = "total_size";
+    let text = |text: &str| serde_json::to_string(text).map_err(|error| error.to_string());
+    let line = |(file, sum): (&String, &Checksum)| format!("{sum}  {file}\n");
+    let lines: String = headers.iter().map(line).collect();
+    let own = text(&format!("{}\n{lines}", Checksum::default()))?;
+    let mut json = format!("{{\"metadata\":{{\"{CHECKSUMS}\":{own},\"{TOTAL}\":{total}");
+    for (key, value) in texts {
+        if [CHECKSUMS, TOTAL].contains(&key.as_str()) {
+            return Err(format!("its index has `{key}` for something else"));
+        }
+        json += &format!(",{}:{}", text(key)?, text(value)?);
+    }
+    let files = serde_json::to_string(files).map_err(|error| error.to_string())?;
+    json += &format!("}},\"weight_map\":{files}}}\n");
+    Ok(signed(json.into_bytes()))
+}
+
+/// The texts in `metadata`, and the file of each tensor.
+type Read = (BTreeMap<String, String>, BTreeMap<String, String>);
+
+/// Reads the texts in `metadata`, and the file of each tensor from `weight_map`, within the limits.
+struct IndexSeed<'a>(&'a Limits);
+
+impl<'de> DeserializeSeed<'de> for IndexSeed<'_> {
+    type Value = Read;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
         deserializer.deserialize_map(self)
     }
 }
 
-impl<'de> Visitor<'de> for IndexSeed {
-    type Value = BTreeMap<String, String>;
+impl<'de> Visitor<'de> for IndexSeed<'_> {
+    type Value = Read;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("struct Index")
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        const FIELD: &str = "weight_map";
-        let mut files = None;
+        const FILES: &str = "weight_map";
+        const TEXTS: &str = "metadata";
+        let (mut files, mut texts) = (None, None);
         while let Some(name) = map.next_key::<String>()? {
-            if name != FIELD {
-                let IgnoredAny = map.next_value()?;
-            } else if files.replace(map.next_value_seed(FilesSeed(self.0))?).is_some() {
-                return Err(A::Error::duplicate_field(FIELD));
+            let is_new = match name.as_str() {
+                FILES => {
+                    files.replace(map.next_value_seed(FilesSeed(self.0.max_tensors))?).is_none()
+                }
+                TEXTS => {
+                    texts.replace(map.next_value_seed(MetadataSeed(self.0.max_records))?).is_none()
+                }
+                _ => {
+                    let IgnoredAny = map.next_value()?;
+                    true
+                }
+            };
+            if !is_new {
+                return Err(A::Error::custom(format!("duplicate field `{}`", shown(&name))));
             }
         }
-        files.ok_or_else(|| A::Error::missing_field(FIELD))
+        let files = files.ok_or_else(|| A::Error::missing_field(FILES))?;
+        Ok((texts.unwrap_or_default(), files))
     }
 }
 

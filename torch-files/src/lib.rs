@@ -29,4 +29,4 @@ pub use file::{FileKind, TorchFile};
 pub use limits::Limits;
 pub use source::{Checksum, ChecksumWriter};
 pub use value::{TensorRef, Value};
-pub use writer::{Storage, Writer};
+pub use writer::{Hashed, Storage, Writer};

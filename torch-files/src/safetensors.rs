@@ -17,12 +17,26 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use crate::dtype::Dtype;
 use crate::error::Malformed;
 use crate::limits::Limits;
-use crate::source::Source;
+use crate::source::{Checksum, Source};
 use crate::text::shown;
 use crate::value::MAX_DIMS;
 
 /// The name in a header that is not that of a tensor.
 pub(crate) const METADATA: &str = "__metadata__";
+
+/// The entry of the metadata that has the checksums of the tensors in a shard that this crate has written, in the order
+/// of the file; and that of an index, which has those of the headers of its files.
+pub(crate) const CHECKSUMS: &str = "torch_files";
+
+/// Returns checksums as the text of that entry of a shard.
+pub(crate) fn checksums_as_text(sums: impl Iterator<Item = Checksum>) -> String {
+    sums.map(|sum| sum.to_string()).collect::<Vec<_>>().join(" ")
+}
+
+/// Returns the checksums in such a text.
+pub(crate) fn checksums_of(text: &str) -> Option<Vec<Checksum>> {
+    text.split(' ').map(Checksum::parse).collect()
+}
 
 /// The size in bytes of the length before the header.
 pub(crate) const LENGTH: u64 = 8;
@@ -170,7 +184,7 @@ impl<'de> Visitor<'de> for EntriesSeed<'_> {
 
 /// Reads the texts of the metadata, of which there may be so many. Anything else in it is ignored, and so is `null` in
 /// its place.
-struct MetadataSeed(usize);
+pub(crate) struct MetadataSeed(pub(crate) usize);
 
 impl<'de> DeserializeSeed<'de> for MetadataSeed {
     type Value = BTreeMap<String, String>;

@@ -90,6 +90,16 @@ impl Source {
         Ok(Self { path: shown.to_owned(), ..Self::open(path)? })
     }
 
+    /// Returns all bytes of an index, of which there may be so many.
+    pub(crate) fn all(&self, limit: u64) -> Result<Vec<u8>, Malformed> {
+        if self.len > limit {
+            return Err(Malformed::TooMuch { what: "bytes in its index", limit });
+        }
+        let mut bytes = vec![0; usize::try_from(self.len).unwrap_or(0)];
+        self.read_at(0, &mut bytes).map_err(Malformed::Read)?;
+        Ok(bytes)
+    }
+
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -151,6 +161,39 @@ fn read_exact_at(mut file: &File, buffer: &mut [u8], offset: u64) -> io::Result<
     file.read_exact(buffer)
 }
 
+/// How often an index is read again because another process has replaced it meanwhile.
+const MAX_TRIES: usize = 10;
+
+/// Reads an index and what it names: once more if a file is missing, since another process may have replaced the index,
+/// and removed the files of the old one. Returns that error only for an index whose files belong to it.
+pub(crate) fn newest<T>(
+    open: &dyn Fn() -> Result<(Source, Vec<u8>)>,
+    is_ours: &dyn Fn(&[u8]) -> bool,
+    read: &mut dyn FnMut(Source, &[u8]) -> Result<T>,
+) -> Result<T> {
+    let mut before = None;
+    let mut folder = PathBuf::new();
+    for _ in 0..MAX_TRIES {
+        let (source, bytes) = open()?;
+        folder.clone_from(&source.path);
+        match read(source, &bytes) {
+            Err(Error::Io { path, cause, .. })
+                if cause.kind() == io::ErrorKind::NotFound && is_ours(&bytes) =>
+            {
+                if before.as_ref() == Some(&bytes) {
+                    let name = path.file_name().unwrap_or_default().to_string_lossy();
+                    let problem = format!("its file `{}` is missing", shown(&name));
+                    return Err(Malformed::Whole(problem).at(&folder));
+                }
+                before = Some(bytes);
+            }
+            read => return read,
+        }
+    }
+    let problem = "it is replaced faster than it can be opened";
+    Err(Error::io("open", &folder)(io::Error::other(problem)))
+}
+
 /// A reader with a position in a source, or in a part of one.
 pub(crate) struct Cursor<'a> {
     source: &'a Source,
@@ -203,16 +246,34 @@ pub(crate) struct Region {
     pub(crate) name: String,
     pub(crate) offset: u64,
     pub(crate) len: u64,
-    pub(crate) crc32: u32,
+    pub(crate) sum: Sum,
+}
+
+/// A checksum of one of the kinds that files have.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Sum {
+    Crc32(u32),
+    Xxh3(Checksum),
 }
 
 impl Region {
     /// Reads the bytes once and compares their checksum.
     pub(crate) fn verify(&self, source: &Source) -> Result<()> {
-        let mut hash = crc32fast::Hasher::new();
-        source.read_chunks(self.offset, self.len, &mut |bytes| hash.update(bytes))?;
+        let read = |take: &mut dyn FnMut(&[u8])| source.read_chunks(self.offset, self.len, take);
+        let is_intact = match self.sum {
+            Sum::Crc32(sum) => {
+                let mut hash = crc32fast::Hasher::new();
+                read(&mut |bytes| hash.update(bytes))?;
+                hash.finalize() == sum
+            }
+            Sum::Xxh3(sum) => {
+                let mut hash = Xxh3Default::new();
+                read(&mut |bytes| hash.update(bytes))?;
+                Checksum(hash.digest()) == sum
+            }
+        };
         // A fuzzer cannot guess checksums.
-        if hash.finalize() == self.crc32 || cfg!(fuzzing) {
+        if is_intact || cfg!(fuzzing) {
             return Ok(());
         }
         Err(mismatch(source.path(), &self.name))
@@ -240,6 +301,15 @@ impl Checksum {
     }
 }
 
+impl Checksum {
+    /// Reads only the spelling that this crate writes, because a checksum can be located by it in the text that it
+    /// belongs to.
+    pub(crate) fn parse(digits: &str) -> Option<Self> {
+        let checksum = Self(u64::from_str_radix(digits, 16).ok()?);
+        (checksum.to_string() == digits).then_some(checksum)
+    }
+}
+
 impl fmt::Display for Checksum {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}", self.0)
@@ -258,15 +328,8 @@ impl Serialize for Checksum {
 impl<'de> Deserialize<'de> for Checksum {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         let digits = String::deserialize(deserializer)?;
-        let number = u64::from_str_radix(&digits, 16).map_err(D::Error::custom)?;
-        let checksum = Self(number);
-        // Only the spelling that this crate writes is accepted, because a checksum can be located by it in the text
-        // that it belongs to.
-        if checksum.to_string() == digits {
-            Ok(checksum)
-        } else {
-            Err(D::Error::custom("a checksum that is not 16 hexadecimal digits"))
-        }
+        let problem = "a checksum that is not 16 hexadecimal digits";
+        Self::parse(&digits).ok_or_else(|| D::Error::custom(problem))
     }
 }
 

@@ -1,5 +1,6 @@
 //! Writing files.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::path::Path;
@@ -10,6 +11,7 @@ use crate::error::{Error, Result, invalid};
 use crate::limits::Limits;
 use crate::pickle;
 use crate::safetensors::{self, METADATA, Written};
+use crate::source::{Checksum, ChecksumWriter};
 use crate::value::{TensorRef, Value};
 use crate::zip;
 
@@ -64,6 +66,38 @@ impl Storage for Vec<u8> {
 
     fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
         self.as_slice().write_to(out)
+    }
+}
+
+/// The elements of a tensor, and their checksum once they were written.
+#[derive(Debug)]
+pub struct Hashed<S> {
+    storage: S,
+    checksum: Cell<Checksum>,
+}
+
+impl<S> Hashed<S> {
+    /// Makes one of which nothing was written yet.
+    pub fn new(storage: S) -> Self {
+        Self { storage, checksum: Cell::default() }
+    }
+
+    /// Returns the checksum of what was written last.
+    pub fn checksum(&self) -> Checksum {
+        self.checksum.get()
+    }
+}
+
+impl<S: Storage> Storage for Hashed<S> {
+    fn size_in_bytes(&self) -> u64 {
+        self.storage.size_in_bytes()
+    }
+
+    fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
+        let mut out = ChecksumWriter::new(out);
+        self.storage.write_to(&mut out)?;
+        self.checksum.set(out.checksum());
+        Ok(())
     }
 }
 

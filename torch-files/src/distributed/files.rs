@@ -6,14 +6,17 @@ use std::io::{self, ErrorKind};
 use std::path::Path;
 use std::time::Duration;
 
-use super::{INDEX, UNFINISHED_INDEX, name_of, numbers};
+use super::FolderKind;
 use crate::atomic;
 use crate::error::{Error, Result};
+use crate::index;
+use crate::limits::Limits;
+use crate::source::Source;
 use crate::text::shown;
 
-/// Creates the folder. Returns whether it did not exist. A folder that exists must be a checkpoint, the leftover of one,
-/// or empty.
-pub(super) fn make(folder: &Path) -> Result<bool> {
+/// Creates the folder. Returns whether it did not exist. A folder that exists must be a checkpoint of the same kind, the
+/// leftover of one, or empty.
+pub(super) fn make(folder: &Path, kind: FolderKind) -> Result<bool> {
     match fs::metadata(folder) {
         Ok(found) if !found.is_dir() => {
             let cause = io::Error::new(ErrorKind::NotADirectory, "it is a file");
@@ -29,16 +32,22 @@ pub(super) fn make(folder: &Path) -> Result<bool> {
         }
         Err(error) => return Err(Error::io("open", folder)(error)),
     }
+    let refuse = |problem| {
+        Err(Error::io("replace", folder)(io::Error::new(ErrorKind::InvalidInput, problem)))
+    };
+    // A reader would take that one.
+    if let Some(other) = FolderKind::of(folder).filter(|found| *found != kind) {
+        let index = other.index();
+        return refuse(format!(
+            "it has the index `{index}` of another format; choose another folder"
+        ));
+    }
     if !is_whole(folder) {
-        for name in names(folder)? {
-            if !is_ours(&name) {
-                let problem = format!(
-                    "it is no checkpoint, and has other files, such as `{}`; choose another folder",
-                    shown(&name)
-                );
-                let cause = io::Error::new(ErrorKind::InvalidInput, problem);
-                return Err(Error::io("replace", folder)(cause));
-            }
+        if let Some(name) = names(folder)?.iter().find(|name| !is_of(kind, name)) {
+            let name = shown(name);
+            return refuse(format!(
+                "it is no checkpoint, and has other files, such as `{name}`; choose another folder"
+            ));
         }
         // The process that has created it may have ended before its name was on the disk.
         let found = fs::canonicalize(folder).map_err(Error::io("open", folder))?;
@@ -56,40 +65,55 @@ fn names(folder: &Path) -> Result<Vec<String>> {
 }
 
 /// Returns whether a name is that of an index, of a file with entries, or of a temporary file of one of them.
+fn is_of(kind: FolderKind, name: &str) -> bool {
+    let is_one = |name: &str| name == kind.index() || kind.numbers(name).is_some();
+    let is_temporary = || atomic::replaced(name).is_some_and(is_one);
+    is_one(name) || kind.is_unfinished_index(name) || is_temporary()
+}
+
+/// Returns whether a name is one of these in a folder of any kind.
 fn is_ours(name: &str) -> bool {
-    let is_one = |name: &str| name == INDEX || numbers(name).is_some();
-    is_one(name) || name == UNFINISHED_INDEX || atomic::replaced(name).is_some_and(is_one)
+    FolderKind::ALL.into_iter().any(|kind| is_of(kind, name))
 }
 
 /// Returns a number that no file in the folder has, nor one that another process still writes.
-pub(super) fn next_number(folder: &Path) -> Result<u64> {
+pub(super) fn next_number(folder: &Path, kind: FolderKind) -> Result<u64> {
     let names = names(folder)?;
-    let taken = names.iter().filter_map(|name| numbers(atomic::replaced(name).unwrap_or(name)));
-    let Some((rank, last)) = taken.max_by_key(|(_, number)| *number) else { return Ok(0) };
+    let numbers = |name: &String| kind.numbers(atomic::replaced(name).unwrap_or(name));
+    let taken = names.iter().filter_map(numbers);
+    let Some((rank, last)) = taken.max_by_key(|(_, number)| *number) else {
+        return Ok(kind.first_number());
+    };
     last.checked_add(1).ok_or_else(|| {
-        let problem = format!("there is no number after that of `{}`", name_of(rank, last));
+        let problem = format!("there is no number after that of `{}`", kind.name_of(rank, last));
         Error::io("name a file in", folder)(io::Error::other(problem))
     })
 }
 
 /// Removes the files that the index does not name, and what killed saves have left of temporary ones, if they were last
 /// written to at least `age` ago. Returns how many there were.
-pub(super) fn remove_others(folder: &Path, kept: &HashSet<String>, age: Duration) -> Result<usize> {
+pub(super) fn remove_others(
+    folder: &Path,
+    kind: FolderKind,
+    kept: &HashSet<String>,
+    age: Duration,
+) -> Result<usize> {
     let mut removed = 0;
     for name in names(folder)? {
-        let is_one = name == UNFINISHED_INDEX || numbers(&name).is_some();
+        let is_one = kind.is_unfinished_index(&name) || kind.numbers(&name).is_some();
         if is_one && !kept.contains(&name) {
             removed += usize::from(atomic::remove_if_old(&folder.join(name), age)?);
         }
     }
-    Ok(removed + atomic::remove_leftovers(folder, age, is_ours)?)
+    Ok(removed + atomic::remove_leftovers(folder, age, |name| is_of(kind, name))?)
 }
 
 /// Removes what killed saves have left in a folder that has an index. Returns whether there was anything.
-fn remove_leftovers_within(folder: &Path, age: Duration) -> Result<bool> {
+fn remove_leftovers_within(folder: &Path, kind: FolderKind, age: Duration) -> Result<bool> {
     let files: HashSet<_> =
-        names(folder)?.into_iter().filter(|name| numbers(name).is_some()).collect();
-    let saves: HashSet<_> = files.iter().filter_map(|name| numbers(name)).map(|it| it.1).collect();
+        names(folder)?.into_iter().filter(|name| kind.numbers(name).is_some()).collect();
+    let saves: HashSet<_> =
+        files.iter().filter_map(|name| kind.numbers(name)).map(|it| it.1).collect();
     let kept = match saves.len() {
         // They are of one save, that of the index, which need not be read.
         0 | 1 => files,
@@ -97,10 +121,21 @@ fn remove_leftovers_within(folder: &Path, age: Duration) -> Result<bool> {
             // Otherwise a power loss could bring back an index that names others.
             atomic::sync_folder(folder)?;
             // Nothing is known of the files of an index that cannot be read.
-            super::read::files_of(folder).unwrap_or(files)
+            files_of(folder, kind).unwrap_or(files)
         }
     };
-    Ok(remove_others(folder, &kept, age)? > 0)
+    Ok(remove_others(folder, kind, &kept, age)? > 0)
+}
+
+/// Returns the names of the files that the index of a folder names.
+fn files_of(folder: &Path, kind: FolderKind) -> Result<HashSet<String>> {
+    if kind == FolderKind::Distcp {
+        return super::read::files_of(folder);
+    }
+    let source = Source::open(&folder.join(kind.index()))?;
+    let index = source.all(Limits::DEFAULT.max_header_bytes);
+    let index = index.and_then(|bytes| index::parse(&bytes, &Limits::DEFAULT));
+    Ok(index.map_err(|malformed| malformed.at(folder))?.files.into_keys().collect())
 }
 
 fn remove_file(path: &Path) -> Result<()> {
@@ -112,7 +147,7 @@ fn remove_file(path: &Path) -> Result<()> {
 
 /// Returns whether a folder is one whose save has finished: whether it has an index.
 pub fn is_whole(folder: &Path) -> bool {
-    folder.join(INDEX).is_file()
+    FolderKind::of(folder).is_some()
 }
 
 /// Removes a checkpoint that is a folder: its index first, so that what a crash leaves is no checkpoint. Other files in
@@ -123,7 +158,7 @@ pub fn is_whole(folder: &Path) -> bool {
 /// [`Error::Io`], if there is no such folder as well.
 pub fn remove(folder: &Path) -> Result<()> {
     let names = names(folder)?;
-    remove_file(&folder.join(INDEX))?;
+    FolderKind::ALL.into_iter().try_for_each(|kind| remove_file(&folder.join(kind.index())))?;
     atomic::sync_folder(folder)?;
     for name in names.iter().filter(|name| is_ours(name)) {
         remove_file(&folder.join(name))?;
@@ -158,8 +193,8 @@ pub fn remove_leftover(folder: &Path, age: Duration) -> Result<bool> {
 }
 
 fn remove_leftover_folder(folder: &Path, age: Duration) -> Result<bool> {
-    if is_whole(folder) {
-        return remove_leftovers_within(folder, age);
+    if let Some(kind) = FolderKind::of(folder) {
+        return remove_leftovers_within(folder, kind, age);
     }
     let names = names(folder)?;
     let files = names.iter().map(|name| folder.join(name)).chain([folder.to_owned()]);

@@ -5,13 +5,22 @@
 //! which file, at which place, each piece is. It is written last, so that a folder without an index is one whose save
 //! has not finished.
 //!
-//! [`TorchFile::open`](crate::TorchFile::open) reads a folder, and a [`FolderWriter`] writes one.
+//! There is a second kind without a pickle: safetensors files that say in `DCP_SHARDING_INFO` where their pieces of
+//! tensors begin, as Python's `HuggingFaceStorageWriter` writes them. Python writes no index for the files of several
+//! processes; this crate writes `model.safetensors.index.json` last, so that it tells a save that has not finished.
+//!
+//! [`TorchFile::open`](crate::TorchFile::open) reads a folder of either kind; a [`FolderWriter`] writes one of the first
+//! kind, and a [`ShardWriter`] the share of a process in one of the second.
 
-// `read` opens a folder, `write` lays one out and writes the share of a process, `shared` begins and finishes a save,
-// and `files` knows which files of a folder are whose, and removes them.
+// `names` has the kinds and the names of files. `read` opens a folder of distcp files, and `shards` puts tensors together
+// of the pieces in safetensors files. `write` and `shard_writer` lay out and write the share of a process, of which
+// `index` makes an index; `shared` begins and finishes a save, and `files` knows which files are whose, and removes them.
 
 mod files;
+mod index;
+mod names;
 mod read;
+mod shard_writer;
 mod shards;
 mod shared;
 #[cfg(test)]
@@ -22,19 +31,14 @@ use crate::error::Error;
 use crate::source::Checksum;
 
 pub use files::{is_whole, remove, remove_leftover};
+pub use index::Share;
+pub use names::FolderKind;
+pub(crate) use names::INDEX;
 pub(crate) use read::{Opened, open};
+pub use shard_writer::ShardWriter;
 pub(crate) use shards::{SHARDING, Shards, sharding_of, shards_in};
-pub use shared::{Share, SharedSave};
+pub use shared::SharedSave;
 pub use write::FolderWriter;
-
-/// The name of the index.
-pub(crate) const INDEX: &str = ".metadata";
-
-/// The name under which Python writes the index, before it renames it.
-const UNFINISHED_INDEX: &str = ".metadata.tmp";
-
-/// The ending of the other files.
-const ENDING: &str = ".distcp";
 
 /// What this crate writes after the pickle of an index, where Python does not look: this, the checksum of the pickle in
 /// hexadecimal digits, and a line break. Python writes nothing there.
@@ -43,18 +47,6 @@ const MARK: &[u8] = b"torch-files xxh3 ";
 /// Returns what follows a pickle in an index that this crate has written.
 fn trailer(pickle: &[u8]) -> Vec<u8> {
     [MARK, Checksum::of([pickle]).to_string().as_bytes(), b"\n"].concat()
-}
-
-/// Returns the rank and the number in the name of a file with entries; `None` for another file.
-fn numbers(name: &str) -> Option<(u64, u64)> {
-    let (rank, number) = name.strip_prefix("__")?.strip_suffix(ENDING)?.split_once('_')?;
-    let parsed = (rank.parse().ok()?, number.parse().ok()?);
-    // Only names as PyTorch writes them: others belong to somebody else.
-    (name_of(parsed.0, parsed.1) == name).then_some(parsed)
-}
-
-fn name_of(rank: u64, number: u64) -> String {
-    format!("__{rank}_{number}{ENDING}")
 }
 
 fn unwritable(name: Option<&str>, problem: impl Into<String>) -> Error {

@@ -6,19 +6,16 @@ use std::io::ErrorKind;
 use std::path::{Component, Path};
 use std::sync::Arc;
 
-use super::{INDEX, MARK, trailer};
+use super::{FolderKind, INDEX, MARK, trailer};
 use crate::dtype::Dtype;
 use crate::error::{Error, Malformed, Result};
 use crate::limits::Limits;
 use crate::pickle;
 use crate::place::{Gathered, Piece, Place, joined};
-use crate::source::{Cursor, Region, Source};
+use crate::source::{Cursor, Region, Source, Sum, newest};
 use crate::text::shown;
 use crate::torch::{self, PICKLE};
 use crate::value::{MAX_DIMS, TensorRef, Text, Value};
-
-/// How often an index is read again because another process has replaced it meanwhile.
-const MAX_TRIES: usize = 10;
 
 /// The limits of the archive of a piece, which holds one tensor. A tensor of 64 dimensions takes some 300 values.
 const OF_PIECE: Limits = Limits {
@@ -48,35 +45,21 @@ fn refuse<T>(problem: impl Into<String>) -> Step<T> {
 /// Opens a folder. Its files are opened at once, so that it may be replaced afterwards.
 pub(crate) fn open(folder: &Path, limits: &Limits) -> Result<Opened> {
     let path = folder.join(INDEX);
-    let mut before = None;
-    for _ in 0..MAX_TRIES {
+    let index = || {
         let source = match Source::open_as(&path, folder) {
             Err(Error::Io { cause, .. }) if cause.kind() == ErrorKind::NotFound => {
                 return Err(without_index(folder, cause));
             }
             source => source?,
         };
-        let bytes = read_index(&source, limits).map_err(|malformed| malformed.at(folder))?;
-        match Reader::read(folder, &bytes, limits) {
-            Err(Malformed::Read(Error::Io { path, cause, .. }))
-                if cause.kind() == ErrorKind::NotFound =>
-            {
-                if before.as_ref() == Some(&bytes) {
-                    let name = path.file_name().unwrap_or_default().to_string_lossy();
-                    let problem = format!("its file `{}` is missing", shown(&name));
-                    return Err(source.malformed(problem));
-                }
-                // Another process may have replaced the folder, and removed the files of the old index.
-                before = Some(bytes);
-            }
-            Err(malformed) => return Err(malformed.at(folder)),
-            Ok((value, storages, regions)) => {
-                return Ok(Opened { source, value, storages, regions });
-            }
-        }
-    }
-    let problem = "it is replaced faster than it can be opened";
-    Err(Error::io("open", folder)(std::io::Error::other(problem)))
+        let bytes =
+            source.all(limits.max_pickle_bytes).map_err(|malformed| malformed.at(folder))?;
+        Ok((source, bytes))
+    };
+    newest(&index, &|_| true, &mut |source, bytes| {
+        let read = Reader::read(folder, bytes, limits).map_err(|malformed| malformed.at(folder));
+        read.map(|(value, storages, regions)| Opened { source, value, storages, regions })
+    })
 }
 
 /// Returns the names of the files that the index of a folder names.
@@ -84,7 +67,7 @@ pub(super) fn files_of(folder: &Path) -> Result<HashSet<String>> {
     let limits = Limits::DEFAULT;
     let source = Source::open_as(&folder.join(INDEX), folder)?;
     let read = || {
-        let bytes = read_index(&source, &limits)?;
+        let bytes = source.all(limits.max_pickle_bytes)?;
         let (index, len) = pickle::read_index(&bytes, &limits)?;
         check_trailer(&bytes[..len], &bytes[len..])?;
         let Some(Value::Dict(items)) = index.get("storage_data") else {
@@ -112,7 +95,7 @@ fn without_index(folder: &Path, cause: std::io::Error) -> Error {
                        read: save with `use_collectives=True`";
         return Malformed::Whole(problem.to_owned()).at(folder);
     }
-    if names.iter().any(|name| super::numbers(name).is_some()) {
+    if names.iter().any(|name| FolderKind::Distcp.numbers(name).is_some()) {
         let problem = format!("it has no index `{INDEX}`, so that its save has not finished");
         return Malformed::Whole(problem).at(folder);
     }
@@ -123,16 +106,6 @@ fn without_index(folder: &Path, cause: std::io::Error) -> Error {
 fn is_index_of_rank(name: &str) -> bool {
     let rank = name.strip_prefix("__").and_then(|name| name.strip_suffix(INDEX));
     rank.is_some_and(|rank| rank.parse::<u64>().is_ok())
-}
-
-fn read_index(source: &Source, limits: &Limits) -> Step<Vec<u8>> {
-    let limit = limits.max_pickle_bytes;
-    if source.len() > limit {
-        return Err(Malformed::TooMuch { what: "bytes in its index", limit });
-    }
-    let mut bytes = vec![0; usize::try_from(source.len()).unwrap_or(0)];
-    source.read_at(0, &mut bytes).map_err(Malformed::Read)?;
-    Ok(bytes)
 }
 
 /// A name in the index.
@@ -315,7 +288,7 @@ impl<'a> Reader<'a> {
                 name: name.to_string(),
                 offset: record.offset,
                 len: record.len,
-                crc32: record.crc32,
+                sum: Sum::Crc32(record.crc32),
             };
             self.regions.push((Arc::clone(&source), region));
         }

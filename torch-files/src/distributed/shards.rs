@@ -114,6 +114,10 @@ impl Shards {
         self.parts.get(name).is_some_and(|parts| parts.iter().any(is_there))
     }
 
+    pub(crate) fn is_empty(&self) -> bool {
+        self.files.is_empty()
+    }
+
     /// Returns the names of all tensors.
     pub(crate) fn names(&self) -> Vec<Text> {
         self.parts.keys().map(Text::clone).collect()

@@ -1,13 +1,15 @@
 //! Laying out a folder, and writing the share of a process.
 
-use std::fs;
 use std::io::{self, BufWriter, Cursor, Seek, SeekFrom, Write};
 use std::path::Path;
 
-use super::shared::{Share, SharedSave, index_of};
-use super::{name_of, unwritable};
-use crate::atomic::{self, Replaced, Target};
-use crate::error::{Error, Result, invalid};
+use super::index::{Content, Share, index_of};
+use super::shared::SharedSave;
+use super::{FolderKind, unwritable};
+use crate::atomic::{Replaced, Target};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::{Result, invalid};
 use crate::limits::Limits;
 use crate::pickle::{self, Entry, Kind, PathItem};
 use crate::value::{TensorRef, Value};
@@ -178,7 +180,8 @@ impl<S: Storage> FolderWriter<S> {
         }
         // The largest places take the most bytes in the index.
         let (start, len) = (i64::MAX.unsigned_abs(), i64::MAX.unsigned_abs());
-        let entry = Entry { name, path, kind, file: name_of(u64::MAX, u64::MAX), start, len };
+        let file = FolderKind::Distcp.name_of(u64::MAX, u64::MAX);
+        let entry = Entry { name, path, kind, file, start, len };
         self.entries.push((entry, Archive { pickle, storage }));
         Ok(())
     }
@@ -190,9 +193,9 @@ impl<S: Storage> FolderWriter<S> {
     ///
     /// # Errors
     ///
-    /// Those of [`atomic::replace`]; [`Error::Io`] for a folder without an index that has other files.
+    /// Those of [`atomic::replace`](crate::atomic::replace); [`Error::Io`] for a folder without an index that has other files.
     pub fn save(&self, folder: impl AsRef<Path>) -> Result<Replaced> {
-        let begun = SharedSave::begin(folder)?;
+        let begun = SharedSave::begin(folder, FolderKind::Distcp)?;
         let share = self.save_share(&begun, 0);
         share.and_then(|share| begun.finish([share], &self.limits)).inspect_err(|_| {
             begun.remove_share(0);
@@ -212,27 +215,19 @@ impl<S: Storage> FolderWriter<S> {
     ///
     /// # Errors
     ///
-    /// Those of [`atomic::replace`]. No file is left then.
+    /// Those of [`atomic::replace`](crate::atomic::replace). No file is left then.
     pub fn save_share(&self, save: &SharedSave, rank: u64) -> Result<Share> {
-        let path = save.file_of(rank);
-        let file = name_of(rank, save.number());
-        let (mut entries, has_data) = (Vec::new(), self.entries.iter().any(has_data));
-        if !has_data {
+        let file = save.name_of(rank);
+        let mut entries: Vec<_> = Vec::new();
+        if self.entries.iter().any(has_data) {
+            save.replace_file_of(rank, FolderKind::Distcp, &mut |out| {
+                entries = self.write_to(out, &file)?;
+                Ok(())
+            })?;
+        } else {
             entries.extend(self.entries.iter().map(|(entry, _)| entry.clone()));
-            return Ok(Share { entries });
         }
-        let replaced = atomic::replace(&path, &mut |out| {
-            entries = self.write_to(out, &file)?;
-            Ok(())
-        })?;
-        match replaced {
-            Replaced::Durable => Ok(Share { entries }),
-            Replaced::Uncertain { action, path, cause } => {
-                // The index must not survive a power loss without it.
-                drop(fs::remove_file(&path));
-                Err(Error::Io { action, path, cause })
-            }
-        }
+        Ok(Share(Content::Entries(entries)))
     }
 
     fn write_to(&self, out: &mut dyn Target, file: &str) -> io::Result<Vec<Entry>> {

@@ -8,17 +8,19 @@ mod replaced;
 mod shards;
 mod shared;
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::FolderWriter;
+use super::{FolderKind, FolderWriter, ShardWriter, SharedSave};
 use crate::dtype::Dtype;
 use crate::error::Result;
 use crate::file::{FileKind, TorchFile};
 use crate::limits::Limits;
 use crate::value::{TensorRef, Value};
+use crate::writer::Storage;
 
 /// A folder of a test, which is removed with it.
 pub(super) struct Temporary(PathBuf);
@@ -58,6 +60,36 @@ pub(super) fn save(folder: &Path, value: &Value, storages: &[Vec<u8>]) -> Result
     let writer = FolderWriter::new(value, storages.to_vec(), &Limits::default())?;
     let _durable = writer.save(folder)?;
     Ok(())
+}
+
+/// Saves by one process what [`small`] returns, or its storages as tensors of bytes.
+pub(super) fn save_small(kind: FolderKind, folder: &Path, seed: u8) -> Result<()> {
+    let (value, storages) = small(seed);
+    if kind == FolderKind::Distcp {
+        return save(folder, &value, &storages);
+    }
+    let tensors = storages
+        .into_iter()
+        .enumerate()
+        .map(|(at, bytes)| (format!("t{at}"), Dtype::Uint8, vec![bytes.len() as i64], bytes));
+    save_shard(folder, ShardWriter::new(tensors, BTreeMap::new(), &Limits::default())?)
+}
+
+/// Saves by one process, as `FolderWriter::save` does.
+pub(super) fn save_shard(folder: &Path, mut writer: ShardWriter<impl Storage>) -> Result<()> {
+    let begun = SharedSave::begin(folder, FolderKind::Safetensors)?;
+    let share = writer.save_share(&begun, 0);
+    let finished = share.and_then(|share| begun.finish([share], &Limits::default()));
+    let _durable = finished.inspect_err(|_| {
+        begun.remove_share(0);
+        begun.remove_folder();
+    })?;
+    Ok(())
+}
+
+/// The name of the file of a rank, in the save with this number since the first one.
+pub(super) fn file_of(kind: FolderKind, rank: u64, number: u64) -> String {
+    kind.name_of(rank, kind.first_number() + number)
 }
 
 /// A value with tensors and everything else, and its storages.

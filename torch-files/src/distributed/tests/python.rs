@@ -110,3 +110,36 @@ fn python_reads_what_is_saved() {
         assert_eq!(line, expected);
     }
 }
+
+/// By Python's reader of shards, of whose files each has some tensors.
+#[test]
+fn python_reads_shards_that_are_saved() {
+    let folder = Temporary::new();
+    let mut paths = Vec::new();
+    let mut expected = Vec::new();
+    for ranks in [1, 2, 4] {
+        let path = folder.path().join(ranks.to_string());
+        let begun = SharedSave::begin(&path, FolderKind::Safetensors).unwrap();
+        let share = |rank| {
+            let has = |dtype: &Dtype| dtype.safetensors_name().is_some();
+            let own = Dtype::ALL.into_iter().filter(has).skip(rank).step_by(ranks);
+            let tensors = own.map(|dtype| {
+                let bytes = 3 * u8::try_from(dtype.size()).unwrap();
+                let bytes: Vec<_> =
+                    if dtype == Dtype::Bool { vec![1, 0, 1] } else { (1..=bytes).collect() };
+                (format!("täst 🦀/{dtype}"), dtype, vec![3, 1], bytes)
+            });
+            let metadata = (rank == 0).then(|| ("step".to_owned(), "7".to_owned()));
+            let metadata = metadata.into_iter().collect();
+            let mut writer = ShardWriter::new(tensors, metadata, &Limits::default()).unwrap();
+            writer.save_share(&begun, rank as u64).unwrap()
+        };
+        let _durable = begun.finish((0..ranks).map(share), &Limits::default()).unwrap();
+        expected.push(dumped(&TorchFile::open(&path).unwrap()));
+        paths.push(path);
+    }
+    let paths: Vec<_> =
+        [Path::new("dump")].into_iter().chain(paths.iter().map(|it| &**it)).collect();
+    let Some(answer) = oracle("shards.py", &paths) else { return };
+    assert_eq!(answer.lines().collect::<Vec<_>>(), expected);
+}

@@ -270,6 +270,137 @@ fn limits_bound_shards_together() {
     assert!(error.contains("more than 1 files"), "{error}");
 }
 
+fn text(path: &Path) -> String {
+    fs::read_to_string(path).unwrap()
+}
+
+/// What other programs read of the files of a save, and what this crate adds.
+#[test]
+fn what_is_saved_is_a_model_in_several_files() {
+    let folder = Temporary::new();
+    let begun = SharedSave::begin(folder.run(), FolderKind::Safetensors).unwrap();
+    let tensor = |name: &str, shape: &[i64]| {
+        let len = shape.iter().product::<i64>() as usize;
+        (name.to_owned(), Dtype::Uint8, shape.to_vec(), vec![7; len])
+    };
+    let metadata = BTreeMap::from([("a".to_owned(), "\"ä\n".to_owned())]);
+    let mut shares = Vec::new();
+    let all = [vec![tensor("m/x", &[2, 3]), tensor("n", &[])], vec![], vec![tensor("m/y", &[0])]];
+    for (rank, tensors) in all.into_iter().enumerate() {
+        let metadata = if rank == 1 { metadata.clone() } else { BTreeMap::new() };
+        let mut writer = ShardWriter::new(tensors, metadata, &Limits::default()).unwrap();
+        shares.push(writer.save_share(&begun, rank as u64).unwrap());
+    }
+    let _durable = begun.finish(shares, &Limits::default()).unwrap();
+    let [first, third] = [0, 2].map(|rank| file_of(FolderKind::Safetensors, rank, 0));
+    assert_eq!(first, "shard-00001-model-00001-of-00001.safetensors");
+    let index: serde_json::Value = serde_json::from_str(&text(&folder.run().join(INDEX))).unwrap();
+    assert_eq!(index["metadata"]["total_size"], 7);
+    assert_eq!(index["weight_map"], serde_json::json!({"m/x": first, "m/y": third, "n": first}));
+    let file = TorchFile::open(folder.run()).unwrap();
+    file.verify().unwrap();
+    assert_eq!(file.metadata(), &metadata);
+    let found = "{m/x:<torch.uint8[2,3]070707070707>;m/y:<torch.uint8[0]>;n:<torch.uint8[]07>;}";
+    assert_eq!(dumped(&file), found);
+    let shard = TorchFile::open(folder.run().join(first)).unwrap();
+    let own = shard.metadata();
+    let offsets = r#"{"m/x":{"saved_offsets":[0,0]},"n":{"saved_offsets":[]}}"#;
+    assert_eq!((&*own["format"], &*own["DCP_VERSION"]), ("pt", "1.0"));
+    assert_eq!(own["DCP_SHARDING_INFO"], offsets);
+    // The index has these names for something else.
+    for key in ["torch_files", "total_size"] {
+        let metadata = BTreeMap::from([(key.to_owned(), String::new())]);
+        let mut writer = ShardWriter::<Vec<u8>>::new([], metadata, &Limits::default()).unwrap();
+        let share = writer.save_share(&begun, 0).unwrap();
+        let error = begun.finish([share], &Limits::default()).unwrap_err();
+        assert!(matches!(error, Error::Unwritable { .. }), "{error}");
+    }
+}
+
+/// Without the index, which is written last, nothing of a save is read.
+#[test]
+fn shards_of_a_save_that_has_not_finished_are_nobodys() {
+    let folder = folder_of(&[&[("x", &[0], &[2])], &[("x", &[2], &[2])]]);
+    let before = dumped(&TorchFile::open(folder.run()).unwrap());
+    let begun = SharedSave::begin(folder.run(), FolderKind::Safetensors).unwrap();
+    assert_eq!(begun.number(), 2, "after that of Python's files");
+    let tensor = ("x".to_owned(), Dtype::Uint8, vec![1], vec![9]);
+    let mut writer = ShardWriter::new([tensor], BTreeMap::new(), &Limits::default()).unwrap();
+    let share = writer.save_share(&begun, 0).unwrap();
+    assert_eq!(dumped(&TorchFile::open(folder.run()).unwrap()), before, "Python's shards are");
+    let _durable = begun.finish([share], &Limits::default()).unwrap();
+    assert_eq!(dumped(&TorchFile::open(folder.run()).unwrap()), "{x:<torch.uint8[1]09>;}");
+    assert_eq!(super::replaced::listed(&folder.run()).len(), 2, "and then they are gone");
+    fs::remove_file(folder.run().join(INDEX)).unwrap();
+    let error = refused(TorchFile::open(folder.run()));
+    assert!(error.contains("its save has not finished"), "{error}");
+}
+
+#[test]
+fn damage_is_found_wherever_it_is() {
+    let folder = Temporary::new();
+    save_small(FolderKind::Safetensors, &folder.run(), 3).unwrap();
+    let read = || {
+        let file = TorchFile::open(folder.run())?;
+        file.verify()?;
+        Ok(())
+    };
+    let right: Result<()> = read();
+    right.unwrap();
+    for name in super::replaced::listed(&folder.run()) {
+        let path = folder.run().join(&name);
+        let bytes = fs::read(&path).unwrap();
+        for at in 0..bytes.len() {
+            for flip in [0x01, 0x20, 0xff] {
+                let mut damaged = bytes.clone();
+                damaged[at] ^= flip;
+                fs::write(&path, &damaged).unwrap();
+                let error = read().expect_err(&format!("byte {at} of {name} by {flip}"));
+                assert!(matches!(error, Error::Malformed { .. }), "{error}");
+            }
+            fs::write(&path, &bytes[..at]).unwrap();
+            assert!(read().is_err(), "cut to {at}");
+        }
+        fs::write(&path, &bytes).unwrap();
+    }
+    read().unwrap();
+    // A file of the same tensors that another save has written.
+    let other = Temporary::new();
+    save_small(FolderKind::Safetensors, &other.run(), 4).unwrap();
+    let name = file_of(FolderKind::Safetensors, 0, 0);
+    fs::copy(other.run().join(&name), folder.run().join(&name)).unwrap();
+    let error = refused(read());
+    assert!(error.contains("not the file that its index was written for"), "{error}");
+    fs::remove_file(folder.run().join(&name)).unwrap();
+    let error = refused(read());
+    assert!(error.contains("is missing"), "{error}");
+}
+
+/// Another process replaces the folder while this one opens it.
+#[test]
+fn a_folder_that_is_replaced_is_opened_old_or_new() {
+    for kind in FolderKind::ALL {
+        let folder = Temporary::new();
+        save_small(kind, &folder.run(), 0).unwrap();
+        let known: Vec<_> = (0..2)
+            .map(|seed| {
+                save_small(kind, &folder.run(), seed).unwrap();
+                dumped(&TorchFile::open(folder.run()).unwrap())
+            })
+            .collect();
+        std::thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                (0..60u8).for_each(|turn| save_small(kind, &folder.run(), turn % 2).unwrap());
+            });
+            while !writer.is_finished() {
+                let file = TorchFile::open(folder.run()).unwrap();
+                file.verify().unwrap();
+                assert!(known.contains(&dumped(&file)));
+            }
+        });
+    }
+}
+
 /// Each byte of the header of a shard damaged: it is refused, or read within its file, and never panics.
 #[test]
 fn damaged_shards_never_panic() {
