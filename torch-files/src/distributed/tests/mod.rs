@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
+#[cfg(target_os = "linux")]
+mod faults;
 mod hostile;
 mod python;
 mod replaced;
