@@ -19,6 +19,18 @@ pub enum Format {
     /// | your own [`Stateful`] | `NAME/TENSOR` | `value`: a map of its values, as below |
     /// | tensor, random numbers | `NAME` | `kind` |
     /// | value, loss scale | – | `value`; a non-finite float is the text `inf`, `-inf` or `nan`, and `non_finite` lists the places |
+    ///
+    /// What several ranks save together (`Checkpoint::sharded`) is a folder: a file of each rank, in which each tensor is
+    /// whole, and `model.safetensors.index.json`, which names the file of each tensor, and has the entry `tch_amp` in its
+    /// `metadata`. The index is written last, as that of [`Dcp`](Self::Dcp), and a folder without it is never loaded.
+    /// Python's `HuggingFaceStorageReader` reads the folder, and so do libraries that load a model in several files:
+    ///
+    /// ```python
+    /// import torch.distributed.checkpoint as dcp
+    ///
+    /// state = {"model/weight": torch.empty(4, 2)}
+    /// dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader("run.shards"))
+    /// ```
     Safetensors,
     /// A file that Python reads with `torch.load(path, weights_only=True)`: a dict of the parts, each as its
     /// `state_dict()` returns it. Your own [`Stateful`] becomes a dict of its values and tensors.

@@ -29,8 +29,11 @@ impl Checkpoint {
     /// loaded as a whole, whatever the number of ranks that have saved it.
     ///
     /// A model in several files is loaded by its index, `model.safetensors.index.json` or
-    /// `pytorch_model.bin.index.json`, with the files beside it, as a model named `model`. The page on checkpoints in
-    /// the guide lists the shapes of files that can be read.
+    /// `pytorch_model.bin.index.json`, with the files beside it, as a model named `model`; the folder stands for the
+    /// first of these. A folder of safetensors files without an index is loaded likewise if these say in
+    /// `DCP_SHARDING_INFO` where their pieces of tensors begin, as those of Python's `HuggingFaceStorageWriter` do. What
+    /// ranks have saved together with [`Format::Safetensors`](crate::checkpoint::Format::Safetensors) has all its parts.
+    /// The page on checkpoints in the guide lists the shapes of files that can be read.
     ///
     /// The parameters of an optimizer are matched by name if this crate saved the file, if Python built the
     /// optimizer from `model.named_parameters()` (PyTorch 2.6 or later), or if they have names in the place of numbers,
@@ -84,7 +87,7 @@ impl Checkpoint {
     fn of_file(file: TorchFile, limits: &Limits) -> Result<Self> {
         let archive = match file.kind() {
             FileKind::Safetensors => manifest::read(file, limits)?,
-            FileKind::Index => manifest::read_named(file, limits),
+            FileKind::Index => manifest::read_index(file, limits)?,
             _ => torch::read(file, limits)?,
         };
         archive.verify()?;

@@ -3,15 +3,15 @@
 //! The metadata of a file has one entry, the manifest: the parts, and an XXH3 checksum for each tensor and for the
 //! header itself. These are computed while the tensors are written, and the header with them is written last.
 
-use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use torch_files::atomic::Target;
-use torch_files::{Checksum, ChecksumWriter, Dtype, Limits, Storage, TorchFile, Value, Writer};
+use torch_files::distributed::ShardWriter;
+use torch_files::{Checksum, Dtype, FileKind, Hashed, Limits, TorchFile, Value, Writer};
 
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::entry::TensorEntry;
@@ -251,7 +251,7 @@ pub(crate) fn read(file: TorchFile, limits: &Limits) -> Result<Archive> {
     if text.is_none() && is_ours(&header) {
         return Err(CheckpointError::damaged(&path, "the key of its metadata is damaged").into());
     }
-    let manifest = text.map(|text| manifest_of(&path, &header, &text, limits)).transpose()?;
+    let manifest = text.map(|text| manifest_of(&path, Some(&header), &text, limits)).transpose()?;
     drop(header);
     match manifest {
         Some(manifest) => with_manifest(file, manifest),
@@ -259,8 +259,16 @@ pub(crate) fn read(file: TorchFile, limits: &Limits) -> Result<Archive> {
     }
 }
 
-/// Makes a model of named tensors, in one file or in the several of an index.
-pub(crate) fn read_named(mut file: TorchFile, limits: &Limits) -> Archive {
+/// Makes parts of several files. The index of those that this crate has saved has a manifest; torch-files compares its
+/// checksum, and has those of the tensors. Files from another program are a model.
+pub(crate) fn read_index(file: TorchFile, limits: &Limits) -> Result<Archive> {
+    let Some(text) = file.metadata().get(KEY) else { return Ok(read_named(file, limits)) };
+    let manifest = manifest_of(file.path(), None, text, limits)?;
+    with_manifest(file, manifest)
+}
+
+/// Makes a model of named tensors.
+fn read_named(mut file: TorchFile, limits: &Limits) -> Archive {
     let value = file.take_value();
     let file = Arc::new(file);
     Archive::new(Reader::new(Arc::clone(&file), limits).named(value), file)
@@ -287,8 +295,13 @@ fn is_ours(header: &[u8]) -> bool {
     marks.iter().any(|mark| header.windows(mark.len()).any(|window| window == *mark))
 }
 
-/// Reads the manifest, and verifies the checksum of the header with it.
-fn manifest_of(path: &Path, header: &[u8], text: &str, limits: &Limits) -> Result<Manifest> {
+/// Reads the manifest, and verifies the checksum of the header with it, if it has one.
+fn manifest_of(
+    path: &Path,
+    header: Option<&[u8]>,
+    text: &str,
+    limits: &Limits,
+) -> Result<Manifest> {
     if let Some(problem) = too_much(text, limits.max_values) {
         return Err(CheckpointError::damaged(path, format!("its metadata {problem}")).into());
     }
@@ -296,7 +309,8 @@ fn manifest_of(path: &Path, header: &[u8], text: &str, limits: &Limits) -> Resul
         |error: serde_json::Error| CheckpointError::damaged(path, format!("its metadata: {error}"));
     let Version { format, checksum } = serde_json::from_str(text).map_err(damaged)?;
     // Before anything else is believed: a damaged bit must not make a later version of this one.
-    let is_intact = |checksum| of_header(header, checksum) == Some(checksum);
+    let is_intact =
+        |checksum| header.is_none_or(|header| of_header(header, checksum) == Some(checksum));
     if !checksum.is_none_or(is_intact) && !cfg!(fuzzing) {
         return Err(
             CheckpointError::damaged(path, "the checksum of its header does not match").into()
@@ -328,18 +342,21 @@ fn with_manifest(mut file: TorchFile, manifest: Manifest) -> Result<Archive> {
         }
         _ => None,
     };
+    let is_index = file.kind() == FileKind::Index;
+    let wanted = if is_index { items.len() } else { checksums.len() };
     let entries: Vec<_> = items.into_iter().filter_map(entry).collect();
-    if checksums.len() != entries.len() {
+    if wanted != entries.len() {
         return Err(damaged("it does not have one checksum for each tensor".to_owned()).into());
     }
     let mut built: BTreeMap<String, Part> =
         parts.into_iter().filter_map(|(name, part)| Some((name, part.into_part()?))).collect();
-    let mut checks = Vec::with_capacity(entries.len());
-    for ((name, tensor, entry), checksum) in entries.into_iter().zip(checksums) {
+    let mut checks = Vec::with_capacity(checksums.len());
+    let mut checksums = checksums.into_iter();
+    for (name, tensor, entry) in entries {
         if !give(&mut built, &name, entry) {
             return Err(damaged(format!("`{}` belongs to no part", shown(&name))).into());
         }
-        checks.push((name, *tensor, checksum));
+        checks.extend(checksums.next().map(|checksum| (name, *tensor, checksum)));
     }
     Ok(Archive { parts: built, checks, file })
 }
@@ -369,53 +386,20 @@ type Parts = BTreeMap<String, Part>;
 /// The name in errors that concern no single part.
 const WHOLE: &str = "the checkpoint";
 
-/// A tensor of the file, whose checksum is known once it was written.
-#[derive(Debug)]
-struct Hashed<'a> {
-    entry: &'a TensorEntry,
-    checksum: Cell<Checksum>,
-}
-
-impl Storage for Hashed<'_> {
-    fn size_in_bytes(&self) -> u64 {
-        self.entry.size_in_bytes()
-    }
-
-    fn write_to(&self, out: &mut dyn Write) -> io::Result<()> {
-        let mut out = ChecksumWriter::new(out);
-        self.entry.write_to(&mut out)?;
-        self.checksum.set(out.checksum());
-        Ok(())
-    }
-}
-
 /// A file that is laid out, except for the checksums.
 #[derive(Debug)]
 pub(crate) struct Layout<'a> {
-    writer: Writer<Hashed<'a>>,
+    writer: Writer<Hashed<&'a TensorEntry>>,
     manifest: Manifest,
 }
 
 impl<'a> Layout<'a> {
     /// Lays out the parts. Returns an error for anything that the format cannot hold.
     pub(crate) fn new(parts: &'a Parts) -> Result<Self> {
-        let hashed = |(name, entry): (String, &'a TensorEntry)| {
-            described(&name, entry, Hashed { entry, checksum: Cell::default() })
-        };
+        let hashed =
+            |(name, entry): (String, &'a TensorEntry)| described(&name, entry, Hashed::new(entry));
         let tensors = named(parts).map(hashed).collect::<Result<Vec<_>>>()?;
-        let manifest = Manifest {
-            format: VERSION,
-            writer: WRITER.to_owned(),
-            checksum: Checksum::default(),
-            checksums: vec![Checksum::default(); tensors.len()],
-            parts: parts
-                .iter()
-                .map(|(name, part)| (name.clone(), PartManifest::of(part)))
-                .collect(),
-        };
-        for (name, part) in &manifest.parts {
-            read_again(name, part)?;
-        }
+        let manifest = Manifest::of(parts, tensors.len())?;
         let writer = Writer::safetensors(tensors, manifest.metadata()?, &Limits::DEFAULT);
         Ok(Self { writer: writer.map_err(unwritable)?, manifest })
     }
@@ -423,7 +407,7 @@ impl<'a> Layout<'a> {
     /// Writes the file: the tensors, and then the header with the checksums.
     pub(crate) fn write(&mut self, out: &mut dyn Target) -> io::Result<()> {
         self.writer.write_to(out)?;
-        let checksums = self.writer.storages().iter().map(|tensor| tensor.checksum.get());
+        let checksums = self.writer.storages().iter().map(Hashed::checksum);
         self.manifest.checksums = checksums.collect();
         self.sign().map_err(io::Error::other)?;
         self.writer.rewrite_header(out)
@@ -442,7 +426,26 @@ impl<'a> Layout<'a> {
     }
 }
 
+/// Lays out what this rank saves of a checkpoint that several save: the tensors that are here, and on rank 0 the
+/// manifest, for the index. The checksums are those of the folder itself.
+pub(crate) fn layout_of_share(parts: &Parts, is_first: bool) -> Result<ShardWriter<&TensorEntry>> {
+    let here = named(parts).filter(|(_, entry)| entry.is_here());
+    let tensors = here.map(|(name, entry)| described(&name, entry, entry));
+    let tensors = tensors.collect::<Result<Vec<_>>>()?;
+    let metadata = if is_first { Manifest::of(parts, 0)?.metadata()? } else { BTreeMap::new() };
+    Ok(ShardWriter::new(tensors, metadata, &Limits::DEFAULT).map_err(unwritable)?)
+}
+
 impl Manifest {
+    /// Describes the parts, in a file with so many tensors. Returns an error for a part that could not be loaded again.
+    fn of(parts: &Parts, tensors: usize) -> Result<Self> {
+        let described = |(name, part): (&String, &Part)| (name.clone(), PartManifest::of(part));
+        let parts: BTreeMap<_, _> = parts.iter().map(described).collect();
+        parts.iter().try_for_each(|(name, part)| read_again(name, part))?;
+        let (checksum, checksums) = (Checksum::default(), vec![Checksum::default(); tensors]);
+        Ok(Self { format: VERSION, writer: WRITER.to_owned(), checksum, checksums, parts })
+    }
+
     /// Returns the metadata of a file with this manifest.
     fn metadata(&self) -> Result<BTreeMap<String, String>> {
         let refuse = |error: serde_json::Error| unsaveable(WHOLE, error.to_string());

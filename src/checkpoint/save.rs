@@ -57,7 +57,8 @@ impl Checkpoint {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn save_as(&self, path: impl AsRef<Path>, format: Format) -> Result<()> {
-        let share = self.agree("", self.check_parts().and_then(|()| self.share(format)))?;
+        let share = self.check_parts().and_then(|()| self.share(format));
+        let share = self.agree(&format!("{format:?}"), share)?;
         share.as_ref().unwrap_or(self).save_with(path.as_ref(), format, self.exchange())
     }
 
@@ -69,7 +70,10 @@ impl Checkpoint {
         ranks: Option<&dyn Exchange>,
     ) -> Result<()> {
         match (format, ranks) {
-            (Format::Safetensors, _) => {
+            (Format::Safetensors | Format::Dcp, Some(ranks)) => {
+                sharded::save(&self.parts, path, format, ranks)
+            }
+            (Format::Safetensors, None) => {
                 let mut layout = manifest::Layout::new(&self.parts)?;
                 replaced(path, &mut |out| layout.write(out))
             }
@@ -78,7 +82,6 @@ impl Checkpoint {
                 replaced(path, &mut |out| layout.write_to(out))
             }
             (Format::Dcp, None) => saved(torch::layout_of_folder(&self.parts)?.save(path)),
-            (Format::Dcp, Some(ranks)) => sharded::save(&self.parts, path, ranks),
         }
     }
 

@@ -16,7 +16,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::checkpoint::entry::{SavedBy, TensorEntry};
 use crate::checkpoint::outcome::{is_saved, not_saved, panicked, saved};
-use crate::checkpoint::{Checkpoint, CheckpointError, Format, Parts, torch};
+use crate::checkpoint::{Checkpoint, CheckpointError, Format, Parts, manifest, torch};
 use crate::error::{Error, Result, unsaveable};
 use crate::optim::{self, divided};
 
@@ -41,8 +41,9 @@ pub(crate) trait Exchange: Send + Sync {
 }
 
 /// Why it has no other format.
-const ONLY_DCP: &str = "each rank has a share of it, for which only `Format::Dcp` has places: use it for `save_as` and \
-                        `CheckpointFolder::format`, or a path that ends in `.dcp`";
+const ONLY_FOLDERS: &str = "each rank has a share of it, for which only the folders of `Format::Dcp` and \
+                            `Format::Safetensors` have places: use one of them for `save_as` and \
+                            `CheckpointFolder::format`, or a path that ends in `.dcp`";
 
 /// Passed by a rank that refuses a save because another one runs.
 const BUSY: &str = "busy";
@@ -84,8 +85,8 @@ impl Checkpoint {
     /// everything.
     pub(super) fn share(&self, format: Format) -> Result<Option<Self>> {
         let Some(ranks) = &self.ranks else { return Ok(None) };
-        if format != Format::Dcp {
-            return Err(unsaveable("the checkpoint", ONLY_DCP).into());
+        if kind_of(format).is_none() {
+            return Err(unsaveable("the checkpoint", ONLY_FOLDERS).into());
         }
         let rank = optim::Ranks::rank(ranks.as_ref());
         let owners = self.owners(ranks.size());
@@ -131,13 +132,23 @@ fn divided_with(part: &str, names: &[&str]) -> Divided {
     (part.to_owned(), names.first().copied().unwrap_or_default().to_owned())
 }
 
+/// Returns the kind of the folder that ranks save together in a format.
+fn kind_of(format: Format) -> Option<FolderKind> {
+    match format {
+        Format::Dcp => Some(FolderKind::Distcp),
+        Format::Safetensors => Some(FolderKind::Safetensors),
+        Format::Torch | Format::TorchByName => None,
+    }
+}
+
 /// Saves this rank's share to a folder, while the other ranks save theirs.
 ///
 /// A rank removes what it has saved only if it knows that there will be no index: where another rank has ended, it
 /// cannot know, and leaves its file to a later save.
-pub(super) fn save(parts: &Parts, path: &Path, ranks: &dyn Exchange) -> Result<()> {
-    let (begun, rank) = (begin(path, ranks)?, ranks.rank());
-    let saved = complete(parts, &begun, ranks);
+pub(super) fn save(parts: &Parts, path: &Path, format: Format, ranks: &dyn Exchange) -> Result<()> {
+    let kind = kind_of(format).ok_or_else(|| unsaveable("the checkpoint", ONLY_FOLDERS))?;
+    let (begun, rank) = (begin(path, kind, ranks)?, ranks.rank());
+    let saved = complete(parts, kind, &begun, ranks);
     if let Err(error) = &saved
         && !is_saved(error)
     {
@@ -168,14 +179,10 @@ pub(super) fn on_any_rank(here: bool, error: &Error, ranks: Option<&dyn Exchange
 }
 
 /// Returns the save that rank 0 begins.
-fn begin(path: &Path, ranks: &dyn Exchange) -> Result<SharedSave> {
+fn begin(path: &Path, kind: FolderKind, ranks: &dyn Exchange) -> Result<SharedSave> {
     let is_first = ranks.rank() == 0;
     // The number of the other ranks is still to come, and nothing of theirs fails after this.
-    let begun = if is_first {
-        SharedSave::begin(path, FolderKind::Distcp)
-    } else {
-        SharedSave::join(path, FolderKind::Distcp)
-    };
+    let begun = if is_first { SharedSave::begin(path, kind) } else { SharedSave::join(path, kind) };
     let begun = begun.map_err(not_saved);
     let number = |begun: &SharedSave| begun.number().to_string();
     let numbers = exchanged(ranks, "at the number of its files", &begun, number);
@@ -195,9 +202,14 @@ fn begin(path: &Path, ranks: &dyn Exchange) -> Result<SharedSave> {
 }
 
 /// Saves the share, and the index on rank 0. An error of an index that is in place is that of rank 0 alone.
-fn complete(parts: &Parts, begun: &SharedSave, ranks: &dyn Exchange) -> Result<()> {
+fn complete(
+    parts: &Parts,
+    kind: FolderKind,
+    begun: &SharedSave,
+    ranks: &dyn Exchange,
+) -> Result<()> {
     let is_first = ranks.rank() == 0;
-    let share = catch_unwind(AssertUnwindSafe(|| save_share(parts, begun, ranks.rank())));
+    let share = catch_unwind(AssertUnwindSafe(|| save_share(parts, kind, begun, ranks.rank())));
     let share = share.unwrap_or_else(|payload| Err(panicked(payload)));
     let shares = exchanged(ranks, "at the shares", &share, Clone::clone);
     share?;
@@ -210,10 +222,15 @@ fn complete(parts: &Parts, begun: &SharedSave, ranks: &dyn Exchange) -> Result<(
 }
 
 /// Saves what this rank has, and returns its part of the index as text.
-fn save_share(parts: &Parts, begun: &SharedSave, rank: usize) -> Result<String> {
-    let mut writer = torch::layout_of_folder(parts)?;
-    writer.retain(|storage| storage.map_or(rank == 0, |storage| storage.is_here()));
-    let share = writer.save_share(begun, rank as u64).map_err(not_saved)?;
+fn save_share(parts: &Parts, kind: FolderKind, begun: &SharedSave, rank: usize) -> Result<String> {
+    let share = if kind == FolderKind::Safetensors {
+        manifest::layout_of_share(parts, rank == 0)?.save_share(begun, rank as u64)
+    } else {
+        let mut writer = torch::layout_of_folder(parts)?;
+        writer.retain(|storage| storage.map_or(rank == 0, |storage| storage.is_here()));
+        writer.save_share(begun, rank as u64)
+    };
+    let share = share.map_err(not_saved)?;
     serde_json::to_string(&share).map_err(|error| Error::Torch(error.to_string()))
 }
 

@@ -15,8 +15,9 @@ impl Checkpoint {
     /// All ranks add the same parts, and then all of them call [`save_as`](Self::save_as), or
     /// [`CheckpointFolder::save`](crate::checkpoint::CheckpointFolder::save),
     /// [`save_async`](crate::checkpoint::CheckpointFolder::save_async) or one of the others, with
-    /// [`Format::Dcp`](crate::checkpoint::Format::Dcp) and a path that all ranks reach. A rank copies and writes only
-    /// what it saves:
+    /// [`Format::Dcp`](crate::checkpoint::Format::Dcp) or
+    /// [`Format::Safetensors`](crate::checkpoint::Format::Safetensors) and a path that all ranks reach, at which they make
+    /// a folder. A rank copies and writes only what it saves:
     ///
     /// | what | who saves it |
     /// |---|---|

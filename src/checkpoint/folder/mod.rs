@@ -51,8 +51,9 @@ pub enum MetricGoal {
 ///
 /// The file names hold the step and the score, as in `step-00000100.safetensors` and
 /// `step-00000100-score-0.25.safetensors`, so there is no index that could be lost. With [`Format::Dcp`] each checkpoint
-/// is a folder, such as `step-00000100.dcp`. Other files in the folder are left alone. Only one process at a time may save
-/// to the folder, or the ranks of one group together by `Checkpoint::sharded`; others may read from it meanwhile.
+/// is a folder, such as `step-00000100.dcp`, and so it is with [`Format::Safetensors`] if several ranks save it:
+/// `step-00000100.shards`. Other files in the folder are left alone. Only one process at a time may save to the folder,
+/// or the ranks of one group together by `Checkpoint::sharded`; others may read from it meanwhile.
 ///
 /// # Examples
 ///
@@ -177,7 +178,7 @@ impl CheckpointFolder {
 
     /// Saves on this thread.
     fn save_here(&self, step: u64, score: Option<f64>, checkpoint: &Checkpoint) -> Result<PathBuf> {
-        let name = name_of(step, score, self.format);
+        let name = self.name_of(step, score, checkpoint);
         let prepared = checkpoint.check_parts().and_then(|()| {
             let turn = self.background.take_turn()?;
             Ok((turn, checkpoint.share(self.format)?))
@@ -185,6 +186,11 @@ impl CheckpointFolder {
         let (_turn, share) = checkpoint.agree(&name, prepared)?;
         let ranks = checkpoint.exchange();
         self.save_named(step, &name, share.as_ref().unwrap_or(checkpoint), ranks)
+    }
+
+    /// Returns the name of a checkpoint that is saved here.
+    fn name_of(&self, step: u64, score: Option<f64>, checkpoint: &Checkpoint) -> String {
+        name_of(step, score, ending(self.format, checkpoint.ranks.is_some()))
     }
 
     /// Saves all of a checkpoint, or a share of it together with the other ranks.
@@ -433,7 +439,7 @@ pub struct CheckpointFile {
     pub step: u64,
     /// The score that [`save_scored`](crate::checkpoint::CheckpointFolder::save_scored) was called with.
     pub score: Option<f64>,
-    /// The path of the file, or of the folder with [`Format::Dcp`].
+    /// The path of the file, or of the folder that a checkpoint is in some formats.
     pub path: PathBuf,
 }
 
@@ -474,41 +480,48 @@ impl CheckpointFile {
 
 /// Returns the name of a checkpoint. Names sort by step up to eight digits, and a score parses back to exactly the same
 /// number.
-pub(super) fn name_of(step: u64, score: Option<f64>, format: Format) -> String {
+pub(super) fn name_of(step: u64, score: Option<f64>, ending: &str) -> String {
     let score = score.map(|score| {
         let plain = score.to_string();
         let text = if plain.len() > MAX_DIGITS { format!("{score:e}") } else { plain };
         format!("{SCORE}{text}")
     });
-    let ending = ending(format);
     format!("{STEP}{step:08}{}.{ending}", score.unwrap_or_default())
 }
 
 /// Returns the step and the score in a name, or `None` if it is not the name of a checkpoint.
 pub(super) fn parse(name: &str) -> Option<(u64, Option<f64>)> {
-    let formats = [Format::Safetensors, Format::Torch, Format::Dcp];
-    formats.into_iter().find_map(|format| {
-        let stem = name.strip_suffix(ending(format))?.strip_suffix('.')?;
+    ENDINGS.into_iter().find_map(|ending| {
+        let stem = name.strip_suffix(ending)?.strip_suffix('.')?;
         let (step, score) = match stem.split_once(SCORE) {
             Some((step, score)) => (step, Some(score.parse().ok()?)),
             None => (stem, None),
         };
         let step = step.strip_prefix(STEP)?.parse().ok()?;
         // Only names exactly as this crate writes them: a copy under a similar name belongs to the user.
-        (name_of(step, score, format) == name).then_some((step, score))
+        (name_of(step, score, ending) == name).then_some((step, score))
     })
 }
 
-fn ending(format: Format) -> &'static str {
+const FILE: &str = "safetensors";
+const SHARDS: &str = "shards";
+const TORCH: &str = "pt";
+const DCP: &str = "dcp";
+const ENDINGS: [&str; 4] = [FILE, SHARDS, TORCH, DCP];
+
+/// Returns the ending of a name. A folder and a file, of which neither replaces the other, have different ones.
+pub(super) fn ending(format: Format, is_sharded: bool) -> &'static str {
     match format {
-        Format::Safetensors => "safetensors",
-        Format::Torch | Format::TorchByName => "pt",
-        Format::Dcp => "dcp",
+        Format::Safetensors if is_sharded => SHARDS,
+        Format::Safetensors => FILE,
+        Format::Torch | Format::TorchByName => TORCH,
+        Format::Dcp => DCP,
     }
 }
 
 /// Returns whether a name is that of a checkpoint that is a folder.
 fn names_folder(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str());
-    name.is_some_and(|name| name.ends_with(ending(Format::Dcp)) && parse(name).is_some())
+    let is_folder = |name: &str| [SHARDS, DCP].into_iter().any(|ending| name.ends_with(ending));
+    name.is_some_and(|name| is_folder(name) && parse(name).is_some())
 }

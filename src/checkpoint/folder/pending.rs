@@ -7,7 +7,6 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::{fmt, mem, thread};
 
 use crate::checkpoint::copy::Copied;
-use crate::checkpoint::folder::name_of;
 use crate::checkpoint::outcome::{is_saved, panicked};
 use crate::checkpoint::staging::{Memory, Pace};
 use crate::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder};
@@ -314,7 +313,7 @@ impl CheckpointFolder {
         score: Option<f64>,
         checkpoint: &Checkpoint,
     ) -> Result<PendingSave> {
-        let name = name_of(step, score, self.format);
+        let name = self.name_of(step, score, checkpoint);
         let prepared = self.prepare(checkpoint);
         let prepared = checkpoint.agree(&name, prepared)?;
         let ranks = checkpoint.ranks.as_ref().map(|ranks| ranks.in_background()).transpose()?;

@@ -79,23 +79,20 @@ fn a_folder_whose_files_keep_vanishing_is_an_error() {
 fn a_name_says_its_step_and_score() {
     let scores =
         [0.25, -3.0, 1e300, -5e-324, f64::MIN_POSITIVE, f64::INFINITY, -0.0, 1e22, 0.1 + 0.2];
-    for format in [Format::Safetensors, Format::Torch] {
+    for ending in ENDINGS {
         for step in [0, 7, 99_999_999, 100_000_000, u64::MAX] {
-            assert_eq!(parse(&name_of(step, None, format)), Some((step, None)));
+            assert_eq!(parse(&name_of(step, None, ending)), Some((step, None)));
             for score in scores {
-                let name = name_of(step, Some(score), format);
+                let name = name_of(step, Some(score), ending);
                 assert!(name.len() < 80, "{name}");
                 let (parsed, found) = parse(&name).unwrap_or_else(|| panic!("{name}"));
                 assert_eq!((parsed, found.map(f64::to_bits)), (step, Some(score.to_bits())));
             }
         }
     }
-    let nan = parse(&name_of(3, Some(f64::NAN), Format::Torch));
+    let nan = parse(&name_of(3, Some(f64::NAN), TORCH));
     assert!(nan.is_some_and(|(step, score)| step == 3 && score.is_some_and(f64::is_nan)));
-    assert_eq!(
-        name_of(100, Some(0.25), Format::Safetensors),
-        "step-00000100-score-0.25.safetensors"
-    );
+    assert_eq!(name_of(100, Some(0.25), FILE), "step-00000100-score-0.25.safetensors");
 }
 
 #[test]

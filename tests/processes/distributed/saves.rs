@@ -77,51 +77,68 @@ fn modes() -> [Mode; 6] {
     ]
 }
 
-fn open(path: &Path) -> CheckpointFolder {
-    CheckpointFolder::new(path).unwrap().format(Format::Dcp)
+/// The formats in which ranks save together, with the ending of the names in a folder.
+const FORMATS: [(Format, &str); 2] = [(Format::Dcp, "dcp"), (Format::Safetensors, "shards")];
+
+fn open(path: &Path, format: Format) -> CheckpointFolder {
+    CheckpointFolder::new(path).unwrap().format(format)
+}
+
+/// The name of the index, and that of the file of a rank in the first save.
+fn index_of(format: Format) -> &'static str {
+    if format == Format::Dcp { ".metadata" } else { "model.safetensors.index.json" }
+}
+
+fn file_of(format: Format, rank: usize) -> String {
+    match format {
+        Format::Dcp => format!("__{rank}_0.distcp"),
+        _ => format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1),
+    }
 }
 
 /// Saves from four ranks, from two and from three, one after the other, of which each goes on where the last one ended.
 #[test]
 fn a_run_goes_on_with_other_numbers_of_ranks_bit_by_bit() {
-    for mode in modes() {
-        let temporary = Folder::new();
-        let mut alone = Run::new(mode, None);
-        let mut step = 0;
-        for (turn, size) in [4, 2, 3, 1].into_iter().enumerate() {
-            let steps = step..step + 3;
-            alone.train(steps.clone());
-            let expected = alone.bits();
-            let all = ranks(size, |group| {
-                let mut folder = open(&temporary.0).keep_last(1);
-                let mut run = Run::new(mode, Some(&group));
-                if let Some(found) = folder.latest().unwrap() {
-                    assert_eq!(found.file.step, steps.start as u64);
-                    run.restore(&found.checkpoint);
-                }
-                run.train(steps.clone());
-                let mut checkpoint = Checkpoint::sharded(&group);
-                run.add_to(&mut checkpoint);
-                let path = match turn % 2 {
-                    0 => folder.save(steps.end as u64, &checkpoint).unwrap(),
-                    _ => {
-                        let pending = folder.save_async(steps.end as u64, &checkpoint).unwrap();
-                        // What is saved is that of before.
-                        run.train(90..92);
-                        pending.wait().unwrap()
+    for (format, _) in FORMATS {
+        for mode in modes() {
+            let temporary = Folder::new();
+            let mut alone = Run::new(mode, None);
+            let mut step = 0;
+            for (turn, size) in [4, 2, 3, 1].into_iter().enumerate() {
+                let steps = step..step + 3;
+                alone.train(steps.clone());
+                let expected = alone.bits();
+                let all = ranks(size, |group| {
+                    let mut folder = open(&temporary.0, format).keep_last(1);
+                    let mut run = Run::new(mode, Some(&group));
+                    if let Some(found) = folder.latest().unwrap() {
+                        assert_eq!(found.file.step, steps.start as u64);
+                        run.restore(&found.checkpoint);
                     }
-                };
-                // Nobody begins the next part before everybody has loaded this one.
-                run.restore(&Checkpoint::load(path).unwrap());
-                group.barrier().unwrap();
-                run.bits()
-            });
-            assert_eq!(all[0], expected, "{mode:?}, {size} ranks");
-            assert!(all.iter().all(|rank| rank.0 == expected.0), "{mode:?}, {size} ranks");
-            let mut whole = Run::new(mode, None);
-            whole.restore(&open(&temporary.0).latest().unwrap().unwrap().checkpoint);
-            assert_eq!(whole.bits(), expected, "{mode:?}, one process");
-            step = steps.end;
+                    run.train(steps.clone());
+                    let mut checkpoint = Checkpoint::sharded(&group);
+                    run.add_to(&mut checkpoint);
+                    let path = match turn % 2 {
+                        0 => folder.save(steps.end as u64, &checkpoint).unwrap(),
+                        _ => {
+                            let pending = folder.save_async(steps.end as u64, &checkpoint).unwrap();
+                            // What is saved is that of before.
+                            run.train(90..92);
+                            pending.wait().unwrap()
+                        }
+                    };
+                    // Nobody begins the next part before everybody has loaded this one.
+                    run.restore(&Checkpoint::load(path).unwrap());
+                    group.barrier().unwrap();
+                    run.bits()
+                });
+                assert_eq!(all[0], expected, "{mode:?}, {size} ranks");
+                assert!(all.iter().all(|rank| rank.0 == expected.0), "{mode:?}, {size} ranks");
+                let mut whole = Run::new(mode, None);
+                whole.restore(&open(&temporary.0, format).latest().unwrap().unwrap().checkpoint);
+                assert_eq!(whole.bits(), expected, "{mode:?}, one process");
+                step = steps.end;
+            }
         }
     }
 }
@@ -197,8 +214,11 @@ fn content(path: &Path) -> Vec<u8> {
 fn shares_are_together_what_one_rank_saves_and_each_writes_its_part() {
     let temporary = Folder::new();
     let mut saved = Vec::new();
-    for (size, is_sharded) in [(1, true), (2, false), (2, true), (3, true), (4, false), (4, true)] {
-        let file = |name| temporary.file(&format!("{name} {size} {is_sharded}.dcp"));
+    let cases = [(1, true), (2, false), (2, true), (3, true), (4, false), (4, true)];
+    for ((format, _), (size, is_sharded)) in
+        FORMATS.into_iter().flat_map(|format| cases.map(|case| (format, case)))
+    {
+        let file = |name| temporary.file(&format!("{name} {size} {is_sharded} {format:?}"));
         let (shared, plain) = (file("shared"), file("plain"));
         ranks(size, |group| {
             let mut run = Everything::new(&group, is_sharded);
@@ -206,20 +226,26 @@ fn shares_are_together_what_one_rank_saves_and_each_writes_its_part() {
             group.barrier().unwrap();
             let mut checkpoint = Checkpoint::sharded(&group);
             run.add_to(&mut checkpoint, &group);
-            checkpoint.save(&shared).unwrap();
+            checkpoint.save_as(&shared, format).unwrap();
             let mut checkpoint = Checkpoint::new();
             run.add_to(&mut checkpoint, &group);
-            group.on_rank_0(|| checkpoint.save(&plain)).unwrap();
+            group.on_rank_0(|| checkpoint.save_as(&plain, format)).unwrap();
         });
         assert!(content(&shared) == content(&plain), "{size} {is_sharded}");
         let mut files = names_in(&shared);
         files.sort();
-        let own = (0..size).map(|rank| format!("__{rank}_0.distcp"));
-        assert_eq!(files, [".metadata".to_owned()].into_iter().chain(own).collect::<Vec<_>>());
+        let own = (0..size).map(|rank| file_of(format, rank));
+        let index = [index_of(format).to_owned()];
+        assert_eq!(files, index.into_iter().chain(own).collect::<Vec<_>>());
         let length = |path: &Path| fs::metadata(path).unwrap().len();
         let lengths: Vec<_> = files[1..].iter().map(|name| length(&shared.join(name))).collect();
-        let all = length(&plain.join("__0_0.distcp"));
+        // What one process saves is a file, except in the format of Python's folders.
+        let is_file = format == Format::Safetensors;
+        let all = length(&if is_file { plain.clone() } else { plain.join("__0_0.distcp") });
         assert!(lengths.iter().all(|&it| it * size as u64 <= all / 4 * 5), "{lengths:?} {all}");
+        if is_file {
+            continue;
+        }
         saved.extend([shared, plain].map(|path| path.into_os_string().into_string().unwrap()));
     }
     let Some(oracle) = Oracle::find("dcp_equal.py") else { return };
@@ -247,8 +273,8 @@ fn constant(value: f64) -> VarStore {
 }
 
 /// The steps in a folder, and the one of the latest checkpoint, whose numbers must be those of the step.
-fn steps(path: &Path) -> (Vec<u64>, i64) {
-    let folder = open(path);
+fn steps(path: &Path, format: Format) -> (Vec<u64>, i64) {
+    let folder = open(path, format);
     let found = folder.latest().unwrap().unwrap().checkpoint;
     let step: i64 = found.value("step").unwrap();
     let vs = constant(0.0);
@@ -261,177 +287,202 @@ fn steps(path: &Path) -> (Vec<u64>, i64) {
 
 #[test]
 fn the_message_of_a_rank_that_cannot_save_reaches_all_and_the_last_checkpoint_stays() {
-    for failing in [0, 2] {
-        for in_background in [false, true] {
-            let temporary = Folder::new();
-            let path = temporary.file("run");
-            let checked = Barrier::new(3);
-            ranks(3, |group| {
-                let mut folder = open(&path).keep_last(1);
-                folder.save(1, &numbers(&group, 1)).unwrap();
-                let save = |folder: &mut CheckpointFolder, step| match in_background {
-                    true => folder.save_async(step, &numbers(&group, step as i64))?.wait(),
-                    false => folder.save(step, &numbers(&group, step as i64)),
-                };
-                // The folder of this rank is gone, and no other is.
-                let lost = temporary.file("lost");
-                let mut elsewhere = open(&lost);
-                checked.wait();
-                drop(fs::remove_dir_all(&lost));
-                checked.wait();
-                let own = group.rank() == failing;
-                let failed = save(if own { &mut elsewhere } else { &mut folder }, 2).unwrap_err();
-                match failed {
-                    Error::Checkpoint(CheckpointError::Save(_)) if own => {}
-                    Error::Distributed(DistributedError::Rank { rank, message }) if !own => {
-                        assert_eq!(rank, failing);
-                        assert!(message.contains("lost"), "{message}");
+    for (format, ending) in FORMATS {
+        for failing in [0, 2] {
+            for in_background in [false, true] {
+                let temporary = Folder::new();
+                let path = temporary.file("run");
+                let checked = Barrier::new(3);
+                ranks(3, |group| {
+                    let mut folder = open(&path, format).keep_last(1);
+                    folder.save(1, &numbers(&group, 1)).unwrap();
+                    let save = |folder: &mut CheckpointFolder, step| match in_background {
+                        true => folder.save_async(step, &numbers(&group, step as i64))?.wait(),
+                        false => folder.save(step, &numbers(&group, step as i64)),
+                    };
+                    // The folder of this rank is gone, and no other is.
+                    let lost = temporary.file("lost");
+                    let mut elsewhere = open(&lost, format);
+                    checked.wait();
+                    drop(fs::remove_dir_all(&lost));
+                    checked.wait();
+                    let own = group.rank() == failing;
+                    let failed =
+                        save(if own { &mut elsewhere } else { &mut folder }, 2).unwrap_err();
+                    match failed {
+                        Error::Checkpoint(CheckpointError::Save(_)) if own => {}
+                        Error::Distributed(DistributedError::Rank { rank, message }) if !own => {
+                            assert_eq!(rank, failing);
+                            assert!(message.contains("lost"), "{message}");
+                        }
+                        error => panic!("{error}"),
                     }
-                    error => panic!("{error}"),
-                }
-                checked.wait();
-                assert_eq!(steps(&path), (vec![1], 1));
-                assert_eq!(names_in(&path), ["step-00000001.dcp"], "nothing is left");
-                checked.wait();
-                // The group goes on, and so does the folder.
-                save(&mut folder, 3).unwrap();
-                group.barrier().unwrap();
-                assert_eq!(steps(&path), (vec![3], 3));
-            });
+                    checked.wait();
+                    assert_eq!(steps(&path, format), (vec![1], 1));
+                    assert_eq!(
+                        names_in(&path),
+                        [format!("step-00000001.{ending}")],
+                        "nothing is left"
+                    );
+                    checked.wait();
+                    // The group goes on, and so does the folder.
+                    save(&mut folder, 3).unwrap();
+                    group.barrier().unwrap();
+                    assert_eq!(steps(&path, format), (vec![3], 3));
+                });
+            }
         }
     }
 }
 
 #[test]
 fn ranks_that_save_different_checkpoints_are_told_what_differs() {
-    let temporary = Folder::new();
-    let path = temporary.file("run");
-    let stores = [(); 2].map(|()| Store::in_process().unwrap());
-    ranks(2, |group| {
-        let mut folder = open(&path);
-        let own = group.rank() as u64;
-        let disagree = |saved: Result<_>, texts: [&str; 2]| {
-            let error = saved.map(|_: std::path::PathBuf| ()).unwrap_err();
-            let Error::Distributed(DistributedError::Mismatch { calls }) = error else {
-                panic!("{error}")
+    for (format, ending) in FORMATS {
+        let temporary = Folder::new();
+        let path = temporary.file("run");
+        let stores = [(); 2].map(|()| Store::in_process().unwrap());
+        ranks(2, |group| {
+            let mut folder = open(&path, format);
+            let own = group.rank() as u64;
+            let disagree = |saved: Result<_>, texts: [&str; 2]| {
+                let error = saved.map(|_: std::path::PathBuf| ()).unwrap_err();
+                let Error::Distributed(DistributedError::Mismatch { calls }) = error else {
+                    panic!("{error}")
+                };
+                assert!(
+                    calls.iter().zip(texts).all(|(call, text)| call.contains(text)),
+                    "{calls:?}"
+                );
             };
-            assert!(calls.iter().zip(texts).all(|(call, text)| call.contains(text)), "{calls:?}");
-        };
-        // Another step, another name of a part, another shape, and one rank that cannot even begin.
-        let steps = ["step-00000000.dcp", "step-00000001.dcp"];
-        disagree(folder.save(own, &numbers(&group, 1)), steps);
-        let saved = folder.save_async(own, &numbers(&group, 1)).and_then(|pending| pending.wait());
-        disagree(saved, steps);
-        let mut other = Checkpoint::sharded(&group);
-        other.add_value(["here", "there"][group.rank()], &1).unwrap();
-        disagree(folder.save(1, &other), ["here", "there"]);
-        let vs = VarStore::new(Device::Cpu);
-        let _weight = vs.root().zeros("w", &[own as i64 + 1]);
-        let mut other = Checkpoint::sharded(&group);
-        other.add("model", &vs).unwrap();
-        disagree(folder.save(1, &other), ["model w Float [1]", "model w Float [2]"]);
-        let wrong = numbers(&group, 1).save_as(temporary.file("a.pt"), Format::Torch);
-        let text = wrong.unwrap_err().to_string();
-        assert!(text.contains("`Format::Dcp`"), "{text}");
-        let mut plain = CheckpointFolder::new(temporary.file("plain")).unwrap();
-        let text = plain.save_async(1, &numbers(&group, 1)).unwrap_err().to_string();
-        assert!(text.contains("`Format::Dcp`"), "{text}");
-        let text = Checkpoint::from_rank_0(&group, || Ok(Some(numbers(&group, 1)))).unwrap_err();
-        assert!(text.to_string().contains("load it on every rank"), "{text}");
-        // A state that is divided among other ranks, though as many. The last of these groups is the first one of its
-        // store, as `group` is.
-        let mut run = Everything::new(&group, true);
-        let same = ProcessGroup::new(group.store(), group.rank(), group.size()).unwrap();
-        let other = ProcessGroup::new(&stores[group.rank()], 0, 1).unwrap();
-        for another in [same, other] {
-            let added = Checkpoint::sharded(&another).add("optimizer", &mut run.opt);
-            let text = added.unwrap_err().to_string();
-            assert!(text.contains("of another group") && text.contains("`shard_over`"), "{text}");
-        }
-        folder.save(4, &numbers(&group, 4)).unwrap();
-    });
-    assert_eq!(steps(&path), (vec![4], 4));
+            // Another step, another name of a part, another shape, and one rank that cannot even begin.
+            let steps = [0, 1].map(|step| format!("step-0000000{step}.{ending}"));
+            let steps = steps.each_ref().map(String::as_str);
+            disagree(folder.save(own, &numbers(&group, 1)), steps);
+            let saved =
+                folder.save_async(own, &numbers(&group, 1)).and_then(|pending| pending.wait());
+            disagree(saved, steps);
+            let mut other = Checkpoint::sharded(&group);
+            other.add_value(["here", "there"][group.rank()], &1).unwrap();
+            disagree(folder.save(1, &other), ["here", "there"]);
+            let vs = VarStore::new(Device::Cpu);
+            let _weight = vs.root().zeros("w", &[own as i64 + 1]);
+            let mut other = Checkpoint::sharded(&group);
+            other.add("model", &vs).unwrap();
+            disagree(folder.save(1, &other), ["model w Float [1]", "model w Float [2]"]);
+            let wrong = numbers(&group, 1).save_as(temporary.file("a.pt"), Format::Torch);
+            let text = wrong.unwrap_err().to_string();
+            assert!(text.contains("`Format::Dcp`"), "{text}");
+            let mut plain = open(&temporary.file("plain"), Format::Torch);
+            let text = plain.save_async(1, &numbers(&group, 1)).unwrap_err().to_string();
+            assert!(text.contains("`Format::Dcp`"), "{text}");
+            let text =
+                Checkpoint::from_rank_0(&group, || Ok(Some(numbers(&group, 1)))).unwrap_err();
+            assert!(text.to_string().contains("load it on every rank"), "{text}");
+            // A state that is divided among other ranks, though as many. The last of these groups is the first one of its
+            // store, as `group` is.
+            let mut run = Everything::new(&group, true);
+            let same = ProcessGroup::new(group.store(), group.rank(), group.size()).unwrap();
+            let other = ProcessGroup::new(&stores[group.rank()], 0, 1).unwrap();
+            for another in [same, other] {
+                let added = Checkpoint::sharded(&another).add("optimizer", &mut run.opt);
+                let text = added.unwrap_err().to_string();
+                assert!(
+                    text.contains("of another group") && text.contains("`shard_over`"),
+                    "{text}"
+                );
+            }
+            folder.save(4, &numbers(&group, 4)).unwrap();
+        });
+        assert_eq!(steps(&path, format), (vec![4], 4));
+    }
 }
 
 #[test]
 fn saves_of_several_folders_in_the_background_do_not_meet() {
-    let temporary = Folder::new();
-    let paths = ["a", "b", "c"].map(|name| temporary.file(name));
-    ranks(3, |group| {
-        let mut folders = paths.each_ref().map(|path| open(path).keep_last(2));
-        let mut pending = Vec::new();
-        for step in 1..=4 {
-            for (folder, first) in folders.iter_mut().zip([0, 100, 200]) {
-                // Some are still being saved when the next one begins, and one save more by the thread itself.
-                let step = first + step;
-                pending.push(folder.save_async(step, &numbers(&group, step as i64)).unwrap());
+    for (format, _) in FORMATS {
+        let temporary = Folder::new();
+        let paths = ["a", "b", "c"].map(|name| temporary.file(name));
+        ranks(3, |group| {
+            let mut folders = paths.each_ref().map(|path| open(path, format).keep_last(2));
+            let mut pending = Vec::new();
+            for step in 1..=4 {
+                for (folder, first) in folders.iter_mut().zip([0, 100, 200]) {
+                    // Some are still being saved when the next one begins, and one save more by the thread itself.
+                    let step = first + step;
+                    pending.push(folder.save_async(step, &numbers(&group, step as i64)).unwrap());
+                }
+                let place = step as usize % 3;
+                let step = 100 * place as u64 + 10 + step;
+                folders[place].save(step, &numbers(&group, step as i64)).unwrap();
             }
-            let place = step as usize % 3;
-            let step = 100 * place as u64 + 10 + step;
-            folders[place].save(step, &numbers(&group, step as i64)).unwrap();
-        }
-        // Each rank waits in an order of its own.
-        if group.rank() == 1 {
-            pending.reverse();
-        }
-        pending.into_iter().for_each(|save| drop(save.wait().unwrap()));
-        group.barrier().unwrap();
-    });
-    // Higher steps do not count for a lower one.
-    assert_eq!(steps(&paths[0]), (vec![3, 4, 13], 13));
-    assert_eq!(steps(&paths[1]), (vec![111, 114], 114));
-    assert_eq!(steps(&paths[2]), (vec![203, 204, 212], 212));
+            // Each rank waits in an order of its own.
+            if group.rank() == 1 {
+                pending.reverse();
+            }
+            pending.into_iter().for_each(|save| drop(save.wait().unwrap()));
+            group.barrier().unwrap();
+        });
+        // Higher steps do not count for a lower one.
+        assert_eq!(steps(&paths[0], format), (vec![3, 4, 13], 13));
+        assert_eq!(steps(&paths[1], format), (vec![111, 114], 114));
+        assert_eq!(steps(&paths[2], format), (vec![203, 204, 212], 212));
+    }
 }
 
 /// Rank 0 has waited for the error of a save, and rank 1 has not.
 #[test]
 fn an_error_that_one_rank_has_kept_stops_the_next_save_of_all() {
-    let temporary = Folder::new();
-    let path = temporary.file("run");
-    ranks(2, |group| {
-        let mut folder = open(&path);
-        folder.save(1, &numbers(&group, 1)).unwrap();
-        group.barrier().unwrap();
-        if group.rank() == 0 {
-            fs::write(path.join("step-00000002.dcp"), "a file").unwrap();
-        }
-        group.barrier().unwrap();
-        let failed = folder.save_async(2, &numbers(&group, 2)).unwrap();
-        if group.rank() == 0 {
-            assert!(failed.wait().unwrap_err().to_string().contains("it is a file"));
-        } else {
-            drop(failed);
-        }
-        let stopped = folder.save_async(3, &numbers(&group, 3)).unwrap_err();
-        assert!(stopped.to_string().contains("an earlier save in the background"), "{stopped}");
-        let is_own = matches!(stopped, Error::Checkpoint(CheckpointError::EarlierSave { .. }));
-        assert_eq!(is_own, group.rank() == 1, "{stopped}");
-        let is_told = matches!(stopped, Error::Distributed(DistributedError::Rank { rank: 1, .. }));
-        assert!(is_own || is_told, "{stopped:?}");
-        folder.save_async(4, &numbers(&group, 4)).unwrap().wait().unwrap();
-        group.barrier().unwrap();
-    });
-    assert_eq!(steps(&path), (vec![1, 4], 4));
+    for (format, ending) in FORMATS {
+        let temporary = Folder::new();
+        let path = temporary.file("run");
+        ranks(2, |group| {
+            let mut folder = open(&path, format);
+            folder.save(1, &numbers(&group, 1)).unwrap();
+            group.barrier().unwrap();
+            if group.rank() == 0 {
+                fs::write(path.join(format!("step-00000002.{ending}")), "a file").unwrap();
+            }
+            group.barrier().unwrap();
+            let failed = folder.save_async(2, &numbers(&group, 2)).unwrap();
+            if group.rank() == 0 {
+                assert!(failed.wait().unwrap_err().to_string().contains("it is a file"));
+            } else {
+                drop(failed);
+            }
+            let stopped = folder.save_async(3, &numbers(&group, 3)).unwrap_err();
+            assert!(stopped.to_string().contains("an earlier save in the background"), "{stopped}");
+            let is_own = matches!(stopped, Error::Checkpoint(CheckpointError::EarlierSave { .. }));
+            assert_eq!(is_own, group.rank() == 1, "{stopped}");
+            let is_told =
+                matches!(stopped, Error::Distributed(DistributedError::Rank { rank: 1, .. }));
+            assert!(is_own || is_told, "{stopped:?}");
+            folder.save_async(4, &numbers(&group, 4)).unwrap().wait().unwrap();
+            group.barrier().unwrap();
+        });
+        assert_eq!(steps(&path, format), (vec![1, 4], 4));
+    }
 }
 
 /// Whether another save still runs is a matter of timing, which differs between ranks.
 #[test]
 fn a_second_save_is_refused_on_all_ranks_or_on_none() {
-    let temporary = Folder::new();
-    let saved = ranks(2, |group| {
-        // One rank is slow.
-        let rate = if group.rank() == 0 { 0 } else { 100 };
-        let folder = open(&temporary.0).refuse_while_saving();
-        let mut folder = folder.max_write_rate(rate);
-        let first = folder.save_async(1, &numbers(&group, 1)).unwrap();
-        let refused = folder.save_async(2, &numbers(&group, 2)).unwrap_err();
-        drop(first);
-        folder.save_async(3, &numbers(&group, 3)).unwrap().wait().unwrap();
-        refused
-    });
-    let is_busy = |it: &Error| matches!(it, Error::Checkpoint(CheckpointError::Busy));
-    assert!(saved.iter().all(is_busy), "{saved:?}");
-    assert_eq!(steps(&temporary.0), (vec![1, 3], 3));
+    for (format, _) in FORMATS {
+        let temporary = Folder::new();
+        let saved = ranks(2, |group| {
+            // One rank is slow.
+            let rate = if group.rank() == 0 { 0 } else { 100 };
+            let folder = open(&temporary.0, format).refuse_while_saving();
+            let mut folder = folder.max_write_rate(rate);
+            let first = folder.save_async(1, &numbers(&group, 1)).unwrap();
+            let refused = folder.save_async(2, &numbers(&group, 2)).unwrap_err();
+            drop(first);
+            folder.save_async(3, &numbers(&group, 3)).unwrap().wait().unwrap();
+            refused
+        });
+        let is_busy = |it: &Error| matches!(it, Error::Checkpoint(CheckpointError::Busy));
+        assert!(saved.iter().all(is_busy), "{saved:?}");
+        assert_eq!(steps(&temporary.0, format), (vec![1, 3], 3));
+    }
 }
 
 #[test]
@@ -444,40 +495,43 @@ fn a_full_disk_leaves_the_last_checkpoint_and_is_emptied_once() {
 #[test]
 #[ignore = "another test runs it on a small disk"]
 fn ranks_on_a_small_disk() {
-    let Some(path) = small_disk() else { return };
-    let path = path.join("run");
-    // What a save has left that was killed a moment ago.
-    let leftover = path.join("step-00000001.dcp");
-    fs::create_dir_all(&leftover).unwrap();
-    fs::write(leftover.join("__1_0.distcp"), vec![1; 700 << 10]).unwrap();
-    let failed = ranks(3, |group| {
-        let mut folder = open(&path);
-        folder.save(2, &numbers(&group, 2)).unwrap();
-        let save = |folder: &mut CheckpointFolder, step| match step % 2 {
-            0 => folder.save(step, &numbers(&group, step as i64)).map(drop),
-            _ => folder.save_async(step, &numbers(&group, step as i64))?.wait().map(drop),
-        };
-        // Two of them fit.
-        let (step, error) =
-            (3..9).find_map(|step| Some((step, save(&mut folder, step).err()?))).unwrap();
-        let is_own = matches!(error, Error::Checkpoint(CheckpointError::Save(_)));
-        let text = error.to_string();
-        assert!(is_own || text.contains("rank"), "{text}");
-        assert!(text.contains("No space left"), "{text}");
-        group.barrier().unwrap();
-        assert_eq!(names_in(&path).len() as u64, step - 2, "{:?}", names_in(&path));
-        group.barrier().unwrap();
-        // With room again, the same ranks go on.
-        let mut folder = open(&path).keep_last(1);
-        if group.rank() == 0 {
-            fs::remove_dir_all(path.join("step-00000002.dcp")).unwrap();
-        }
-        group.barrier().unwrap();
-        save(&mut folder, step).unwrap();
-        (step, is_own)
-    });
-    assert!(failed.iter().any(|(_, is_own)| *is_own) && !leftover.exists());
-    assert_eq!(steps(&path).1 as u64, failed[0].0);
+    let Some(disk) = small_disk() else { return };
+    for (format, ending) in FORMATS {
+        let path = disk.join(ending);
+        // What a save has left that was killed a moment ago.
+        let leftover = path.join(format!("step-00000001.{ending}"));
+        fs::create_dir_all(&leftover).unwrap();
+        fs::write(leftover.join(file_of(format, 1)), vec![1; 700 << 10]).unwrap();
+        let failed = ranks(3, |group| {
+            let mut folder = open(&path, format);
+            folder.save(2, &numbers(&group, 2)).unwrap();
+            let save = |folder: &mut CheckpointFolder, step| match step % 2 {
+                0 => folder.save(step, &numbers(&group, step as i64)).map(drop),
+                _ => folder.save_async(step, &numbers(&group, step as i64))?.wait().map(drop),
+            };
+            // Two of them fit.
+            let (step, error) =
+                (3..9).find_map(|step| Some((step, save(&mut folder, step).err()?))).unwrap();
+            let is_own = matches!(error, Error::Checkpoint(CheckpointError::Save(_)));
+            let text = error.to_string();
+            assert!(is_own || text.contains("rank"), "{text}");
+            assert!(text.contains("No space left"), "{text}");
+            group.barrier().unwrap();
+            assert_eq!(names_in(&path).len() as u64, step - 2, "{:?}", names_in(&path));
+            group.barrier().unwrap();
+            // With room again, the same ranks go on.
+            let mut folder = open(&path, format).keep_last(1);
+            if group.rank() == 0 {
+                fs::remove_dir_all(path.join(format!("step-00000002.{ending}"))).unwrap();
+            }
+            group.barrier().unwrap();
+            save(&mut folder, step).unwrap();
+            (step, is_own)
+        });
+        assert!(failed.iter().any(|(_, is_own)| *is_own) && !leftover.exists());
+        assert_eq!(steps(&path, format).1 as u64, failed[0].0);
+        fs::remove_dir_all(path).unwrap();
+    }
 }
 
 /// The steps that a rank of [`a_rank_that_is_killed_leaves_the_last_complete_checkpoint`] saves.
@@ -485,9 +539,11 @@ const STEPS: i64 = 400;
 
 /// What a rank of these tests does, if `task` is one of theirs, and what it prints.
 pub fn run(group: &ProcessGroup, task: &str) -> Option<String> {
-    let path = Path::new(task.strip_prefix("saves ")?);
+    let (ending, path) = task.strip_prefix("saves ")?.split_once(' ')?;
+    let (format, _) = FORMATS.into_iter().find(|(_, found)| *found == ending)?;
+    let path = Path::new(path);
     tch::set_num_threads(1);
-    let mut folder = open(path).keep_last(2);
+    let mut folder = open(path, format).keep_last(2);
     let mut save = |step: i64| {
         let checkpoint = numbers(group, step);
         match step % 3 {
@@ -502,13 +558,14 @@ pub fn run(group: &ProcessGroup, task: &str) -> Option<String> {
 }
 
 /// Names of checkpoints and their files which no index names.
-fn leftovers(path: &Path) -> Vec<String> {
+fn leftovers(path: &Path, format: Format) -> Vec<String> {
     let mut left = Vec::new();
     for name in names_in(path) {
         let folder = path.join(&name);
-        let index = fs::read(folder.join(".metadata")).unwrap_or_default();
+        let index = fs::read(folder.join(index_of(format))).unwrap_or_default();
         let is_named = |file: &String| {
-            file == ".metadata" || index.windows(file.len()).any(|part| part == file.as_bytes())
+            file == index_of(format)
+                || index.windows(file.len()).any(|part| part == file.as_bytes())
         };
         left.extend(names_in(&folder).into_iter().filter(|file| !is_named(file)));
         left.extend(index.is_empty().then_some(name));
@@ -531,11 +588,12 @@ fn a_rank_that_is_killed_leaves_the_last_complete_checkpoint() {
 
 fn kill_a_rank(seed: u64) {
     let mut rng = testkit::rng::Rng::new(seed);
+    let (format, ending) = FORMATS[seed as usize % 2];
     let temporary = Folder::new();
-    let (task, port) = (format!("saves {}", temporary.0.display()), free_port());
+    let (task, port) = (format!("saves {ending} {}", temporary.0.display()), free_port());
     let mut children: Vec<_> =
         ["0", "1", "2"].map(|rank| spawn_rank(&task, rank, "3", &port)).into();
-    while steps_there(&temporary.0) < 1 + seed as usize % 2 {
+    while steps_there(&temporary.0, format) < 1 + seed as usize / 2 % 2 {
         assert!(children[0].try_wait().unwrap().is_none(), "seed {seed}: rank 0 has ended");
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -548,21 +606,22 @@ fn kill_a_rank(seed: u64) {
         let said = only_line(child);
         assert!(said != "done", "seed {seed}: {said}");
     }
-    let (there, step) = steps(&temporary.0);
+    let (there, step) = steps(&temporary.0, format);
     assert!(!there.is_empty() && step as u64 == *there.last().unwrap(), "seed {seed}");
     // As if a run went on two hours later, with one rank less.
     age(&temporary.0);
     ranks(2, |group| {
-        let folder = open(&temporary.0).keep_last(2);
+        let folder = open(&temporary.0, format).keep_last(2);
         folder.save(step as u64 + 1, &numbers(&group, step + 1)).unwrap();
     });
-    assert_eq!(steps(&temporary.0).1, step + 1, "seed {seed}");
-    assert_eq!(leftovers(&temporary.0), [""; 0], "seed {seed}, rank {killed}");
+    assert_eq!(steps(&temporary.0, format).1, step + 1, "seed {seed}");
+    assert_eq!(leftovers(&temporary.0, format), [""; 0], "seed {seed}, rank {killed}");
 }
 
 /// How many checkpoints are complete.
-fn steps_there(path: &Path) -> usize {
-    names_in(path).iter().filter(|name| path.join(name).join(".metadata").is_file()).count()
+fn steps_there(path: &Path, format: Format) -> usize {
+    let index = index_of(format);
+    names_in(path).iter().filter(|name| path.join(name).join(index).is_file()).count()
 }
 
 /// Makes all files two hours older.
