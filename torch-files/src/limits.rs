@@ -30,11 +30,11 @@ pub struct Limits {
     /// dimensions count as well. The index of a folder of `torch.distributed.checkpoint` has values of its own, of which
     /// each piece of a tensor takes some 50: so many, or 128 times `max_tensors` if that is more.
     pub max_values: u64,
-    /// The number of tensors. Each takes as much memory as many values.
+    /// The number of tensors, in all files of an index or a folder together. Each takes as much memory as many values.
     pub max_tensors: u64,
     /// The depth of nested containers.
     pub max_depth: usize,
-    /// The number of records in an archive, and of entries in the metadata of a safetensors file.
+    /// The number of records in an archive, of files in a folder, and of entries in the metadata of a safetensors file.
     pub max_records: usize,
     /// The total size in bytes of all tensors that have more elements than their storages, as expanded tensors do.
     pub max_expanded_bytes: u64,
