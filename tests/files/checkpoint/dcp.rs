@@ -1,5 +1,6 @@
-//! Checkpoints that are folders of `torch.distributed.checkpoint`. `by_name` resumes training from them in Python and
-//! from Python's, and what concerns the folders alone is tested in `torch-files`.
+//! Checkpoints that are folders: those of `torch.distributed.checkpoint`, and safetensors shards, which ranks save
+//! together, here a single one. `by_name` resumes training from the former in Python and from Python's, and what concerns
+//! the folders alone is tested in `torch-files`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,11 +10,49 @@ use std::time::{Duration, SystemTime};
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder, Format, MetricGoal, Rng};
+use tch_amp::distributed::{ProcessGroup, Store};
 use tch_amp::optim::{AdamW, MomentDtype, Muon, Optimizer};
 use tch_amp::{GradScaler, Result};
 
 use crate::checkpoint::{Run, checkpoint_error};
 use testkit::files::Folder;
+
+/// The folders of a format.
+#[derive(Clone, Copy)]
+struct Folders {
+    format: Format,
+    ending: &'static str,
+    index: &'static str,
+    file: &'static str,
+}
+
+const DCP: Folders =
+    Folders { format: Format::Dcp, ending: "dcp", index: ".metadata", file: "__0_0.distcp" };
+const SHARDS: Folders = Folders {
+    format: Format::Safetensors,
+    ending: "shards",
+    index: "model.safetensors.index.json",
+    file: "shard-00001-model-00001-of-00001.safetensors",
+};
+const KINDS: [Folders; 2] = [DCP, SHARDS];
+
+impl Folders {
+    /// An empty checkpoint that is saved as such a folder.
+    fn checkpoint(self) -> Checkpoint {
+        if self.format == Format::Dcp {
+            return Checkpoint::new();
+        }
+        let group = ProcessGroup::new(&Store::in_process().unwrap(), 0, 1);
+        Checkpoint::sharded(&group.unwrap())
+    }
+
+    /// A checkpoint of everything in a run.
+    fn of(self, run: &mut Run) -> Checkpoint {
+        let mut checkpoint = self.checkpoint();
+        run.add_to(&mut checkpoint);
+        checkpoint
+    }
+}
 
 fn names_in(folder: &Path) -> Vec<String> {
     let mut names = testkit::files::names_in(folder);
@@ -23,36 +62,38 @@ fn names_in(folder: &Path) -> Vec<String> {
 
 #[test]
 fn a_run_resumes_from_a_folder() -> Result<()> {
-    let folder = Folder::new();
-    let path = folder.file("run.dcp");
-    let mut run = Run::new(Device::Cpu);
-    run.train(3);
-    run.checkpoint().save(&path)?;
-    assert_eq!(names_in(&path), [".metadata", "__0_0.distcp"]);
-    let saved = run.fingerprint();
-    run.train(2);
-    run.restore(&Checkpoint::load(&path)?)?;
-    assert_eq!(run.fingerprint(), saved);
-    // Another save replaces it, also one in the same process that has it open.
-    let before = Checkpoint::load(&path)?;
-    run.train(1);
-    run.checkpoint().save(&path)?;
-    let after = run.fingerprint();
-    run.restore(&before)?;
-    assert_eq!(run.fingerprint(), saved);
-    run.restore(&Checkpoint::load(&path)?)?;
-    assert_eq!(run.fingerprint(), after);
-    // What was loaded can be saved again, in any format.
-    for (from, to, format) in [
-        ("run.dcp", "a.pt", Format::Torch),
-        ("a.pt", "b.dcp", Format::Dcp),
-        ("b.dcp", "c.safetensors", Format::Safetensors),
-        ("c.safetensors", "d.dcp", Format::Dcp),
-    ] {
-        Checkpoint::load(folder.file(from))?.save_as(folder.file(to), format)?;
+    for kind in KINDS {
+        let folder = Folder::new();
+        let path = folder.file("run.dcp");
+        let mut run = Run::new(Device::Cpu);
+        run.train(3);
+        kind.of(&mut run).save_as(&path, kind.format)?;
+        assert_eq!(names_in(&path), [kind.index, kind.file]);
+        let saved = run.fingerprint();
+        run.train(2);
+        run.restore(&Checkpoint::load(&path)?)?;
+        assert_eq!(run.fingerprint(), saved);
+        // Another save replaces it, also one in the same process that has it open.
+        let before = Checkpoint::load(&path)?;
         run.train(1);
-        run.restore(&Checkpoint::load(folder.file(to))?)?;
-        assert_eq!(run.fingerprint(), after, "{from} to {to}");
+        kind.of(&mut run).save_as(&path, kind.format)?;
+        let after = run.fingerprint();
+        run.restore(&before)?;
+        assert_eq!(run.fingerprint(), saved);
+        run.restore(&Checkpoint::load(&path)?)?;
+        assert_eq!(run.fingerprint(), after);
+        // What was loaded can be saved again, in any format.
+        for (from, to, format) in [
+            ("run.dcp", "a.pt", Format::Torch),
+            ("a.pt", "b.dcp", Format::Dcp),
+            ("b.dcp", "c.safetensors", Format::Safetensors),
+            ("c.safetensors", "d.dcp", Format::Dcp),
+        ] {
+            Checkpoint::load(folder.file(from))?.save_as(folder.file(to), format)?;
+            run.train(1);
+            run.restore(&Checkpoint::load(folder.file(to))?)?;
+            assert_eq!(run.fingerprint(), after, "{from} to {to}");
+        }
     }
     Ok(())
 }
@@ -60,82 +101,85 @@ fn a_run_resumes_from_a_folder() -> Result<()> {
 /// Every kind of part, and what a flat list of names could lose: empty maps, lists of maps, and non-finite numbers.
 #[test]
 fn every_part_is_read_as_it_was_saved() -> Result<()> {
-    let folder = Folder::new();
-    let path = folder.file("run.dcp");
-    let mut checkpoint = Checkpoint::new();
-    let tensors = [
-        ("bf16", Tensor::from_slice(&[1.5f32, f32::NAN]).to_kind(Kind::BFloat16)),
-        ("half", Tensor::from_slice(&[f32::INFINITY]).to_kind(Kind::Half)),
-        ("transposed", Tensor::randn([3, 5], (Kind::Float, Device::Cpu)).tr()),
-        ("number", Tensor::from(7i64)),
-        ("empty", Tensor::zeros([0, 4], (Kind::Float, Device::Cpu))),
-        ("complex", Tensor::randn([2], (Kind::ComplexFloat, Device::Cpu))),
-        ("bool", Tensor::from_slice(&[true, false])),
-        ("large", Tensor::randn([300, 301], (Kind::Float, Device::Cpu))),
-    ];
-    for (name, tensor) in &tensors {
-        checkpoint.add_tensor(name, tensor)?;
+    for kind in KINDS {
+        let folder = Folder::new();
+        let path = folder.file("run.dcp");
+        let mut checkpoint = kind.checkpoint();
+        let tensors = [
+            ("bf16", Tensor::from_slice(&[1.5f32, f32::NAN]).to_kind(Kind::BFloat16)),
+            ("half", Tensor::from_slice(&[f32::INFINITY]).to_kind(Kind::Half)),
+            ("transposed", Tensor::randn([3, 5], (Kind::Float, Device::Cpu)).tr()),
+            ("number", Tensor::from(7i64)),
+            ("empty", Tensor::zeros([0, 4], (Kind::Float, Device::Cpu))),
+            ("complex", Tensor::randn([2], (Kind::ComplexFloat, Device::Cpu))),
+            ("bool", Tensor::from_slice(&[true, false])),
+            ("large", Tensor::randn([300, 301], (Kind::Float, Device::Cpu))),
+        ];
+        for (name, tensor) in &tensors {
+            checkpoint.add_tensor(name, tensor)?;
+        }
+        let values = serde_json::json!({
+            "a.b": {"c": [1, {"d": {}, "e": []}, [[], {"f": null}]]},
+            "n": [0.1, true, "täst", u64::MAX, i64::MIN],
+            "nothing": {},
+        });
+        checkpoint.add_value("values", &values)?;
+        checkpoint.add_value("none", &Option::<u8>::None)?;
+        checkpoint.add_value("empty map", &BTreeMap::<String, u8>::new())?;
+        checkpoint.add_value("floats", &[f64::INFINITY, -0.0, 1e-300])?;
+        checkpoint.add("disabled", &mut GradScaler::disabled())?;
+        checkpoint.add("rng", Rng(Device::Cpu))?;
+        checkpoint.save_as(&path, kind.format)?;
+        let loaded = Checkpoint::load(&path)?;
+        assert_eq!(loaded.names().collect::<Vec<_>>(), checkpoint.names().collect::<Vec<_>>());
+        for (name, tensor) in &tensors {
+            let found = loaded.tensor(name)?;
+            assert_eq!((found.kind(), found.size()), (tensor.kind(), tensor.size()), "{name}");
+            // The bits, since a NaN is not equal to itself.
+            let bits = |tensor: &Tensor| match tensor.numel() {
+                0 => Vec::new(),
+                _ => Vec::<u8>::try_from(tensor.contiguous().view([-1]).view_dtype(Kind::Uint8))
+                    .unwrap(),
+            };
+            assert_eq!(bits(&found), bits(tensor), "{name}");
+        }
+        assert_eq!(loaded.value::<serde_json::Value>("values")?, values);
+        assert_eq!(loaded.value::<Option<u8>>("none")?, None);
+        assert!(loaded.value::<BTreeMap<String, u8>>("empty map")?.is_empty());
+        let floats: Vec<f64> = loaded.value("floats")?;
+        assert_eq!(
+            floats.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
+            [f64::INFINITY.to_bits(), (-0.0f64).to_bits(), 1e-300f64.to_bits()]
+        );
+        let restore = loaded.restore().add("rng", Rng(Device::Cpu));
+        restore.add("disabled", &mut GradScaler::disabled()).apply()?;
     }
-    let values = serde_json::json!({
-        "a.b": {"c": [1, {"d": {}, "e": []}, [[], {"f": null}]]},
-        "n": [0.1, true, "täst", u64::MAX, i64::MIN],
-        "nothing": {},
-    });
-    checkpoint.add_value("values", &values)?;
-    checkpoint.add_value("none", &Option::<u8>::None)?;
-    checkpoint.add_value("empty map", &BTreeMap::<String, u8>::new())?;
-    checkpoint.add_value("floats", &[f64::INFINITY, -0.0, 1e-300])?;
-    checkpoint.add("disabled", &mut GradScaler::disabled())?;
-    checkpoint.add("rng", Rng(Device::Cpu))?;
-    checkpoint.save(&path)?;
-    let loaded = Checkpoint::load(&path)?;
-    assert_eq!(loaded.names().collect::<Vec<_>>(), checkpoint.names().collect::<Vec<_>>());
-    for (name, tensor) in &tensors {
-        let found = loaded.tensor(name)?;
-        assert_eq!((found.kind(), found.size()), (tensor.kind(), tensor.size()), "{name}");
-        // The bits, since a NaN is not equal to itself.
-        let bits = |tensor: &Tensor| match tensor.numel() {
-            0 => Vec::new(),
-            _ => {
-                Vec::<u8>::try_from(tensor.contiguous().view([-1]).view_dtype(Kind::Uint8)).unwrap()
-            }
-        };
-        assert_eq!(bits(&found), bits(tensor), "{name}");
-    }
-    assert_eq!(loaded.value::<serde_json::Value>("values")?, values);
-    assert_eq!(loaded.value::<Option<u8>>("none")?, None);
-    assert!(loaded.value::<BTreeMap<String, u8>>("empty map")?.is_empty());
-    let floats: Vec<f64> = loaded.value("floats")?;
-    assert_eq!(
-        floats.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
-        [f64::INFINITY.to_bits(), (-0.0f64).to_bits(), 1e-300f64.to_bits()]
-    );
-    let restore = loaded.restore().add("rng", Rng(Device::Cpu));
-    restore.add("disabled", &mut GradScaler::disabled()).apply()?;
     Ok(())
 }
 
 #[test]
 fn optimizers_of_every_kind_are_read_again() -> Result<()> {
-    let folder = Folder::new();
-    let path = folder.file("run.dcp");
-    let mut muon = Run::new(Device::Cpu);
-    muon.opt = Muon::default().build(&muon.vs, 0.1)?;
-    muon.opt.assign_group(1, &["*bias"])?;
-    let mut plain = Run::new(Device::Cpu);
-    plain.opt = tch_amp::optim::Sgd::default().build(&plain.vs, 0.1)?;
-    for mut run in [muon, plain, Run::new(Device::Cpu)] {
-        for steps in [0, 3] {
-            run.train(steps);
-            run.checkpoint().save(&path)?;
-            let as_file = folder.file("run.pt");
-            run.checkpoint().save_as(&as_file, Format::TorchByName)?;
-            run.train(1);
-            run.restore(&Checkpoint::load(&as_file)?)?;
-            let expected = run.fingerprint();
-            run.train(1);
-            run.restore(&Checkpoint::load(&path)?)?;
-            assert_eq!(run.fingerprint(), expected);
+    for kind in KINDS {
+        let folder = Folder::new();
+        let path = folder.file("run.dcp");
+        let mut muon = Run::new(Device::Cpu);
+        muon.opt = Muon::default().build(&muon.vs, 0.1)?;
+        muon.opt.assign_group(1, &["*bias"])?;
+        let mut plain = Run::new(Device::Cpu);
+        plain.opt = tch_amp::optim::Sgd::default().build(&plain.vs, 0.1)?;
+        for mut run in [muon, plain, Run::new(Device::Cpu)] {
+            for steps in [0, 3] {
+                run.train(steps);
+                kind.of(&mut run).save_as(&path, kind.format)?;
+                let as_file = folder.file("run.pt");
+                run.checkpoint().save_as(&as_file, Format::TorchByName)?;
+                run.train(1);
+                run.restore(&Checkpoint::load(&as_file)?)?;
+                let expected = run.fingerprint();
+                run.train(1);
+                run.restore(&Checkpoint::load(&path)?)?;
+                assert_eq!(run.fingerprint(), expected);
+            }
         }
     }
     Ok(())
@@ -144,41 +188,46 @@ fn optimizers_of_every_kind_are_read_again() -> Result<()> {
 /// Moments of few bits are f32 in a folder, as in a file for Python.
 #[test]
 fn low_bit_moments_are_read_again() -> Result<()> {
-    let folder = Folder::new();
-    for moments in [MomentDtype::F32, MomentDtype::BFloat16, MomentDtype::EightBit] {
-        let vs = VarStore::new(Device::Cpu);
-        let net = nn::linear(vs.root(), 96, 64, Default::default());
-        let mut opt = AdamW::default().moments(moments).build(&vs, 0.1)?;
-        let step = |opt: &mut Optimizer| {
-            let loss = Tensor::randn([4, 96], (Kind::Float, Device::Cpu)).apply(&net).square();
-            opt.zero_grad().and_then(|()| {
-                loss.mean(Kind::Float).backward();
-                opt.step()
-            })
-        };
-        step(&mut opt)?;
-        let numbers = |opt: &mut Optimizer| {
-            let state = opt.state_dict().unwrap().state;
-            let tensors = state.iter().flat_map(|(name, entries)| {
-                entries.iter().map(move |(key, tensor)| (name, key, tensor))
-            });
-            format!("{:?}", tensors.map(|(n, k, t)| (n, k, testkit::to_f64(t))).collect::<Vec<_>>())
-        };
-        let before = numbers(&mut opt);
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("optimizer", &mut opt)?;
-        checkpoint.save(folder.file("run.dcp"))?;
-        step(&mut opt)?;
-        assert_ne!(numbers(&mut opt), before);
-        let loaded = Checkpoint::load(folder.file("run.dcp"))?;
-        loaded.restore().add("optimizer", &mut opt).apply()?;
-        assert_eq!(numbers(&mut opt), before, "{moments:?}");
+    for kind in KINDS {
+        let folder = Folder::new();
+        for moments in [MomentDtype::F32, MomentDtype::BFloat16, MomentDtype::EightBit] {
+            let vs = VarStore::new(Device::Cpu);
+            let net = nn::linear(vs.root(), 96, 64, Default::default());
+            let mut opt = AdamW::default().moments(moments).build(&vs, 0.1)?;
+            let step = |opt: &mut Optimizer| {
+                let loss = Tensor::randn([4, 96], (Kind::Float, Device::Cpu)).apply(&net).square();
+                opt.zero_grad().and_then(|()| {
+                    loss.mean(Kind::Float).backward();
+                    opt.step()
+                })
+            };
+            step(&mut opt)?;
+            let numbers = |opt: &mut Optimizer| {
+                let state = opt.state_dict().unwrap().state;
+                let tensors = state.iter().flat_map(|(name, entries)| {
+                    entries.iter().map(move |(key, tensor)| (name, key, tensor))
+                });
+                format!(
+                    "{:?}",
+                    tensors.map(|(n, k, t)| (n, k, testkit::to_f64(t))).collect::<Vec<_>>()
+                )
+            };
+            let before = numbers(&mut opt);
+            let mut checkpoint = kind.checkpoint();
+            checkpoint.add("optimizer", &mut opt)?;
+            checkpoint.save_as(folder.file("run.dcp"), kind.format)?;
+            step(&mut opt)?;
+            assert_ne!(numbers(&mut opt), before);
+            let loaded = Checkpoint::load(folder.file("run.dcp"))?;
+            loaded.restore().add("optimizer", &mut opt).apply()?;
+            assert_eq!(numbers(&mut opt), before, "{moments:?}");
+        }
     }
     Ok(())
 }
 
-fn checkpoint(step: u64) -> Checkpoint {
-    let mut checkpoint = Checkpoint::new();
+fn checkpoint(kind: Folders, step: u64) -> Checkpoint {
+    let mut checkpoint = kind.checkpoint();
     checkpoint.add_value("at", &step).unwrap();
     checkpoint.add_tensor("x", &Tensor::from(step as f32)).unwrap();
     checkpoint
@@ -186,64 +235,68 @@ fn checkpoint(step: u64) -> Checkpoint {
 
 #[test]
 fn a_folder_of_folders_keeps_the_last_and_the_best() -> Result<()> {
-    let temporary = Folder::new();
-    let of = |format| CheckpointFolder::new(&temporary.0).map(|folder| folder.format(format));
-    let folder = of(Format::Dcp)?.keep_last(2).keep_best(1, MetricGoal::Min);
-    for (step, score) in [(1, 0.5), (2, 0.25), (3, 0.75), (4, 1.0)] {
-        let path = folder.save_scored(step, score, &checkpoint(step))?;
-        assert!(path.is_dir());
+    for kind in KINDS {
+        let temporary = Folder::new();
+        let of = |format| CheckpointFolder::new(&temporary.0).map(|folder| folder.format(format));
+        let folder = of(kind.format)?.keep_last(2).keep_best(1, MetricGoal::Min);
+        for (step, score) in [(1, 0.5), (2, 0.25), (3, 0.75), (4, 1.0)] {
+            let path = folder.save_scored(step, score, &checkpoint(kind, step))?;
+            assert!(path.is_dir());
+        }
+        assert_eq!(
+            names_in(&temporary.0),
+            ["2-score-0.25", "3-score-0.75", "4-score-1"]
+                .map(|name| format!("step-0000000{name}.{}", kind.ending))
+        );
+        let best = folder.best(MetricGoal::Min)?.unwrap();
+        assert_eq!((best.file.step, best.checkpoint.value::<u64>("at")?), (2, 2));
+        // The other formats are beside it, and one replaces the other at the same step.
+        of(Format::Torch)?.keep_last(2).save(4, &checkpoint(DCP, 4))?;
+        assert_eq!(
+            names_in(&temporary.0),
+            [format!("step-00000003-score-0.75.{}", kind.ending), "step-00000004.pt".to_owned()]
+        );
+        folder.save(4, &checkpoint(kind, 4))?;
+        folder.save(4, &checkpoint(kind, 4))?;
+        assert!(names_in(&temporary.0).contains(&format!("step-00000004.{}", kind.ending)));
+        assert!(!names_in(&temporary.0).contains(&"step-00000004.pt".to_owned()));
     }
-    assert_eq!(
-        names_in(&temporary.0),
-        [
-            "step-00000002-score-0.25.dcp",
-            "step-00000003-score-0.75.dcp",
-            "step-00000004-score-1.dcp"
-        ]
-    );
-    let best = folder.best(MetricGoal::Min)?.unwrap();
-    assert_eq!((best.file.step, best.checkpoint.value::<u64>("at")?), (2, 2));
-    // The other formats are beside it, and one replaces the other at the same step.
-    of(Format::Torch)?.keep_last(2).save(4, &checkpoint(4))?;
-    assert_eq!(names_in(&temporary.0), ["step-00000003-score-0.75.dcp", "step-00000004.pt"]);
-    folder.save(4, &checkpoint(4))?;
-    folder.save(4, &checkpoint(4))?;
-    assert!(names_in(&temporary.0).contains(&"step-00000004.dcp".to_owned()));
-    assert!(!names_in(&temporary.0).contains(&"step-00000004.pt".to_owned()));
     Ok(())
 }
 
 #[test]
 fn a_save_that_has_not_finished_is_not_taken_for_a_checkpoint() -> Result<()> {
-    let temporary = Folder::new();
-    let folder = CheckpointFolder::new(&temporary.0)?.format(Format::Dcp);
-    folder.save(1, &checkpoint(1))?;
-    let half = folder.save(2, &checkpoint(2))?;
-    fs::remove_file(half.join(".metadata")).unwrap();
-    assert_eq!(folder.latest()?.unwrap().file.step, 1);
-    assert_eq!(folder.files()?.len(), 1);
-    let error = checkpoint_error(Checkpoint::load(&half));
-    assert!(error.to_string().contains("its save has not finished"), "{error}");
-    // A young one may still be written.
-    folder.save(3, &checkpoint(3))?;
-    assert!(half.exists());
-    let old = SystemTime::now() - Duration::from_secs(2 * 3600);
-    for path in [half.join("__0_0.distcp"), half.clone()] {
-        fs::File::open(path).unwrap().set_modified(old).unwrap();
+    for kind in KINDS {
+        let temporary = Folder::new();
+        let folder = CheckpointFolder::new(&temporary.0)?.format(kind.format);
+        folder.save(1, &checkpoint(kind, 1))?;
+        let half = folder.save(2, &checkpoint(kind, 2))?;
+        fs::remove_file(half.join(kind.index)).unwrap();
+        assert_eq!(folder.latest()?.unwrap().file.step, 1);
+        assert_eq!(folder.files()?.len(), 1);
+        let error = checkpoint_error(Checkpoint::load(&half));
+        assert!(error.to_string().contains("its save has not finished"), "{error}");
+        // A young one may still be written.
+        folder.save(3, &checkpoint(kind, 3))?;
+        assert!(half.exists());
+        let old = SystemTime::now() - Duration::from_secs(2 * 3600);
+        for path in [half.join(kind.file), half.clone()] {
+            fs::File::open(path).unwrap().set_modified(old).unwrap();
+        }
+        folder.save(4, &checkpoint(kind, 4))?;
+        assert!(!half.exists());
+        // One that was damaged afterwards is skipped, and so is one that has lost a file.
+        let lost = folder.save(5, &checkpoint(kind, 5))?;
+        let flipped = folder.save(6, &checkpoint(kind, 6))?;
+        fs::remove_file(lost.join(kind.file)).unwrap();
+        let mut bytes = fs::read(flipped.join(kind.index)).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::write(flipped.join(kind.index), bytes).unwrap();
+        let found = folder.latest()?.unwrap();
+        assert_eq!((found.file.step, found.damaged.len()), (4, 2));
+        assert!(found.damaged.iter().all(|error| matches!(error, CheckpointError::Damaged { .. })));
     }
-    folder.save(4, &checkpoint(4))?;
-    assert!(!half.exists());
-    // One that was damaged afterwards is skipped, and so is one that has lost a file.
-    let lost = folder.save(5, &checkpoint(5))?;
-    let flipped = folder.save(6, &checkpoint(6))?;
-    fs::remove_file(lost.join("__0_0.distcp")).unwrap();
-    let mut bytes = fs::read(flipped.join(".metadata")).unwrap();
-    let middle = bytes.len() / 2;
-    bytes[middle] ^= 1;
-    fs::write(flipped.join(".metadata"), bytes).unwrap();
-    let found = folder.latest()?.unwrap();
-    assert_eq!((found.file.step, found.damaged.len()), (4, 2));
-    assert!(found.damaged.iter().all(|error| matches!(error, CheckpointError::Damaged { .. })));
     Ok(())
 }
 

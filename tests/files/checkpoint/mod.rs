@@ -75,11 +75,15 @@ impl Run {
 
     fn checkpoint(&mut self) -> Checkpoint {
         let mut checkpoint = Checkpoint::new();
+        self.add_to(&mut checkpoint);
+        checkpoint
+    }
+
+    fn add_to(&mut self, checkpoint: &mut Checkpoint) {
         checkpoint.add("model", &self.vs).unwrap();
         checkpoint.add("optimizer", &mut self.opt).unwrap();
         checkpoint.add("scaler", &mut self.scaler).unwrap();
         checkpoint.add_value("step", &7).unwrap();
-        checkpoint
     }
 
     fn restore(&mut self, checkpoint: &Checkpoint) -> tch_amp::Result<()> {
