@@ -34,11 +34,13 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     if only_files { files(seconds) } else { checkpoints(&Workspace::announced(None)?, seconds) }
 }
 
-/// Builds the target that opens files, without libtorch, and runs it for this time.
+/// Builds the targets that open files and folders, without libtorch, and runs each for half of this time.
 pub(crate) fn files(seconds: u32) -> Result<()> {
-    let mut cargo = process::cargo();
-    cargo.args(["run", "--locked", "--package", "torch-files-fuzz"]).current_dir(paths::root());
-    fuzz(cargo, "files", &paths::root(), seconds)
+    ["files", "folder"].into_iter().try_for_each(|bin| {
+        let mut cargo = process::cargo();
+        cargo.args(["run", "--locked", "--package", "torch-files-fuzz"]).current_dir(paths::root());
+        fuzz(cargo, bin, &paths::root(), seconds.div_ceil(2))
+    })
 }
 
 /// Builds the target that restores checkpoints, and runs it for this time.
@@ -56,7 +58,7 @@ fn fuzz(mut fuzz: Command, bin: &str, dir: &Path, seconds: u32) -> Result<()> {
     fuzz.args(["--bin", bin, "--"]).arg(&corpus).args(LIMITS);
     fuzz.arg(format!("-max_total_time={seconds}"));
     fuzz.arg(format!("-artifact_prefix={}/", folder.display()));
-    for seeds in ["safetensors", "torch"] {
+    for seeds in ["safetensors", "torch", "folder"] {
         fuzz.arg(dir.join("fuzz/seeds").join(seeds));
     }
     process::run(fuzz.env("RUSTC_WORKSPACE_WRAPPER", instrumented(&folder)?))
