@@ -31,6 +31,10 @@ pub enum Format {
     /// state = {"model/weight": torch.empty(4, 2)}
     /// dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader("run.shards"))
     /// ```
+    ///
+    /// That reader looks at the files alone and not at the index. Save to a new folder each time, as a
+    /// [`CheckpointFolder`](crate::checkpoint::CheckpointFolder) does: in one that is replaced, it can find old files
+    /// beside new ones until the save has finished.
     Safetensors,
     /// A file that Python reads with `torch.load(path, weights_only=True)`: a dict of the parts, each as its
     /// `state_dict()` returns it. Your own [`Stateful`] becomes a dict of its values and tensors.

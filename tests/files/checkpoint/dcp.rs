@@ -14,6 +14,8 @@ use tch_amp::distributed::{ProcessGroup, Store};
 use tch_amp::optim::{AdamW, MomentDtype, Muon, Optimizer};
 use tch_amp::{GradScaler, Result};
 
+use torch_files::{Dtype, Limits, Writer};
+
 use crate::checkpoint::{Run, checkpoint_error};
 use testkit::files::Folder;
 
@@ -311,4 +313,43 @@ fn names_that_would_be_one_are_refused() {
     assert!(!folder.file("x.dcp").exists());
     // The other formats keep them apart.
     checkpoint.save(folder.file("x.pt")).unwrap();
+}
+
+/// Writes some rows of a linear layer from 3 inputs to 4 as Python's `HuggingFaceStorageWriter` does on one of two
+/// ranks. The weight has the numbers from 0 on, and the bias those from 12 on.
+fn save_rows(folder: &Path, rank: usize) {
+    let numbers = |from: usize| (from..).map(|number| (number as f32).to_le_bytes());
+    let weight: Vec<u8> = numbers(6 * rank).take(6).flatten().collect();
+    let bias: Vec<u8> = numbers(12 + 2 * rank).take(2).flatten().collect();
+    let tensors = [("weight", vec![2, 3], weight), ("bias", vec![2], bias)];
+    let tensors = tensors.map(|(name, shape, it)| (name.to_owned(), Dtype::Float32, shape, it));
+    let row = 2 * rank;
+    let sharding = format!(
+        r#"{{"weight": {{"saved_offsets": [{row}, 0]}}, "bias": {{"saved_offsets": [{row}]}}}}"#
+    );
+    let metadata = [("format", "pt"), ("DCP_VERSION", "1.0"), ("DCP_SHARDING_INFO", &sharding)];
+    let metadata = metadata.map(|(key, text)| (key.to_owned(), text.to_owned()));
+    let writer = Writer::safetensors(tensors, metadata.into(), &Limits::default()).unwrap();
+    let name = format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1);
+    drop(writer.save(folder.join(name)).unwrap());
+}
+
+#[test]
+fn a_model_in_rows_of_several_ranks_is_put_together() {
+    let folder = Folder::new();
+    [0, 1].into_iter().for_each(|rank| save_rows(&folder.0, rank));
+    let vs = VarStore::new(Device::Cpu);
+    let layer = nn::linear(vs.root(), 3, 4, Default::default());
+    let restore = |path: &Path| Checkpoint::load(path)?.restore().add("model", &vs).apply();
+    restore(&folder.0).unwrap();
+    let expected = Tensor::arange(16, (Kind::Float, Device::Cpu));
+    assert_eq!(layer.ws, expected.narrow(0, 0, 12).view([4, 3]));
+    assert_eq!(layer.bs.unwrap(), expected.narrow(0, 12, 4));
+    // Neither one file of it nor what is left of the folder is taken for the model.
+    let one = folder.file("shard-00002-model-00001-of-00001.safetensors");
+    let error = checkpoint_error(restore(&one).map(drop));
+    assert!(error.to_string().contains("load the folder"), "{error}");
+    fs::remove_file(folder.file("shard-00001-model-00001-of-00001.safetensors")).unwrap();
+    let error = checkpoint_error(restore(&folder.0).map(drop));
+    assert!(error.to_string().contains("is missing"), "{error}");
 }
