@@ -1,7 +1,5 @@
 //! Loading a checkpoint.
 
-use std::ffi::OsStr;
-use std::fs;
 use std::path::Path;
 
 use torch_files::{FileKind, Limits, TorchFile};
@@ -63,7 +61,7 @@ impl Checkpoint {
     pub fn load_with(path: impl AsRef<Path>, limits: &Limits) -> Result<Self> {
         let path = path.as_ref();
         let opened = TorchFile::open_with(path, limits).map_err(CheckpointError::reading(path));
-        if opened.as_ref().is_ok_and(|file| is_one_of_several(path, file)) {
+        if opened.as_ref().is_ok_and(TorchFile::is_one_of_shards) {
             return Err(CheckpointError::damaged(path, advice(path)).into());
         }
         let loaded = opened.map_err(Error::from).and_then(|file| Self::of_file(file, limits));
@@ -115,32 +113,14 @@ fn is_piece(path: &Path) -> bool {
     is_piece || path.file_name().is_some_and(|name| name == ".metadata")
 }
 
-/// Returns whether a file is one of several shards in a folder, so that it may have only a part of each tensor.
-fn is_one_of_several(path: &Path, file: &TorchFile) -> bool {
-    let is_other = |name: &OsStr| {
-        let is_shard = Path::new(name).extension().is_some_and(|ending| ending == "safetensors");
-        is_shard && path.file_name() != Some(name)
-    };
-    let has_other = |folder: &Path| {
-        let entries = fs::read_dir(folder);
-        entries.is_ok_and(|entries| entries.flatten().any(|entry| is_other(&entry.file_name())))
-    };
-    let says_where = file.metadata().contains_key("DCP_SHARDING_INFO");
-    file.kind() == FileKind::Safetensors && says_where && has_other(folder_of(path))
-}
-
 fn is_of_content(error: &Error) -> bool {
     matches!(error, Error::Checkpoint(CheckpointError::Damaged { .. }))
 }
 
-fn folder_of(path: &Path) -> &Path {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    folder.unwrap_or(Path::new("."))
-}
-
 /// Says that a folder of `torch.distributed.checkpoint` is loaded as a whole, given the path of a file in it.
 fn advice(path: &Path) -> String {
-    let folder = folder_of(path).display();
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new(".")).display();
     format!(
         "it is a piece of a folder that torch.distributed.checkpoint has written; load the folder, `{folder}`"
     )
