@@ -10,11 +10,12 @@ use crate::checkpoint::{Checkpoint, manifest, torch};
 use crate::error::{CheckpointError, Error, Result};
 
 impl Checkpoint {
-    /// Loads a file that was written by [`save`](Self::save), by `torch.save` in Python, or by `VarStore::save` in tch,
-    /// or a pickle with numpy's arrays. Its name does not matter: the format is detected from the content.
+    /// Loads a checkpoint from a file or a folder: what [`save`](Self::save) has written, a file of Python's
+    /// `torch.save` or of tch's `VarStore::save`, safetensors of any program, or a pickle with numpy's arrays. The name
+    /// of a file does not matter: its format is detected from the content.
     ///
     /// Nothing in the file is executed. All checksums are verified, by up to four threads; safetensors files from other
-    /// programs have none.
+    /// programs and files of PyTorch before 1.6 have none.
     /// Only names, shapes and values are kept in memory, and the numpy arrays of a pickle of protocol 2; even for a
     /// hostile file loading takes at most three times the file's size plus 256 MiB.
     ///
@@ -29,11 +30,13 @@ impl Checkpoint {
     /// loaded as a whole, whatever the number of ranks that have saved it.
     ///
     /// A model in several files is loaded by its index, `model.safetensors.index.json` or
-    /// `pytorch_model.bin.index.json`, with the files beside it, as a model named `model`; the folder stands for the
-    /// first of these. A folder of safetensors files without an index is loaded likewise if these say in
-    /// `DCP_SHARDING_INFO` where their pieces of tensors begin, as those of Python's `HuggingFaceStorageWriter` do. What
-    /// ranks have saved together with [`Format::Safetensors`](crate::checkpoint::Format::Safetensors) has all its parts.
-    /// The page on checkpoints in the guide lists the shapes of files that can be read.
+    /// `pytorch_model.bin.index.json`, with the files beside it, as a model named `model`. A folder with
+    /// `model.safetensors.index.json` can also be given by its own path. A folder of safetensors files without an index
+    /// is loaded in the same way if the files say in `DCP_SHARDING_INFO` where their pieces of tensors begin, as those
+    /// of Python's `HuggingFaceStorageWriter` do; one of several such files alone is refused. A folder that ranks have
+    /// saved together with [`Format::Safetensors`](crate::checkpoint::Format::Safetensors) has all parts of the
+    /// checkpoint, and is refused without its index, because its save has not finished. The page on checkpoints in the
+    /// guide lists the shapes of files that can be read.
     ///
     /// The parameters of an optimizer are matched by name if this crate saved the file, if Python built the
     /// optimizer from `model.named_parameters()` (PyTorch 2.6 or later), or if they have names in the place of numbers,
@@ -122,6 +125,6 @@ fn advice(path: &Path) -> String {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new(".")).display();
     format!(
-        "it is a piece of a folder that torch.distributed.checkpoint has written; load the folder, `{folder}`"
+        "it is one of several files of a checkpoint, in which tensors can be in pieces; load the folder, `{folder}`"
     )
 }

@@ -10,14 +10,17 @@ use crate::error::{DistributedError, Error, Result};
 impl Checkpoint {
     /// Creates an empty checkpoint that the ranks of a group save together: each rank writes a share of it, at the same
     /// time as the others, instead of rank 0 everything. Corresponds to `torch.distributed.checkpoint.save` on several
-    /// ranks; `torch.distributed.checkpoint.load` reads the result.
+    /// ranks; `torch.distributed.checkpoint.load` reads the result, with a `HuggingFaceStorageReader` if the format is
+    /// [`Format::Safetensors`](crate::checkpoint::Format::Safetensors).
     ///
     /// All ranks add the same parts, and then all of them call [`save_as`](Self::save_as), or
     /// [`CheckpointFolder::save`](crate::checkpoint::CheckpointFolder::save),
     /// [`save_async`](crate::checkpoint::CheckpointFolder::save_async) or one of the others, with
     /// [`Format::Dcp`](crate::checkpoint::Format::Dcp) or
-    /// [`Format::Safetensors`](crate::checkpoint::Format::Safetensors) and a path that all ranks reach, at which they make
-    /// a folder. A rank copies and writes only what it saves:
+    /// [`Format::Safetensors`](crate::checkpoint::Format::Safetensors) and a path that all ranks reach. They make a
+    /// folder there; the other formats are refused with
+    /// [`CheckpointError::Unsaveable`](crate::checkpoint::CheckpointError::Unsaveable). A rank copies and writes only
+    /// what it saves:
     ///
     /// | what | who saves it |
     /// |---|---|
@@ -39,8 +42,8 @@ impl Checkpoint {
     /// An error of one rank is an error on all: its own there, and [`DistributedError::Rank`] with its message on the
     /// others; [`DistributedError::Mismatch`] if they save different checkpoints. The group can still be used then. What
     /// [`refuse_while_saving`](crate::checkpoint::CheckpointFolder::refuse_while_saving) refuses is refused on all
-    /// ranks. Two errors come on rank 0 alone, which must not end for them, since the checkpoint is in place:
-    /// [`CheckpointError::NotRemoved`] and [`CheckpointError::Indeterminate`].
+    /// ranks. Two errors are returned on rank 0 alone, after the checkpoint is in place. Rank 0 must go on then,
+    /// because the other ranks do: [`CheckpointError::NotRemoved`] and [`CheckpointError::Indeterminate`].
     ///
     /// [`CheckpointError::NotRemoved`]: crate::checkpoint::CheckpointError::NotRemoved
     /// [`CheckpointError::Indeterminate`]: crate::checkpoint::CheckpointError::Indeterminate

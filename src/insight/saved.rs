@@ -90,9 +90,9 @@ impl Display for What {
 /// Lists what `loss` keeps for its backward pass, by part of the model and operator.
 ///
 /// `loss` computes the loss as in training, in its regions, and is run once, with the random numbers that come next.
-/// They and the buffers are put back, so that training goes on as without the call. The list has what autograd saves on
-/// the calling thread, and what the functions of [`lean`](crate::lean) keep. It has neither values that custom
-/// functions keep by themselves nor what `loss` saves in a region of [`SavedTensors`].
+/// The generators and the buffers are then set back, so that training goes on as without the call. The list has what
+/// autograd saves on the calling thread, and what the functions of [`lean`](crate::lean) keep. It has neither values
+/// that custom functions keep by themselves nor what `loss` saves in a region of [`SavedTensors`].
 ///
 /// The first call in a process replaces libtorch's autograd engine, as the documentation of [`SavedTensors`] says.
 ///
@@ -241,7 +241,8 @@ impl SavedReport {
         self.rows.iter().fold(0, |sum, row| sum.saturating_add(row.fp8_bytes))
     }
 
-    /// What keeps most, and what keeps less, in words; the largest first. Empty if nothing stands out.
+    /// Returns advice in words: what takes many bytes, and how to keep fewer; the largest saving first. Empty if
+    /// nothing stands out.
     pub fn advice(&self) -> Vec<String> {
         let share = |bytes: u64| bytes as f64 / self.bytes.max(1) as f64;
         let mut advice = Vec::new();
@@ -267,7 +268,7 @@ impl SavedReport {
         if share(fp8) >= 2.0 * LARGE {
             let text = format!(
                 "{} of it is saved by `SavedTensors::fp8_rows`, with which the gradients of a GPT and a BERT were 2 to \
-                 8 % off",
+                 7 % off",
                 percent(share(fp8))
             );
             advice.push((fp8, text));

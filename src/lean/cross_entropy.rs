@@ -36,13 +36,14 @@ pub struct LinearCrossEntropyConfig {
     /// Source: Gemma Team, *Gemma 2*, <https://arxiv.org/abs/2408.00118>.
     pub soft_cap: Option<f64>,
     /// The factor of the square of `log(sum(exp(logits)))`, which is added to the loss of each target that is not
-    /// ignored, and averaged over these. 0, the default, adds nothing.
+    /// ignored. [`Reduction::Mean`] averages it over these targets, whatever their class weights. 0, the default, adds
+    /// nothing.
     ///
     /// Source: Chowdhery et al., *PaLM*, <https://arxiv.org/abs/2204.02311>, section 5.
     pub z_loss: f64,
-    /// The most bytes that logits may take at a time. The forward pass then computes the gradients of a block of
-    /// targets after the other, before any loss scale is in them, and adds up that of the weight in f32. It keeps these
-    /// gradients, which have the sizes of `hidden` and `weight`, instead of logits. At least one target is in a block.
+    /// The most bytes that logits may take at a time. The forward pass then computes the gradients of one block of
+    /// targets after the other, without the loss scale, and adds up the gradient of the weight in f32. It keeps these
+    /// gradients, which have the sizes of `hidden` and `weight`, instead of logits. A block has at least one target.
     ///
     /// With [`Reduction::None`] the backward pass computes the logits a second time. By default `None`: all logits are
     /// kept, in the dtype of the product.
@@ -82,8 +83,8 @@ impl Default for LinearCrossEntropyConfig {
 /// # Errors
 ///
 /// [`Error::InvalidArgument`] for shapes, dtypes, devices or options that do not fit, and for a target that is neither
-/// a class nor [`ignore_index`](LinearCrossEntropyConfig::ignore_index); nothing has been computed then. On a GPU the
-/// host would have to wait to see the targets: there the loss of one that is out of range is NaN.
+/// a class nor [`ignore_index`](LinearCrossEntropyConfig::ignore_index); nothing has been computed then. On a GPU
+/// targets are not checked, because the host would have to wait for them: the loss of a target out of range is NaN.
 ///
 /// The `backward()` fails if an operand was changed in place after the forward pass. The gradients cannot be
 /// differentiated again, which fails with a message.

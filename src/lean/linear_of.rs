@@ -1,4 +1,4 @@
-//! Linear layers of an activation or of a normalization.
+//! Linear layers whose input is the result of an activation or of a normalization.
 
 use tch::{Device, Kind, Tensor};
 
@@ -14,7 +14,7 @@ use crate::ffi;
 pub enum Activation {
     /// `x * Phi(x)`, as [`Tensor::gelu`] with `"none"` computes it.
     Gelu,
-    /// Its approximation by a hyperbolic tangent, as [`Tensor::gelu`] with `"tanh"` computes it.
+    /// The approximation of GELU by a hyperbolic tangent, as [`Tensor::gelu`] with `"tanh"` computes it.
     GeluTanh,
     /// `x * sigmoid(x)`, as [`Tensor::silu`] computes it.
     Silu,
@@ -151,7 +151,7 @@ pub fn activation_linear(
 /// let up = nn::linear(vs.root() / "up", 8, 32, Default::default());
 /// let xs = Tensor::randn([16, 8], (Kind::Float, Device::Cpu));
 /// let ys = autocast(Device::Cpu, || {
-///     // Instead of `up.forward(&norm.forward(&xs))`. An `eps` of its own has to be given here again.
+///     // Instead of `up.forward(&norm.forward(&xs))`. If the norm has another `eps` than 1e-5, set `eps` here.
 ///     let config = NormConfig::layer(&[8]);
 ///     norm_linear(&xs, &config, norm.ws.as_ref(), norm.bs.as_ref(), &up.ws, up.bs.as_ref())
 /// })??;

@@ -1,4 +1,5 @@
-//! Losses and layers that keep less for the backward pass than the operators that they replace, with the same numbers.
+//! Losses and layers that keep less for the backward pass than the operators that they replace. Their results and
+//! gradients differ from those of the operators by rounding at most.
 //!
 //! The logits of a language model are its largest activation: tokens times words. Autocast computes them in half
 //! precision, `cross_entropy` makes them f32 and keeps a tensor of their size, and its backward pass makes two more.

@@ -26,8 +26,9 @@ use crate::ffi::{self, SavedForm};
 ///
 /// A tensor that several operators save is kept once, whichever views of all of it they save. Of a small part of an
 /// activation, with fewer than 4096 numbers, a copy is kept, because the part itself would keep the memory of the whole
-/// activation. As without a region, the backward pass fails if a saved tensor was changed in place. Neither counts a
-/// change through `data()`: an operator that saves the tensor afterwards may share what was kept before.
+/// activation. As without a region, the backward pass fails if a saved tensor was changed in place. A change through
+/// `data()` goes unnoticed, with a region or without: an operator that saves the tensor afterwards may then share the
+/// copy that was kept before the change.
 ///
 /// The saved tensors of custom functions are kept in the same way. A part of the model that is
 /// [recomputed](crate::recompute) has exact gradients: its inputs are kept bit by bit, and everything else is computed
@@ -72,7 +73,7 @@ pub struct SavedTensors {
 
 impl SavedTensors {
     /// Keeps f32 activations in bf16: in 2 bytes instead of 4. Their gradients change by as much as bf16 rounds, as
-    /// everywhere in autocast. In a small GPT and a small BERT under autocast, 0.88 and 0.89 times as many bytes were
+    /// everywhere in autocast. In a small GPT and a small BERT under autocast, 0.89 and 0.88 times as many bytes were
     /// kept as by autograd, and the error of the gradients beside f32 stayed that of autocast.
     pub fn half() -> Self {
         Self { form: SavedForm::Half }
@@ -84,9 +85,9 @@ impl SavedTensors {
     /// 1/16 of its size, or 2^-16 of the largest in its row, and none but 0 becomes 0. An infinity stays one, and a NaN
     /// makes its row NaN.
     ///
-    /// In a small GPT and a small BERT under autocast, 0.45 and 0.46 times as many bytes were kept as by autograd. The
+    /// In a small GPT and a small BERT under autocast, 0.46 and 0.45 times as many bytes were kept as by autograd. The
     /// error of the gradients beside f32 was 4 to 9 times that of autocast alone: 2 to 3 % with weights as PyTorch
-    /// draws them, and 3 to 8 % with tch's, which are larger; `docs/measurements/cpu.md` in the repository has the
+    /// draws them, and 3 to 7 % with tch's, which are larger; `docs/measurements/cpu.md` in the repository has the
     /// tables. Compare a short run with and without it before you start a long one.
     ///
     /// Source: Xi et al., *COAT: Compressing Optimizer states and Activation for Memory-Efficient FP8 Training*,

@@ -348,7 +348,8 @@ impl TorchFile {
         Ok(several.whole())
     }
 
-    /// Opens all shards of a folder that has no index. Those of a save of this crate are left out, which has not finished.
+    /// Opens all shards of a folder that has no index, except those that this crate has written: their save has not
+    /// finished.
     fn of_shards(folder: &Path, files: &[String], limits: &Limits) -> Result<Self> {
         let mut several = Several::new(Source::nothing(folder), files.len(), limits);
         for file in files {

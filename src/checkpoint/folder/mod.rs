@@ -161,7 +161,7 @@ impl CheckpointFolder {
     ///
     /// See [`Checkpoint::save`]; [`CheckpointError::NotRemoved`] if the checkpoint was saved, but others could not be
     /// removed, after which training can continue; and [`CheckpointError::EarlierSave`] if an earlier
-    /// [`save_async`](Self::save_async) has failed for which nobody has waited, and then nothing is saved.
+    /// [`save_async`](Self::save_async), for which nobody has waited, has failed: nothing is saved then.
     pub fn save(&self, step: u64, checkpoint: &Checkpoint) -> Result<PathBuf> {
         self.save_here(step, None, checkpoint)
     }

@@ -236,8 +236,8 @@ impl CheckpointFolder {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Busy`]; [`CheckpointError::EarlierSave`] if an earlier save has failed for which nobody has
-    /// waited, and then nothing is saved; and [`Error::Torch`] if there is no memory for the copy. The errors of the
+    /// [`CheckpointError::Busy`]; [`CheckpointError::EarlierSave`] if an earlier save, for which nobody has waited, has
+    /// failed: nothing is saved then; and [`Error::Torch`] if there is no memory for the copy. The errors of the
     /// save itself are those of [`PendingSave::wait`].
     ///
     /// # Examples
@@ -268,8 +268,8 @@ impl CheckpointFolder {
         self.save_in_thread(step, None, checkpoint)
     }
 
-    /// Saves a checkpoint with a score in a thread. Otherwise the same as [`save_async`](Self::save_async), and what
-    /// [`save_scored`](Self::save_scored) is to [`save`](Self::save).
+    /// Saves a checkpoint in a thread, with a score for [`keep_best`](Self::keep_best), as
+    /// [`save_scored`](Self::save_scored) does. Otherwise the same as [`save_async`](Self::save_async).
     ///
     /// # Errors
     ///
@@ -301,7 +301,7 @@ impl CheckpointFolder {
 
     /// Limits how many bytes of tensors per second saves in the background write, which leaves memory bandwidth and the
     /// disk to the training. The limit holds until somebody waits for the save: with [`PendingSave::wait`], by dropping
-    /// it, with [`finish`](Self::finish) or by the next save. 0, the default, means no limit.
+    /// the [`PendingSave`], with [`finish`](Self::finish) or by the next save. 0, the default, means no limit.
     pub fn max_write_rate(mut self, bytes_per_second: u64) -> Self {
         self.rate = NonZeroU64::new(bytes_per_second);
         self

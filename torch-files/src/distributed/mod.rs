@@ -7,7 +7,8 @@
 //!
 //! There is a second kind without a pickle: safetensors files that say in `DCP_SHARDING_INFO` where their pieces of
 //! tensors begin, as Python's `HuggingFaceStorageWriter` writes them. Python writes no index for the files of several
-//! processes; this crate writes `model.safetensors.index.json` last, so that it tells a save that has not finished.
+//! processes; this crate writes `model.safetensors.index.json` last, and refuses its own files without it, because
+//! their save has not finished.
 //!
 //! [`TorchFile::open`](crate::TorchFile::open) reads a folder of either kind; a [`FolderWriter`] writes one of the first
 //! kind, and a [`ShardWriter`] the share of a process in one of the second.

@@ -17,9 +17,9 @@ pub enum FolderKind {
     /// Files `__RANK_NUMBER.distcp` of `torch.save` archives, and the pickle `.metadata` as their index. What Python's
     /// `dcp.save` writes by default; see [`FolderWriter`](super::FolderWriter).
     Distcp,
-    /// Safetensors files `shard-RANK-model-NUMBER-of-NUMBER.safetensors`, in which each tensor is whole, and
-    /// `model.safetensors.index.json` as their index. Python's `HuggingFaceStorageReader` reads them, and so do the
-    /// libraries that read a model in several safetensors files; see [`ShardWriter`](super::ShardWriter).
+    /// Safetensors files `shard-RANK-model-NUMBER-of-NUMBER.safetensors`, in which each tensor is whole and RANK counts
+    /// from 1, and `model.safetensors.index.json` as their index. Python's `HuggingFaceStorageReader` reads them, and
+    /// so do the libraries that read a model in several safetensors files; see [`ShardWriter`](super::ShardWriter).
     Safetensors,
 }
 

@@ -65,8 +65,8 @@ struct Saved {
 }
 
 impl<S: Storage> ShardWriter<S> {
-    /// Lays out the tensors that this process saves, as [`Writer::safetensors`] does. The metadata are those of the
-    /// index, which [`TorchFile::metadata`](crate::TorchFile::metadata) returns, and one process gives them.
+    /// Lays out the tensors that this process saves, as [`Writer::safetensors`] does. One process passes the metadata
+    /// of the index, which [`TorchFile::metadata`](crate::TorchFile::metadata) returns; the others pass an empty map.
     ///
     /// # Errors
     ///

@@ -16,8 +16,8 @@ use crate::limits::Limits;
 ///
 /// The process of rank 0 begins it and sends its number to the others, which join it. Each saves its share with
 /// [`FolderWriter::save_share`](super::FolderWriter::save_share) or
-/// [`ShardWriter::save_share`](super::ShardWriter::save_share), by the kind of the folder, and sends that to rank 0,
-/// which finishes the save. Nobody reads a new folder before it is finished.
+/// [`ShardWriter::save_share`](super::ShardWriter::save_share), by the kind of the folder, and sends the
+/// returned [`Share`] to rank 0, which finishes the save. Nobody reads a new folder before it is finished.
 ///
 /// # Examples
 ///

@@ -72,9 +72,9 @@ struct Archive {
 
 impl<S: Storage> FolderWriter<S> {
     /// Lays out the nested dicts of a value as Python does: a tensor becomes an entry whose name is made of the keys on
-    /// the way to it, with dots between them, and so does anything else that is no dict, or is a list without dicts and
-    /// tensors. Empty dicts, which Python leaves out, are noted for readers of this crate. The tensors refer to the
-    /// storages by their numbers, and each is the whole of its storage in row-major order.
+    /// the way to it, with dots between them. So does every other value that is no dict, and a list as a whole if it
+    /// has no dicts and tensors in it. Empty dicts, which Python leaves out, are noted for readers of this crate. The
+    /// tensors refer to the storages by their numbers, and each is the whole of its storage in row-major order.
     ///
     /// # Errors
     ///
@@ -186,8 +186,8 @@ impl<S: Storage> FolderWriter<S> {
         Ok(())
     }
 
-    /// Saves to a folder, which is created unless it exists. A folder that exists is replaced: its index is, as a whole
-    /// or not at all, and the files that only the old index names are removed afterwards. So a crash at any point
+    /// Saves to a folder, which is created unless it exists. Of a folder that exists, the index is replaced as a
+    /// whole or not at all, and then the files that only the old index names are removed. So a crash at any point
     /// leaves the old checkpoint or the complete new one; of a new folder it can leave files without an index, see
     /// [`remove_leftover`](super::remove_leftover).
     ///
