@@ -187,7 +187,7 @@ fn optimizers_of_every_kind_are_read_again() -> Result<()> {
     Ok(())
 }
 
-/// Moments of few bits are f32 in a folder, as in a file for Python.
+/// Moments of few bits, which a folder for Python has in f32, come back with their numbers.
 #[test]
 fn low_bit_moments_are_read_again() -> Result<()> {
     for kind in KINDS {
