@@ -1,9 +1,11 @@
 //! The stages of a long run, with headings and times, and what runs beside them.
 
+use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
@@ -27,38 +29,57 @@ struct Ended {
     has_passed: bool,
 }
 
+/// Commands, each with the name that headings and errors have.
+pub(crate) type Commands = Vec<(String, Command)>;
+
 /// Commands that run beside the stages, one after the other, and whose output is shown when they have ended.
 #[derive(Debug)]
 pub(crate) struct Beside {
     running: JoinHandle<Vec<(Ended, Result<()>)>>,
+    waiting: Arc<Waiting>,
     output: PathBuf,
+}
+
+/// The commands that have not begun, each with its name.
+type Waiting = Mutex<VecDeque<(String, Command)>>;
+
+/// Takes the next command.
+fn next(waiting: &Waiting) -> Option<(String, Command)> {
+    waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
 }
 
 impl Beside {
     /// Starts the commands, each with its name, which write to a file below `target`. All of them run, also if one
     /// fails.
-    pub(crate) fn start(
-        name: &str,
-        commands: impl IntoIterator<Item = (String, Command)>,
-    ) -> Result<Self> {
+    pub(crate) fn start(name: &str, commands: Commands) -> Result<Self> {
         let words: Vec<_> = name.split([' ', ',']).filter(|word| !word.is_empty()).collect();
         let folder = paths::target();
         fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
         let output = folder.join(format!("{}.log", words.join("-")));
         let cannot = || format!("{} cannot be written", output.display());
         let out = File::create(&output).with_context(cannot)?;
-        let mut commands: Vec<_> = commands.into_iter().collect();
-        for (_, command) in &mut commands {
-            command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out.try_clone()?);
-        }
+        let waiting = Arc::new(Mutex::new(commands.into()));
         println!("\n-- {name} begins, and is shown when it has ended");
+        let queue = Arc::clone(&waiting);
         let running = thread::spawn(move || {
             let run = |(name, mut command): (String, Command)| {
-                timed(&name, || process::run(&mut command))
+                timed(&name, || {
+                    command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out.try_clone()?);
+                    process::run(&mut command)
+                })
             };
-            commands.into_iter().map(run).collect()
+            std::iter::from_fn(|| next(&queue)).map(run).collect()
         });
-        Ok(Self { running, output })
+        Ok(Self { running, waiting, output })
+    }
+
+    /// Runs the commands that have not begun as stages of this thread, so that neither waits for the other.
+    pub(crate) fn share(&self, steps: &mut Steps) -> Result<()> {
+        let commands = std::iter::from_fn(|| next(&self.waiting));
+        let run = |(name, mut command): (String, Command)| {
+            steps.run(&name, || process::run(&mut command))
+        };
+        all(commands.map(run).collect::<Vec<_>>())
     }
 
     /// Waits for the end, shows the table of all stages and then what was printed, and fails if a command has failed.
@@ -139,7 +160,7 @@ mod tests {
                 command.args(["-c", word]);
                 ((*word).to_owned(), command)
             });
-            Beside::start(name, commands.collect::<Vec<_>>()).unwrap()
+            Beside::start(name, commands.collect()).unwrap()
         };
         begin("beside 1", &["true", "true"]).finish(&mut Steps::default()).unwrap();
         let beside = begin("beside 2", &["exit 3", "echo the second"]);
@@ -153,6 +174,29 @@ mod tests {
         let lines: Vec<_> = table.lines().collect();
         assert!(lines[0].starts_with("exit 3") && lines[0].ends_with(" s  FAILED"), "{table}");
         assert!(lines[1].starts_with("echo the second  ") && lines[1].ends_with(" s"), "{table}");
+    }
+
+    #[test]
+    fn what_has_not_begun_is_shared() {
+        // The first command of the two ends when another one has run, which only this thread can start.
+        let folder = std::env::temp_dir().join(format!("xtask-share-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let words = ["until test -e second; do sleep 0.01; done", "touch second; exit 4"];
+        let commands = words.map(|word| {
+            let mut command = Command::new("sh");
+            command.args(["-c", word]).current_dir(&folder);
+            (word.to_owned(), command)
+        });
+        let beside = Beside::start("beside 3", commands.into()).unwrap();
+        while beside.waiting.lock().unwrap().len() == 2 {
+            thread::yield_now();
+        }
+        let mut steps = Steps::default();
+        let error = format!("{:#}", beside.share(&mut steps).unwrap_err());
+        assert!(error.contains("exit status: 4"), "{error}");
+        beside.finish(&mut steps).unwrap();
+        assert_eq!(steps.table().lines().count(), 2, "{}", steps.table());
+        fs::remove_dir_all(folder).unwrap();
     }
 
     #[test]

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use crate::args::Args;
 use crate::process::run as show;
 use crate::simulation::{Extent, Parts};
-use crate::steps::{self, Beside, Steps};
+use crate::steps::{self, Beside, Commands, Steps};
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::Workspace;
 use crate::{
@@ -55,7 +55,7 @@ enum Work {
     /// Counts what a whole process does on devices, one test after the other, on one core.
     OnDevices(fn(&Workspace) -> Result<()>),
     /// Runs on another core beside those on devices.
-    Beside(fn(&Workspace) -> Result<Command>),
+    Beside(fn(&Workspace) -> Result<Commands>),
 }
 
 /// The stages in their order: first what costs little and fails often.
@@ -90,26 +90,29 @@ const STAGES: &[Stage] = &[
         simulation::test(workspace, Extent::Whole).map(drop)
     }),
     on_devices("null-cuda", "tests on the real host code of CUDA", null_cuda::test),
+    beside("sanitize", "tests under sanitizers", |_| {
+        let mut sanitized = Command::new(env::current_exe()?);
+        sanitized.arg("sanitize");
+        Ok(alone("sanitize", sanitized))
+    }),
     beside("cpu", "tests on the CPU", |workspace| {
-        let mut tests = on_cpu(workspace);
-        tests.args(["--test", "*"]);
-        Ok(tests)
+        let of_program = |program: String| {
+            let mut tests = on_cpu(workspace);
+            tests.args(["--test", &program]);
+            (format!("cpu: {program}"), tests)
+        };
+        Ok(simulation::programs()?.into_iter().map(of_program).collect())
     }),
     beside("hooks", "optimizers and pairs with hooks around what autograd saves", |workspace| {
         let mut tests = with_hooks(workspace);
         tests.args(["--test", "steps", "--", "optim::", "pairs::"]);
-        Ok(tests)
-    }),
-    beside("sanitize", "tests under sanitizers", |_| {
-        let mut sanitized = Command::new(env::current_exe()?);
-        sanitized.arg("sanitize");
-        Ok(sanitized)
+        Ok(alone("hooks", tests))
     }),
     beside("doc-tests", "examples in the documentation", |workspace| {
         // Clippy has checked the examples of the repository, which no test runs as programs of their own.
         let mut examples = workspace.cargo_test();
         examples.arg("--doc");
-        Ok(examples)
+        Ok(alone("doc-tests", examples))
     }),
 ];
 
@@ -136,9 +139,14 @@ const fn on_devices(
 const fn beside(
     name: &'static str,
     about: &'static str,
-    work: fn(&Workspace) -> Result<Command>,
+    work: fn(&Workspace) -> Result<Commands>,
 ) -> Stage {
     Stage { name, about, work: Work::Beside(work) }
+}
+
+/// The only command of a stage.
+fn alone(stage: &str, command: Command) -> Commands {
+    vec![(stage.to_owned(), command)]
 }
 
 /// The libtorch of a run, provided when it is first needed.
@@ -160,7 +168,10 @@ impl Stage {
         match self.work {
             Work::Check(work) => work(),
             Work::Libtorch(work) | Work::OnDevices(work) => work(libtorch.get()?),
-            Work::Beside(command) => show(&mut command(libtorch.get()?)?),
+            Work::Beside(commands) => {
+                let commands = commands(libtorch.get()?)?;
+                steps::all(commands.into_iter().map(|(_, mut command)| show(&mut command)))
+            }
         }
     }
 
@@ -206,7 +217,7 @@ fn one(name: &str) -> Result<()> {
     stage.run(&Provided::default())
 }
 
-/// Runs every stage: those on devices for about as long as all others run beside them.
+/// Runs every stage: those on devices, and all others beside them; whichever of the two ends first helps the other.
 fn all() -> Result<()> {
     let (libtorch, mut steps) = (Provided::default(), Steps::kept_in("stages.txt"));
     let mut run = |stage: &Stage| {
@@ -217,18 +228,19 @@ fn all() -> Result<()> {
     let is_later = |stage: &&Stage| is_on_devices(stage) || matches!(stage.work, Work::Beside(_));
     let (later, first): (Vec<_>, Vec<_>) = STAGES.iter().partition(is_later);
     first.into_iter().try_for_each(&mut run)?;
-    let commands = later.iter().filter_map(|stage| match stage.work {
-        Work::Beside(command) => {
-            Some(libtorch.get().and_then(command).map(|command| (stage.title(), command)))
+    let mut commands = Vec::new();
+    for stage in &later {
+        if let Work::Beside(of_stage) = stage.work {
+            commands.extend(of_stage(libtorch.get()?)?);
         }
-        _ => None,
-    });
-    let others = Beside::start("all other tests", commands.collect::<Result<Vec<_>>>()?)?;
+    }
+    let others = Beside::start("all other tests", commands)?;
     // Also after one that has failed: nothing goes on in the background, and one run shows both.
     let on_devices = later.iter().copied().filter(is_on_devices).map(&mut run);
     let mut results: Vec<_> = on_devices.collect();
-    let others = others.finish(&mut steps);
-    results.push(others.context("see a stage again with `cargo xtask test` and its name"));
+    let again = "see a stage again with `cargo xtask test` and the first word of its name";
+    results.push(others.share(&mut steps).context(again));
+    results.push(others.finish(&mut steps).context(again));
     steps::all(results)
 }
 
@@ -278,13 +290,9 @@ fn pairs(mut args: Args, pair: Option<Pair>) -> Result<()> {
 }
 
 /// Runs the tests with another tch than the locked one, without the checks that do not depend on it: neither late
-/// copies nor the examples in the documentation do. Returns the names and the commands of those that did not run on simulated
-/// GPUs: they mostly wait for processes and for time.
-fn test_other(
-    steps: &mut Steps,
-    pair: Pair,
-    selection: Selection,
-) -> Result<Vec<(String, Command)>> {
+/// copies nor the examples in the documentation do. Returns the commands of those that did not run on simulated GPUs:
+/// they mostly wait for processes and for time.
+fn test_other(steps: &mut Steps, pair: Pair, selection: Selection) -> Result<Commands> {
     let name = format!("libtorch for tch {}", pair.tch);
     let workspace = steps.run(&name, || Workspace::announced(Some(pair)))?;
     let with = format!("with tch {}", pair.tch);
