@@ -12,7 +12,7 @@ use testbench::null_cuda::{NullCuda, Numbers, SOURCES, check_possible};
 
 use crate::args::Args;
 use crate::process::run as show;
-use crate::simulation::{Parts, run_parts};
+use crate::simulation::{Extent, Parts, run_parts};
 use crate::workspace::Workspace;
 use crate::{paths, simulation, steps};
 
@@ -59,6 +59,11 @@ const LEFT_OUT: [(&str, &str); 5] = [
     ("optim::programs::", OF_THE_CPU),
     ("scaler::programs::", OF_THE_CPU),
 ];
+
+/// Tests in which it leaves out what cuDNN and cuSOLVER compute.
+const WITHOUT_LIBRARIES: Parts =
+    ("regions", &["autocast::operations::cuda::", "autocast::overrides::", "autocast::programs::"]);
+
 const NUMBERS: &str = "a minute for numbers, which are the CPU's on both";
 const OF_THE_CPU: &str = "a comparison with PyTorch on the CPU";
 
@@ -96,6 +101,15 @@ pub(crate) fn is_possible(workspace: &Workspace) -> bool {
         );
     }
     possible.is_ok()
+}
+
+/// What is left for the simulated GPUs where the tests run on null CUDA as well, whose host code is the real one.
+pub(crate) fn rest() -> Extent {
+    let left_out = LEFT_OUT.iter().map(|(name, _)| *name);
+    Extent::Without {
+        parts: &PARTS,
+        except: left_out.chain(WITHOUT_LIBRARIES.1.iter().copied()).collect(),
+    }
 }
 
 /// Runs the tests on null CUDA, if that is possible.
@@ -233,7 +247,7 @@ mod tests {
     #[test]
     fn every_named_part_exists() {
         simulation::check_names(&PARTS);
-        simulation::check_names(&[OF_GRAPHS, OF_LATE_ANSWERS, OF_NCCL]);
+        simulation::check_names(&[OF_GRAPHS, OF_LATE_ANSWERS, OF_NCCL, WITHOUT_LIBRARIES]);
     }
 
     #[test]

@@ -53,10 +53,12 @@ pub(crate) const OF_KERNELS: [Parts; 2] = [
 ];
 
 /// Which tests to run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub(crate) enum Extent {
     /// All of them.
     Whole,
+    /// All but these parts of programs, of which these tests run nevertheless.
+    Without { parts: &'static [Parts], except: Vec<&'static str> },
     /// Those that depend on the version of libtorch.
     OfKernels,
 }
@@ -67,14 +69,29 @@ pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
         return Ok(false);
     }
     let simulation = Simulation::provide(&workspace.libtorch)?;
-    let of_library = show(simulated(workspace, &simulation).arg("--lib"));
-    let (parts, left_out) = match extent {
-        Extent::Whole => (&ON_DEVICES[..], &STEPS_ON_THE_CPU[..]),
-        Extent::OfKernels => (&OF_KERNELS[..], &[][..]),
+    let make = || simulated(workspace, &simulation);
+    let of_library = show(make().arg("--lib"));
+    let of_programs = match extent {
+        Extent::Whole => run_parts(&ON_DEVICES, &STEPS_ON_THE_CPU, make),
+        Extent::Without { parts, except } => run_rest(parts, &except, make),
+        Extent::OfKernels => run_parts(&OF_KERNELS, &[], make),
     };
-    let of_programs = run_parts(parts, left_out, || simulated(workspace, &simulation));
     steps::all([of_library, of_programs])?;
     Ok(true)
+}
+
+/// Runs each program without its part in `left_out`, and then the tests in `except`.
+fn run_rest(left_out: &[Parts], except: &[&str], make: impl Fn() -> Command) -> Result<()> {
+    let rest = ON_DEVICES.iter().map(|part| {
+        let left_out = left_out.iter().find(|(program, _)| *program == part.0);
+        let left_out = left_out.map_or(&[][..], |(_, parts)| parts);
+        run_parts(&[*part], &[left_out, &STEPS_ON_THE_CPU].concat(), &make)
+    });
+    let except = left_out.iter().filter(|(_, parts)| !parts.is_empty()).map(|(program, _)| {
+        let mut tests = make();
+        show(tests.args(["--test", program, "--"]).args(except))
+    });
+    steps::all(rest.chain(except))
 }
 
 /// Runs the parts of each program by a command that `make` begins, without what is left out: also after a program that

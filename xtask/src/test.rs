@@ -87,7 +87,11 @@ const STAGES: &[Stage] = &[
     }),
     with_libtorch("cxx", "C++ without warnings", sanitize::compile),
     on_devices("simulated", "tests on simulated GPUs", |workspace| {
-        simulation::test(workspace, Extent::Whole).map(drop)
+        let extent = match null_cuda::is_possible(workspace) {
+            true => null_cuda::rest(),
+            false => Extent::Whole,
+        };
+        simulation::test(workspace, extent).map(drop)
     }),
     on_devices("null-cuda", "tests on the real host code of CUDA", null_cuda::test),
     beside("sanitize", "tests under sanitizers", |_| {
@@ -275,6 +279,7 @@ fn check_alone(steps: &mut Steps) -> Result<()> {
     steps.run("tests with hooks around what autograd saves", || {
         show(with_hooks(&workspace).args(["--test", "*"]))
     })?;
+    steps.run("all tests on simulated GPUs", || simulation::test(&workspace, Extent::Whole))?;
     steps.run("copies that arrive at another time", || simulation::test_lags(&workspace))
 }
 
