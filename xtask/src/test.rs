@@ -30,6 +30,13 @@ const OF_ANY_LIBTORCH: [Parts; 6] = [
     ("steps", &["pairs::"]),
 ];
 
+/// How many random programs a release is tested with.
+const MORE_PROGRAMS: [(&str, &str); 3] = [
+    ("TCH_AMP_PROGRAMS", "10000"),
+    ("TCH_AMP_OPTIM_PROGRAMS", "5000"),
+    ("TCH_AMP_STATE_WALKS", "250"),
+];
+
 /// Which tests run with another version than the locked one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Selection {
@@ -276,6 +283,13 @@ fn check_alone(steps: &mut Steps) -> Result<()> {
     if cfg!(target_os = "linux") {
         steps.run("fuzzing, briefly", || fuzz::checkpoints(&workspace, FUZZ_SECONDS))?;
     }
+    steps.run("five times as many random programs", || {
+        let mut tests = on_cpu(&workspace);
+        for (name, count) in MORE_PROGRAMS {
+            tests.env(name, count);
+        }
+        show(tests.args(["--test", "steps", "--test", "regions", "--", "programs::"]))
+    })?;
     steps.run("tests with hooks around what autograd saves", || {
         show(with_hooks(&workspace).args(["--test", "*"]))
     })?;

@@ -17,7 +17,7 @@ use testkit::gpus_that_round_as_the_cpu;
 use testkit::programs::seeds;
 use testkit::python::Oracle;
 
-const PROGRAMS: u64 = 3000;
+const PROGRAMS: u64 = 1000;
 
 /// The number of programs that run on each GPU and on both together, starting with the first.
 const ON_GPUS: usize = 300;

@@ -18,7 +18,7 @@ use testkit::gpus_that_round_as_the_cpu;
 use testkit::programs::seeds;
 use testkit::rng::Rng;
 
-const WALKS: u64 = 150;
+const WALKS: u64 = 50;
 const CALLS: usize = 12;
 
 const MODES: [MasterWeights; 4] = [

@@ -28,8 +28,8 @@ use testkit::gpus_that_round_as_the_cpu;
 use testkit::programs::seeds;
 use testkit::python::Oracle;
 
-/// A million operations: about 70 s on one core for the oracle, in parallel to which the Rust side runs.
-const PROGRAMS: u64 = 10_000;
+/// A hundred thousand operations: about 20 s on one core for the oracle, in parallel to which the Rust side runs.
+const PROGRAMS: u64 = 2_000;
 
 /// The number of programs that run on each GPU and on both together, starting with the first.
 const ON_GPUS: u64 = 400;
