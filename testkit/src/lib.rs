@@ -11,6 +11,7 @@ pub mod descent;
 pub mod files;
 pub mod functions;
 pub mod html;
+pub mod low_bit;
 pub mod own_arithmetic;
 pub mod programs;
 pub mod python;

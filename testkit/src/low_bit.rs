@@ -1,11 +1,15 @@
-//! Low-bit moments in plain loops: the definition of the guide's page, written a second time.
+//! Low-bit moments in plain loops: the definition of the guide's page, written a second time, and gradients for them.
 
 use tch_amp::optim::{AdamW, MomentDtype};
+
+use crate::rng::Rng;
 
 /// What a step computes with, besides the moments.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
+    /// The algorithm.
     pub adamw: AdamW,
+    /// The learning rate.
     pub lr: f64,
     /// The penalty of Adam instead of AdamW's decay.
     pub l2: f64,
@@ -14,8 +18,22 @@ pub struct Options {
 /// The moments of one tensor.
 #[derive(Clone, Debug)]
 pub enum Moments {
-    EightBit { exp_avg: Vec<i8>, exp_avg_sq: Vec<u8>, exponents: Vec<u8> },
-    BFloat16 { exp_avg: Vec<u16>, exp_avg_sq: Vec<u16> },
+    /// Codes, and the exponent of each 32 of them.
+    EightBit {
+        /// The first moments.
+        exp_avg: Vec<i8>,
+        /// The second moments.
+        exp_avg_sq: Vec<u8>,
+        /// The exponents of the blocks.
+        exponents: Vec<u8>,
+    },
+    /// The bits of numbers.
+    BFloat16 {
+        /// The first moments.
+        exp_avg: Vec<u16>,
+        /// The second moments.
+        exp_avg_sq: Vec<u16>,
+    },
 }
 
 const ONE_SIXTEENTH: u32 = 0x3d80_0000;
@@ -54,6 +72,7 @@ pub fn decoded(exp_avg: i8, exp_avg_sq: u8, exponent: u8) -> (f32, f32) {
 }
 
 impl Moments {
+    /// Those of a tensor with so many elements before the first step.
     pub fn new(states: MomentDtype, count: usize) -> Self {
         match states {
             MomentDtype::EightBit => Self::EightBit {
@@ -182,4 +201,41 @@ fn relative(size: f32, kept: u32, offset: u32) -> u32 {
     let unit = below_root(kept << 20);
     let scaled = size.mul_add(unit.recip(), 0.0625);
     (scaled.to_bits() - ONE_SIXTEENTH + offset) >> 19
+}
+
+/// A number of the normal distribution (Box and Muller, 1958).
+pub fn normal(rng: &mut Rng) -> f64 {
+    let mut uniform = || ((rng.next() >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+    (-2.0 * uniform().ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()
+}
+
+/// Sizes of gradients of each element: log-normal, with zeros, subnormal squares and outliers among them.
+pub fn sizes(count: usize, rng: &mut Rng) -> Vec<f32> {
+    let mut sizes: Vec<f32> = (0..count).map(|_| 1e-4 * (2.0 * normal(rng)).exp() as f32).collect();
+    let mut multiply = |range: std::ops::Range<usize>, by: f32| {
+        for size in sizes.iter_mut().take(range.end.min(count)).skip(range.start) {
+            *size *= by;
+        }
+    };
+    multiply(0..32, 0.0);
+    multiply(64..128, 1e-25);
+    multiply(200..201, 0.0);
+    multiply(320..352, 1e-12);
+    multiply(700..701, 1e9);
+    multiply(4000..4032, 1e15);
+    sizes
+}
+
+/// The gradients of a step: random ones of these sizes, at times zeros or spikes.
+pub fn gradients(sizes: &[f32], step: u64, rng: &mut Rng) -> Vec<f32> {
+    let random = sizes.iter().map(|size| size * normal(rng) as f32);
+    let mut gradients: Vec<f32> = random.collect();
+    let end = gradients.len();
+    if step % 50 == 7 {
+        gradients[100..end.min(4000)].fill(0.0);
+    }
+    if step % 97 == 3 {
+        gradients[end / 2..].iter_mut().for_each(|gradient| *gradient *= 1e3);
+    }
+    gradients
 }

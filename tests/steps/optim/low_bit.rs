@@ -1,13 +1,11 @@
-//! Low-bit moments. The reference is [`emulation`]: the definition in plain loops.
+//! Low-bit moments. The reference is [`testkit::low_bit`]: the definition in plain loops.
 
-mod emulation;
 mod histories;
 mod losses;
 
 use std::collections::BTreeMap;
 use std::process::Command;
 
-use emulation::{Moments, Momentum, Options, decoded, largest_code};
 use tch::{Device, Kind, Tensor, nn};
 use tch_amp::GradScaler;
 use tch_amp::optim::{
@@ -16,6 +14,9 @@ use tch_amp::optim::{
 };
 
 use testkit::bits::{bits, canonical};
+use testkit::low_bit::{
+    Moments, Momentum, Options, decoded, gradients, largest_code, normal, sizes,
+};
 use testkit::rng::Rng;
 use testkit::{assert_says, for_each_device};
 
@@ -25,43 +26,6 @@ const MODES: [MomentDtype; 2] = [MomentDtype::EightBit, MomentDtype::BFloat16];
 fn cases() -> [(Algorithm, MomentDtype); 3] {
     let [eight_bits, bfloat16] = MODES.map(|states| (AdamW::default().into(), states));
     [eight_bits, bfloat16, (Muon::default().into(), MomentDtype::BFloat16)]
-}
-
-/// A number of the normal distribution (Box and Muller, 1958).
-fn normal(rng: &mut Rng) -> f64 {
-    let mut uniform = || ((rng.next() >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
-    (-2.0 * uniform().ln()).sqrt() * (std::f64::consts::TAU * uniform()).cos()
-}
-
-/// Sizes of gradients of each element: log-normal, with zeros, subnormal squares and outliers among them.
-fn sizes(count: usize, rng: &mut Rng) -> Vec<f32> {
-    let mut sizes: Vec<f32> = (0..count).map(|_| 1e-4 * (2.0 * normal(rng)).exp() as f32).collect();
-    let mut multiply = |range: std::ops::Range<usize>, by: f32| {
-        for size in sizes.iter_mut().take(range.end.min(count)).skip(range.start) {
-            *size *= by;
-        }
-    };
-    multiply(0..32, 0.0);
-    multiply(64..128, 1e-25);
-    multiply(200..201, 0.0);
-    multiply(320..352, 1e-12);
-    multiply(700..701, 1e9);
-    multiply(4000..4032, 1e15);
-    sizes
-}
-
-/// The gradients of a step: random ones of these sizes, at times zeros or spikes.
-fn gradients(sizes: &[f32], step: u64, rng: &mut Rng) -> Vec<f32> {
-    let random = sizes.iter().map(|size| size * normal(rng) as f32);
-    let mut gradients: Vec<f32> = random.collect();
-    let end = gradients.len();
-    if step % 50 == 7 {
-        gradients[100..end.min(4000)].fill(0.0);
-    }
-    if step % 97 == 3 {
-        gradients[end / 2..].iter_mut().for_each(|gradient| *gradient *= 1e3);
-    }
-    gradients
 }
 
 /// The bits of a parameter's moments, in the order in which the emulation has them.
