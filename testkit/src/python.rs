@@ -1,8 +1,14 @@
 //! Python's torch, of the version that is linked, as an oracle.
 
-use std::io::Write;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+
+use serde_json::{Value, json};
+
+use crate::files::Folder;
 
 /// The folder with the crate's files: the repository, or `TCH_AMP_ROOT` if the tests were copied to another machine.
 pub fn root() -> PathBuf {
@@ -38,35 +44,64 @@ impl Oracle {
 
     /// Runs the script with `args`, gives it `input`, and returns what it printed.
     pub fn run(&self, args: &[&str], input: &str) -> String {
-        let mut child = self
-            .command()
-            .args(args)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("TCH_AMP_PYTHON starts");
-        let mut stdin = child.stdin.take().expect("stdin is piped");
-        let input = input.to_owned();
-        // On a thread of its own: otherwise, a script that answers while it reads could fill the pipe and block both
-        // processes.
-        let writer = std::thread::spawn(move || stdin.write_all(input.as_bytes()));
-        let output = child.wait_with_output().expect("the oracle exits");
-        assert!(output.status.success(), "the oracle {} failed", self.script.display());
-        writer.join().expect("the writer does not panic").expect("the oracle reads its input");
-        String::from_utf8(output.stdout).expect("the oracle prints UTF-8")
+        let folder = Folder::new();
+        let (read, written) = (folder.file("input"), folder.file("output"));
+        fs::write(&read, input).expect("the folder is writable");
+        let request =
+            json!({ "script": &self.script, "args": args, "input": &read, "output": &written });
+        let status = Server::answer(&self.python, &request);
+        assert_eq!(status, "0", "the oracle {} failed", self.script.display());
+        fs::read_to_string(written).expect("the oracle prints UTF-8")
     }
 
     /// The command that runs the script, for a test that exchanges data with it while it runs.
     pub fn command(&self) -> Command {
-        let mut command = Command::new(&self.python);
-        command.arg("-B").arg(&self.script).env_remove("LD_LIBRARY_PATH");
-        // torch warns about missing optional packages, which no oracle needs.
-        command.env("PYTHONWARNINGS", "ignore:Failed to initialize NumPy");
-        command
+        command(&self.python, &self.script)
     }
 
     /// The path of the script.
     pub fn script(&self) -> &Path {
         &self.script
+    }
+}
+
+fn command(python: &Path, script: &Path) -> Command {
+    let mut command = Command::new(python);
+    command.arg("-B").arg(script).env_remove("LD_LIBRARY_PATH");
+    // torch warns about missing optional packages, which no oracle needs.
+    command.env("PYTHONWARNINGS", "ignore:Failed to initialize NumPy");
+    command
+}
+
+/// `tests/oracle/server.py`, which ends with this process.
+struct Server {
+    process: Child,
+    answers: BufReader<ChildStdout>,
+}
+
+/// The one of this process, from its first request on. It is taken while it works, so that none is left that has failed.
+static SERVER: Mutex<Option<Server>> = Mutex::new(None);
+
+impl Server {
+    fn start(python: &Path) -> Self {
+        let mut command = command(python, &root().join("tests/oracle/server.py"));
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = command.spawn().expect("TCH_AMP_PYTHON starts");
+        let answers = BufReader::new(process.stdout.take().expect("stdout is piped"));
+        Self { process, answers }
+    }
+
+    /// Runs one script, and returns its exit status.
+    fn answer(python: &Path, request: &Value) -> String {
+        let mut one = SERVER.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut server = one.take().unwrap_or_else(|| Self::start(python));
+        let requests = server.process.stdin.as_mut().expect("stdin is piped");
+        writeln!(requests, "{request}").expect("the server of the oracles reads");
+        let mut status = String::new();
+        let read =
+            server.answers.read_line(&mut status).expect("the server of the oracles answers");
+        assert_ne!(read, 0, "the server of the oracles has ended: {:?}", server.process.wait());
+        *one = Some(server);
+        status.trim_end().to_owned()
     }
 }
