@@ -27,9 +27,11 @@ use std::sync::Once;
 
 use tch::{Cuda, Device, Kind, Tensor};
 
-/// Runs `test` on each of the [`devices`], and prints the device on which it failed.
+/// Runs `test` on each of the [`devices`], and prints the device on which it failed. With `TCH_AMP_REQUIRE_SIMULATION=1`
+/// the CPU is left out: it is tested without GPUs.
 pub fn for_each_device(test: impl Fn(Device)) {
-    for device in devices() {
+    let on_gpus_alone = is_set("TCH_AMP_REQUIRE_SIMULATION");
+    for device in devices().into_iter().filter(|device| device.is_cuda() || !on_gpus_alone) {
         let _on = On(device);
         test(device);
     }
