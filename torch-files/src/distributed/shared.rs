@@ -65,8 +65,8 @@ impl SharedSave {
         Ok(begun)
     }
 
-    /// Joins a save that the process of rank 0 has begun, under the path that the folder has here. Nothing is looked for
-    /// in the folder. Its number, which is still to come, is 0 until [`with_number`](Self::with_number).
+    /// Joins a save that the process of rank 0 has begun, under the path that the folder has here. Nothing is looked
+    /// for in the folder. Its number, which is still to come, is 0 until [`with_number`](Self::with_number).
     ///
     /// # Errors
     ///
@@ -122,8 +122,8 @@ impl SharedSave {
     /// # Errors
     ///
     /// Those of [`atomic::replace`]; [`Error::Unwritable`] if two shares have an entry of the same name, or they are
-    /// together beyond the limits; [`Error::Io`] if the file of a share is not there, because its process has saved it in
-    /// another folder of that name. The checkpoint that was there is still complete then.
+    /// together beyond the limits; [`Error::Io`] if the file of a share is not there, because its process has saved it
+    /// in another folder of that name. The checkpoint that was there is still complete then.
     pub fn finish(
         &self,
         shares: impl IntoIterator<Item = Share>,

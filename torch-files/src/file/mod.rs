@@ -42,7 +42,8 @@ use crate::{old, safetensors, threads, torch, zip};
 /// # let path = std::env::temp_dir().join(format!("torch-files-doc-{}.pt", std::process::id()));
 /// let weight = TensorRef::contiguous("0", Dtype::Float32, vec![2]);
 /// let value = Value::Dict(vec![("weight".into(), weight.into()), ("epoch".into(), Value::Int(3))]);
-/// let _durable = Writer::torch(&value, [[1f32, 2.0].map(f32::to_le_bytes).concat()], &Limits::default())?.save(&path)?;
+/// let weights = [[1f32, 2.0].map(f32::to_le_bytes).concat()];
+/// let _durable = Writer::torch(&value, weights, &Limits::default())?.save(&path)?;
 ///
 /// let file = TorchFile::open(&path)?;
 /// file.verify()?;
@@ -78,8 +79,8 @@ pub enum FileKind {
     Pickle,
     /// Named tensors, without checksums.
     Safetensors,
-    /// A model in several files of the other formats, which an index beside them names; or a folder of safetensors shards
-    /// of `torch.distributed.checkpoint` without an index.
+    /// A model in several files of the other formats, which an index beside them names; or a folder of safetensors
+    /// shards of `torch.distributed.checkpoint` without an index.
     Index,
     /// A folder of `torch.distributed.checkpoint`, in which tensors can be in pieces.
     Distributed,
@@ -329,8 +330,8 @@ impl TorchFile {
         std::mem::take(&mut self.value)
     }
 
-    /// Returns the texts in the `__metadata__` of a safetensors file, or in the `metadata` of an index. Other formats have
-    /// none.
+    /// Returns the texts in the `__metadata__` of a safetensors file, or in the `metadata` of an index. Other formats
+    /// have none.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
@@ -357,9 +358,10 @@ impl TorchFile {
     /// Reads the elements of a tensor in row-major order, as they are in the file. `to` must have exactly
     /// [`TensorRef::size_in_bytes`].
     ///
-    /// Several threads read a large one, if there are cores for them. The tensor need not be one of the file: any view of one of its storages can be read, such as a part of a tensor.
-    /// A tensor that is not contiguous takes memory for what lies between its first and its last element. One that a
-    /// folder has in several pieces is only read with a dtype of the size of its own.
+    /// Several threads read a large one, if there are cores for them. The tensor need not be one of the file: any view
+    /// of one of its storages can be read, such as a part of a tensor. A tensor that is not contiguous takes memory for
+    /// what lies between its first and its last element. One that a folder has in several pieces is only read with a
+    /// dtype of the size of its own.
     ///
     /// # Errors
     ///
@@ -429,7 +431,7 @@ impl TorchFile {
         })
     }
 
-    /// Returns the size in bytes of the file, or of the index of a folder.
+    /// Returns the size in bytes of the file, or of the index of a folder; 0 for a folder without one.
     pub fn size_in_bytes(&self) -> u64 {
         self.source.len()
     }
