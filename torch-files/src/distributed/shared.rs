@@ -82,6 +82,11 @@ impl SharedSave {
         Self { number, ..self }
     }
 
+    /// Returns the kind of the folder, by which each process saves its share.
+    pub fn kind(&self) -> FolderKind {
+        self.kind
+    }
+
     /// Returns the number, which the other processes need.
     pub fn number(&self) -> u64 {
         self.number
