@@ -307,13 +307,12 @@ fn what_is_saved_is_a_model_in_several_files() {
     let offsets = r#"{"m/x":{"saved_offsets":[0,0]},"n":{"saved_offsets":[]}}"#;
     assert_eq!((&*own["format"], &*own["DCP_VERSION"]), ("pt", "1.0"));
     assert_eq!(own["DCP_SHARDING_INFO"], offsets);
-    // The index has these names for something else.
     for key in ["torch_files", "total_size"] {
         let metadata = BTreeMap::from([(key.to_owned(), String::new())]);
-        let mut writer = ShardWriter::<Vec<u8>>::new([], metadata, &Limits::default()).unwrap();
-        let share = writer.save_share(&begun, 0).unwrap();
-        let error = begun.finish([share], &Limits::default()).unwrap_err();
-        assert!(matches!(error, Error::Unwritable { .. }), "{error}");
+        let writer = ShardWriter::<Vec<u8>>::new([], metadata, &Limits::default());
+        let error = writer.map(drop).unwrap_err();
+        assert!(matches!(&error, Error::Unwritable { entry: Some(name), .. } if name == key));
+        assert!(error.to_string().contains("the index has this entry itself"), "{error}");
     }
 }
 
