@@ -67,7 +67,8 @@ pub(crate) fn parse(json: &[u8], limits: &Limits) -> Result<Index, Malformed> {
             return Err(refuse(format!("`{}` in it is not the name of a file", shown(file))));
         }
     }
-    let own = metadata.remove(CHECKSUMS).filter(|_| is_ours(json));
+    // Another program may have something else by that name.
+    let own = if is_ours(json) { metadata.remove(CHECKSUMS) } else { None };
     let headers = own.map(|own| {
         let line = |line: &str| {
             let (sum, file) = line.split_once("  ")?;

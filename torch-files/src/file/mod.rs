@@ -14,7 +14,7 @@ use crate::index;
 use crate::limits::Limits;
 use crate::pickle::{self, Bytes, First};
 use crate::place::{Backing, Place, read_view, zeros};
-use crate::safetensors::{CHECKSUMS, checksums_of};
+use crate::safetensors::checksums_of;
 use crate::source::{CHUNK, Checksum, ChecksumWriter, Cursor, Region, Source, Sum, mismatch};
 use crate::text::shown;
 use crate::torch::{CONSTANTS, Opened, PICKLE};
@@ -77,7 +77,7 @@ pub enum FileKind {
     Legacy,
     /// A plain pickle, without storages; numpy's arrays in it are tensors.
     Pickle,
-    /// Named tensors, without checksums.
+    /// Named tensors, without checksums unless the file is a shard that this crate has written.
     Safetensors,
     /// A model in several files of the other formats, which an index beside them names; or a folder of safetensors
     /// shards of `torch.distributed.checkpoint` without an index.
@@ -172,15 +172,9 @@ impl TorchFile {
 
     fn with_safetensors(mut self, limits: &Limits) -> Result<Self, Malformed> {
         let header = safetensors::read(&self.source, limits)?;
-        let mut sums = match header.metadata.get(CHECKSUMS).map(|text| checksums_of(text)) {
-            None => Vec::new(),
-            Some(Some(sums)) if sums.len() == header.tensors.len() => sums,
-            Some(_) => {
-                let problem = "its header does not have one checksum for each tensor";
-                return Err(Malformed::Whole(problem.to_owned()));
-            }
-        }
-        .into_iter();
+        let sums = checksums_of(&header.metadata);
+        let sums = sums.filter(|sums| sums.len() == header.tensors.len());
+        let mut sums = sums.into_iter().flatten();
         let mut items = Vec::with_capacity(header.tensors.len());
         for (name, info) in header.tensors {
             let sum = sums.next();

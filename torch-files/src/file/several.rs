@@ -9,7 +9,7 @@ use crate::distributed::{self, Shards};
 use crate::error::{Error, Malformed, Result};
 use crate::index::{self, Index};
 use crate::limits::Limits;
-use crate::safetensors::{self, CHECKSUMS};
+use crate::safetensors::{self, checksums_of};
 use crate::source::{Checksum, Source, newest};
 use crate::text::shown;
 use crate::value::{Text, Value};
@@ -61,7 +61,7 @@ impl TorchFile {
         let mut several = Several::new(Source::nothing(folder), files.len(), limits);
         for file in files {
             let opened = several.open(&folder.join(file))?;
-            if !opened.metadata.contains_key(CHECKSUMS) {
+            if checksums_of(&opened.metadata).is_none() {
                 several.add_shard(file, opened)?;
             }
         }
@@ -118,8 +118,10 @@ impl<'a> Several<'a> {
         headers: Option<&BTreeMap<String, Checksum>>,
     ) -> Result<()> {
         let problem = match headers.map(|headers| headers.get(file)) {
-            None if !opened.metadata.contains_key(CHECKSUMS) => return Ok(()),
-            None => "its index has lost the checksums of its files",
+            None if checksums_of(&opened.metadata).is_none() => return Ok(()),
+            None => {
+                "its index has lost the checksums of its files; restore the index as it was saved"
+            }
             Some(sum) => {
                 let header = safetensors::read_header(&opened.source, self.limits);
                 let header = header.map_err(|malformed| malformed.at(opened.path()))?;
