@@ -43,6 +43,11 @@ pub(crate) fn is_ours(json: &[u8]) -> bool {
     json.starts_with(START.as_bytes())
 }
 
+/// Returns whether another program has written an index. What is no JSON is a damaged one of nobody knows whom.
+pub(crate) fn is_of_another(json: &[u8]) -> bool {
+    !is_ours(json) && serde_json::from_slice::<IgnoredAny>(json).is_ok()
+}
+
 /// Reads an index. What this crate has written is refused unless its checksum matches.
 pub(crate) fn parse(json: &[u8], limits: &Limits) -> Result<Index, Malformed> {
     let refuse = |problem: String| Malformed::Whole(problem);

@@ -35,7 +35,7 @@ use crate::source::Checksum;
 pub use files::{is_whole, remove, remove_leftover};
 pub use index::Share;
 pub use names::FolderKind;
-pub(crate) use names::INDEX;
+use names::INDEX;
 pub(crate) use read::{Opened, open};
 pub use shard_writer::ShardWriter;
 pub(crate) use shards::{SHARDING, Shards, sharding_of, shards_in};

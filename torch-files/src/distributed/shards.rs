@@ -21,7 +21,8 @@ use crate::value::{TensorRef, Text, Value};
 /// `{"weight": {"saved_offsets": [4, 0]}}`.
 pub(crate) const SHARDING: &str = "DCP_SHARDING_INFO";
 
-/// The ending of the names of shards.
+/// How the names of shards begin, and how those of all safetensors files end.
+pub(crate) const PREFIX: &str = "shard-";
 const ENDING: &str = ".safetensors";
 
 /// Returns the names of the files in a folder that can be shards, sorted.
@@ -118,6 +119,20 @@ impl Shards {
         self.files.is_empty()
     }
 
+    /// Fails if the files are of several saves in one folder without an index: Python numbers those of one from 1 to
+    /// the same number, and leaves others that are there.
+    pub(crate) fn check_one_save(&self) -> Result<(), Malformed> {
+        let numbered = self.files.iter().filter_map(|name| Some((name, number_of_files(name)?)));
+        let numbered: Vec<_> = numbered.collect();
+        let Some(pair) = numbered.windows(2).find(|pair| pair[0].1 != pair[1].1) else {
+            return Ok(());
+        };
+        let [one, other] = [&pair[0], &pair[1]].map(|(name, _)| shown(name));
+        Err(Malformed::Whole(format!(
+            "`{one}` and `{other}` in it are of two saves; remove the files of the older one"
+        )))
+    }
+
     /// Returns the names of all tensors.
     pub(crate) fn names(&self) -> Vec<Text> {
         self.parts.keys().map(Text::clone).collect()
@@ -162,7 +177,7 @@ impl Shards {
     fn missing(&self) -> String {
         let mut ranks: BTreeMap<&str, BTreeSet<u64>> = BTreeMap::new();
         for name in &self.files {
-            let numbered = name.strip_prefix("shard-").and_then(|rest| rest.split_once('-'));
+            let numbered = name.strip_prefix(PREFIX).and_then(|rest| rest.split_once('-'));
             if let Some((Ok(rank), rest)) = numbered.map(|(rank, rest)| (rank.parse(), rest)) {
                 ranks.entry(rest).or_default().insert(rank);
             }
@@ -175,6 +190,12 @@ impl Shards {
         });
         format!("; a file with the rest of it is missing{}", gap.unwrap_or_default())
     }
+}
+
+/// Returns the last number in a name as Python gives it to a shard, `shard-RANK-model-FILE-of-FILES.safetensors`.
+fn number_of_files(name: &str) -> Option<&str> {
+    let (_, files) = name.strip_prefix(PREFIX)?.strip_suffix(ENDING)?.split_once("-of-")?;
+    Some(files)
 }
 
 /// Returns the shape of a whole tensor, which reaches as far as its pieces do, as Python takes it.

@@ -57,7 +57,8 @@ impl SharedSave {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`] if the folder cannot be created, is a file, has other files and no index, or is of the other kind.
+    /// [`Error::Io`] if the folder cannot be created, is a file, has other files and no index, is of the other kind, or
+    /// is a model in several safetensors files which another program has saved.
     pub fn begin(folder: impl AsRef<Path>, kind: FolderKind) -> Result<Self> {
         let mut begun = Self::join(folder, kind)?;
         begun.is_new = make(&begun.folder, kind)?;
@@ -141,8 +142,8 @@ impl SharedSave {
         // A power loss may bring the old index back, which needs its files.
         if matches!(replaced, Replaced::Durable) {
             // It is saved, and the next save tries again.
-            let kept = files.into_keys().collect();
-            drop(remove_others(&self.folder, self.kind, &kept, Duration::ZERO));
+            let is_kept = |name: &str| files.contains_key(name);
+            drop(remove_others(&self.folder, self.kind, is_kept, Duration::ZERO));
         }
         Ok(replaced)
     }

@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::distributed;
+use crate::distributed::{self, FolderKind};
 use crate::dtype::Element;
 use crate::error::{Error, Malformed, Result};
 use crate::index;
@@ -93,9 +93,10 @@ impl TorchFile {
     /// The tensors of such a folder have the shapes of the whole ones, of which each can be in pieces, and the value is
     /// the nested dict that was saved, with texts for the numbers that were keys.
     ///
-    /// A folder without `.metadata` is opened by its `model.safetensors.index.json`, the same as that file itself. If it
-    /// has none, it is one of safetensors shards, as Python's `HuggingFaceStorageWriter` writes them: files that say in
-    /// `DCP_SHARDING_INFO` where their pieces of tensors begin. A tensor reaches as far as its pieces do.
+    /// A folder without `.metadata` is opened by its `model.safetensors.index.json`, the same as that file itself. If
+    /// it has none, it is one of safetensors shards, as Python's `HuggingFaceStorageWriter` writes them: files that say
+    /// in `DCP_SHARDING_INFO` where their pieces of tensors begin. A tensor reaches as far as its pieces do. Nothing
+    /// says how many files such a folder has: it is not noticed if the last ones are missing, or one of whole tensors.
     ///
     /// # Errors
     ///
@@ -287,14 +288,16 @@ impl TorchFile {
 
     /// Opens a folder of `torch.distributed.checkpoint`, or of safetensors shards, with an index or without one.
     fn of_folder(folder: &Path, limits: &Limits) -> Result<Self> {
-        if !folder.join(distributed::INDEX).exists() {
-            let index = folder.join(index::NAME);
-            if index.is_file() {
-                return Self::of_index(&index, limits);
+        match FolderKind::of(folder) {
+            Some(FolderKind::Distcp) => {}
+            Some(FolderKind::Safetensors) => {
+                return Self::of_index(&folder.join(index::NAME), limits);
             }
-            let files = distributed::shards_in(folder, limits)?;
-            if !files.is_empty() {
-                return Self::of_shards(folder, &files, limits);
+            None => {
+                let files = distributed::shards_in(folder, limits)?;
+                if !files.is_empty() {
+                    return Self::of_shards(folder, &files, limits);
+                }
             }
         }
         let distributed::Opened { source, value, storages, regions } =

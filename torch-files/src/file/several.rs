@@ -70,6 +70,8 @@ impl TorchFile {
                 format!("it has no index `{}`, so that its save has not finished", index::NAME);
             return Err(several.whole.source.malformed(problem));
         }
+        let is_one_save = several.shards.check_one_save();
+        is_one_save.map_err(|malformed| malformed.at(folder))?;
         for name in several.shards.names() {
             several.join(&name)?;
         }
@@ -94,19 +96,18 @@ impl<'a> Several<'a> {
         Self { whole, items: Vec::new(), shards: Shards::default(), files, tensors: 0, limits }
     }
 
-    /// Opens a file, and takes its checksums.
+    /// Opens a file.
     fn open(&mut self, path: &Path) -> Result<TorchFile> {
         let limits = self.limits;
         if self.files > limits.max_records {
             return Err(self.too_much("files", limits.max_records as u64));
         }
         let source = Source::open_one_of(path, self.files)?;
-        let mut opened = TorchFile::of_source(source, limits)?;
+        let opened = TorchFile::of_source(source, limits)?;
         self.tensors = self.tensors.saturating_add(opened.storages.len() as u64);
         if self.tensors > limits.max_tensors {
             return Err(self.too_much("tensors", limits.max_tensors));
         }
-        self.whole.regions.append(&mut opened.regions);
         Ok(opened)
     }
 
@@ -146,7 +147,8 @@ impl<'a> Several<'a> {
 
     /// Adds the values with these names in a file, which has them as a whole.
     fn add(&mut self, file: &str, opened: TorchFile, names: Vec<String>) -> Result<()> {
-        let TorchFile { value, storages, .. } = opened;
+        let TorchFile { value, storages, mut regions, .. } = opened;
+        self.whole.regions.append(&mut regions);
         let Value::Dict(values) = value else {
             let problem = format!("`{file}` in it does not hold a dict");
             return Err(self.whole.source.malformed(problem));
@@ -168,7 +170,8 @@ impl<'a> Several<'a> {
 
     /// Adds the tensors of a shard, which are pieces of those that [`join`](Self::join) makes.
     fn add_shard(&mut self, file: &str, opened: TorchFile) -> Result<()> {
-        let TorchFile { source, value, metadata, storages, .. } = opened;
+        let TorchFile { source, value, metadata, storages, mut regions, .. } = opened;
+        self.whole.regions.append(&mut regions);
         let (Some(sharding), Value::Dict(tensors)) = (distributed::sharding_of(&metadata), value)
         else {
             let problem = format!(
