@@ -349,7 +349,9 @@ fn a_model_in_rows_of_several_ranks_is_put_together() {
     // Neither one file of it nor what is left of the folder is taken for the model.
     let one = folder.file("shard-00002-model-00001-of-00001.safetensors");
     let error = checkpoint_error(restore(&one).map(drop));
-    assert!(error.to_string().contains("load the folder"), "{error}");
+    assert!(error.to_string().contains("load the folder, `"), "{error}");
+    let error = checkpoint_error(Checkpoint::from_bytes(fs::read(one).unwrap()).map(drop));
+    assert!(error.to_string().contains("load the folder that it is in"), "{error}");
     fs::remove_file(folder.file("shard-00001-model-00001-of-00001.safetensors")).unwrap();
     let error = checkpoint_error(restore(&folder.0).map(drop));
     assert!(error.to_string().contains("is missing"), "{error}");

@@ -38,7 +38,7 @@ pub use names::FolderKind;
 use names::INDEX;
 pub(crate) use read::{Opened, open};
 pub use shard_writer::ShardWriter;
-pub(crate) use shards::{SHARDING, Shards, sharding_of, shards_in};
+pub(crate) use shards::{PREFIX, SHARDING, Shards, has_later_pieces, sharding_of, shards_in};
 pub use shared::SharedSave;
 pub use write::FolderWriter;
 

@@ -52,6 +52,11 @@ pub(crate) fn sharding_of(metadata: &BTreeMap<String, String>) -> Option<&str> {
     metadata.get(SHARDING).map(String::as_str).filter(|text| !text.is_empty())
 }
 
+/// Returns whether a file has a piece of a tensor that is not its first, as the text says that [`sharding_of`] returns.
+pub(crate) fn has_later_pieces(sharding: &str) -> bool {
+    serde_json::Deserializer::from_str(sharding).deserialize_map(AnyLater).unwrap_or(false)
+}
+
 /// A tensor of one file: a piece of a tensor, unless it is the whole.
 struct Part {
     file: usize,
@@ -222,6 +227,26 @@ fn shape_of(parts: &[Part]) -> Result<Vec<i64>, &'static str> {
 #[derive(Deserialize)]
 struct Saved {
     saved_offsets: Shape,
+}
+
+/// Reads whether any tensor begins elsewhere than at the first element of the whole one.
+struct AnyLater;
+
+impl<'de> Visitor<'de> for AnyLater {
+    type Value = bool;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of places")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<bool, A::Error> {
+        let mut any = false;
+        while let Some((IgnoredAny, saved)) = map.next_entry()? {
+            let Saved { saved_offsets: Shape(offsets) } = saved;
+            any |= offsets.iter().any(|at| *at != 0);
+        }
+        Ok(any)
+    }
 }
 
 /// Reads where the tensors of a file with these names begin. Others are ignored, and take no memory.

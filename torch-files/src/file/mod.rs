@@ -333,17 +333,6 @@ impl TorchFile {
         &self.metadata
     }
 
-    /// Returns whether this is a safetensors shard beside other safetensors files. It may have only a part of each
-    /// tensor: open the folder instead.
-    pub fn is_one_of_shards(&self) -> bool {
-        let is_shard = self.kind == FileKind::Safetensors
-            && distributed::sharding_of(&self.metadata).is_some();
-        let folder = self.path().parent().filter(|folder| !folder.as_os_str().is_empty());
-        let folder = folder.unwrap_or(Path::new("."));
-        is_shard
-            && distributed::shards_in(folder, &Limits::DEFAULT).is_ok_and(|files| files.len() > 1)
-    }
-
     /// Returns every tensor in the value, with the keys and places on the way to it, separated by dots. The name of a
     /// value that is a tensor itself is empty.
     pub fn tensors(&self) -> Vec<(String, &TensorRef)> {

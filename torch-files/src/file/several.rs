@@ -1,6 +1,7 @@
 //! A model in several files: by its index, or a folder of shards without one.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ffi::OsStr;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -76,6 +77,31 @@ impl TorchFile {
             several.join(&name)?;
         }
         Ok(several.whole())
+    }
+
+    /// Returns whether this is one of several safetensors shards, which may have only a piece of each tensor: open the
+    /// folder instead. That is known of a shard that this crate has written, of one that has a later piece of a tensor,
+    /// and of one beside others, by their names.
+    pub fn is_one_of_shards(&self) -> bool {
+        let sharding = distributed::sharding_of(&self.metadata);
+        self.kind == FileKind::Safetensors
+            && sharding.is_some_and(|sharding| {
+                checksums_of(&self.metadata).is_some()
+                    || distributed::has_later_pieces(sharding)
+                    || self.is_beside_shards()
+            })
+    }
+
+    /// Returns whether the name is that of a shard, and the folder has another one.
+    fn is_beside_shards(&self) -> bool {
+        let is_shard = |name: &str| name.starts_with(distributed::PREFIX);
+        let (folder, name) = (self.path().parent(), self.path().file_name());
+        if !name.and_then(OsStr::to_str).is_some_and(is_shard) {
+            return false;
+        }
+        let folder = folder.filter(|folder| !folder.as_os_str().is_empty());
+        let files = distributed::shards_in(folder.unwrap_or(Path::new(".")), &Limits::DEFAULT);
+        files.is_ok_and(|files| files.iter().filter(|name| is_shard(name)).count() > 1)
     }
 }
 

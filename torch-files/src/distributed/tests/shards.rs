@@ -445,6 +445,36 @@ fn shards_of_two_saves_are_refused() {
     assert_eq!(TorchFile::open(folder.run()).unwrap().tensors().len(), 3);
 }
 
+#[test]
+fn a_shard_alone_is_known() {
+    let is_known = |path: &Path| {
+        let by_bytes = TorchFile::from_bytes(fs::read(path).unwrap()).unwrap();
+        [TorchFile::open(path).unwrap(), by_bytes].map(|file| file.is_one_of_shards())
+    };
+    let (first, later): (&[Part<'_>], &[Part<'_>]) =
+        (&[("x", &[0, 0], &[2, 1])], &[("y", &[0], &[1]), ("x", &[0, 1], &[2, 1])]);
+    let folder = folder_of(&[first]);
+    let alone = shard(&folder, 1);
+    assert_eq!(is_known(&alone), [false; 2], "it may be all");
+    write(&folder.run().join("a.safetensors"), first, Dtype::Uint8, Some(&sharding(first)));
+    assert_eq!(is_known(&alone), [false; 2], "another file says nothing of it");
+    write(&shard(&folder, 2), first, Dtype::Uint8, None);
+    assert_eq!(is_known(&alone), [true, false], "there is another rank");
+    assert_eq!(is_known(&shard(&folder, 2)), [false; 2], "it is no shard");
+    assert_eq!(is_known(&folder.run().join("a.safetensors")), [false; 2], "nor is its name");
+    write(&alone, later, Dtype::Uint8, Some(&sharding(later)));
+    fs::rename(&alone, folder.path().join("alone")).unwrap();
+    assert_eq!(is_known(&folder.path().join("alone")), [true; 2], "it begins later");
+    let own = folder.path().join(save_killed(&folder.path().join("own")));
+    fs::rename(folder.path().join("own").join(own.file_name().unwrap()), &own).unwrap();
+    assert_eq!(is_known(&own), [true; 2], "its index has the others");
+    // The entry of this crate is one of another program, unless it has checksums.
+    let text = fs::read(&own).unwrap();
+    let at = text.windows(16).position(|digits| digits.iter().all(u8::is_ascii_hexdigit)).unwrap();
+    fs::write(&own, [&text[..at], b"x", &text[at + 1..]].concat()).unwrap();
+    assert_eq!(is_known(&own), [false; 2]);
+}
+
 /// Without the index, which is written last, nothing of a save is read.
 #[test]
 fn shards_of_a_save_that_has_not_finished_are_nobodys() {
