@@ -64,9 +64,6 @@ impl Checkpoint {
     pub fn load_with(path: impl AsRef<Path>, limits: &Limits) -> Result<Self> {
         let path = path.as_ref();
         let opened = TorchFile::open_with(path, limits).map_err(CheckpointError::reading(path));
-        if opened.as_ref().is_ok_and(TorchFile::is_one_of_shards) {
-            return Err(CheckpointError::damaged(path, advice(path)).into());
-        }
         let loaded = opened.map_err(Error::from).and_then(|file| Self::of_file(file, limits));
         loaded.map_err(|error| match is_piece(path) {
             true if is_of_content(&error) => CheckpointError::damaged(path, advice(path)).into(),
@@ -91,6 +88,9 @@ impl Checkpoint {
     }
 
     fn of_file(file: TorchFile, limits: &Limits) -> Result<Self> {
+        if file.is_one_of_shards() {
+            return Err(CheckpointError::damaged(file.path(), advice(file.path())).into());
+        }
         let archive = match file.kind() {
             FileKind::Safetensors => manifest::read(file, limits)?,
             FileKind::Index => manifest::read_index(file, limits)?,
@@ -123,8 +123,8 @@ fn is_of_content(error: &Error) -> bool {
 /// Says that a folder of `torch.distributed.checkpoint` is loaded as a whole, given the path of a file in it.
 fn advice(path: &Path) -> String {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let folder = folder.unwrap_or(Path::new(".")).display();
+    let folder = folder.map_or(" that it is in".to_owned(), |it| format!(", `{}`", it.display()));
     format!(
-        "it is one of several files of a checkpoint, in which tensors can be in pieces; load the folder, `{folder}`"
+        "it is one of several files of a checkpoint, in which tensors can be in pieces; load the folder{folder}"
     )
 }

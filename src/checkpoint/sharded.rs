@@ -148,7 +148,7 @@ fn kind_of(format: Format) -> Option<FolderKind> {
 pub(super) fn save(parts: &Parts, path: &Path, format: Format, ranks: &dyn Exchange) -> Result<()> {
     let kind = kind_of(format).ok_or_else(|| unsaveable("the checkpoint", ONLY_FOLDERS))?;
     let (begun, rank) = (begin(path, kind, ranks)?, ranks.rank());
-    let saved = complete(parts, kind, &begun, ranks);
+    let saved = complete(parts, &begun, ranks);
     if let Err(error) = &saved
         && !is_saved(error)
     {
@@ -202,14 +202,9 @@ fn begin(path: &Path, kind: FolderKind, ranks: &dyn Exchange) -> Result<SharedSa
 }
 
 /// Saves the share, and the index on rank 0. An error of an index that is in place is that of rank 0 alone.
-fn complete(
-    parts: &Parts,
-    kind: FolderKind,
-    begun: &SharedSave,
-    ranks: &dyn Exchange,
-) -> Result<()> {
+fn complete(parts: &Parts, begun: &SharedSave, ranks: &dyn Exchange) -> Result<()> {
     let is_first = ranks.rank() == 0;
-    let share = catch_unwind(AssertUnwindSafe(|| save_share(parts, kind, begun, ranks.rank())));
+    let share = catch_unwind(AssertUnwindSafe(|| save_share(parts, begun, ranks.rank())));
     let share = share.unwrap_or_else(|payload| Err(panicked(payload)));
     let shares = exchanged(ranks, "at the shares", &share, Clone::clone);
     share?;
@@ -222,8 +217,8 @@ fn complete(
 }
 
 /// Saves what this rank has, and returns its part of the index as text.
-fn save_share(parts: &Parts, kind: FolderKind, begun: &SharedSave, rank: usize) -> Result<String> {
-    let share = if kind == FolderKind::Safetensors {
+fn save_share(parts: &Parts, begun: &SharedSave, rank: usize) -> Result<String> {
+    let share = if begun.kind() == FolderKind::Safetensors {
         manifest::layout_of_share(parts, rank == 0)?.save_share(begun, rank as u64)
     } else {
         let mut writer = torch::layout_of_folder(parts)?;

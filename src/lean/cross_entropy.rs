@@ -77,8 +77,8 @@ impl Default for LinearCrossEntropyConfig {
 /// [`insight::Budget`](crate::insight::Budget) emulates half precision, the two operators are called.
 ///
 /// The logits become their own gradient in the backward pass. A second one through the same graph (`retain_graph`)
-/// computes them again. On other devices than the CPU, parts of the logits are converted to f32, which takes up to 64 MiB
-/// more, or 96 MiB with smoothed class weights. Never synchronizes.
+/// computes them again. On other devices than the CPU, parts of the logits are converted to f32, which takes up to
+/// 64 MiB more, or 96 MiB with smoothed class weights. Never synchronizes.
 ///
 /// # Errors
 ///

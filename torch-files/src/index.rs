@@ -43,6 +43,11 @@ pub(crate) fn is_ours(json: &[u8]) -> bool {
     json.starts_with(START.as_bytes())
 }
 
+/// Returns whether another program has written an index. What is no JSON is a damaged one of nobody knows whom.
+pub(crate) fn is_of_another(json: &[u8]) -> bool {
+    !is_ours(json) && serde_json::from_slice::<IgnoredAny>(json).is_ok()
+}
+
 /// Reads an index. What this crate has written is refused unless its checksum matches.
 pub(crate) fn parse(json: &[u8], limits: &Limits) -> Result<Index, Malformed> {
     let refuse = |problem: String| Malformed::Whole(problem);
@@ -67,7 +72,8 @@ pub(crate) fn parse(json: &[u8], limits: &Limits) -> Result<Index, Malformed> {
             return Err(refuse(format!("`{}` in it is not the name of a file", shown(file))));
         }
     }
-    let own = metadata.remove(CHECKSUMS).filter(|_| is_ours(json));
+    // Another program may have something else by that name.
+    let own = if is_ours(json) { metadata.remove(CHECKSUMS) } else { None };
     let headers = own.map(|own| {
         let line = |line: &str| {
             let (sum, file) = line.split_once("  ")?;
@@ -88,24 +94,28 @@ fn signed(mut json: Vec<u8>) -> Vec<u8> {
     json
 }
 
-/// Makes an index of these texts as its metadata, the size in bytes of all tensors, the checksums of the headers of the
-/// files, and the file of each tensor.
+/// The entry of the metadata that has the size in bytes of all tensors.
+const TOTAL: &str = "total_size";
+
+/// Returns a name of these texts that an index has for itself.
+pub(crate) fn taken(texts: &BTreeMap<String, String>) -> Option<&'static str> {
+    [CHECKSUMS, TOTAL].into_iter().find(|name| texts.contains_key(*name))
+}
+
+/// Makes an index of these texts as its metadata, of which it takes no name itself, the size in bytes of all tensors,
+/// the checksums of the headers of the files, and the file of each tensor.
 pub(crate) fn write(
     texts: &BTreeMap<String, String>,
     total: u64,
     headers: &BTreeMap<String, Checksum>,
     files: &BTreeMap<String, String>,
 ) -> Result<Vec<u8>, String> {
-    const TOTAL: &str = "total_size";
     let text = |text: &str| serde_json::to_string(text).map_err(|error| error.to_string());
     let line = |(file, sum): (&String, &Checksum)| format!("{sum}  {file}\n");
     let lines: String = headers.iter().map(line).collect();
     let own = text(&format!("{}\n{lines}", Checksum::default()))?;
     let mut json = format!("{{\"metadata\":{{\"{CHECKSUMS}\":{own},\"{TOTAL}\":{total}");
     for (key, value) in texts {
-        if [CHECKSUMS, TOTAL].contains(&key.as_str()) {
-            return Err(format!("its index has `{key}` for something else"));
-        }
         json += &format!(",{}:{}", text(key)?, text(value)?);
     }
     let files = serde_json::to_string(files).map_err(|error| error.to_string())?;

@@ -27,10 +27,11 @@ pub struct Limits {
     /// MiB is always allowed in addition.
     pub max_text_factor: u64,
     /// The number of values in the result, and likewise of those that the pickle makes on the way. Of a tensor the
-    /// dimensions count as well. The index of a folder of `torch.distributed.checkpoint` has values of its own, of which
-    /// each piece of a tensor takes some 50: so many, or 128 times `max_tensors` if that is more.
+    /// dimensions count as well. The index of a folder of `torch.distributed.checkpoint` has values of its own, of
+    /// which each piece of a tensor takes some 50: so many, or 128 times `max_tensors` if that is more.
     pub max_values: u64,
     /// The number of tensors, in all files of an index or a folder together. Each takes as much memory as many values.
+    /// Of a tensor in several safetensors shards each piece counts.
     pub max_tensors: u64,
     /// The depth of nested containers.
     pub max_depth: usize,

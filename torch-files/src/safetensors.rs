@@ -33,9 +33,10 @@ pub(crate) fn checksums_as_text(sums: impl Iterator<Item = Checksum>) -> String 
     sums.map(|sum| sum.to_string()).collect::<Vec<_>>().join(" ")
 }
 
-/// Returns the checksums in such a text.
-pub(crate) fn checksums_of(text: &str) -> Option<Vec<Checksum>> {
-    text.split(' ').map(Checksum::parse).collect()
+/// Returns the checksums in the metadata of a shard that this crate has written; `None` for another file, which may
+/// have something else by that name.
+pub(crate) fn checksums_of(metadata: &BTreeMap<String, String>) -> Option<Vec<Checksum>> {
+    metadata.get(CHECKSUMS)?.split(' ').map(Checksum::parse).collect()
 }
 
 /// The size in bytes of the length before the header.

@@ -75,7 +75,7 @@ impl Source {
         })
     }
 
-    /// What errors are to call by a path, such as that of a folder, and which has no bytes.
+    /// Makes a source without bytes, for what has no file of its own: a folder of several files. Errors show its path.
     pub(crate) fn nothing(shown: &Path) -> Self {
         Self { path: shown.to_owned(), ..Self::in_memory(Vec::new()) }
     }
@@ -164,8 +164,11 @@ fn read_exact_at(mut file: &File, buffer: &mut [u8], offset: u64) -> io::Result<
 /// How often an index is read again because another process has replaced it meanwhile.
 const MAX_TRIES: usize = 10;
 
-/// Reads an index and what it names: once more if a file is missing, since another process may have replaced the index,
-/// and removed the files of the old one. Returns that error only for an index whose files belong to it.
+/// Opens an index, and reads what it names. If a file is missing, opens the index again: another process may have
+/// replaced it, and removed the files of the old one. If it is still the same, the file is missing indeed.
+///
+/// Only an index for which `is_ours` returns true is replaced in this way; for another one the error is returned at
+/// once.
 pub(crate) fn newest<T>(
     open: &dyn Fn() -> Result<(Source, Vec<u8>)>,
     is_ours: &dyn Fn(&[u8]) -> bool,

@@ -14,6 +14,7 @@ use tch_amp::distributed::{ProcessGroup, Store};
 use tch_amp::optim::{AdamW, MomentDtype, Muon, Optimizer};
 use tch_amp::{GradScaler, Result};
 
+use torch_files::distributed::{FolderKind, ShardWriter, SharedSave};
 use torch_files::{Dtype, Limits, Writer};
 
 use crate::checkpoint::{Run, checkpoint_error};
@@ -348,8 +349,33 @@ fn a_model_in_rows_of_several_ranks_is_put_together() {
     // Neither one file of it nor what is left of the folder is taken for the model.
     let one = folder.file("shard-00002-model-00001-of-00001.safetensors");
     let error = checkpoint_error(restore(&one).map(drop));
-    assert!(error.to_string().contains("load the folder"), "{error}");
+    assert!(error.to_string().contains("load the folder, `"), "{error}");
+    let error = checkpoint_error(Checkpoint::from_bytes(fs::read(one).unwrap()).map(drop));
+    assert!(error.to_string().contains("load the folder that it is in"), "{error}");
     fs::remove_file(folder.file("shard-00001-model-00001-of-00001.safetensors")).unwrap();
     let error = checkpoint_error(restore(&folder.0).map(drop));
     assert!(error.to_string().contains("is missing"), "{error}");
+}
+
+/// A later version of this crate, with a tch that has more dtypes, may have saved it.
+#[test]
+fn a_dtype_that_tch_does_not_have_is_named_as_the_problem() {
+    let folder = Folder::new();
+    let path = folder.file("x.shards");
+    let manifest = serde_json::json!({
+        "format": 1, "writer": "", "checksum": "0".repeat(16), "checksums": [],
+        "parts": {"a": {"kind": "tensor"}},
+    });
+    let metadata = BTreeMap::from([("tch_amp".to_owned(), manifest.to_string())]);
+    let save = |dtype: Dtype| {
+        let begun = SharedSave::begin(&path, FolderKind::Safetensors).unwrap();
+        let tensor = ("a".to_owned(), dtype, vec![1], vec![0u8; 8]);
+        let mut writer = ShardWriter::new([tensor], metadata.clone(), &Limits::default()).unwrap();
+        let share = writer.save_share(&begun, 0).unwrap();
+        drop(begun.finish([share], &Limits::default()).unwrap());
+        Checkpoint::load(&path)
+    };
+    save(Dtype::Int64).unwrap();
+    let error = checkpoint_error(save(Dtype::Uint64));
+    assert!(error.to_string().contains("a tensor of a dtype that tch does not have"), "{error}");
 }

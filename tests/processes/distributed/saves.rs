@@ -501,7 +501,8 @@ fn ranks_on_a_small_disk() {
         // What a save has left that was killed a moment ago.
         let leftover = path.join(format!("step-00000001.{ending}"));
         fs::create_dir_all(&leftover).unwrap();
-        fs::write(leftover.join(file_of(format, 1)), vec![1; 700 << 10]).unwrap();
+        let half = format!(".{}.1-2.tmp", file_of(format, 1));
+        fs::write(leftover.join(half), vec![1; 700 << 10]).unwrap();
         let failed = ranks(3, |group| {
             let mut folder = open(&path, format);
             folder.save(2, &numbers(&group, 2)).unwrap();

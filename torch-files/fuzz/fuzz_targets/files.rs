@@ -1,6 +1,7 @@
 //! Whatever bytes a file has, it is refused, or every tensor in it can be read, and nothing else happens.
 //!
-//! All formats can be in the bytes. When `cargo xtask fuzz` builds the target, checksums are computed, but not compared.
+//! All formats can be in the bytes. When `cargo xtask fuzz` builds the target, checksums are computed, but not
+//! compared.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

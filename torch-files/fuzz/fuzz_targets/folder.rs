@@ -1,5 +1,5 @@
-//! Whatever bytes the files of a folder of safetensors shards have, it is refused, or every tensor in it can be read, and
-//! nothing else happens.
+//! Whatever bytes the files of a folder of safetensors shards have, it is refused, or every tensor in it can be read,
+//! and nothing else happens.
 //!
 //! The bytes are two lengths, an index of the first one, unless that is zero, a shard of the second, and another shard.
 #![no_main]

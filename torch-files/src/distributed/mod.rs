@@ -10,12 +10,13 @@
 //! processes; this crate writes `model.safetensors.index.json` last, and refuses its own files without it, because
 //! their save has not finished.
 //!
-//! [`TorchFile::open`](crate::TorchFile::open) reads a folder of either kind; a [`FolderWriter`] writes one of the first
-//! kind, and a [`ShardWriter`] the share of a process in one of the second.
+//! [`TorchFile::open`](crate::TorchFile::open) reads a folder of either kind; a [`FolderWriter`] writes one of the
+//! first kind, and a [`ShardWriter`] the share of a process in one of the second.
 
-// `names` has the kinds and the names of files. `read` opens a folder of distcp files, and `shards` puts tensors together
-// of the pieces in safetensors files. `write` and `shard_writer` lay out and write the share of a process, of which
-// `index` makes an index; `shared` begins and finishes a save, and `files` knows which files are whose, and removes them.
+// `names` has the kinds and the names of files. `read` opens a folder of distcp files, and `shards` puts tensors
+// together of the pieces in safetensors files. `write` and `shard_writer` lay out and write the share of a process, of
+// which `index` makes an index; `shared` begins and finishes a save, and `files` knows which files are whose, and
+// removes them.
 
 mod files;
 mod index;
@@ -34,10 +35,10 @@ use crate::source::Checksum;
 pub use files::{is_whole, remove, remove_leftover};
 pub use index::Share;
 pub use names::FolderKind;
-pub(crate) use names::INDEX;
+use names::INDEX;
 pub(crate) use read::{Opened, open};
 pub use shard_writer::ShardWriter;
-pub(crate) use shards::{SHARDING, Shards, sharding_of, shards_in};
+pub(crate) use shards::{PREFIX, SHARDING, Shards, has_later_pieces, sharding_of, shards_in};
 pub use shared::SharedSave;
 pub use write::FolderWriter;
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::index;
 
 /// The name of the index of distcp files.
-pub(crate) const INDEX: &str = ".metadata";
+pub(super) const INDEX: &str = ".metadata";
 
 /// The ending of their names.
 const ENDING: &str = ".distcp";
@@ -27,7 +27,7 @@ impl FolderKind {
     pub(super) const ALL: [Self; 2] = [Self::Distcp, Self::Safetensors];
 
     /// Returns the kind of a folder that has an index.
-    pub(super) fn of(folder: &Path) -> Option<Self> {
+    pub(crate) fn of(folder: &Path) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| folder.join(kind.index()).is_file())
     }
 

@@ -103,7 +103,7 @@ fn without_index(folder: &Path, cause: std::io::Error) -> Error {
 }
 
 /// Returns whether a name is `__RANK.metadata`.
-fn is_index_of_rank(name: &str) -> bool {
+pub(super) fn is_index_of_rank(name: &str) -> bool {
     let rank = name.strip_prefix("__").and_then(|name| name.strip_suffix(INDEX));
     rank.is_some_and(|rank| rank.parse::<u64>().is_ok())
 }

@@ -11,7 +11,10 @@ use super::shared::SharedSave;
 use super::{FolderKind, unwritable};
 use crate::atomic::Target;
 use crate::dtype::Dtype;
+#[cfg(doc)]
+use crate::error::Error;
 use crate::error::Result;
+use crate::index;
 use crate::limits::Limits;
 use crate::safetensors::{CHECKSUMS, LENGTH, checksums_as_text};
 use crate::source::Checksum;
@@ -70,12 +73,17 @@ impl<S: Storage> ShardWriter<S> {
     ///
     /// # Errors
     ///
-    /// Those of [`Writer::safetensors`].
+    /// Those of [`Writer::safetensors`]; [`Error::Unwritable`] for metadata named `torch_files` or `total_size`, which
+    /// the index has itself.
     pub fn new(
         tensors: impl IntoIterator<Item = (String, Dtype, Vec<i64>, S)>,
         metadata: BTreeMap<String, String>,
         limits: &Limits,
     ) -> Result<Self> {
+        if let Some(name) = index::taken(&metadata) {
+            let problem = "the index has this entry itself; choose another name";
+            return Err(unwritable(Some(name), problem));
+        }
         let (mut laid_out, mut names, mut saved) = (Vec::new(), Vec::new(), BTreeMap::new());
         for (name, dtype, shape, storage) in tensors {
             names.push((name.clone(), storage.size_in_bytes()));

@@ -21,7 +21,8 @@ use crate::value::{TensorRef, Text, Value};
 /// `{"weight": {"saved_offsets": [4, 0]}}`.
 pub(crate) const SHARDING: &str = "DCP_SHARDING_INFO";
 
-/// The ending of the names of shards.
+/// How the names of shards begin, and how those of all safetensors files end.
+pub(crate) const PREFIX: &str = "shard-";
 const ENDING: &str = ".safetensors";
 
 /// Returns the names of the files in a folder that can be shards, sorted.
@@ -49,6 +50,11 @@ pub(crate) fn shards_in(folder: &Path, limits: &Limits) -> Result<Vec<String>> {
 /// Returns where the tensors of a file begin, as its metadata say; `None` for a file that is no shard.
 pub(crate) fn sharding_of(metadata: &BTreeMap<String, String>) -> Option<&str> {
     metadata.get(SHARDING).map(String::as_str).filter(|text| !text.is_empty())
+}
+
+/// Returns whether a file has a piece of a tensor that is not its first, as the text says that [`sharding_of`] returns.
+pub(crate) fn has_later_pieces(sharding: &str) -> bool {
+    serde_json::Deserializer::from_str(sharding).deserialize_map(AnyLater).unwrap_or(false)
 }
 
 /// A tensor of one file: a piece of a tensor, unless it is the whole.
@@ -118,6 +124,20 @@ impl Shards {
         self.files.is_empty()
     }
 
+    /// Fails if the files are of several saves in one folder without an index: Python numbers those of one from 1 to
+    /// the same number, and leaves others that are there.
+    pub(crate) fn check_one_save(&self) -> Result<(), Malformed> {
+        let numbered = self.files.iter().filter_map(|name| Some((name, number_of_files(name)?)));
+        let numbered: Vec<_> = numbered.collect();
+        let Some(pair) = numbered.windows(2).find(|pair| pair[0].1 != pair[1].1) else {
+            return Ok(());
+        };
+        let [one, other] = [&pair[0], &pair[1]].map(|(name, _)| shown(name));
+        Err(Malformed::Whole(format!(
+            "`{one}` and `{other}` in it are of two saves; remove the files of the older one"
+        )))
+    }
+
     /// Returns the names of all tensors.
     pub(crate) fn names(&self) -> Vec<Text> {
         self.parts.keys().map(Text::clone).collect()
@@ -162,7 +182,7 @@ impl Shards {
     fn missing(&self) -> String {
         let mut ranks: BTreeMap<&str, BTreeSet<u64>> = BTreeMap::new();
         for name in &self.files {
-            let numbered = name.strip_prefix("shard-").and_then(|rest| rest.split_once('-'));
+            let numbered = name.strip_prefix(PREFIX).and_then(|rest| rest.split_once('-'));
             if let Some((Ok(rank), rest)) = numbered.map(|(rank, rest)| (rank.parse(), rest)) {
                 ranks.entry(rest).or_default().insert(rank);
             }
@@ -175,6 +195,12 @@ impl Shards {
         });
         format!("; a file with the rest of it is missing{}", gap.unwrap_or_default())
     }
+}
+
+/// Returns the last number in a name as Python gives it to a shard, `shard-RANK-model-FILE-of-FILES.safetensors`.
+fn number_of_files(name: &str) -> Option<&str> {
+    let (_, files) = name.strip_prefix(PREFIX)?.strip_suffix(ENDING)?.split_once("-of-")?;
+    Some(files)
 }
 
 /// Returns the shape of a whole tensor, which reaches as far as its pieces do, as Python takes it.
@@ -201,6 +227,26 @@ fn shape_of(parts: &[Part]) -> Result<Vec<i64>, &'static str> {
 #[derive(Deserialize)]
 struct Saved {
     saved_offsets: Shape,
+}
+
+/// Reads whether any tensor begins elsewhere than at the first element of the whole one.
+struct AnyLater;
+
+impl<'de> Visitor<'de> for AnyLater {
+    type Value = bool;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of places")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<bool, A::Error> {
+        let mut any = false;
+        while let Some((IgnoredAny, saved)) = map.next_entry()? {
+            let Saved { saved_offsets: Shape(offsets) } = saved;
+            any |= offsets.iter().any(|at| *at != 0);
+        }
+        Ok(any)
+    }
 }
 
 /// Reads where the tensors of a file with these names begin. Others are ignored, and take no memory.

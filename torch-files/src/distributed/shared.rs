@@ -57,7 +57,8 @@ impl SharedSave {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`] if the folder cannot be created, is a file, has other files and no index, or is of the other kind.
+    /// [`Error::Io`] if the folder cannot be created, is a file, has other files and no index, is of the other kind, or
+    /// is a model in several safetensors files which another program has saved.
     pub fn begin(folder: impl AsRef<Path>, kind: FolderKind) -> Result<Self> {
         let mut begun = Self::join(folder, kind)?;
         begun.is_new = make(&begun.folder, kind)?;
@@ -65,8 +66,8 @@ impl SharedSave {
         Ok(begun)
     }
 
-    /// Joins a save that the process of rank 0 has begun, under the path that the folder has here. Nothing is looked for
-    /// in the folder. Its number, which is still to come, is 0 until [`with_number`](Self::with_number).
+    /// Joins a save that the process of rank 0 has begun, under the path that the folder has here. Nothing is looked
+    /// for in the folder. Its number, which is still to come, is 0 until [`with_number`](Self::with_number).
     ///
     /// # Errors
     ///
@@ -80,6 +81,11 @@ impl SharedSave {
     #[must_use]
     pub fn with_number(self, number: u64) -> Self {
         Self { number, ..self }
+    }
+
+    /// Returns the kind of the folder, by which each process saves its share.
+    pub fn kind(&self) -> FolderKind {
+        self.kind
     }
 
     /// Returns the number, which the other processes need.
@@ -122,8 +128,8 @@ impl SharedSave {
     /// # Errors
     ///
     /// Those of [`atomic::replace`]; [`Error::Unwritable`] if two shares have an entry of the same name, or they are
-    /// together beyond the limits; [`Error::Io`] if the file of a share is not there, because its process has saved it in
-    /// another folder of that name. The checkpoint that was there is still complete then.
+    /// together beyond the limits; [`Error::Io`] if the file of a share is not there, because its process has saved it
+    /// in another folder of that name. The checkpoint that was there is still complete then.
     pub fn finish(
         &self,
         shares: impl IntoIterator<Item = Share>,
@@ -136,8 +142,8 @@ impl SharedSave {
         // A power loss may bring the old index back, which needs its files.
         if matches!(replaced, Replaced::Durable) {
             // It is saved, and the next save tries again.
-            let kept = files.into_keys().collect();
-            drop(remove_others(&self.folder, self.kind, &kept, Duration::ZERO));
+            let is_kept = |name: &str| files.contains_key(name);
+            drop(remove_others(&self.folder, self.kind, is_kept, Duration::ZERO));
         }
         Ok(replaced)
     }

@@ -193,7 +193,7 @@ impl<S: Storage> FolderWriter<S> {
     ///
     /// # Errors
     ///
-    /// Those of [`atomic::replace`](crate::atomic::replace); [`Error::Io`] for a folder without an index that has other files.
+    /// Those of [`SharedSave::begin`] and [`atomic::replace`](crate::atomic::replace).
     pub fn save(&self, folder: impl AsRef<Path>) -> Result<Replaced> {
         let begun = SharedSave::begin(folder, FolderKind::Distcp)?;
         let share = self.save_share(&begun, 0);

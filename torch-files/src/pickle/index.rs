@@ -32,8 +32,8 @@ pub(crate) enum Kind {
         sizes: Vec<i64>,
     },
     Object,
-    /// An empty dict, of which the index has the path alone: Python leaves it out, and would take another entry for that
-    /// of an old version.
+    /// An empty dict, of which the index has the path alone: Python leaves it out, and would take another entry for
+    /// that of an old version.
     Empty,
 }
 

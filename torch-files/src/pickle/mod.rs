@@ -5,8 +5,8 @@
 //!
 //! Protocols 2 to 5 of Python's `pickle` are read, and protocol 2 is written. `read` executes the opcodes on the
 //! `machine`, with stand-ins for the classes and functions that `globals` lists. `tree` converts the result to a value,
-//! of which `write` makes a pickle again. `numpy` makes tensors of numpy's arrays. `index` writes the index of a folder of
-//! `torch.distributed.checkpoint`, of which the objects become dicts of their attributes when it is read.
+//! of which `write` makes a pickle again. `numpy` makes tensors of numpy's arrays. `index` writes the index of a folder
+//! of `torch.distributed.checkpoint`, of which the objects become dicts of their attributes when it is read.
 
 // Why not a crate: serde-pickle 1.2.0 has no persistent ids, drops the names of all classes but a few builtins, and
 // fails on an `OrderedDict` with items, so it reads no state dict. It limits neither depth nor the values that a memo

@@ -39,8 +39,8 @@ pub(crate) struct Piece {
 }
 
 /// The elements of a piece in row-major order, if they are in another one in their file, and how many of them were
-/// taken. They are kept until all were, since a tensor is read in parts, for each of which the whole piece would have to
-/// be read again.
+/// taken. They are kept until all were, since a tensor is read in parts, for each of which the whole piece would have
+/// to be read again.
 #[derive(Default)]
 pub(crate) struct Gathered(Mutex<Option<(Arc<Vec<u8>>, u64)>>);
 

@@ -1,11 +1,12 @@
-//! Tests against Python: this crate reads the folders that Python saves on one and several ranks, and Python reads those
-//! of this crate.
+//! Tests against Python: this crate reads the folders that Python saves on one and several ranks, and Python reads
+//! those of this crate.
 
 use std::process::Command;
 
 use super::*;
 
-/// Runs a script beside this file. Returns `None` without a Python to compare with, which is a failure with `TCH_AMP_REQUIRE_PYTHON=1`.
+/// Runs a script beside this file. Returns `None` without a Python to compare with, which is a failure with
+/// `TCH_AMP_REQUIRE_PYTHON=1`.
 fn oracle(script: &str, args: &[&Path]) -> Option<String> {
     let python = std::env::var_os("TCH_AMP_PYTHON");
     let required = std::env::var_os("TCH_AMP_REQUIRE_PYTHON").is_some_and(|value| value == "1");

@@ -148,6 +148,13 @@ fn ranks_that_have_saved_alone_are_not_taken_for_a_killed_save() {
     assert!(error.to_string().contains("use_collectives=False"), "{error}");
     assert!(!remove_leftover(&folder.run(), Duration::ZERO).unwrap());
     assert_eq!(listed(&folder.run()), ["__0.metadata", "__0_0.distcp"]);
+    // One rank with two files, over a checkpoint with one.
+    let older = Temporary::new();
+    save_small(kind, &older.run(), 1).unwrap();
+    fs::copy(older.run().join(INDEX), folder.run().join(INDEX)).unwrap();
+    fs::write(folder.run().join("__0_1.distcp"), "").unwrap();
+    assert!(!remove_leftover(&folder.run(), Duration::ZERO).unwrap());
+    assert!(folder.run().join("__0_1.distcp").exists());
 }
 
 #[test]
@@ -212,8 +219,11 @@ fn what_killed_saves_have_left_in_a_whole_folder_goes_by_its_age() {
             &file_of(kind, 0, 1),
             &file_of(kind, 3, 0),
         ];
+        // Only under their temporary names are they half.
+        let whole = fs::read(folder.run().join(file_of(kind, 0, 0))).unwrap();
         for name in left {
-            fs::write(folder.run().join(name), "half").unwrap();
+            let half = &whole[..if name.ends_with(".tmp") { 9 } else { whole.len() }];
+            fs::write(folder.run().join(name), half).unwrap();
         }
         fs::write(folder.run().join("vocab.json"), "{}").unwrap();
         let before = listed(&folder.run());

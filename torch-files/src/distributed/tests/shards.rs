@@ -1,8 +1,11 @@
 //! Tests of folders of safetensors shards, whose pieces of tensors are where their files say.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
+use super::replaced::listed;
 use super::*;
+use crate::distributed::{remove, remove_leftover};
 use crate::error::Error;
 use crate::writer::Writer;
 
@@ -307,14 +310,169 @@ fn what_is_saved_is_a_model_in_several_files() {
     let offsets = r#"{"m/x":{"saved_offsets":[0,0]},"n":{"saved_offsets":[]}}"#;
     assert_eq!((&*own["format"], &*own["DCP_VERSION"]), ("pt", "1.0"));
     assert_eq!(own["DCP_SHARDING_INFO"], offsets);
-    // The index has these names for something else.
     for key in ["torch_files", "total_size"] {
         let metadata = BTreeMap::from([(key.to_owned(), String::new())]);
-        let mut writer = ShardWriter::<Vec<u8>>::new([], metadata, &Limits::default()).unwrap();
-        let share = writer.save_share(&begun, 0).unwrap();
-        let error = begun.finish([share], &Limits::default()).unwrap_err();
-        assert!(matches!(error, Error::Unwritable { .. }), "{error}");
+        let writer = ShardWriter::<Vec<u8>>::new([], metadata, &Limits::default());
+        let error = writer.map(drop).unwrap_err();
+        assert!(matches!(&error, Error::Unwritable { entry: Some(name), .. } if name == key));
+        assert!(error.to_string().contains("the index has this entry itself"), "{error}");
     }
+}
+
+/// Begins a save whose process is killed after it has written its shard.
+fn save_killed(folder: &Path) -> String {
+    let begun = SharedSave::begin(folder, FolderKind::Safetensors).unwrap();
+    let tensor = ("x".to_owned(), Dtype::Uint8, vec![1], vec![9]);
+    let mut writer = ShardWriter::new([tensor], BTreeMap::new(), &Limits::default()).unwrap();
+    writer.save_share(&begun, 0).unwrap();
+    begun.name_of(0)
+}
+
+/// They are a whole checkpoint without an index.
+#[test]
+fn shards_of_python_are_no_leftovers() {
+    let folder = folder_of(&[&[("x", &[0], &[2])], &[("x", &[2], &[2])]]);
+    let leftover = || remove_leftover(&folder.run(), Duration::ZERO).unwrap();
+    let pythons = listed(&folder.run());
+    let content = dumped(&TorchFile::open(folder.run()).unwrap());
+    assert!(!leftover());
+    remove(&folder.run()).unwrap();
+    assert_eq!(listed(&folder.run()), pythons);
+    // A file that cannot be read is not one of this crate, which writes each as a whole.
+    let half = folder.run().join(file_of(FolderKind::Safetensors, 2, 0));
+    fs::write(&half, "half").unwrap();
+    assert!(!leftover());
+    fs::remove_file(half).unwrap();
+    // One of this crate among them does not make them leftovers, and is all that `remove` takes.
+    let own = save_killed(&folder.run());
+    assert!(!leftover());
+    let bytes = fs::read(folder.run().join(&own)).unwrap();
+    fs::write(folder.run().join(&own), [&bytes[..bytes.len() - 1], b"!"].concat()).unwrap();
+    let file = TorchFile::open(folder.run()).unwrap();
+    file.verify().unwrap();
+    assert_eq!(dumped(&file), content, "whatever is in that one");
+    remove(&folder.run()).unwrap();
+    assert!(!folder.run().join(own).exists());
+    assert_eq!(listed(&folder.run()), pythons);
+    // Python has saved to a folder that this crate has replaced once.
+    let other = Temporary::new();
+    save_small(FolderKind::Safetensors, &other.run(), 1).unwrap();
+    save_small(FolderKind::Safetensors, &other.run(), 2).unwrap();
+    let all: Vec<_> = listed(&other.run()).into_iter().chain(pythons.clone()).collect();
+    for name in &pythons {
+        fs::copy(folder.run().join(name), other.run().join(name)).unwrap();
+    }
+    let own = save_killed(&other.run());
+    assert!(remove_leftover(&other.run(), Duration::ZERO).unwrap());
+    assert!(!other.run().join(own).exists());
+    assert_eq!(BTreeSet::from_iter(listed(&other.run())), BTreeSet::from_iter(all));
+}
+
+/// Writes a model as other programs do, in two files that an index names, and one beside them.
+fn save_by_another(folder: &Path) -> Vec<String> {
+    let names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+    for (name, tensor) in names.into_iter().zip(["a", "b"]) {
+        write(&folder.join(name), &[(tensor, &[0], &[2])], Dtype::Uint8, None);
+    }
+    let map = format!(r#"{{"a": "{}", "b": "{}"}}"#, names[0], names[1]);
+    // An entry of the name of this crate's own is nothing to it.
+    let index = format!(r#"{{"metadata": {{"torch_files": "4"}}, "weight_map": {map}}}"#);
+    fs::write(folder.join(INDEX), index).unwrap();
+    fs::write(folder.join("config.json"), "{}").unwrap();
+    listed(folder)
+}
+
+#[test]
+fn the_model_of_another_program_is_not_replaced_or_removed() {
+    let kind = FolderKind::Safetensors;
+    let folder = Temporary::new();
+    fs::create_dir(folder.run()).unwrap();
+    let before = save_by_another(&folder.run());
+    for refused in [save_small(kind, &folder.run(), 1), remove(&folder.run())] {
+        let error = refused.unwrap_err().to_string();
+        assert!(error.contains("a model which another program has saved"), "{error}");
+    }
+    // Nor are shards of this crate removed, of two saves, whose index it may have replaced.
+    for number in [0, 1] {
+        let from = Temporary::new();
+        save_small(kind, &from.run(), 1).unwrap();
+        let [from, to] = [(from.run(), 0), (folder.run(), number)]
+            .map(|(folder, number)| folder.join(file_of(kind, 0, number)));
+        fs::copy(from, to).unwrap();
+    }
+    assert!(!remove_leftover(&folder.run(), Duration::ZERO).unwrap());
+    assert_eq!(listed(&folder.run()).len(), before.len() + 2);
+    let file = TorchFile::open(folder.run()).unwrap();
+    assert_eq!(dumped(&file), "{a:<torch.uint8[2]0001>;b:<torch.uint8[2]0001>;}");
+    assert_eq!(file.metadata()["torch_files"], "4");
+    // An index that is no JSON any more is replaced, as other damaged checkpoints are.
+    fs::write(folder.run().join(INDEX), "half").unwrap();
+    save_small(kind, &folder.run(), 1).unwrap();
+    // A model that another program has saved into a checkpoint of the other kind.
+    let folder = Temporary::new();
+    save_small(FolderKind::Distcp, &folder.run(), 1).unwrap();
+    for name in listed(&folder.run()) {
+        fs::rename(folder.run().join(&name), folder.path().join(&name)).unwrap();
+    }
+    let mut model = save_by_another(&folder.run());
+    model.push(file_of(kind, 0, 0));
+    write(&folder.run().join(&model[4]), &[("c", &[0], &[2])], Dtype::Uint8, None);
+    for name in listed(folder.path()).iter().filter(|name| *name != "run") {
+        fs::rename(folder.path().join(name), folder.run().join(name)).unwrap();
+    }
+    remove(&folder.run()).unwrap();
+    assert_eq!(BTreeSet::from_iter(listed(&folder.run())), BTreeSet::from_iter(model));
+}
+
+#[test]
+fn shards_of_two_saves_are_refused() {
+    let parts: &[Part<'_>] = &[("x", &[0], &[2])];
+    let folder = folder_of(&[parts]);
+    let others = ["shard-00001-model-00001-of-00002", "shard-00001-model-00002-of-00002"]
+        .map(|name| folder.run().join(format!("{name}.safetensors")));
+    for (path, parts) in others.iter().zip([&[("y", &[0][..], &[2][..])], &[("z", &[0], &[1])]]) {
+        write(path, parts, Dtype::Uint8, Some(&sharding(parts)));
+    }
+    let error = refused(TorchFile::open(folder.run()));
+    assert!(error.contains("`shard-00001-model-00001-of-00001.safetensors` and `"), "{error}");
+    assert!(error.contains("are of two saves; remove the files of the older one"), "{error}");
+    fs::remove_file(shard(&folder, 1)).unwrap();
+    assert_eq!(TorchFile::open(folder.run()).unwrap().tensors().len(), 2);
+    // Other names say nothing.
+    for name in ["model-00001-of-00001.safetensors", "shard-of-3"] {
+        write(&folder.run().join(name), parts, Dtype::Uint8, Some(&sharding(parts)));
+    }
+    assert_eq!(TorchFile::open(folder.run()).unwrap().tensors().len(), 3);
+}
+
+#[test]
+fn a_shard_alone_is_known() {
+    let is_known = |path: &Path| {
+        let by_bytes = TorchFile::from_bytes(fs::read(path).unwrap()).unwrap();
+        [TorchFile::open(path).unwrap(), by_bytes].map(|file| file.is_one_of_shards())
+    };
+    let (first, later): (&[Part<'_>], &[Part<'_>]) =
+        (&[("x", &[0, 0], &[2, 1])], &[("y", &[0], &[1]), ("x", &[0, 1], &[2, 1])]);
+    let folder = folder_of(&[first]);
+    let alone = shard(&folder, 1);
+    assert_eq!(is_known(&alone), [false; 2], "it may be all");
+    write(&folder.run().join("a.safetensors"), first, Dtype::Uint8, Some(&sharding(first)));
+    assert_eq!(is_known(&alone), [false; 2], "another file says nothing of it");
+    write(&shard(&folder, 2), first, Dtype::Uint8, None);
+    assert_eq!(is_known(&alone), [true, false], "there is another rank");
+    assert_eq!(is_known(&shard(&folder, 2)), [false; 2], "it is no shard");
+    assert_eq!(is_known(&folder.run().join("a.safetensors")), [false; 2], "nor is its name");
+    write(&alone, later, Dtype::Uint8, Some(&sharding(later)));
+    fs::rename(&alone, folder.path().join("alone")).unwrap();
+    assert_eq!(is_known(&folder.path().join("alone")), [true; 2], "it begins later");
+    let own = folder.path().join(save_killed(&folder.path().join("own")));
+    fs::rename(folder.path().join("own").join(own.file_name().unwrap()), &own).unwrap();
+    assert_eq!(is_known(&own), [true; 2], "its index has the others");
+    // The entry of this crate is one of another program, unless it has checksums.
+    let text = fs::read(&own).unwrap();
+    let at = text.windows(16).position(|digits| digits.iter().all(u8::is_ascii_hexdigit)).unwrap();
+    fs::write(&own, [&text[..at], b"x", &text[at + 1..]].concat()).unwrap();
+    assert_eq!(is_known(&own), [false; 2]);
 }
 
 /// Without the index, which is written last, nothing of a save is read.
@@ -330,7 +488,7 @@ fn shards_of_a_save_that_has_not_finished_are_nobodys() {
     assert_eq!(dumped(&TorchFile::open(folder.run()).unwrap()), before, "Python's shards are");
     let _durable = begun.finish([share], &Limits::default()).unwrap();
     assert_eq!(dumped(&TorchFile::open(folder.run()).unwrap()), "{x:<torch.uint8[1]09>;}");
-    assert_eq!(super::replaced::listed(&folder.run()).len(), 2, "and then they are gone");
+    assert_eq!(listed(&folder.run()).len(), 2, "and then they are gone");
     fs::remove_file(folder.run().join(INDEX)).unwrap();
     let error = refused(TorchFile::open(folder.run()));
     assert!(error.contains("its save has not finished"), "{error}");
@@ -347,7 +505,7 @@ fn damage_is_found_wherever_it_is() {
     };
     let right: Result<()> = read();
     right.unwrap();
-    for name in super::replaced::listed(&folder.run()) {
+    for name in listed(&folder.run()) {
         let path = folder.run().join(&name);
         let bytes = fs::read(&path).unwrap();
         for at in 0..bytes.len() {

@@ -1,21 +1,21 @@
 //! An open file of any format.
 
-use std::collections::{BTreeMap, HashMap};
+mod several;
+
+use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::distributed::{self, Shards};
+use crate::distributed::{self, FolderKind};
 use crate::dtype::Element;
 use crate::error::{Error, Malformed, Result};
-use crate::index::{self, Index};
+use crate::index;
 use crate::limits::Limits;
 use crate::pickle::{self, Bytes, First};
 use crate::place::{Backing, Place, read_view, zeros};
-use crate::safetensors::{CHECKSUMS, checksums_of};
-use crate::source::{
-    CHUNK, Checksum, ChecksumWriter, Cursor, Region, Source, Sum, mismatch, newest,
-};
+use crate::safetensors::checksums_of;
+use crate::source::{CHUNK, Checksum, ChecksumWriter, Cursor, Region, Source, Sum, mismatch};
 use crate::text::shown;
 use crate::torch::{CONSTANTS, Opened, PICKLE};
 use crate::value::{TensorRef, Text, Value};
@@ -42,7 +42,8 @@ use crate::{old, safetensors, threads, torch, zip};
 /// # let path = std::env::temp_dir().join(format!("torch-files-doc-{}.pt", std::process::id()));
 /// let weight = TensorRef::contiguous("0", Dtype::Float32, vec![2]);
 /// let value = Value::Dict(vec![("weight".into(), weight.into()), ("epoch".into(), Value::Int(3))]);
-/// let _durable = Writer::torch(&value, [[1f32, 2.0].map(f32::to_le_bytes).concat()], &Limits::default())?.save(&path)?;
+/// let weights = [[1f32, 2.0].map(f32::to_le_bytes).concat()];
+/// let _durable = Writer::torch(&value, weights, &Limits::default())?.save(&path)?;
 ///
 /// let file = TorchFile::open(&path)?;
 /// file.verify()?;
@@ -76,10 +77,10 @@ pub enum FileKind {
     Legacy,
     /// A plain pickle, without storages; numpy's arrays in it are tensors.
     Pickle,
-    /// Named tensors, without checksums.
+    /// Named tensors, without checksums unless the file is a shard that this crate has written.
     Safetensors,
-    /// A model in several files of the other formats, which an index beside them names; or a folder of safetensors shards
-    /// of `torch.distributed.checkpoint` without an index.
+    /// A model in several files of the other formats, which an index beside them names; or a folder of safetensors
+    /// shards of `torch.distributed.checkpoint` without an index.
     Index,
     /// A folder of `torch.distributed.checkpoint`, in which tensors can be in pieces.
     Distributed,
@@ -92,9 +93,10 @@ impl TorchFile {
     /// The tensors of such a folder have the shapes of the whole ones, of which each can be in pieces, and the value is
     /// the nested dict that was saved, with texts for the numbers that were keys.
     ///
-    /// A folder without `.metadata` is opened by its `model.safetensors.index.json`, the same as that file itself. If it
-    /// has none, it is one of safetensors shards, as Python's `HuggingFaceStorageWriter` writes them: files that say in
-    /// `DCP_SHARDING_INFO` where their pieces of tensors begin. A tensor reaches as far as its pieces do.
+    /// A folder without `.metadata` is opened by its `model.safetensors.index.json`, the same as that file itself. If
+    /// it has none, it is one of safetensors shards, as Python's `HuggingFaceStorageWriter` writes them: files that say
+    /// in `DCP_SHARDING_INFO` where their pieces of tensors begin. A tensor reaches as far as its pieces do. Nothing
+    /// says how many files such a folder has: it is not noticed if the last ones are missing, or one of whole tensors.
     ///
     /// # Errors
     ///
@@ -171,15 +173,9 @@ impl TorchFile {
 
     fn with_safetensors(mut self, limits: &Limits) -> Result<Self, Malformed> {
         let header = safetensors::read(&self.source, limits)?;
-        let mut sums = match header.metadata.get(CHECKSUMS).map(|text| checksums_of(text)) {
-            None => Vec::new(),
-            Some(Some(sums)) if sums.len() == header.tensors.len() => sums,
-            Some(_) => {
-                let problem = "its header does not have one checksum for each tensor";
-                return Err(Malformed::Whole(problem.to_owned()));
-            }
-        }
-        .into_iter();
+        let sums = checksums_of(&header.metadata);
+        let sums = sums.filter(|sums| sums.len() == header.tensors.len());
+        let mut sums = sums.into_iter().flatten();
         let mut items = Vec::with_capacity(header.tensors.len());
         for (name, info) in header.tensors {
             let sum = sums.next();
@@ -292,81 +288,22 @@ impl TorchFile {
 
     /// Opens a folder of `torch.distributed.checkpoint`, or of safetensors shards, with an index or without one.
     fn of_folder(folder: &Path, limits: &Limits) -> Result<Self> {
-        if !folder.join(distributed::INDEX).exists() {
-            let index = folder.join(index::NAME);
-            if index.is_file() {
-                return Self::of_index(&index, limits);
+        match FolderKind::of(folder) {
+            Some(FolderKind::Distcp) => {}
+            Some(FolderKind::Safetensors) => {
+                return Self::of_index(&folder.join(index::NAME), limits);
             }
-            let files = distributed::shards_in(folder, limits)?;
-            if !files.is_empty() {
-                return Self::of_shards(folder, &files, limits);
+            None => {
+                let files = distributed::shards_in(folder, limits)?;
+                if !files.is_empty() {
+                    return Self::of_shards(folder, &files, limits);
+                }
             }
         }
         let distributed::Opened { source, value, storages, regions } =
             distributed::open(folder, limits)?;
         let kind = FileKind::Distributed;
         Ok(Self { kind, value, storages, regions, ..Self::empty(Arc::new(source)) })
-    }
-
-    /// Opens the files that an index names. Their storages get the names of the files before their keys.
-    fn of_index(path: &Path, limits: &Limits) -> Result<Self> {
-        let index = || {
-            let source = Source::open(path)?;
-            let bytes = source.all(limits.max_header_bytes);
-            Ok((source, bytes.map_err(|malformed| malformed.at(path))?))
-        };
-        newest(&index, &index::is_ours, &mut |source, bytes| {
-            let index = index::parse(bytes, limits).map_err(|malformed| malformed.at(path))?;
-            Self::of_parsed_index(source, index, limits)
-        })
-    }
-
-    fn of_parsed_index(source: Source, index: Index, limits: &Limits) -> Result<Self> {
-        let Index { files, metadata, headers } = index;
-        let folder = source.path().parent().unwrap_or(Path::new("")).to_owned();
-        let mut several = Several::new(source, files.len(), limits);
-        several.whole.metadata = metadata;
-        let mut in_pieces = Vec::new();
-        for (file, names) in files {
-            let opened = several.open(&folder.join(&file))?;
-            several.check_header(&file, &opened, headers.as_ref())?;
-            if distributed::sharding_of(&opened.metadata).is_some() {
-                several.add_shard(&file, opened)?;
-                in_pieces.push((file, names));
-            } else {
-                several.add(&file, opened, names)?;
-            }
-        }
-        for (file, names) in in_pieces {
-            for name in names {
-                if !several.shards.has(&name, &file) {
-                    return Err(several.without(&name, &file));
-                }
-                several.join(&name)?;
-            }
-        }
-        Ok(several.whole())
-    }
-
-    /// Opens all shards of a folder that has no index, except those that this crate has written: their save has not
-    /// finished.
-    fn of_shards(folder: &Path, files: &[String], limits: &Limits) -> Result<Self> {
-        let mut several = Several::new(Source::nothing(folder), files.len(), limits);
-        for file in files {
-            let opened = several.open(&folder.join(file))?;
-            if !opened.metadata.contains_key(CHECKSUMS) {
-                several.add_shard(file, opened)?;
-            }
-        }
-        if several.shards.is_empty() {
-            let problem =
-                format!("it has no index `{}`, so that its save has not finished", index::NAME);
-            return Err(several.whole.source.malformed(problem));
-        }
-        for name in several.shards.names() {
-            several.join(&name)?;
-        }
-        Ok(several.whole())
     }
 
     /// Returns the format of the file.
@@ -390,21 +327,10 @@ impl TorchFile {
         std::mem::take(&mut self.value)
     }
 
-    /// Returns the texts in the `__metadata__` of a safetensors file, or in the `metadata` of an index. Other formats have
-    /// none.
+    /// Returns the texts in the `__metadata__` of a safetensors file, or in the `metadata` of an index. Other formats
+    /// have none.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
-    }
-
-    /// Returns whether this is a safetensors shard beside other safetensors files. It may have only a part of each
-    /// tensor: open the folder instead.
-    pub fn is_one_of_shards(&self) -> bool {
-        let is_shard = self.kind == FileKind::Safetensors
-            && distributed::sharding_of(&self.metadata).is_some();
-        let folder = self.path().parent().filter(|folder| !folder.as_os_str().is_empty());
-        let folder = folder.unwrap_or(Path::new("."));
-        is_shard
-            && distributed::shards_in(folder, &Limits::DEFAULT).is_ok_and(|files| files.len() > 1)
     }
 
     /// Returns every tensor in the value, with the keys and places on the way to it, separated by dots. The name of a
@@ -418,9 +344,10 @@ impl TorchFile {
     /// Reads the elements of a tensor in row-major order, as they are in the file. `to` must have exactly
     /// [`TensorRef::size_in_bytes`].
     ///
-    /// Several threads read a large one, if there are cores for them. The tensor need not be one of the file: any view of one of its storages can be read, such as a part of a tensor.
-    /// A tensor that is not contiguous takes memory for what lies between its first and its last element. One that a
-    /// folder has in several pieces is only read with a dtype of the size of its own.
+    /// Several threads read a large one, if there are cores for them. The tensor need not be one of the file: any view
+    /// of one of its storages can be read, such as a part of a tensor. A tensor that is not contiguous takes memory for
+    /// what lies between its first and its last element. One that a folder has in several pieces is only read with a
+    /// dtype of the size of its own.
     ///
     /// # Errors
     ///
@@ -490,7 +417,7 @@ impl TorchFile {
         })
     }
 
-    /// Returns the size in bytes of the file, or of the index of a folder.
+    /// Returns the size in bytes of the file, or of the index of a folder; 0 for a folder without one.
     pub fn size_in_bytes(&self) -> u64 {
         self.source.len()
     }
@@ -548,123 +475,6 @@ impl TorchFile {
             done += size as u64;
         }
         Ok(Ok(()))
-    }
-}
-
-/// A model in several files, of which some were opened.
-struct Several<'a> {
-    whole: TorchFile,
-    items: Vec<(Value, Value)>,
-    shards: Shards,
-    /// How many files there are, and how many tensors those have that were opened.
-    files: usize,
-    tensors: u64,
-    limits: &'a Limits,
-}
-
-impl<'a> Several<'a> {
-    fn new(index: Source, files: usize, limits: &'a Limits) -> Self {
-        let whole = TorchFile { kind: FileKind::Index, ..TorchFile::empty(Arc::new(index)) };
-        Self { whole, items: Vec::new(), shards: Shards::default(), files, tensors: 0, limits }
-    }
-
-    /// Opens a file, and takes its checksums.
-    fn open(&mut self, path: &Path) -> Result<TorchFile> {
-        let limits = self.limits;
-        if self.files > limits.max_records {
-            return Err(self.too_much("files", limits.max_records as u64));
-        }
-        let source = Source::open_one_of(path, self.files)?;
-        let mut opened = TorchFile::of_source(source, limits)?;
-        self.tensors = self.tensors.saturating_add(opened.storages.len() as u64);
-        if self.tensors > limits.max_tensors {
-            return Err(self.too_much("tensors", limits.max_tensors));
-        }
-        self.whole.regions.append(&mut opened.regions);
-        Ok(opened)
-    }
-
-    /// Fails unless a shard of this crate is the one that its index, with these checksums of headers, was written for.
-    fn check_header(
-        &self,
-        file: &str,
-        opened: &TorchFile,
-        headers: Option<&BTreeMap<String, Checksum>>,
-    ) -> Result<()> {
-        let problem = match headers.map(|headers| headers.get(file)) {
-            None if !opened.metadata.contains_key(CHECKSUMS) => return Ok(()),
-            None => "its index has lost the checksums of its files",
-            Some(sum) => {
-                let header = safetensors::read_header(&opened.source, self.limits);
-                let header = header.map_err(|malformed| malformed.at(opened.path()))?;
-                // A fuzzer cannot guess checksums.
-                if sum == Some(&Checksum::of([&header[..]])) || cfg!(fuzzing) {
-                    return Ok(());
-                }
-                "it is not the file that its index was written for: the checksum of its header does not match"
-            }
-        };
-        Err(opened.source.malformed(problem))
-    }
-
-    fn too_much(&self, what: &'static str, limit: u64) -> Error {
-        Malformed::TooMuch { what, limit }.at(self.whole.path())
-    }
-
-    fn without(&self, name: &str, file: &str) -> Error {
-        let problem = format!("`{}` is not in `{}`", shown(name), shown(file));
-        self.whole.source.malformed(problem)
-    }
-
-    /// Adds the values with these names in a file, which has them as a whole.
-    fn add(&mut self, file: &str, opened: TorchFile, names: Vec<String>) -> Result<()> {
-        let TorchFile { value, storages, .. } = opened;
-        let Value::Dict(values) = value else {
-            let problem = format!("`{file}` in it does not hold a dict");
-            return Err(self.whole.source.malformed(problem));
-        };
-        let key_of = |key: &str| Text::from(format!("{file}/{key}"));
-        let storages = storages.into_iter().map(|(key, place)| (key_of(&key), place));
-        self.whole.storages.extend(storages);
-        let named = |(key, value): (Value, Value)| Some((Text::from(key.text()?), value));
-        let mut values: HashMap<_, _> = values.into_iter().filter_map(named).collect();
-        for name in names {
-            let Some((name, mut value)) = values.remove_entry(name.as_str()) else {
-                return Err(self.without(&name, file));
-            };
-            value.for_each_tensor(&mut |tensor| tensor.storage = key_of(&tensor.storage));
-            self.items.push((Value::Text(name), value));
-        }
-        Ok(())
-    }
-
-    /// Adds the tensors of a shard, which are pieces of those that [`join`](Self::join) makes.
-    fn add_shard(&mut self, file: &str, opened: TorchFile) -> Result<()> {
-        let TorchFile { source, value, metadata, storages, .. } = opened;
-        let (Some(sharding), Value::Dict(tensors)) = (distributed::sharding_of(&metadata), value)
-        else {
-            let problem = format!(
-                "it is in a folder without an index, and has no `{}`, without which it is no shard; open it by itself",
-                distributed::SHARDING
-            );
-            return Err(source.malformed(problem));
-        };
-        let added = self.shards.add(file, sharding, tensors, &storages);
-        added.map_err(|malformed| malformed.at(source.path()))
-    }
-
-    /// Makes a tensor of its pieces in all shards.
-    fn join(&mut self, name: &str) -> Result<()> {
-        let joined = self.shards.take(name);
-        let joined = joined.map_err(|malformed| malformed.at(self.whole.path()))?;
-        let Some((value, storage)) = joined else { return Ok(()) };
-        self.whole.storages.extend(storage);
-        self.items.push((Value::Text(name.into()), value));
-        Ok(())
-    }
-
-    fn whole(self) -> TorchFile {
-        TorchFile { value: Value::Dict(self.items), ..self.whole }
     }
 }
 
