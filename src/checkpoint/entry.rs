@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 use torch_files::{Storage, TensorRef, TorchFile};
 
 use crate::checkpoint::staging::{HostCopy, Memory, Paced};
-use crate::dtype::{dtype_of, kind_of, largest};
+use crate::dtype::{dtype_of, kind_of};
 use crate::error::{CheckpointError, Error, Result};
 use crate::ffi::{self, OutsideRegions, Staged};
 use crate::optim::Saved;
@@ -150,52 +150,8 @@ impl TensorEntry {
         }
     }
 
-    /// Returns how many finite elements become infinite or NaN if they are converted to another dtype. Reads the
-    /// elements only if that has a smaller range.
-    pub(crate) fn beyond(&self, kind: Kind) -> Result<usize> {
-        if largest(kind) >= integers(self.kind).unwrap_or_else(|| largest(self.kind)) {
-            return Ok(0);
-        }
-        let _own = OutsideRegions::enter();
-        let is_finite = |tensor: &Tensor| {
-            let wide = if tensor.is_complex() { Kind::ComplexDouble } else { Kind::Double };
-            tensor.f_to_kind(wide)?.f_isfinite()
-        };
-        let mut count = 0;
-        for part in self.to_tensor()?.f_reshape([-1i64])?.f_split(AT_ONCE, 0)? {
-            let lost = is_finite(&part.f_to_kind(kind)?)?.f_logical_not()?;
-            let lost = lost.f_logical_and(&is_finite(&part)?)?;
-            count += lost.f_sum(Kind::Int64)?.f_int64_value(&[])? as usize;
-        }
-        Ok(count)
-    }
-
     pub(crate) fn numel(&self) -> usize {
         ffi::elements(&self.size)
-    }
-
-    /// Copies or reads the elements into a new tensor on the CPU. A tensor in a file that is expanded remains so,
-    /// because its elements can be far more than those in the file.
-    pub(crate) fn to_tensor(&self) -> Result<Tensor> {
-        let _own = OutsideRegions::enter();
-        match &self.data {
-            Data::Memory(tensor) => {
-                let (tensor, _) = plain(tensor)?;
-                Ok(tensor.f_to_device_(Device::Cpu, self.kind, false, true)?)
-            }
-            Data::Copy(copy, _) => {
-                Ok(copy.tensor()?.f_to_device_(Device::Cpu, self.kind, false, true)?)
-            }
-            Data::Number(number) => Ok(Tensor::from(*number)),
-            Data::File(location @ Location { strides: Some(strides), .. }) => {
-                let extent = extent(&self.size, strides);
-                let all = read_new(self.kind, &[extent], location)?;
-                let view = all.f_as_strided(&self.size[..], &strides[..], 0)?;
-                Ok(if self.numel() as i64 > extent { view } else { view.f_contiguous()? })
-            }
-            Data::File(location) => read_new(self.kind, &self.size, location),
-            Data::Elsewhere(_) => Err(not_here()),
-        }
     }
 }
 
@@ -264,6 +220,30 @@ impl Saved for TensorEntry {
             Data::Number(_) | Data::File(_) | Data::Elsewhere(_) => self.to_tensor()?.copy_to(to),
         }
     }
+
+    /// Copies or reads the elements into a new tensor on the CPU. A tensor in a file that is expanded remains so,
+    /// because its elements can be far more than those in the file.
+    fn to_tensor(&self) -> Result<Tensor> {
+        let _own = OutsideRegions::enter();
+        match &self.data {
+            Data::Memory(tensor) => {
+                let (tensor, _) = plain(tensor)?;
+                Ok(tensor.f_to_device_(Device::Cpu, self.kind, false, true)?)
+            }
+            Data::Copy(copy, _) => {
+                Ok(copy.tensor()?.f_to_device_(Device::Cpu, self.kind, false, true)?)
+            }
+            Data::Number(number) => Ok(Tensor::from(*number)),
+            Data::File(location @ Location { strides: Some(strides), .. }) => {
+                let extent = extent(&self.size, strides);
+                let all = read_new(self.kind, &[extent], location)?;
+                let view = all.f_as_strided(&self.size[..], &strides[..], 0)?;
+                Ok(if self.numel() as i64 > extent { view } else { view.f_contiguous()? })
+            }
+            Data::File(location) => read_new(self.kind, &self.size, location),
+            Data::Elsewhere(_) => Err(not_here()),
+        }
+    }
 }
 
 fn not_here() -> Error {
@@ -273,22 +253,6 @@ fn not_here() -> Error {
 /// How many bytes are copied at a time: few enough to stay in the cache of a core, and a multiple of the size of every
 /// element.
 const CHUNK: usize = 1 << 18;
-
-/// How many elements are compared at a time.
-const AT_ONCE: i64 = 1 << 20;
-
-/// The largest integer of a dtype of integers, by its absolute value.
-fn integers(kind: Kind) -> Option<f64> {
-    Some(match kind {
-        Kind::Bool => 1.0,
-        Kind::Uint8 => 255.0,
-        Kind::Int8 => 128.0,
-        Kind::Int16 => 2f64.powi(15),
-        Kind::Int => 2f64.powi(31),
-        Kind::Int64 => 2f64.powi(63),
-        _ => return None,
-    })
-}
 
 /// Returns how many elements lie between the first and the last one in memory, including both.
 fn extent(size: &[i64], stride: &[i64]) -> i64 {

@@ -75,6 +75,7 @@ use crate::checkpoint::part::{
 };
 use crate::checkpoint::stateful::plain;
 use crate::error::{Error, Result, list, unsaveable};
+use crate::optim::Saved as _;
 
 pub use crate::error::CheckpointError;
 pub use folder::{CheckpointFile, CheckpointFolder, Found, MetricGoal, PendingSave, Start};

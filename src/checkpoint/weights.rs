@@ -20,6 +20,7 @@ use crate::checkpoint::stateful::entry;
 use crate::checkpoint::{manifest, torch};
 use crate::error::{Error, Result, unsaveable};
 use crate::ffi::{self, OutsideRegions};
+use crate::optim::Saved as _;
 
 /// Saves named tensors to a file that other programs open: weights without anything else. A crash at any point leaves
 /// either the old file or the complete new one. Synchronizes if tensors are on a GPU.

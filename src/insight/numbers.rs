@@ -26,14 +26,17 @@ impl<'de> Deserialize<'de> for Written {
         #[derive(Deserialize)]
         #[serde(untagged)]
         enum Either {
-            Number(f64),
+            // No f64, which is not read from here if a crate of the program enables `arbitrary_precision` of serde_json.
+            Number(serde_json::Number),
             Text(String),
         }
         if !deserializer.is_human_readable() {
             return f64::deserialize(deserializer).map(Self);
         }
         match Either::deserialize(deserializer)? {
-            Either::Number(number) => Ok(Self(number)),
+            Either::Number(number) => {
+                number.as_f64().map(Self).ok_or_else(|| serde::de::Error::custom("no f64"))
+            }
             Either::Text(text) => text.parse().map(Self).map_err(serde::de::Error::custom),
         }
     }

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
+use crate::dtype::{count_beyond, holds};
 use crate::error::Result;
 use crate::ffi::{self, OutsideRegions};
 #[cfg(doc)]
@@ -90,6 +91,17 @@ pub(crate) trait Saved: Sized {
 
     /// Overwrites a tensor that has as many elements.
     fn copy_to(&self, to: &mut Tensor) -> Result<()>;
+
+    /// Returns the elements on the CPU.
+    fn to_tensor(&self) -> Result<Tensor>;
+
+    /// Returns how many elements another dtype cannot hold. Reads them only if there can be any.
+    fn beyond(&self, kind: Kind) -> Result<usize> {
+        match self.kind() {
+            Some(own) if !holds(kind, own) => count_beyond(&self.to_tensor()?, kind),
+            _ => Ok(0),
+        }
+    }
 }
 
 impl Saved for Tensor {
@@ -116,5 +128,10 @@ impl Saved for Tensor {
         let from = self.f_detach()?.f_reshape(to.size())?;
         tch::no_grad(|| to.f_copy_(&from))?;
         Ok(())
+    }
+
+    fn to_tensor(&self) -> Result<Tensor> {
+        let _own = OutsideRegions::enter();
+        Ok(self.f_detach()?.f_to_device(Device::Cpu)?)
     }
 }

@@ -148,9 +148,9 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::State`] for parameters or tensors that are missing, unexpected or of another shape;
-    /// [`OptimizerError::OtherAlgorithm`]; [`Error::InvalidArgument`] for an option outside its range, or for
-    /// `amsgrad` with low-bit moments. Nothing is changed then.
+    /// [`OptimizerError::State`] for parameters or tensors that are missing, unexpected or of another shape, and for
+    /// moments that would become infinite in fp16; [`OptimizerError::OtherAlgorithm`]; [`Error::InvalidArgument`] for
+    /// an option outside its range, or for `amsgrad` with low-bit moments. Nothing is changed then.
     ///
     /// # Examples
     ///
@@ -420,6 +420,12 @@ fn check<'a, T: Deref<Target: Saved>>(
     let mut tensors = [None; KEPT];
     for (place, described) in tensors.iter_mut().zip(described) {
         *place = of_shape(described.key, described.shape)?;
+        if let Some(tensor) = *place
+            && kept_as == MomentFormat::Plain
+        {
+            let (kind, _) = kept_as.layout(0, master.state_kind(), described.shape);
+            check_range(tensor, described.key, kind.unwrap_or(parameter.kind()), refuse)?;
+        }
     }
     let step = entries.get(STEP).map(Deref::deref);
     let steps = step.map(|step| count(step, refuse)).transpose()?;
@@ -432,6 +438,23 @@ fn check<'a, T: Deref<Target: Saved>>(
         exponents,
         master: of_shape(MASTER, StateShape::Like)?,
     })
+}
+
+/// Refuses what would be infinite. No moments leave the range of another dtype than fp16, so that these are not read
+/// once more.
+fn check_range<T: Saved>(
+    tensor: &T,
+    key: &str,
+    kind: Kind,
+    refuse: &dyn Fn(String) -> Error,
+) -> Result<()> {
+    match if kind == Kind::Half { tensor.beyond(kind)? } else { 0 } {
+        0 => Ok(()),
+        count => Err(refuse(format!(
+            "{key} has {count} numbers that fp16 cannot hold: build this optimizer with `master_weights`, beside which it \
+             is f32"
+        ))),
+    }
 }
 
 /// Checks 8-bit moments, whose exponents are there.

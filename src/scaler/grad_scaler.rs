@@ -54,7 +54,8 @@ pub(crate) trait Averaged: Debug + Send + Sync {
 /// has divided, and that nothing has changed since, is not divided again. A step fails with
 /// [`GradientError::MixedScales`](crate::gradients::GradientError::MixedScales) if the backward of a later loss has
 /// added to such a gradient, the host knows that the two scales differ, and all gradients are finite. While the scale
-/// stands still, gradients may accumulate over updates.
+/// stands still, gradients may accumulate over updates. The backward of a loss that was scaled before an update has to
+/// come before it: libtorch refuses it afterwards, as in PyTorch, unless the loss is on another device than the scale.
 ///
 /// This holds for a gradient that only backwards of losses of this scaler have made, before the update, since it was
 /// missing or, on the CPU, zero, and that no step has used. Every other gradient is divided by the present scale, as in
@@ -62,12 +63,11 @@ pub(crate) trait Averaged: Debug + Send + Sync {
 ///
 /// - if the program has changed it by other means;
 /// - if a backward adds to it while the host does not know one of the scales, as after the step of a fused optimizer on
-///   a GPU, or adds to it after the update although its loss was scaled before;
+///   a GPU;
 /// - if it has changed more often than losses were scaled by [`scale`](Self::scale), as that of a parameter that a loss
 ///   uses several times; after [`backward`](Self::backward) that makes no difference;
 /// - if it is fp16, or its memory is that of other tensors too, as in `DistributedDataParallel`;
-/// - if the parameter is not in the graph of the loss, as inside [`recompute`](crate::recompute), or the iteration is
-///   captured in a graph of a GPU;
+/// - if the iteration is captured in a graph of a GPU;
 /// - after more than 1,024 losses in one iteration;
 /// - if for 128 iterations no optimizer has stepped with a gradient from before an update, and the same optimizers have
 ///   stepped in each: the scaler then no longer looks for such gradients until other optimizers step.

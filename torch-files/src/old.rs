@@ -27,6 +27,11 @@ pub(crate) fn is_old(start: &[u8]) -> bool {
     matches!(start, [0x80, 2..=5, ..])
 }
 
+/// Returns whether a file begins as a dict or a list does in a pickle of the protocols 0 and 1, which have no number.
+pub(crate) fn is_early_pickle(start: &[u8]) -> bool {
+    matches!(start, [b'(', b'd' | b'l', b'p', b'0'..=b'9', ..] | [b'}' | b']', b'q', 0, ..])
+}
+
 /// Returns whether a pickle begins with the number that marks the format, after its protocol and the length of a frame.
 pub(super) fn is_marked(bytes: &[u8]) -> bool {
     let start = &bytes[..bytes.len().min(32)];

@@ -22,7 +22,8 @@ pub use names::Restored;
 /// Selects the parts of a checkpoint to restore and their targets; [`apply`](Self::apply) then restores them.
 ///
 /// The devices may differ from those at the time of the save. By default the names, the shapes and a model's dtypes
-/// must be the same. As in PyTorch, an optimizer's state is converted to the dtypes of its parameters.
+/// must be the same. As in PyTorch, an optimizer's state is converted to the dtypes of its parameters; unlike there,
+/// finite numbers that would become infinite in fp16 are an error.
 #[must_use = "nothing is restored before `apply`"]
 pub struct Restore<'a> {
     checkpoint: &'a Checkpoint,
@@ -145,8 +146,9 @@ impl<'a> Restore<'a> {
     }
 
     /// Sets whether tensors of a model that have another dtype are converted. False by default: another dtype is an
-    /// error. Even if true, it is an error if a finite number becomes infinite, such as 1e5 in fp16; for this, tensors
-    /// that are converted to a dtype of a smaller range are read once more.
+    /// error. Even if true, it is an error if more than digits would be lost: by a number beyond the range of the dtype,
+    /// such as 1e5 in fp16, by a fraction where that has integers, or by an imaginary part where it is real. For this,
+    /// tensors are read once more if their dtype has such numbers.
     ///
     /// # Examples
     ///

@@ -169,7 +169,7 @@ impl<'a> Prepared<'a> {
     }
 
     /// Returns an error if a tensor does not match its target in shape or, unless `cast`, in dtype, and if a cast would
-    /// make finite numbers infinite.
+    /// lose more than digits.
     pub(crate) fn check(&self, cast: bool) -> Result<()> {
         self.copies.iter().try_for_each(|copy| copy.check(cast))
     }
@@ -238,8 +238,8 @@ impl Copy<'_> {
             match entry.beyond(kind)? {
                 0 => return Ok(()),
                 count => format!(
-                    "has {count} finite numbers {there} that {kind:?} does not reach, so that `cast(true)` would make \
-                     them infinite; give the variable a dtype with their range, or leave it as it is with \
+                    "has {count} numbers {there} that {kind:?} cannot hold, because they are beyond its range, or have a \
+                     fraction or an imaginary part; give the variable another dtype, or leave it as it is with \
                      `skip(&[\"{}\"])`",
                     shown(name)
                 ),

@@ -687,12 +687,15 @@ impl fmt::Display for BudgetRow {
         let Self { quantity, name, error, factor, multiple, limit, lost } = self;
         write!(f, "{}: ", named(*quantity, name))?;
         if let Some(lost) = lost {
-            return write!(
-                f,
-                "nothing can be told here: {:.0} % of the numbers are below fp16's range; use a larger scale, or \
-                 `allow_underflow`",
-                100.0 * lost
-            );
+            let percent = (100.0 * lost).round();
+            write!(f, "nothing can be told here: ")?;
+            match percent == 0.0 {
+                true => {
+                    write!(f, "what the numbers are computed from is at the end of fp16's range")?
+                }
+                false => write!(f, "{percent} % of the numbers are below fp16's range")?,
+            }
+            return write!(f, "; use a larger scale, or `allow_underflow`");
         }
         if !error.is_finite() {
             return write!(f, "missing, not finite, or of another shape");

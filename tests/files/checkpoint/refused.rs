@@ -12,7 +12,7 @@ use tch_amp::checkpoint::{
 };
 use tch_amp::insight::{BudgetFile, HistoryReport};
 use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
-use tch_amp::optim::{OptimizerError, ParamGroupState, Sgd};
+use tch_amp::optim::{AdamW, MasterWeights, OptimizerError, ParamGroupState, Sgd};
 use tch_amp::scaler::{GradScalerState, PerLossScalers, ScalerError};
 use tch_amp::schedule::StepLr;
 use tch_amp::{Error, GradScaler};
@@ -178,7 +178,7 @@ fn a_cast_that_would_make_finite_numbers_infinite_is_refused() {
         let error = checkpoint_error(checkpoint.restore().cast(true).add("e", &mut target).apply());
         assert!(matches!(error, CheckpointError::Tensor { .. }), "{error:?}");
         let message = error.to_string();
-        assert!(message.contains(&format!("`w` in `e` has {count} finite numbers")), "{message}");
+        assert!(message.contains(&format!("`w` in `e` has {count} numbers")), "{message}");
         assert_eq!(testkit::to_f64(&target.weights["w"]), [0.5; 11]);
         let skip = checkpoint.restore().cast(true).skip(&["w"]).add("e", &mut target);
         assert_eq!(skip.apply().unwrap().skipped_keys, ["e/w"]);
@@ -202,6 +202,101 @@ fn a_cast_that_would_make_finite_numbers_infinite_is_refused() {
             let applied = checkpoint.restore().cast(true).add("e", &mut target).apply();
             assert_eq!(applied.is_err(), is_refused, "{numbers:?} {kind:?}");
         }
+    }
+}
+
+/// Restores numbers of one dtype into another with a cast, and returns how many the message says are lost.
+fn lost_by_cast(numbers: &Tensor, to: Kind) -> Option<usize> {
+    let named = |tensor: Tensor| Ema { updates: 0, weights: [("w".to_owned(), tensor)].into() };
+    let folder = Folder::new();
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add("e", &mut named(numbers.shallow_clone())).unwrap();
+    checkpoint.save(folder.file("x.pt")).unwrap();
+    let checkpoint = Checkpoint::load(folder.file("x.pt")).unwrap();
+    let mut target = named(Tensor::zeros(numbers.size(), (to, Device::Cpu)));
+    let applied = checkpoint.restore().cast(true).add("e", &mut target).apply();
+    let target = target.weights["w"].to_kind(Kind::ComplexDouble);
+    match applied {
+        Ok(_) => {
+            let differences = target - numbers.to_kind(Kind::ComplexDouble);
+            let largest = numbers.to_kind(Kind::ComplexDouble).abs().max().double_value(&[]);
+            assert!(differences.abs().max().double_value(&[]) <= largest / 8.0, "{numbers}");
+            None
+        }
+        Err(error) => {
+            assert_eq!(target.abs().max().double_value(&[]), 0.0);
+            let message = checkpoint_error::<()>(Err(error)).to_string();
+            let count = message.strip_prefix("`w` in `e` has ").unwrap().split(' ').next();
+            Some(count.unwrap().parse().unwrap())
+        }
+    }
+}
+
+#[test]
+fn a_cast_that_would_lose_more_than_digits_is_refused() {
+    let large = 2f64.powi(60);
+    let cases: [(Kind, Kind, &[f64], Option<usize>); 17] = [
+        (Kind::Int64, Kind::Int, &[3e9, -3e9, 2147483647.0, -2147483648.0], Some(2)),
+        (Kind::Int64, Kind::Uint8, &[300.0, -1.0, 255.0, 0.0], Some(2)),
+        (Kind::Uint8, Kind::Int8, &[200.0, 127.0], Some(1)),
+        (Kind::Int8, Kind::Uint8, &[-1.0, 127.0], Some(1)),
+        (Kind::Int16, Kind::Bool, &[2.0, 1.0, 0.0], Some(1)),
+        (Kind::Bool, Kind::Int8, &[1.0, 0.0], None),
+        (Kind::Uint8, Kind::Half, &[255.0, 3.0], None),
+        (Kind::Int64, Kind::Double, &[large + 3e9, -large], None),
+        (Kind::Float, Kind::Int64, &[1.5, 1e30, f64::NAN, f64::INFINITY, 4096.0], Some(4)),
+        (Kind::Double, Kind::Int64, &[2.0 * 2f64.powi(62), -2f64.powi(63), large], Some(1)),
+        (Kind::Float, Kind::Int64, &[4096.0, -3.0], None),
+        (Kind::Half, Kind::Bool, &[0.5, 1.0, 0.0], Some(1)),
+        (Kind::Float, Kind::Float8e4m3fn, &[463.0, 464.0, 1000.0, -1e9], Some(3)),
+        (Kind::Float, Kind::Float8e5m2, &[61439.0, 61440.0], Some(1)),
+        (Kind::Float8e4m3fn, Kind::Int, &[1.5, 2.0], Some(1)),
+        (Kind::Double, Kind::ComplexFloat, &[1e300, 1.0], Some(1)),
+        (Kind::ComplexFloat, Kind::Half, &[1.0, 7e4], Some(1)),
+    ];
+    for (from, to, numbers, lost) in cases {
+        let numbers = Tensor::from_slice(numbers).to_kind(from);
+        assert_eq!(lost_by_cast(&numbers, to), lost, "{from:?} {to:?}");
+    }
+    let parts = [[1.0, 0.0], [1.0, 2.0], [1e300, 0.0], [1.0, 1e300]];
+    let parts = Tensor::from_slice2(&parts).view_as_complex();
+    assert_eq!(lost_by_cast(&parts, Kind::Double), Some(2));
+    assert_eq!(lost_by_cast(&parts, Kind::Float), Some(3));
+    assert_eq!(lost_by_cast(&parts, Kind::ComplexFloat), Some(2));
+    assert_eq!(lost_by_cast(&parts.real(), Kind::Double), None);
+}
+
+/// As by a program that takes its master weights away, and begins with the moments of f32.
+#[test]
+fn moments_that_fp16_cannot_hold_are_refused() {
+    for (gradient, is_refused) in [(200.0, false), (1e4, true), (1e6, true)] {
+        let vs = VarStore::new(Device::Cpu);
+        let w = vs.root().ones("w", &[2]);
+        let mut wide = AdamW::default().build(&vs, 1e-3).unwrap();
+        wide.backward_step(&(&w * gradient).sum(Kind::Float)).unwrap();
+        let (_folder, whole) = saved(|checkpoint| checkpoint.add("opt", &mut wide).unwrap());
+        let mut half = VarStore::new(Device::Cpu);
+        let _w = half.root().ones("w", &[2]);
+        half.half();
+        let mut narrow = AdamW::default().build(&half, 1e-3).unwrap();
+        let loaded = narrow.load_state_dict(&wide.state_dict().unwrap());
+        let restored = whole.restore().add("opt", &mut narrow).apply().map(drop);
+        for result in [loaded, restored] {
+            match result {
+                Err(Error::Optimizer(OptimizerError::State { parameter, problem })) => {
+                    assert!(is_refused && parameter == "w", "{gradient}: {problem}");
+                    assert!(problem.contains("2 numbers that fp16 cannot hold"), "{problem}");
+                }
+                other => assert!(other.is_ok() && !is_refused, "{gradient}: {other:?}"),
+            }
+        }
+        assert_eq!(narrow.state_dict().unwrap().state.is_empty(), is_refused);
+        let masters = AdamW::default().master_weights(MasterWeights::Float);
+        let mut masters = masters.build(&half, 1e-3).unwrap();
+        whole.restore().add("opt", &mut masters).apply().unwrap();
+        let moments = &masters.state_dict().unwrap().state["w"];
+        let expected = testkit::to_f64(&wide.state_dict().unwrap().state["w"]["exp_avg_sq"]);
+        assert_eq!(testkit::to_f64(&moments["exp_avg_sq"]), expected);
     }
 }
 

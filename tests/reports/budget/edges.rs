@@ -219,6 +219,27 @@ fn a_loss_that_is_too_small_for_fp16_is_over_budget_with_the_share_that_is_lost(
     allowed.check(&lost.file(), optimizer, iteration(false, SMALL)).unwrap().assert();
 }
 
+/// None of their numbers becomes zero, but fp16 has few for those that they are computed from.
+#[test]
+fn gradients_that_come_from_the_end_of_fp16s_range_are_over_budget() {
+    let (vs, _alone) = store();
+    let first = nn::linear(vs.root() / "first", 16, 32, Default::default());
+    let last = nn::linear(vs.root() / "last", 32, 4, Default::default());
+    let xs = floats(&[64, 16]);
+    for (dtype, small) in [(Kind::Half, 3e-8), (Kind::Half, 1e-3), (Kind::BFloat16, 3e-8)] {
+        let report = measure(&vs, dtype, |_| {
+            let hidden = (first.forward(&xs) * small).to_kind(Kind::Float) / small;
+            last.forward(&hidden).square().mean(Kind::Float)
+        });
+        let report = report.unwrap();
+        let is_lost = dtype == Kind::Half && small < 1e-3;
+        assert_eq!(report.is_within(), !is_lost, "{report}");
+        let text = "gradient first.bias: nothing can be told here: what the numbers are computed from is at the end of \
+                    fp16's range; use a larger scale, or `allow_underflow`";
+        assert_eq!(report.to_string().contains(text), is_lost, "{report}");
+    }
+}
+
 /// The gradient of a bias before a normalization is rounding and nothing else.
 #[test]
 fn gradients_that_are_rounding_alone_are_not_compared_exactly() {

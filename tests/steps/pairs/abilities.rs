@@ -170,16 +170,12 @@ const REFUSED: [(Ability, Ability, &str); 5] = [
     (Sharded, Graph, ONE_DEVICE),
 ];
 
-/// Pairs that are documented not to work together.
-const DOCUMENTED: [(Ability, Ability, &str); 1] =
-    [(Penalty, Recompute, "`grad` finds no gradient of a weight that only a recomputed part uses")];
-
 /// Why a program cannot have both, if it cannot.
 pub fn cannot_meet(one: Ability, other: Ability) -> Option<String> {
     if ONE_OF.iter().any(|options| options.contains(&one) && options.contains(&other)) {
         return Some("a program has one of them".to_owned());
     }
-    found(&NO_SUCH_CALL, one, other).or_else(|| found(&DOCUMENTED, one, other)).map(str::to_owned)
+    found(&NO_SUCH_CALL, one, other).map(str::to_owned)
 }
 
 fn found(
@@ -208,9 +204,6 @@ pub fn rows() -> String {
     }
     for (one, other, why) in NO_SUCH_CALL {
         rows += &format!("| {} | does not compile: {why} |\n", names(&[one, other]));
-    }
-    for (one, other, why) in DOCUMENTED {
-        rows += &format!("| {} | documented: {why} |\n", names(&[one, other]));
     }
     for (one, other, why) in REFUSED {
         rows += &format!("| {} | refused: \"{why}\" |\n", names(&[one, other]));

@@ -6,6 +6,7 @@ use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Tensor, no_grad};
 use tch_amp::gradients::GradientError;
 use tch_amp::optim::{AmpOptimizer, Sgd};
+use tch_amp::recompute::checkpointed;
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig};
 use tch_amp::{Autocast, Error, GradScaler, Result, function};
 
@@ -549,6 +550,42 @@ fn a_parameter_that_a_loss_uses_several_times_keeps_its_scale_too() {
         scaler.step(&mut *b.opt).unwrap();
         assert_eq!(b.value(), -0.5, "{device:?} fused {fused}");
     });
+}
+
+#[test]
+fn a_parameter_that_only_a_recomputed_part_uses_keeps_its_scale_too() {
+    for_each_pair(|device, fused, mut a, mut b| {
+        let mut scaler = growing(device);
+        let (x, w) = (Tensor::ones([1], (tch::Kind::Float, device)), b.w.shallow_clone());
+        let of_b: Tensor = checkpointed(&[&x], move |x| Ok(loss(&w, &[1.0]) * x[0])).unwrap();
+        scaler.backward(&(a.loss() + of_b.sum(None))).unwrap();
+        step_and_update(&mut scaler, &mut *a.opt);
+        scaler.step(&mut *b.opt).unwrap();
+        assert_eq!(b.value(), 0.5, "{device:?} fused {fused}");
+    });
+}
+
+#[test]
+fn the_backward_of_a_loss_that_was_scaled_before_an_update_is_refused() {
+    let changes: [fn(&mut GradScaler) -> Result<()>; 3] = [
+        GradScaler::update,
+        |scaler| scaler.update_with(1024.0),
+        |scaler| scaler.update_with_tensor(&Tensor::from(1024f32)),
+    ];
+    for change in changes {
+        for_each_pair(|device, fused, mut a, mut b| {
+            let mut scaler = growing(device);
+            let losses = scaler.scale(&[a.loss(), b.loss()]).unwrap();
+            losses[0].backward();
+            scaler.step(&mut *a.opt).unwrap();
+            change(&mut scaler).unwrap();
+            losses[1].f_backward().unwrap_err();
+            assert!(!b.w.grad().defined(), "{device:?} fused {fused}");
+            scaler.backward(&b.loss()).unwrap();
+            scaler.step(&mut *b.opt).unwrap();
+            assert_eq!(b.value(), 0.5, "{device:?} fused {fused}");
+        });
+    }
 }
 
 #[test]

@@ -150,8 +150,14 @@ impl TorchFile {
         } else if old::is_old(&start) {
             file.with_pickles(limits)
         } else {
-            let neither = "it is neither safetensors, a file of torch.save nor a pickle";
-            Err(Malformed::Whole(neither.to_owned()))
+            let problem = match old::is_early_pickle(&start) {
+                true => {
+                    "it is a pickle of protocol 0 or 1, of which 2 to 5 are read; in Python, load it with `pickle.load` and \
+                     write it with `pickle.dump(value, file, protocol=4)`"
+                }
+                false => "it is neither safetensors, a file of torch.save nor a pickle",
+            };
+            Err(Malformed::Whole(problem.to_owned()))
         };
         read.map_err(|malformed| malformed.at(&path))
     }
@@ -636,6 +642,25 @@ mod tests {
         }
         assert!(matches!(file.read(&whole, &mut [0; 23]), Err(Error::Request(_))));
         assert!(file.read(&whole, &mut [0; 24]).is_ok());
+    }
+
+    /// A dict and a list as Python writes them with these protocols.
+    #[test]
+    fn pickles_of_the_first_protocols_are_told_how_to_convert() {
+        let early: [&[u8]; 4] = [
+            b"(dp0\nVn\np1\nI3\ns.",
+            b"(lp0\nI1\na.",
+            b"}q\x00X\x01\x00\x00\x00nq\x01K\x03s.",
+            b"]q\x00K\x01a.",
+        ];
+        for bytes in early {
+            let error = TorchFile::from_bytes(bytes.to_vec()).unwrap_err().to_string();
+            assert!(error.contains("`pickle.dump(value, file, protocol=4)`"), "{error}");
+        }
+        for bytes in [&b""[..], b"(", b"}", b"<!DOCTYPE html>", b"{\"a\": 1}", b"(deleted)"] {
+            let error = TorchFile::from_bytes(bytes.to_vec()).unwrap_err().to_string();
+            assert!(error.contains("neither safetensors"), "{error}");
+        }
     }
 
     #[test]
