@@ -306,7 +306,8 @@ fn pattern(f: &Tensor, [h1, h2]: [&Tensor; 2], [s1, s2]: [f64; 2]) -> Result<Opt
     }
     let rest = |d: &Deviation| (d.error * d.error - (d.factor - 1.0).powi(2)).max(0.0).sqrt();
     let is_multiple = |d: &Deviation| rest(d) <= PATTERN * d.factor.abs();
-    if is_multiple(&d1) && is_multiple(&d2) {
+    let are_multiples = is_multiple(&d1) && is_multiple(&d2);
+    if are_multiples {
         let (f1, f2) = (d1.factor, d2.factor);
         if is_near(f1, s1 * s1) && is_near(f2, s2 * s2) {
             return Ok(Some(ScaleFault::ScaledTwice));
@@ -321,9 +322,9 @@ fn pattern(f: &Tensor, [h1, h2]: [&Tensor; 2], [s1, s2]: [f64; 2]) -> Result<Opt
         if is_near(f1 / s1, f2 / s2) || f1 > 1.0 + PATTERN || f2 > 1.0 + PATTERN {
             return Ok(Some(ScaleFault::UnscaledByAnother(s1 / f1)));
         }
-        return Ok(Some(ScaleFault::ChangedBeforeUnscaling));
     }
-    // A part that is divided by the scale, or multiplied by it, once more than the rest.
+    // A part that is divided by the scale, or multiplied by it, once more than the rest. The gradients are a multiple
+    // if those of both parts are, as of two equal micro-batches; of those that are clipped, the part would be all.
     let part =
         |h: &Tensor, whole: f64| -> Result<Tensor> { Ok(f.f_sub(h)?.f_div(&number(whole)?)?) };
     let share = |w1: f64, w2: f64| -> Result<Option<f64>> {
@@ -331,8 +332,12 @@ fn pattern(f: &Tensor, [h1, h2]: [&Tensor; 2], [s1, s2]: [f64; 2]) -> Result<Opt
         let is_same = Deviation::of(&other, &one)?.error <= PATTERN;
         is_same.then(|| Ok(norm(&one)? / norm(f)?)).transpose()
     };
-    if let Some(share) = share(1.0 - 1.0 / s1, 1.0 - 1.0 / s2)? {
+    let is_part = |share: &f64| !are_multiples || *share < 1.0 - PATTERN;
+    if let Some(share) = share(1.0 - 1.0 / s1, 1.0 - 1.0 / s2)?.filter(is_part) {
         return Ok(Some(ScaleFault::PartNotScaled(share)));
+    }
+    if are_multiples {
+        return Ok(Some(ScaleFault::ChangedBeforeUnscaling));
     }
     if let Some(share) = share(1.0 - s1, 1.0 - s2)? {
         return Ok(Some(ScaleFault::PartNotUnscaled(share)));

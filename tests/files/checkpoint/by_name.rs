@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use tch::{Device, Kind};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Format, Restore};
 use tch_amp::optim::{AdamW, Muon, Optimizer};
 use tch_amp::{Error, Result};
@@ -11,6 +12,7 @@ use crate::checkpoint::Run;
 use crate::checkpoint::python::{ALGORITHMS, Twin, hex_float};
 use testkit::files::Folder;
 use testkit::python::Oracle;
+use testkit::tensors::leaf;
 
 /// The numbers of the parameters of the optimizer differ from Python's: it lists the bias first.
 fn other_order(algorithm: &str) -> Twin {
@@ -187,6 +189,34 @@ fn names_that_do_not_fit_are_refused(odd: &Checkpoint) {
     assert_eq!(restored.missing_keys, ["unknown/weight"]);
     let skipped = odd.restore().skip(&["weight"]).strict(false).add("unknown", opt).apply();
     assert_eq!(skipped.unwrap().skipped_keys, ["unknown/weight"]);
+}
+
+/// Two parameters of one group and one shape, of which only the names tell which is which.
+#[test]
+fn parameters_of_a_group_are_found_by_their_names_in_any_order() -> Result<()> {
+    let folder = Folder::new();
+    let [a, b] = [1.0, 2.0].map(|x| leaf(&[x; 3], Kind::Float, Device::Cpu));
+    let built = |names: [&str; 2]| {
+        let of = |name: &str| if name == "a" { &a } else { &b }.shallow_clone();
+        let list = names.map(|name| (name.to_owned(), of(name)));
+        AdamW::default().build(Vec::from(list), 0.1)
+    };
+    let mut saved = built(["a", "b"])?;
+    saved.backward_step(&(&a * 3.0 + &b * 5.0).sum(Kind::Float))?;
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add("optimizer", &mut saved)?;
+    for (file, format) in [("x.pt", Format::TorchByName), ("x.dcp", Format::Dcp)] {
+        checkpoint.save_as(folder.file(file), format)?;
+        let mut restored = built(["b", "a"])?;
+        let loaded = Checkpoint::load(folder.file(file))?;
+        loaded.restore().add("optimizer", &mut restored).apply()?;
+        let state = restored.state_dict()?.state;
+        for (name, gradient) in [("a", 3.0), ("b", 5.0)] {
+            let moment = state[name]["exp_avg"].double_value(&[0]);
+            assert!((moment - 0.1 * gradient).abs() < 1e-6, "{name} of {file}: {moment}");
+        }
+    }
+    Ok(())
 }
 
 /// Muon is two optimizers in Python, whose numbers both begin at 0.

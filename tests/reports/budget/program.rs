@@ -121,7 +121,7 @@ impl Program {
             optimizer.zero_grad()?;
         }
         let scale = run.scaler().get_scale()?;
-        if is("accumulated") || is("losses_apart") {
+        if is("accumulated") || is("losses_apart") || is("one_micro_batch_is_not_scaled") {
             let loss = self.backward_in_parts(run)?;
             self.step(run, optimizer, scale)?;
             return Ok(loss);
@@ -161,7 +161,11 @@ impl Program {
             } else {
                 losses.iter().map(|loss| loss.to_kind(Kind::Float)).sum::<Tensor>() / 2.0
             };
-            run.scaler().backward(&loss)?;
+            if part == 1 && self.change == "one_micro_batch_is_not_scaled" {
+                loss.backward();
+            } else {
+                run.scaler().backward(&loss)?;
+            }
             total += loss.detach();
             part += 1;
         }
