@@ -219,6 +219,8 @@ fn a_detached_parameter_is_named() {
     assert_eq!(first.split_once(' ').unwrap().1, "wte.weight", "{tied}");
     let text = tied.to_string();
     assert!(text.contains(&format!("\n{first}: ")), "{text}");
+}
+
 /// Of two micro-batches with the same gradients.
 #[test]
 fn the_part_of_a_micro_batch_that_is_not_scaled_is_told() {
@@ -233,8 +235,6 @@ fn the_part_of_a_micro_batch_that_is_not_scaled_is_told() {
         };
         assert!((share - 0.5).abs() < 1e-4 && names.is_empty(), "{report}");
     }
-}
-
 }
 
 /// A copy is found where it is used, and a sum where it is made. What the fault calls besides comes first in its place.
