@@ -27,11 +27,9 @@ use std::sync::Once;
 
 use tch::{Cuda, Device, Kind, Tensor};
 
-/// Runs `test` on each of the [`devices`], and prints the device on which it failed. With `TCH_AMP_REQUIRE_SIMULATION=1`
-/// the CPU is left out: it is tested without GPUs.
+/// Runs `test` on each of the [`devices`], and prints the device on which it failed.
 pub fn for_each_device(test: impl Fn(Device)) {
-    let on_gpus_alone = is_set("TCH_AMP_REQUIRE_SIMULATION");
-    for device in devices().into_iter().filter(|device| device.is_cuda() || !on_gpus_alone) {
+    for device in devices() {
         let _on = On(device);
         test(device);
     }
