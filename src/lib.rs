@@ -55,6 +55,7 @@ pub mod scaler;
 pub mod schedule;
 #[allow(unsafe_code, reason = "it declares the shim's functions")]
 mod sys;
+mod tagged;
 pub mod tree;
 mod variables;
 

@@ -41,7 +41,9 @@ mod averaged;
 mod batch_norm;
 mod progress;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
+
+use crate::tagged;
 
 pub use averaged::{AveragedWeights, SwappedIn};
 
@@ -106,7 +108,7 @@ pub struct Swa {
 }
 
 /// Any kind of average.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(tag = "averaging")]
 #[non_exhaustive]
 pub enum Averaging {
@@ -114,6 +116,12 @@ pub enum Averaging {
     Ema(Ema),
     /// [`Swa`].
     Swa(Swa),
+}
+
+impl<'de> Deserialize<'de> for Averaging {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        tagged::read(from, "averaging", tagged::variants!(Ema Swa))
+    }
 }
 
 impl Averaging {

@@ -11,7 +11,7 @@ mod finite;
 use std::fmt::{self, Debug};
 use std::str::FromStr;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
@@ -20,6 +20,7 @@ use crate::error::{Error, Number, Result, ScalerError, ensure};
 use crate::ffi::{self, OutsideRegions};
 use crate::loss_scale::finite::{GRADS_FINITE, flag};
 use crate::scale::{LARGEST, SMALLEST};
+use crate::tagged::{self, Variant};
 use crate::tree::Tree;
 
 pub use dynamic::{DynamicLossScale, DynamicLossScaleState};
@@ -248,8 +249,8 @@ fn product(tensor: &Tensor, factor: &Tensor) -> Result<Tensor> {
 /// assert_eq!(state.to_string(), "static:1024");
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "kind", deny_unknown_fields)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(tag = "kind")]
 pub enum LossScaleState {
     /// The state of a [`NoOpLossScale`].
     NoOp,
@@ -260,6 +261,28 @@ pub enum LossScaleState {
     },
     /// The state of a [`DynamicLossScale`].
     Dynamic(DynamicLossScaleState),
+}
+
+impl<'de> Deserialize<'de> for LossScaleState {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct NoOp {}
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Static {
+            loss_scale: f64,
+        }
+        let variants: [Variant<Self>; 3] = [
+            ("NoOp", |fields| serde_json::from_value(fields).map(|NoOp {}| Self::NoOp)),
+            ("Static", |fields| {
+                let Static { loss_scale } = serde_json::from_value(fields)?;
+                Ok(Self::Static { loss_scale })
+            }),
+            ("Dynamic", |fields| serde_json::from_value(fields).map(Self::Dynamic)),
+        ];
+        tagged::read(from, "kind", &variants)
+    }
 }
 
 impl LossScaleState {

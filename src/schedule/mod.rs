@@ -56,10 +56,11 @@ mod plateau;
 mod progress;
 mod scheduler;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::error::{Error, Result, ensure};
 use crate::optim::Optimizer;
+use crate::tagged;
 
 pub use combined::{ChainedScheduler, SequentialLr};
 pub use decay::{
@@ -83,7 +84,7 @@ pub use scheduler::Scheduler;
 /// assert_eq!(schedule, OneCycleLr::new(0.1, 1000).into());
 /// # Ok::<(), serde_json::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(tag = "schedule")]
 #[non_exhaustive]
 pub enum Schedule {
@@ -113,6 +114,16 @@ pub enum Schedule {
     SequentialLr(SequentialLr),
     /// [`ChainedScheduler`].
     ChainedScheduler(ChainedScheduler),
+}
+
+impl<'de> Deserialize<'de> for Schedule {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        let variants = tagged::variants!(
+            StepLr MultiStepLr ConstantLr LinearLr ExponentialLr PolynomialLr CosineAnnealingLr
+            CosineAnnealingWarmRestarts OneCycleLr InverseSqrtLr LinearWithWarmup SequentialLr ChainedScheduler
+        );
+        tagged::read(from, "schedule", variants)
+    }
 }
 
 impl Schedule {

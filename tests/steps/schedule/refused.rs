@@ -2,6 +2,7 @@
 
 use tch::{Device, Kind};
 use tch_amp::Error;
+use tch_amp::average::{Averaging, Ema};
 use tch_amp::optim::Adagrad;
 use tch_amp::schedule::{
     Annealing, ChainedScheduler, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts,
@@ -82,6 +83,21 @@ fn sequences_from_text_are_checked() {
         let error = schedule.build_for_lrs(&[0.1]).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { name, .. } if name == argument));
     }
+}
+
+/// Also in a build of the whole workspace, in which serde_json keeps the numbers of a text as they are there.
+#[test]
+fn schedules_and_averagings_are_read_from_their_text() {
+    let cosine = CosineAnnealingLr { t_max: 10, eta_min: 1e-5 };
+    let linear = LinearLr { start_factor: 0.25, end_factor: 0.5, total_iters: 8 };
+    let schedule: Schedule = SequentialLr::new(linear).then_at(8, cosine).into();
+    let text = serde_json::to_string(&schedule).unwrap();
+    assert!(text.starts_with(r#"{"schedule":"SequentialLr","#), "{text}");
+    assert_eq!(serde_json::from_str::<Schedule>(&text).unwrap(), schedule);
+    let averaging = Averaging::from(Ema { decay: 0.75, ..Ema::default() });
+    let text = serde_json::to_string(&averaging).unwrap();
+    assert!(text.starts_with(r#"{"averaging":"Ema","decay":0.75,"#), "{text}");
+    assert_eq!(serde_json::from_str::<Averaging>(&text).unwrap(), averaging);
 }
 
 #[test]
