@@ -160,11 +160,20 @@ fn group(rank: usize, port: u16) -> Result<ProcessGroup> {
     GroupConfig { interface: Some(INTERFACE.to_owned()), ..options }.join(&store?, rank, 2)
 }
 
+/// Until the test lets both ranks go on.
+fn wait() {
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+}
+
 #[test]
 #[ignore = "a rank of the test below"]
 fn rank() {
     let Ok(file) = std::env::var(FILE) else { return };
     let rank: usize = std::env::var("RANK").unwrap().parse().unwrap();
+    // Loading CUDA can take longer than the timeout of the group.
+    drop(Tensor::zeros([1], (Kind::Float, Device::Cpu)));
+    println!("rank: loaded");
+    wait();
     let first = group(rank, PORTS[0]).unwrap();
     let mut training = Training::new(&first, None).unwrap();
     for step in 0..STEPS {
@@ -182,8 +191,7 @@ fn rank() {
     };
     println!("rank: failed after {} s: {error}", begin.elapsed().as_secs_f64());
     drop((training, first));
-    let mut line = String::new();
-    std::io::stdin().read_line(&mut line).unwrap();
+    wait();
     let second = group(rank, PORTS[1]).unwrap();
     let saved = Checkpoint::load(&file).unwrap();
     let mut training = Training::new(&second, Some(&saved)).unwrap();
@@ -201,6 +209,12 @@ fn a_cut_link_is_an_error_on_both_hosts_and_a_new_group_resumes() {
     };
     let (_folder, file) = Folder::with("training.safetensors");
     let mut both = [0, 1].map(|rank| hosts.start(rank, &file));
+    for rank in &mut both {
+        rank.after("rank: loaded");
+    }
+    for rank in &mut both {
+        rank.go_on();
+    }
     for rank in &mut both {
         rank.after("rank: trained");
     }
