@@ -10,8 +10,9 @@
 //! gradient, and after an iteration with another set of optimizers.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::capture;
 use crate::error::{Error, GradientError, Result};
@@ -191,6 +192,12 @@ impl EarlierScale {
         Ok(Self { tensor: scale.tensor().f_detach_copy()?, known: scale.known() })
     }
 
+    /// That of gradients that were unscaled.
+    fn one(device: Device) -> Result<Self> {
+        let tensor = ffi::number_new(1.0, Kind::Float, device)?;
+        Ok(Self { tensor, known: Some(1.0) })
+    }
+
     /// Returns whether the host knows that the present scale is another one.
     fn differs(&self, present: &ScaleTensor) -> bool {
         self.known.zip(present.known()).is_some_and(|(kept, present)| kept != present)
@@ -239,8 +246,7 @@ impl Carried {
                     known.see(now, true);
                 }
                 known.losses = known.losses.saturating_add(1);
-                let kept = known.scale.filter(|&scale| scale != ONE);
-                let kept = kept.and_then(|scale| self.scales.get(&scale));
+                let kept = known.scale.and_then(|scale| self.scales.get(&scale));
                 let differs = writes == Some(0) && kept.is_some_and(|kept| kept.differs(present));
                 if known.is_sum || differs {
                     known.count(leaf);
@@ -376,22 +382,60 @@ impl Carried {
             ending.now = self.gradients.keys().copied().zip(now.each()).collect();
             ending.present = changes.then(|| EarlierScale::new(present)).transpose()?;
         }
-        let is_unscaled = |record: &&Record| record.stage == Stage::Unscaled && !record.dirty;
-        for record in records.iter().filter(is_unscaled) {
-            let now = Snapshot::of(&record.parameters)?.each();
-            let both = record.parameters.iter().zip(&*record.snapshot).zip(now);
-            let left = both.filter(|((_, then), now)| {
-                is_portable(&now[0]) && change(Some(then), &now[0]) == Change::None
-            });
-            ending
-                .unscaled
-                .extend(left.map(|((parameter, _), now)| (Watched::new(parameter), now)));
+        for record in records.iter().filter(|record| record.stage == Stage::Unscaled) {
+            ending.unscaled.extend(self.unscaled(record)?);
         }
         if !ending.unscaled.is_empty() {
-            let tensor = ffi::number_new(1.0, Kind::Float, present.tensor().device())?;
-            ending.one = Some(EarlierScale { tensor, known: Some(1.0) });
+            ending.one = Some(EarlierScale::one(present.tensor().device())?);
         }
         Ok(ending)
+    }
+
+    /// The gradients of a record that are unscaled, which the program may have changed since, as by clipping.
+    fn unscaled(&self, record: &Record) -> Result<Vec<(Watched, Snapshot)>> {
+        let now = Snapshot::of(&record.parameters)?.each();
+        let both = record.parameters.iter().zip(&*record.snapshot).zip(now);
+        let is_unscaled = |then: &Gradient, now: &Gradient| match change(Some(then), now) {
+            Change::None => true,
+            Change::Numbers => !(record.rescaled && self.may_be_sum(now.parameter())),
+            Change::Replaced(_) => false,
+        };
+        let left =
+            both.filter(|((_, then), now)| is_portable(&now[0]) && is_unscaled(then, &now[0]));
+        Ok(left.map(|((parameter, _), now)| (Watched::new(parameter), now)).collect())
+    }
+
+    /// Returns whether the backward of a loss that was scaled since may have added to an unscaled gradient.
+    pub(super) fn may_be_sum(&self, parameter: usize) -> bool {
+        let known = self.gradients.get(&parameter).filter(|known| known.scale == Some(ONE));
+        known.is_none_or(|known| known.losses > 0)
+    }
+
+    /// Notes the unscaled gradients of a record before the backward of another loss.
+    pub(super) fn note_unscaled(&mut self, record: &Record, present: &ScaleTensor) -> Result<()> {
+        if capture::is_inside() {
+            return Ok(());
+        }
+        let unscaled = self.unscaled(record)?;
+        if unscaled.is_empty() {
+            return Ok(());
+        }
+        if let Entry::Vacant(one) = self.scales.entry(ONE) {
+            one.insert(EarlierScale::one(present.tensor().device())?);
+        }
+        self.searched_until = self.updates + SEARCHED;
+        for (parameter, now) in unscaled {
+            let identity = now[0].parameter();
+            let is_known = self
+                .gradients
+                .get(&identity)
+                .is_some_and(|known| known.scale == Some(ONE) && known.writes(&now[0]) == Some(0));
+            if !is_known {
+                let known = Known::new(parameter, now, Some(ONE), self.updates);
+                self.gradients.insert(identity, known);
+            }
+        }
+        Ok(())
     }
 
     /// Returns whether graphs are searched in the iteration after one with this set of optimizers.
@@ -472,8 +516,6 @@ fn refuse_sums(
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
-    use tch::Device;
 
     use super::*;
     use crate::optim::Sgd;

@@ -271,9 +271,14 @@ impl Iteration {
             }
         }
         self.record_leftovers()?;
-        for record in self.records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {
+        let Self { carried, records, .. } = self;
+        for record in records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {
             let now = Snapshot::of(&record.parameters)?;
-            record.accept(now);
+            let rescaled = record.rescaled;
+            record.accept(now, |parameter| rescaled && carried.may_be_sum(parameter));
+            if let Some(scale) = scale {
+                carried.note_unscaled(record, scale)?;
+            }
             record.rescaled = true;
         }
         scale.map_or(Ok(()), |scale| self.carried.note(losses, scale))

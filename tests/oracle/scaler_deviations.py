@@ -16,7 +16,7 @@ class Record:
     def __init__(self, params, state):
         self.params, self.state = params, state
         self.rescaled = self.dirty = False
-        self.cleared = set()
+        self.cleared, self.reached = set(), set()
         self.look()
 
     def look(self):
@@ -31,18 +31,22 @@ class Record:
     def has(self, grad):
         return any(known is grad and index not in self.cleared for index, known in enumerate(self.grads))
 
-    def note_scale(self):
-        """What a scaled loss may be the reason for, from here on."""
+    def note_scale(self, leaves):
+        """What a scaled loss may be the reason for, from here on. It does not hide what another one may have added."""
         stepped = self.state["stage"] is OptState.STEPPED
         for index in range(len(self.params)):
             grad = self.params[index].grad
-            if self.changed(index):
+            if not stepped and self.changed(index) and index in self.reached:
+                pass
+            elif self.changed(index):
                 self.versions[index] = grad._version
                 self.dirty |= not stepped
                 if stepped and not grad.any():
                     self.cleared.add(index)
             elif grad is None and not stepped:
                 self.grads[index] = None
+            if not stepped and any(self.params[index] is leaf for leaf in leaves):
+                self.reached.add(index)
         self.rescaled |= not stepped
 
     def compare(self):
@@ -53,6 +57,18 @@ class Record:
             if param.grad is not self.grads[index] or (self.changed(index) and self.rescaled):
                 raise Refused("changed")
             self.dirty |= self.changed(index)
+
+
+def leaves_of(outputs):
+    """The tensors that the backward of these losses gives gradients, of which `scale` takes one or nested lists."""
+    if not isinstance(outputs, torch.Tensor):
+        return [leaf for output in outputs for leaf in leaves_of(output)]
+    leaves, nodes = [], [outputs.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        nodes += [following for following, _ in node.next_functions if following is not None]
+        leaves += [node.variable] if hasattr(node, "variable") else []
+    return leaves
 
 
 def params_of(optimizer):
@@ -82,8 +98,9 @@ class Scaler(GradScaler):
             found[device] += found_inf
 
     def scale(self, outputs):
+        leaves = leaves_of(outputs)
         for record in self.records:
-            record.note_scale()
+            record.note_scale(leaves)
         return super().scale(outputs)
 
     def find(self, optimizer):

@@ -315,6 +315,124 @@ fn an_optimizer_that_was_unscaled_before_an_update_is_not_unscaled_again() {
     }
 }
 
+fn clip(w: &Tensor, factor: f64) {
+    let _clipped = no_grad(|| w.grad().g_mul_scalar_(factor));
+}
+
+/// What the program does between `unscale_` and an `update` after which the optimizer steps.
+type Between = fn(&mut GradScaler, &mut Model, &mut Model);
+
+#[test]
+fn gradients_that_the_program_changes_after_unscale_stay_unscaled() {
+    let changes: [(&str, Between, f64); 6] = [
+        ("clipped below the norm", |_, _, b| clip(&b.w, 1.0), 0.5),
+        ("clipped", |_, _, b| clip(&b.w, 0.5), 0.75),
+        (
+            "clipped after the loss of another",
+            |scaler, a, b| {
+                scaler.backward(&a.loss()).unwrap();
+                clip(&b.w, 0.5);
+            },
+            0.75,
+        ),
+        (
+            "clipped before the loss of another",
+            |scaler, a, b| {
+                clip(&b.w, 0.5);
+                scaler.backward(&a.loss()).unwrap();
+            },
+            0.75,
+        ),
+        (
+            "clipped between losses of another",
+            |scaler, a, b| {
+                scaler.backward(&a.loss()).unwrap();
+                clip(&b.w, 0.5);
+                scaler.backward(&a.loss()).unwrap();
+            },
+            0.75,
+        ),
+        (
+            "a loss that is scaled and not used",
+            |scaler, _, b| {
+                let _unused = scaler.scale(&b.loss()).unwrap();
+            },
+            0.5,
+        ),
+    ];
+    for (name, change, expected) in changes {
+        for_each_pair(|device, fused, mut a, mut b| {
+            let mut scaler = growing(device);
+            scaler.backward(&(a.loss() + b.loss())).unwrap();
+            scaler.unscale_(&mut *b.opt).unwrap();
+            change(&mut scaler, &mut a, &mut b);
+            step_and_update(&mut scaler, &mut *a.opt);
+            scaler.step(&mut *b.opt).unwrap();
+            assert_eq!(b.value(), expected, "{device:?} fused {fused}: {name}");
+        });
+    }
+}
+
+#[test]
+fn a_sum_with_unscaled_gradients_is_refused_before_and_after_an_update() {
+    let orders: [(&str, Between); 3] = [
+        ("before the update", |scaler, a, b| {
+            scaler.backward(&b.loss()).unwrap();
+            step_and_update(scaler, &mut *a.opt);
+        }),
+        ("after it", |scaler, a, b| {
+            step_and_update(scaler, &mut *a.opt);
+            scaler.backward(&b.loss()).unwrap();
+        }),
+        ("two updates before", |scaler, a, b| {
+            scaler.backward(&b.loss()).unwrap();
+            step_and_update(scaler, &mut *a.opt);
+            a.zero();
+            scaler.backward(&a.loss()).unwrap();
+            step_and_update(scaler, &mut *a.opt);
+        }),
+    ];
+    for (name, order) in orders {
+        for_each_pair(|device, fused, mut a, mut b| {
+            if fused && device.is_cuda() {
+                // The host does not know the scale.
+                return;
+            }
+            let mut scaler = growing(device);
+            scaler.backward(&(a.loss() + b.loss())).unwrap();
+            scaler.unscale_(&mut *b.opt).unwrap();
+            order(&mut scaler, &mut a, &mut b);
+            let before = (b.value(), to_f64(&b.w.grad()));
+            assert!(is_mixed(scaler.step(&mut *b.opt)), "{device:?} fused {fused}: {name}");
+            assert_eq!(
+                (b.value(), to_f64(&b.w.grad())),
+                before,
+                "{device:?} fused {fused}: {name}"
+            );
+            b.zero();
+            scaler.backward(&b.loss()).unwrap();
+            scaler.step(&mut *b.opt).unwrap();
+            assert_eq!(b.value(), 0.5, "{device:?} fused {fused}: {name}");
+        });
+    }
+}
+
+#[test]
+fn gradients_to_which_a_backward_has_added_after_unscale_stay_refused() {
+    for_each_pair(|device, fused, mut a, mut b| {
+        let mut scaler = growing(device);
+        scaler.backward(&(a.loss() + b.loss())).unwrap();
+        scaler.unscale_(&mut *b.opt).unwrap();
+        scaler.backward(&b.loss()).unwrap();
+        // The next loss does not hide what the one before has done.
+        scaler.backward(&a.loss()).unwrap();
+        let error = scaler.step(&mut *b.opt).unwrap_err();
+        let is_changed = matches!(error, Error::Gradient(GradientError::Changed { .. }));
+        assert!(is_changed, "{device:?} fused {fused}: {error}");
+        scaler.step(&mut *a.opt).unwrap();
+    });
+}
+
 #[test]
 fn gradients_accumulate_over_updates_while_the_scale_stands_still() {
     for_each_pair(|device, fused, mut a, mut b| {
