@@ -4,13 +4,14 @@ use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::gradients::ClipNorm;
 use tch_amp::loss_scale::{DynamicLossScale, LossScale, StaticLossScale, all_finite, select_tree};
-use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer, Step};
+use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer, Sgd, Step};
 use tch_amp::scaler::{GradScalerConfig, StepCounter};
 use tch_amp::{GradScaler, Result};
 
 use crate::iteration::{ONE, TWO, algorithms, backward, losses, parameters, scaler};
 use crate::training::build;
 use testkit::simulation::Simulation;
+use testkit::to_f64;
 
 /// The calls between backward and update.
 const WAYS: [&str; 8] = [
@@ -84,6 +85,33 @@ fn an_iteration_of_a_fused_optimizer_does_not_synchronize() {
                 }
             }
         }
+    }
+}
+
+/// Their scale is kept on the device, and so is its quotient and the present one.
+#[test]
+fn a_step_with_gradients_from_before_an_update_does_not_synchronize() {
+    let Some(simulation) = Simulation::find() else { return };
+    let device = Device::Cuda(0);
+    for way in WAYS {
+        let [a, b] =
+            [0, 1].map(|_| Tensor::ones([8], (Kind::Float, device)).set_requires_grad(true));
+        let [mut of_a, mut of_b] =
+            [&a, &b].map(|w| Sgd::default().build(&[w.shallow_clone()], 0.5).unwrap());
+        let config = GradScalerConfig { init_scale: 8.0, growth_interval: 1, ..Default::default() };
+        let mut scaler = config.build(device).unwrap();
+        let ((), counts) = simulation.count(|| {
+            scaler.backward(&(&a + &b).sum(Kind::Float)).unwrap();
+            drop(scaler.step(&mut of_a).unwrap());
+            scaler.update().unwrap();
+            step(way, 1000.0.into(), &mut of_b, &mut scaler).unwrap();
+        });
+        assert_eq!(counts.host_syncs, 0, "{way}");
+        assert_eq!(scaler.get_scale().unwrap(), 32.0, "{way}");
+        // The gradient is 1, or 0.1 if its values are clipped.
+        let moved = if way.contains("value") { 0.05 } else { 0.5 };
+        let far = (1.0 - moved - to_f64(&b)[0]).abs();
+        assert!(far < 1e-6, "{way}: {b:?}");
     }
 }
 
