@@ -5,22 +5,26 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::average::{AveragedWeights, Ema};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restore, Restored};
+use tch_amp::optim::{Adam, AdamW, Optimizer};
+use tch_amp::scaler::PerLossScalers;
+use tch_amp::{Error, GradScaler};
 
 use crate::checkpoint::checkpoint_error;
 use testkit::files::Folder;
 use testkit::python::Oracle;
 
-/// The files.
+/// The files, and the moments that Python says are in them.
 struct Files {
     folder: Folder,
+    moments: serde_json::Value,
 }
 
 impl Files {
     fn write() -> Option<Self> {
         let python = Oracle::find("checkpoint_files.py")?;
         let folder = Folder::new();
-        drop(python.run(&["others", folder.0.to_str().unwrap()], ""));
-        Some(Self { folder })
+        let printed = python.run(&["others", folder.0.to_str().unwrap()], "");
+        Some(Self { folder, moments: serde_json::from_str(&printed).unwrap() })
     }
 
     fn load(&self, name: &str) -> Checkpoint {
@@ -162,4 +166,81 @@ fn averages_in_a_list_are_refused_by_their_name() {
         assert_eq!(checkpoint.tensor("ema.shadow_params.0").unwrap().size(), [2, 3], "{file}");
         assert_eq!(ema.updates().unwrap(), 0);
     }
+}
+
+/// An optimizer with the parameters of the oracle in its order.
+fn adam(is_decoupled: bool) -> Optimizer {
+    let vs = VarStore::new(Device::Cpu);
+    let net = nn::linear(vs.root(), 3, 2, Default::default());
+    let named = vec![("weight", net.ws.shallow_clone()), ("bias", net.bs.unwrap().shallow_clone())];
+    match is_decoupled {
+        true => AdamW::default().build(named, 0.1).unwrap(),
+        false => Adam::default().build(named, 0.1).unwrap(),
+    }
+}
+
+#[test]
+fn the_fused_adam_of_apex_goes_on_as_either_adam() {
+    let Some(files) = Files::write() else { return };
+    for (file, is_decoupled) in [
+        ("fused_adam", true),
+        ("fused_adam", false),
+        ("fused_adam_on_device", true),
+        ("fused_adam_on_device", false),
+    ] {
+        let mut opt = adam(is_decoupled);
+        let restored = files.load(file).restore().add("optimizer", &mut opt).apply().unwrap();
+        assert_eq!(restored, Restored::default(), "{file}");
+        let options = *opt.param_group(0).unwrap();
+        let (betas, eps, weight_decay) = ((0.5, 0.75), 1e-8, 0.125);
+        let algorithm = match is_decoupled {
+            true => AdamW { betas, eps, weight_decay, ..Default::default() }.into(),
+            false => Adam { betas, eps, weight_decay, ..Default::default() }.into(),
+        };
+        assert_eq!((options.lr, options.algorithm), (0.25, algorithm), "{file}");
+        let state = opt.state_dict().unwrap().state;
+        for name in ["weight", "bias"] {
+            assert_eq!(testkit::to_f64(&state[name]["step"]), [2.0], "{file}");
+            for key in ["exp_avg", "exp_avg_sq"] {
+                let wanted: Vec<f64> = match &files.moments[name][key] {
+                    nested if name == "weight" => {
+                        let rows: Vec<Vec<f64>> = serde_json::from_value(nested.clone()).unwrap();
+                        rows.concat()
+                    }
+                    flat => serde_json::from_value(flat.clone()).unwrap(),
+                };
+                assert_eq!(testkit::to_f64(&state[name][key]), wanted, "{key} of {name}");
+            }
+        }
+    }
+    for (file, words) in [
+        ("without_correction", "its param_groups are not those of Adam"),
+        ("fused_lamb", "its param_groups are not those of Adam"),
+        ("deepspeed", "DeepSpeed, which counts them for one parameter"),
+    ] {
+        let refused = files.load(file).restore().add("optimizer", &mut adam(true)).apply();
+        let text = checkpoint_error(refused).to_string();
+        assert!(text.contains(words), "{text}");
+    }
+}
+
+#[test]
+fn the_loss_scale_of_apex_is_refused_by_its_name_and_is_a_value() {
+    let Some(files) = Files::write() else { return };
+    let checkpoint = files.load("amp");
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    let before = scaler.get_scale().unwrap();
+    for part in ["amp", "amp.loss_scaler0"] {
+        let error = checkpoint_error(checkpoint.restore().add(part, &mut scaler).apply());
+        assert!(matches!(error, CheckpointError::OtherPart { .. }), "{error:?}");
+        let text = error.to_string();
+        for words in ["apex", "`loss_scale`", "`init_scale`"] {
+            assert!(text.contains(words), "{text}");
+        }
+        assert_eq!(scaler.get_scale().unwrap(), before);
+    }
+    assert_eq!(checkpoint.value::<f64>("amp.loss_scaler0.loss_scale").unwrap(), 1024.0);
+    let mut scalers = PerLossScalers::new(Device::Cpu, 2).unwrap();
+    let refused = files.load("two_amps").restore().add("amp", &mut scalers).apply();
+    assert!(matches!(refused, Err(Error::Checkpoint(_))), "{refused:?}");
 }
