@@ -318,7 +318,8 @@ impl<'a> SavedState<'a> {
         Ok(count as u64)
     }
 
-    pub(super) fn wrong(&self, name: &str, problem: String) -> Error {
+    /// The error for what is under a name.
+    pub(crate) fn wrong(&self, name: &str, problem: String) -> Error {
         let (part, tensor) = (self.name.to_owned(), name.to_owned());
         CheckpointError::Tensor { part, tensor, problem }.into()
     }
@@ -363,7 +364,6 @@ impl<'a> SavedState<'a> {
     }
 
     /// Returns the name of the part.
-    #[cfg(feature = "distributed")]
     pub(crate) fn name(&self) -> &'a str {
         self.name
     }
