@@ -28,7 +28,8 @@ const BATCHES: &str = "num_batches_tracked";
 /// variables, and how many updates they have had, as `n_averaged`. In PyTorch's format the part is the state of an
 /// `AveragedModel`, and an `AveragedModel` of a file from Python is restored likewise, as are averages with `steps`
 /// instead of `n_averaged`, and with [`averages_updates`](crate::checkpoint::Restore::averages_updates) those without
-/// either.
+/// either. Averages are in f32 or f64 whatever the dtype of the model; statistics of batch normalization have that of
+/// the model's, so that saved ones of another dtype need [`cast`](crate::checkpoint::Restore::cast).
 #[derive(Debug)]
 pub struct AveragedWeights {
     averaging: Averaging,
@@ -61,13 +62,6 @@ impl Statistics {
     ) -> impl Iterator<Item = (&'a Tensor, &'a Tensor)> {
         others.iter().filter_map(|(name, other)| Some((&self.buffers.get(name)?.tensor, other)))
     }
-}
-
-/// A state that is checked and can take the place of another.
-#[derive(Debug)]
-struct Loaded {
-    count: Count,
-    statistics: BTreeMap<String, Tensor>,
 }
 
 /// Returns whether a variable is a statistic of batch normalization, or how many batches it is of.
@@ -188,17 +182,15 @@ impl AveragedWeights {
         self.averaging
     }
 
-    /// The averages and their statistics, under every name of their variables.
-    fn tensors(&self) -> impl Iterator<Item = (&String, &Tensor)> {
-        let Statistics { buffers, averaged } = &self.statistics;
+    /// The averages and these statistics, under every name of their variables.
+    fn tensors<'t>(
+        &'t self,
+        statistics: &'t BTreeMap<String, Tensor>,
+    ) -> impl Iterator<Item = (&'t String, &'t Tensor)> {
+        let buffers = &self.statistics.buffers;
         let statistics =
-            averaged.iter().filter_map(|(name, mean)| Some((&buffers.get(name)?.names, mean)));
+            statistics.iter().filter_map(|(name, mean)| Some((&buffers.get(name)?.names, mean)));
         under_every_name(self.names.iter().zip(&self.averages).chain(statistics))
-    }
-
-    /// The averages, under every name of their variables.
-    fn averages(&self) -> impl Iterator<Item = (&String, &Tensor)> {
-        under_every_name(self.names.iter().zip(&self.averages))
     }
 
     /// The model's own variables besides those that are averaged, under every name.
@@ -207,39 +199,24 @@ impl AveragedWeights {
         under_every_name(variables.map(|Variable { names, tensor }| (names, tensor)))
     }
 
-    /// The names of the model's tensors whose statistics a saved state may have.
-    fn buffers(&self) -> impl Iterator<Item = &Names> {
-        self.statistics.buffers.values().map(|buffer| &buffer.names)
-    }
-
-    /// Checks a saved count and statistics.
-    fn checked(
-        &self,
-        updates: u64,
-        rest: f64,
-        statistics: BTreeMap<String, Tensor>,
-    ) -> Result<Loaded> {
+    /// Makes a tensor for each statistic that a saved state has, with the dtype and the device of the model's.
+    fn new_statistics(&self, saved: &SavedState<'_>) -> Result<BTreeMap<String, Tensor>> {
         let _own = OutsideRegions::enter();
-        ensure("rest", rest, (0.0..=1.0).contains(&rest), "from 0 to 1")?;
-        let mut here = BTreeMap::new();
-        for (name, saved) in statistics {
-            let Some(Variable { tensor: buffer, .. }) = self.statistics.buffers.get(&name) else {
-                continue;
-            };
-            if buffer.size() != saved.size() {
-                let problem =
-                    format!("`{name}` is {:?}, but {:?} here", saved.size(), buffer.size());
-                return Err(Error::InvalidArgument { name: "the saved statistic", problem });
+        let mut statistics = BTreeMap::new();
+        for (first, Variable { names, tensor }) in &self.statistics.buffers {
+            let found =
+                names.iter().map(|name| saved.contains(name)).collect::<Result<Vec<_>>>()?;
+            if found.contains(&true) {
+                statistics.insert(first.clone(), tensor.f_empty_like()?);
             }
-            here.insert(name, saved.f_to_device(buffer.device())?.f_to_kind(buffer.kind())?);
         }
-        Ok(Loaded { count: Count::resumed(updates, rest), statistics: here })
+        Ok(statistics)
     }
 
-    fn resume(&mut self, loaded: Loaded) {
+    fn resume(&mut self, count: Count, statistics: BTreeMap<String, Tensor>) {
         self.link.note_change("the state of the averages");
-        self.count = loaded.count;
-        self.statistics.averaged = loaded.statistics;
+        self.count = count;
+        self.statistics.averaged = statistics;
     }
 }
 
@@ -248,7 +225,7 @@ impl Stateful for AveragedWeights {
         let (updates, rest) = self.count.read()?;
         state.value("n_averaged", &updates)?;
         state.value("rest", &rest)?;
-        state.tensors(self.tensors())?;
+        state.tensors(self.tensors(&self.statistics.averaged))?;
         // Those of statistics can differ between ranks.
         let trained = self.parameters.iter().zip(&self.names).filter(|(it, _)| it.requires_grad());
         state.same_on_all_ranks(trained.flat_map(|(_, names)| names.iter()));
@@ -258,15 +235,7 @@ impl Stateful for AveragedWeights {
     /// Accepts the state of an `AveragedModel` and other averages from Python, too.
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
         let from_python = saved.averages_of_python()?;
-        let mut statistics = BTreeMap::new();
-        for names in self.buffers() {
-            for name in names.iter() {
-                if saved.contains(name)? {
-                    let statistic = saved.tensor(name)?;
-                    statistics.entry(names.first.clone()).or_insert(statistic);
-                }
-            }
-        }
+        let mut statistics = self.new_statistics(saved)?;
         // Those of Python begin with the first weights, so that nothing is left of the start.
         let begun = |updates| (updates, if updates == 0 { 1.0 } else { 0.0 });
         let (updates, rest) = match from_python {
@@ -280,13 +249,23 @@ impl Stateful for AveragedWeights {
                 }
             }
         };
+        ensure("rest", rest, (0.0..=1.0).contains(&rest), "from 0 to 1")?;
         if from_python.is_some() {
-            let names = self.tensors().chain(self.not_averaged()).map(|(name, _)| name);
+            let names = self.tensors(&statistics).chain(self.not_averaged()).map(|(name, _)| name);
             saved.leave_out_counts(&names.map(String::as_str).collect())?;
             saved.leave_out(self.not_averaged().map(|(name, _)| name));
         }
-        let loaded = self.checked(updates, rest, statistics)?;
-        Ok(saved.copy_to(self.averages())?.then(move || self.resume(loaded)))
+        let prepared = saved.copy_to(self.tensors(&statistics))?;
+        // What is skipped stays as it is.
+        for (first, Variable { names, .. }) in &self.statistics.buffers {
+            if names.iter().any(|name| saved.skips(name)) {
+                statistics.remove(first);
+                let own = self.statistics.averaged.get(first).map(Tensor::shallow_clone);
+                statistics.extend(own.map(|own| (first.clone(), own)));
+            }
+        }
+        let count = Count::resumed(updates, rest);
+        Ok(prepared.then(move || self.resume(count, statistics)))
     }
 }
 

@@ -100,8 +100,20 @@ impl NamedPart<'_> {
         match self {
             Self::Part(part) => part.describe(),
             Self::Tensor(_) => "a tensor".to_owned(),
-            Self::Value(_) => "a value".to_owned(),
+            Self::Value(value) => describe_value(value).to_owned(),
         }
+    }
+}
+
+/// Names the kind of a value, with an article.
+fn describe_value(value: &Value) -> &'static str {
+    let has = |name| value.get(name).is_some();
+    match () {
+        () if has("loss_scaler0") || has("loss_scale") && has("unskipped") => {
+            "a loss scaler of apex, whose options are not in the file, so that its value `loss_scale` can only be the \
+             `init_scale` of a new scaler"
+        }
+        () => "a value",
     }
 }
 
@@ -134,7 +146,7 @@ impl Part {
                 None => "a state",
             },
             Self::Tensor(_) => "a tensor",
-            Self::Value(_) => "a value",
+            Self::Value(value) => describe_value(value),
             Self::Empty => "empty",
             Self::Unknown(why) => return format!("unsupported ({why})"),
         };

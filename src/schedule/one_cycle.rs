@@ -195,6 +195,9 @@ impl OneCycleLr {
     }
 }
 
+/// The name of the length of the first phase in older files.
+const UP: &str = "step_size_up";
+
 impl Rule for OneCycleLr {
     fn check(&self, rates: &Rates) -> Result<()> {
         at_least_one("total_steps", self.total_steps)?;
@@ -251,10 +254,24 @@ impl Rule for OneCycleLr {
             })
         };
         let phases: Vec<_> = self.phases().into_iter().map(phase).collect();
-        saved.leave_out_unread(&["use_beta1"]);
+        saved.leave_out_unread(&["anneal_func", "use_beta1"]);
         saved.option("total_steps", &self.total_steps)?;
-        saved.option("_schedule_phases", &phases)?;
-        saved.option("_anneal_func_type", &self.anneal_strategy)?;
+        // Older versions of PyTorch had two phases, and saved their lengths.
+        if saved.contains(UP)? {
+            let ends: Vec<_> = self.phases().iter().map(|phase| phase.end).collect();
+            let down = match ends[..] {
+                [up, _] => self.total_steps as f64 - up - 1.0,
+                _ => ends[2] - ends[1],
+            };
+            saved.option(UP, &ends[0])?;
+            saved.option("step_size_down", &down)?;
+        } else {
+            saved.option("_schedule_phases", &phases)?;
+        }
+        // Some saved the curve as a function, which is not in the file. The last rates are on it.
+        if !saved.contains("anneal_func")? {
+            saved.option("_anneal_func_type", &self.anneal_strategy)?;
+        }
         saved.option("cycle_momentum", &self.cycle_momentum)?;
         let bases: Vec<_> = (0..progress.bases.len()).map(|group| self.start(group)).collect();
         saved.option("base_lrs", &bases)?;

@@ -7,6 +7,7 @@ use crate::checkpoint::{MetricGoal, Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ensure};
 use crate::optim::Optimizer;
 use crate::schedule::Rates;
+use crate::schedule::progress::refuse_mmengine;
 
 /// Multiplies the learning rate by `factor` when a metric has stopped improving. The counterpart of
 /// `torch.optim.lr_scheduler.ReduceLROnPlateau`, with its defaults.
@@ -232,6 +233,7 @@ impl Stateful for PlateauScheduler {
     }
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        refuse_mmengine(saved)?;
         let loaded = PlateauState {
             last_epoch: saved.value("last_epoch")?,
             best: saved.value("best")?,

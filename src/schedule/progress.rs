@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::SavedState;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, shown};
 use crate::schedule::Rates;
 use crate::schedule::Schedule;
 
@@ -116,6 +116,21 @@ impl Schedule {
         }
     }
 
+    /// Returns an error for a state of a `LambdaLR`, unless this is a schedule that Python has as one.
+    fn refuse_function(&self, saved: &SavedState<'_>) -> Result<()> {
+        const FUNCTIONS: &str = "lr_lambdas";
+        let is_one = matches!(self, Self::LinearWithWarmup(_) | Self::InverseSqrtLr(_));
+        if is_one || !saved.contains(FUNCTIONS)? {
+            return Ok(());
+        }
+        let problem = format!(
+            "is of a `LambdaLR`, whose function is not in the file, and which only `LinearWithWarmup` and \
+             `InverseSqrtLr` can be; {}",
+            instead(saved, "last_epoch")
+        );
+        Err(saved.wrong(FUNCTIONS, problem))
+    }
+
     /// Returns whether a loaded state can be that of this schedule for this number of groups.
     pub(super) fn fits(&self, progress: &Progress, groups: usize) -> bool {
         let parts = self.parts();
@@ -141,6 +156,10 @@ impl Progress {
     /// Reads the state of a schedule that has begun. Python saves the options beside it, which are compared.
     pub(super) fn read(&mut self, schedule: &Schedule, saved: &SavedState<'_>) -> Result<()> {
         let parts = schedule.parts();
+        refuse_mmengine(saved)?;
+        if saved.is_strict() || !parts.is_empty() {
+            schedule.refuse_function(saved)?;
+        }
         for (i, (schedule, part)) in parts.iter().zip(&mut self.parts).enumerate() {
             saved.within(&format!("_schedulers.{i}"), |saved| part.read(schedule, saved))?;
         }
@@ -183,6 +202,26 @@ impl Progress {
         }
         schedule.rule().compare(self, saved)
     }
+}
+
+/// How to go on from a state of another program, given the name of its number of steps.
+pub(super) fn instead(saved: &SavedState<'_>, steps: &str) -> String {
+    let steps = format!("{}.{steps}", saved.name());
+    format!(
+        "build the schedule, advance it as often as the value `{}` says, and then restore the optimizer",
+        shown(&steps)
+    )
+}
+
+/// Returns an error for a state of mmengine, whose schedules act between two steps and may be in epochs.
+pub(super) fn refuse_mmengine(saved: &SavedState<'_>) -> Result<()> {
+    const STEPS: &str = "_global_step";
+    if !(saved.contains(STEPS)? && saved.contains("base_values")?) {
+        return Ok(());
+    }
+    let instead = instead(saved, STEPS);
+    let problem = format!("is of a schedule of mmengine, which is not one of PyTorch; {instead}");
+    Err(saved.wrong(STEPS, problem))
 }
 
 fn refuse<T>(problem: String) -> Result<T> {

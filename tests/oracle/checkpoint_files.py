@@ -9,6 +9,9 @@ TorchScript with objects that only TorchScript has.
 edited FILE: puts other things in the places of the parts of FILE, which this crate wrote.
 arrays FOLDER: writes numpy's arrays and numbers in pickles of each protocol, alone and in files of torch.save, and
 prints the arrays as JSON.
+others FOLDER: writes states in the forms of apex, diffusers and torch_ema, and averages that do not fit, and prints the
+moments of the optimizer as JSON.
+beside FILE: puts a weight beside the averages in the part `ema` of FILE, which this crate wrote.
 average FILE: loads an AveragedModel from the part `ema` of FILE, which this crate wrote, and prints it after an update.
 """
 
@@ -541,6 +544,60 @@ def edited(path):
     torch.save(saved, path)
 
 
+def fused_adam(opt, **options):
+    """The state of an AdamW as apex's FusedAdam saves it: with one number of steps for each group, and neither
+    `amsgrad` nor which of Adam and AdamW it is."""
+    saved = opt.state_dict()
+    kept = ("lr", "betas", "eps", "weight_decay", "params")
+    groups = [{key: group[key] for key in kept} for group in saved["param_groups"]]
+    for group in groups:
+        group.update({"bias_correction": True, "step": 2, **options})
+    state = {i: {key: state[key] for key in ("exp_avg", "exp_avg_sq")} for i, state in saved["state"].items()}
+    return {"state": state, "param_groups": groups}
+
+
+def others(folder):
+    net = model()
+    opt = torch.optim.AdamW(net.parameters(), lr=0.25, betas=(0.5, 0.75), weight_decay=0.125)
+    for _ in range(2):
+        opt.zero_grad()
+        net(torch.ones(1, 3)).square().sum().backward()
+        opt.step()
+    moments = {name: {key: opt.state[tensor][key].tolist() for key in ("exp_avg", "exp_avg_sq")}
+               for name, tensor in net.named_parameters()}
+    tensor = torch.tensor(2, dtype=torch.int32)
+    files = {
+        "fused_adam": fused_adam(opt),
+        "fused_adam_on_device": fused_adam(opt, step=tensor, lr=torch.tensor(0.25)),
+        "deepspeed": fused_adam(opt, step=0),
+        "without_correction": fused_adam(opt, bias_correction=False),
+        "fused_lamb": fused_adam(opt, grad_averaging=True, max_grad_norm=1.0),
+        "amp": {"amp": {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}}},
+        "two_amps": {"amp": {f"loss_scaler{i}": {"loss_scale": 2.0 ** i, "unskipped": i} for i in range(2)}},
+    }
+    for i, state in files["deepspeed"]["state"].items():
+        state["step"] = 2 * i  # it counts those of the last parameter
+    wide, ema = averaged(model(), 2)
+    listed = list(ema.module.parameters())
+    options = {"decay": 0.5, "min_decay": 0.0, "update_after_step": 0, "use_ema_warmup": False, "inv_gamma": 1.0}
+    files["diffusers"] = {"ema": {**options, "power": 2 / 3, "optimization_step": 2, "shadow_params": listed}}
+    files["torch_ema"] = {"ema": {"decay": 0.5, "num_updates": 2, "shadow_params": listed, "collected_params": None}}
+    state = ema.state_dict()
+    large = {**state, "module.norm.running_var": torch.tensor([1e5, 2.0])}
+    files["large"] = {"ema": large}
+    twice = {**state, "linear.weight": torch.zeros(2, 3)}
+    files["twice"] = {"n_averaged": twice, "steps": steps(twice, 2)}
+    for name, content in files.items():
+        torch.save(content, f"{folder}/{name}.pt")
+    print(json.dumps(moments))
+
+
+def beside(path):
+    saved = torch.load(path, weights_only=True)
+    saved["ema"]["linear.weight"] = torch.zeros(2, 3)
+    torch.save(saved, path)
+
+
 def average(path):
     saved = torch.load(path, weights_only=True)["ema"]
     wide = nn.Sequential(collections.OrderedDict(linear=model(), norm=nn.BatchNorm1d(2)))
@@ -553,5 +610,5 @@ def average(path):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    commands = [shapes, unsupported, parts_of_models, edited, average, arrays]
+    commands = [shapes, unsupported, parts_of_models, edited, others, beside, average, arrays]
     {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

@@ -23,7 +23,7 @@ pub use names::Restored;
 ///
 /// The devices may differ from those at the time of the save. By default the names, the shapes and a model's dtypes
 /// must be the same. As in PyTorch, an optimizer's state is converted to the dtypes of its parameters; unlike there,
-/// finite numbers that would become infinite in fp16 are an error.
+/// finite numbers that would become infinite in fp16 are an error, and small ones become 0.
 #[must_use = "nothing is restored before `apply`"]
 pub struct Restore<'a> {
     checkpoint: &'a Checkpoint,
@@ -148,7 +148,9 @@ impl<'a> Restore<'a> {
     /// Sets whether tensors of a model that have another dtype are converted. False by default: another dtype is an
     /// error. Even if true, it is an error if more than digits would be lost: by a number beyond the range of the dtype,
     /// such as 1e5 in fp16, by a fraction where that has integers, or by an imaginary part where it is real. For this,
-    /// tensors are read once more if their dtype has such numbers.
+    /// tensors are read once more if their dtype has such numbers. A number that is too small for the dtype is rounded,
+    /// as in PyTorch, and this is neither an error nor counted: in fp16 numbers below 6e-5 lose digits, and those up to
+    /// 3e-8 become 0.
     ///
     /// # Examples
     ///

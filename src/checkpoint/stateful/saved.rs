@@ -12,7 +12,7 @@ use torch_files::Value;
 
 use crate::checkpoint::entry::TensorEntry;
 use crate::checkpoint::part::{MODULE, NamedPart, Part, REST, STEPS, StatePart, UPDATES};
-use crate::checkpoint::restore::names::is_batch_count;
+use crate::checkpoint::restore::names::{Renames, is_batch_count};
 use crate::checkpoint::restore::{Options, Restored};
 use crate::checkpoint::stateful::{Copy, Prepared, part_name, plain};
 use crate::checkpoint::{Checkpoint, CheckpointError, other_part, read_value};
@@ -64,6 +64,12 @@ impl fmt::Debug for SavedState<'_> {
 /// Why a variable is not restored for now.
 const SWAPPED: &str = "has its average in its place, which a restore would overwrite; drop the guard of \
      `swap_in` first";
+
+/// The name of the averages of diffusers and of torch_ema, and why they are not read.
+const LIST: &str = "shadow_params";
+const WITHOUT_NAMES: &str = "has averages in the order of `model.parameters()`, without names; in Python, copy them \
+     into the model with `copy_to(model.parameters())`, save its `state_dict()` and restore that with \
+     `averages_updates`";
 
 impl<'a> SavedState<'a> {
     pub(crate) fn new(checkpoint: &'a Checkpoint, name: &'a str, options: &'a Options) -> Self {
@@ -272,7 +278,10 @@ impl<'a> SavedState<'a> {
     /// wrapper that counts its updates, and returns how many there were. Returns `None` for averages of this crate.
     /// Called before anything else is read.
     pub(crate) fn averages_of_python(&self) -> Result<Option<u64>> {
-        let mut dict = Dict::of(self.checkpoint, self.name, self.options)?;
+        let mut dict = Dict::of(self.checkpoint, self.name, &self.options.names)?;
+        if dict.others.contains_key(LIST) {
+            return Err(self.wrong(LIST, WITHOUT_NAMES.to_owned()));
+        }
         if [UPDATES, REST].iter().all(|name| dict.value(name).is_some()) {
             return Ok(None);
         }
@@ -287,7 +296,9 @@ impl<'a> SavedState<'a> {
             }
         };
         if let Some(name) = counted {
-            dict.remove_prefix(MODULE);
+            let mut names = self.options.names.clone();
+            names.rename_prefix(MODULE, "");
+            dict = Dict::of(self.checkpoint, self.name, &names)?;
             self.use_up(name);
         }
         self.dict.get_or_init(|| dict);
@@ -307,7 +318,8 @@ impl<'a> SavedState<'a> {
         Ok(count as u64)
     }
 
-    pub(super) fn wrong(&self, name: &str, problem: String) -> Error {
+    /// The error for what is under a name.
+    pub(crate) fn wrong(&self, name: &str, problem: String) -> Error {
         let (part, tensor) = (self.name.to_owned(), name.to_owned());
         CheckpointError::Tensor { part, tensor, problem }.into()
     }
@@ -352,7 +364,6 @@ impl<'a> SavedState<'a> {
     }
 
     /// Returns the name of the part.
-    #[cfg(feature = "distributed")]
     pub(crate) fn name(&self) -> &'a str {
         self.name
     }
@@ -437,7 +448,7 @@ impl<'a> SavedState<'a> {
         if let Some(dict) = self.dict.get() {
             return Ok(dict);
         }
-        let dict = Dict::of(self.checkpoint, self.name, self.options)?;
+        let dict = Dict::of(self.checkpoint, self.name, &self.options.names)?;
         Ok(self.dict.get_or_init(|| dict))
     }
 }
@@ -456,7 +467,7 @@ struct Dict<'a> {
 
 impl<'a> Dict<'a> {
     /// Reads a part as a dict, and returns an error if it is not one.
-    fn of(checkpoint: &'a Checkpoint, name: &str, options: &Options) -> Result<Self> {
+    fn of(checkpoint: &'a Checkpoint, name: &str, renames: &Renames) -> Result<Self> {
         const NONE: &BTreeMap<String, TensorEntry> = &BTreeMap::new();
         const NO_OTHERS: &BTreeMap<String, Part> = &BTreeMap::new();
         let (entries, values, others, more): (_, &[_], _, _) = match checkpoint.find(name)? {
@@ -474,7 +485,7 @@ impl<'a> Dict<'a> {
             other => return Err(other_part(name, "a state", other)),
         };
         let names = entries.keys().chain(others.keys()).chain(more.keys());
-        let renamed = options.names.renamed(name, names)?;
+        let renamed = renames.renamed(name, names)?;
         let (mut tensors, mut left, mut maybe) =
             (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         for (here, saved) in renamed {
@@ -487,13 +498,6 @@ impl<'a> Dict<'a> {
             }
         }
         Ok(Self { tensors, maybe, values, others: left })
-    }
-
-    /// Removes a prefix from the names of the tensors that have it.
-    fn remove_prefix(&mut self, prefix: &str) {
-        let old = std::mem::take(&mut self.tensors);
-        let plain = |name: String| name.strip_prefix(prefix).map(str::to_owned).unwrap_or(name);
-        self.tensors = old.into_iter().map(|(name, saved)| (plain(name), saved)).collect();
     }
 
     /// Returns a tensor by its name in the target, with that and its name in the checkpoint.

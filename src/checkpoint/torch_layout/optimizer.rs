@@ -6,7 +6,7 @@
 //! layout one dict with keys such as `state.weight.exp_avg` and `param_groups.weight.lr`.
 //!
 //! PyTorch does not save the name of the algorithm, so each of `optim/algorithms` says by which options it knows its
-//! groups.
+//! groups. The FusedAdam of apex counts the steps of a group instead of those of each parameter.
 //!
 //! For Muon PyTorch has two optimizers: a dict of their states, `muon` and `adamw`. A group of this crate becomes a
 //! group of each, in the same place. Python may have groups that do not correspond; then each of them becomes a group
@@ -21,7 +21,9 @@ use super::{Items, get};
 use crate::checkpoint::entry::TensorEntry;
 use crate::checkpoint::part::OptimizerPart;
 use crate::error::{nearest, shown};
-use crate::optim::{AdamW, Algorithm, Muon, ParamGroup, ParamGroupState, Saved as _, TorchGroup};
+use crate::optim::{
+    AdamW, Algorithm, Muon, ParamGroup, ParamGroupState, STEP, Saved as _, TorchGroup,
+};
 
 /// Why the objects are not a checkpoint.
 pub(super) type Problem = String;
@@ -49,6 +51,9 @@ struct PythonGroup {
     /// The `param_names`, in the order of the parameters.
     names: Option<Vec<String>>,
     may_be_adamw: bool,
+    is_fused_adam: bool,
+    /// The steps of all of its parameters, which a FusedAdam counts.
+    steps: Option<f64>,
 }
 
 /// Returns the names of the parameters in each group, which the groups have in the place of the numbers, or which this
@@ -189,6 +194,9 @@ impl Tensors {
         };
         let params = groups.iter().flat_map(|group| &group.params);
         let by_key: HashMap<_, _> = params.map(key_of).zip(names.iter().flatten()).collect();
+        let fused = groups.iter().zip(names).filter(|(group, _)| group.is_fused_adam);
+        let fused = fused.flat_map(|(group, names)| names.iter().map(|name| (name, group.steps)));
+        let fused: HashMap<_, _> = fused.collect();
         let mut entries = BTreeMap::new();
         for (key, tensors) in state {
             let known = |key| by_key.get(&Some(key));
@@ -209,7 +217,15 @@ impl Tensors {
                 let key = shown_key(key);
                 return Err(format!("has a state of the parameter {key} that is not a dict"));
             };
-            entries.insert(String::clone(name), self.state(tensors)?);
+            let mut state = self.state(tensors)?;
+            if let Some(steps) = fused.get(name) {
+                if state.contains_key(STEP) {
+                    return Err(STEPS_OF_ONE.to_owned());
+                }
+                let steps = steps.map(|steps| Box::new(TensorEntry::number(steps as f32)));
+                state.extend(steps.map(|steps| (STEP.to_owned(), steps)));
+            }
+            entries.insert(String::clone(name), state);
         }
         Ok(entries)
     }
@@ -236,7 +252,13 @@ impl Tensors {
         let plain: Vec<_> = plain.map(|(key, value)| (key.clone(), self.plain(value))).collect();
         let options =
             options_of(&plain).map_err(|problem| format!("its param_groups {problem}"))?;
-        Ok(PythonGroup { options, params, names, may_be_adamw: may_be_adamw(items) })
+        let is_fused_adam = TorchGroup(&plain).is_fused_adam();
+        let may_be_adamw = may_be_adamw(items) || is_fused_adam;
+        let steps = match get(&plain, STEP) {
+            Some(Value::Int(steps)) => Some(*steps as f64),
+            _ => None,
+        };
+        Ok(PythonGroup { options, params, names, may_be_adamw, is_fused_adam, steps })
     }
 
     /// Returns an option with the numbers of its tensors: a learning rate or betas can be tensors of one element, so
@@ -332,6 +354,10 @@ impl Tensors {
         })
     }
 }
+
+/// Why the steps of DeepSpeed's FusedAdam are not read.
+const STEPS_OF_ONE: &str = "is a FusedAdam with a number of steps for each parameter, as that of DeepSpeed, which \
+     counts them for one parameter of a group alone";
 
 /// The keys of the two states.
 pub(super) const MUON: &str = "muon";

@@ -189,7 +189,7 @@ impl Reader {
 
     /// Converts averages of a model, which this crate has written as the state of an `AveragedModel`. `noted` are the
     /// values, and `beside` the names of what is not an average. If a Python program has updated the averages since,
-    /// the values no longer hold, and the state is one from Python.
+    /// the values no longer hold, and the state is one from Python. So is one with a name with `module.` and without.
     fn averages(&self, value: Value, noted: Option<&Value>) -> Result<Part, Problem> {
         let other = || "is recorded as averages, but is something else".to_owned();
         let items = match value {
@@ -213,7 +213,11 @@ impl Reader {
         };
         let updates = tensors.get(UPDATES).filter(|updates| updates.numel() == 1);
         let updates = updates.and_then(|updates| updates.item().ok());
-        if updates != values.get(UPDATES).and_then(|updates| updates.to().ok()) {
+        let is_there = |name: &str| tensors.contains_key(name) || others.contains_key(name);
+        let is_twice = |name: &String| name.strip_prefix(MODULE).is_some_and(is_there);
+        if updates != values.get(UPDATES).and_then(|updates| updates.to().ok())
+            || tensors.keys().chain(others.keys()).any(is_twice)
+        {
             return Ok(Part::model(tensors, others, BTreeMap::new()));
         }
         let own = |name: String| name.strip_prefix(MODULE).map(str::to_owned).unwrap_or(name);

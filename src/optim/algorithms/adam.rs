@@ -179,7 +179,8 @@ macro_rules! adam {
 
             fn is_in(group: TorchGroup<'_>) -> bool {
                 // Before PyTorch 2.7 both had the same options.
-                group.has("amsgrad") && group.is_true("decoupled_weight_decay") == $is_decoupled
+                (group.has("amsgrad") || group.is_fused_adam())
+                    && group.is_true("decoupled_weight_decay") == $is_decoupled
             }
         }
     };

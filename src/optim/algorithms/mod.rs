@@ -166,6 +166,14 @@ impl TorchGroup<'_> {
     fn is_true(&self, name: &str) -> bool {
         self.get(name) == Some(&Value::Bool(true))
     }
+
+    /// Returns whether it is a group of the FusedAdam of apex, which has no AMSGrad, and whose option says that it is
+    /// an Adam like PyTorch's. Its FusedLAMB and FusedNovoGrad have this option and one more.
+    pub(crate) fn is_fused_adam(&self) -> bool {
+        let has_own = ["betas", "eps", "weight_decay"].iter().all(|name| self.has(name));
+        let has_others = ["amsgrad", "grad_averaging"].iter().any(|name| self.has(name));
+        has_own && self.is_true("bias_correction") && !has_others
+    }
 }
 
 fn float(name: &str, value: f64) -> (Value, Value) {

@@ -14,6 +14,7 @@ mod messages;
 mod muon;
 mod names;
 mod numpy;
+mod others;
 mod own;
 mod precision;
 mod python;

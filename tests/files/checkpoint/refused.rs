@@ -8,7 +8,8 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::checkpoint::{
-    Checkpoint, CheckpointError, Format, Limits, Prepared, Rng, SaveState, SavedState, Stateful,
+    Checkpoint, CheckpointError, Format, Limits, Prepared, Restored, Rng, SaveState, SavedState,
+    Stateful,
 };
 use tch_amp::insight::{BudgetFile, HistoryReport};
 use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
@@ -264,6 +265,26 @@ fn a_cast_that_would_lose_more_than_digits_is_refused() {
     assert_eq!(lost_by_cast(&parts, Kind::Float), Some(3));
     assert_eq!(lost_by_cast(&parts, Kind::ComplexFloat), Some(2));
     assert_eq!(lost_by_cast(&parts.real(), Kind::Double), None);
+}
+
+/// It is no error: moments and small weights have many such numbers, and rounding to 0 loses no more than rounding does
+/// elsewhere.
+#[test]
+fn a_number_that_is_too_small_for_the_dtype_becomes_zero_in_a_cast() {
+    let least = 2f64.powi(-24);
+    let numbers = Tensor::from_slice(&[1e-9, -1e-30, least / 2.0, least * 0.75, least, 1.0]);
+    let folder = Folder::new();
+    for kind in [Kind::Float, Kind::Double] {
+        let mut saved = weights(&Vec::try_from(&numbers).unwrap(), kind);
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add("e", &mut saved).unwrap();
+        checkpoint.save(folder.file("x.pt")).unwrap();
+        let checkpoint = Checkpoint::load(folder.file("x.pt")).unwrap();
+        let mut target = weights(&[0.5; 6], Kind::Half);
+        let restored = checkpoint.restore().cast(true).add("e", &mut target).apply().unwrap();
+        assert_eq!(restored, Restored::default());
+        assert_eq!(testkit::to_f64(&target.weights["w"]), [0.0, 0.0, 0.0, least, least, 1.0]);
+    }
 }
 
 /// As by a program that takes its master weights away, and begins with the moments of f32.

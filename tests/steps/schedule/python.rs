@@ -6,9 +6,9 @@ use tch_amp::Error;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, MetricGoal, Restored, Stateful};
 use tch_amp::optim::Optimizer;
 use tch_amp::schedule::{
-    ChainedScheduler, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts, ExponentialLr,
-    InverseSqrtLr, LinearLr, LinearWithWarmup, MultiStepLr, OneCycleLr, PolynomialLr,
-    ReduceLrOnPlateau, Schedule, SequentialLr, StepLr, Threshold,
+    Annealing, ChainedScheduler, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts,
+    ExponentialLr, InverseSqrtLr, LinearLr, LinearWithWarmup, MultiStepLr, OneCycleLr,
+    PolynomialLr, ReduceLrOnPlateau, Schedule, SequentialLr, StepLr, Threshold,
 };
 
 use super::{PARTS, optimizer, part, rates, schedule};
@@ -47,7 +47,9 @@ fn run(oracle: &Oracle, mut cases: Vec<(Value, usize)>) -> Vec<Run> {
         case["adam"] = json!(i % 2 == 0);
         case["steps"] = json!(STEPS);
         case["set"] = json!({});
-        case["saved"] = json!({"at": *at, "path": path(i), "layout": layout(i).0});
+        let program = &case["program"];
+        case["saved"] =
+            json!({"at": *at, "path": path(i), "layout": layout(i).0, "program": program});
     }
     let input = json!(cases.iter().map(|(case, _)| case).collect::<Vec<_>>()).to_string();
     let output = oracle.run(&[], &input);
@@ -103,11 +105,12 @@ fn names(restored: &Restored) -> Vec<&str> {
 }
 
 /// What a schedule of Python saves beside what is read or compared.
-const LEFT_OUT: [&str; 9] = [
+const LEFT_OUT: [&str; 10] = [
     "_get_lr_called_within_step",
     "_is_initial",
     "_last_lr",
     "_step_count",
+    "anneal_func",
     "default_min_lr",
     "lr_lambdas",
     "mode_worse",
@@ -198,6 +201,7 @@ fn other(value: &Value) -> Value {
         }
         Value::String(text) => json!(match text.as_str() {
             "cos" => "linear",
+            "linear" => "cos",
             "min" => "max",
             "abs" => "rel",
             other => panic!("{other}"),
@@ -341,5 +345,106 @@ fn states_of_python_go_on_with_its_rates_and_other_options_are_refused() {
             run.restore(&mut scheduler, false).unwrap();
             assert_eq!(scheduler.best(), if run.at == 1 { 1.0 } else { 0.9 });
         }
+    }
+}
+
+/// They saved a function in the place of its name, and before that the lengths of two phases in the place of the list.
+/// Both curves have the same rates at the ends of a phase only.
+#[test]
+fn a_one_cycle_of_an_older_pytorch_goes_on_and_other_options_are_refused() {
+    let Some(oracle) = Oracle::find("schedules.py") else { return };
+    let schedule = |anneal_strategy, three_phase| OneCycleLr {
+        max_lr: vec![0.5, 0.25],
+        anneal_strategy,
+        three_phase,
+        ..OneCycleLr::new(0.5, 61)
+    };
+    let [cos, linear] = [Annealing::Cos, Annealing::Linear];
+    let schedules: Vec<_> =
+        [("1.13", cos, false), ("1.13", linear, true), ("1.6", cos, false), ("1.6", linear, false)]
+            .map(|(program, anneal, three_phase)| (program, schedule(anneal, three_phase)))
+            .into();
+    let case = |(program, schedule): &(&str, OneCycleLr)| {
+        (json!({"options": Schedule::from(schedule.clone()), "program": program}), 50)
+    };
+    for (run, (program, schedule)) in
+        run(&oracle, schedules.iter().map(case).collect()).iter().zip(&schedules)
+    {
+        let mut opt = run.optimizer();
+        let mut scheduler = schedule.clone().build(&mut opt).unwrap();
+        let restored =
+            run.restore(&mut scheduler, true).unwrap_or_else(|e| panic!("{}: {e}", run.case));
+        assert!(names(&restored).contains(&"anneal_func"), "{restored:?}");
+        assert!(names(&restored).iter().all(|name| LEFT_OUT.contains(name)), "{restored:?}");
+        run.restore_optimizer(&mut opt);
+        run.goes_on(&mut opt, |opt, _| scheduler.advance(opt).unwrap());
+        for (part, option, other) in changed(&json!(Schedule::from(schedule.clone())), run.parts[0])
+        {
+            let other: Schedule = serde_json::from_value(other).unwrap();
+            let mut scheduler = other.build(&mut run.optimizer()).unwrap();
+            let restored = run.restore(&mut scheduler, true);
+            let Some(option) = option else {
+                restored.unwrap();
+                continue;
+            };
+            let option = match option {
+                "_anneal_func_type" => "_last_lr",
+                // Three phases can begin like two.
+                "_schedule_phases" if *program == "1.6" => match &restored {
+                    Err(error) if error.to_string().contains("step_size_down") => "step_size_down",
+                    _ => "step_size_up",
+                },
+                option => option,
+            };
+            assert_is_refused(run, restored, &part, option);
+        }
+    }
+}
+
+/// States that do not have what a schedule goes on from: what is said of them, and that a run goes on as it is said.
+#[test]
+fn the_schedules_of_other_programs_are_refused_and_the_program_goes_on_from_their_steps() {
+    let Some(oracle) = Oracle::find("schedules.py") else { return };
+    let step: Schedule = StepLr { step_size: 7, gamma: 0.5 }.into();
+    let warmup = LinearLr { start_factor: 1e-3, end_factor: 1.0, total_iters: 9 };
+    let cosine =
+        SequentialLr::new(warmup).then_at(9, CosineAnnealingLr { t_max: 61, eta_min: 0.0 });
+    let of_python = json!({"schedule": "CosineWithWarmup", "warmup_steps": 9, "total_steps": 70, "num_cycles": 0.5});
+    let cases = [
+        ("huggingface", cosine.into(), of_python, "lr_lambdas", "last_epoch", "LambdaLR"),
+        ("mmengine", step.clone(), json!(step), "_global_step", "_global_step", "mmengine"),
+        ("detectron2", step.clone(), json!(step), "_last_lr", "last_epoch", "detectron2"),
+    ];
+    let python = |(program, _, options, ..): &(&str, Schedule, Value, &str, &str, &str)| {
+        (json!({"options": options, "program": program}), 20)
+    };
+    let runs = run(&oracle, cases.iter().map(python).collect());
+    for (run, (_, schedule, _, name, count, what)) in runs.iter().zip(cases) {
+        let mut opt = run.optimizer();
+        let mut scheduler = schedule.build(&mut opt).unwrap();
+        let error = run.restore(&mut scheduler, true).unwrap_err();
+        let text = error.to_string();
+        let Error::Checkpoint(CheckpointError::Tensor { part, tensor, .. }) = error else {
+            panic!("{text}")
+        };
+        assert_eq!((&*part, &*tensor), (run.parts[0], name), "{text}");
+        let steps = format!("{}.{count}", run.parts[0]);
+        assert!(text.contains(what) && text.contains(&format!("`{steps}`")), "{text}");
+        assert_eq!(scheduler.steps(), 0);
+
+        for _ in 0..run.files[0].value::<u64>(&steps).unwrap() {
+            scheduler.advance(&mut opt).unwrap();
+        }
+        run.restore_optimizer(&mut opt);
+        assert_eq!(scheduler.steps(), 20);
+        for theirs in &run.rates[21..] {
+            scheduler.advance(&mut opt).unwrap();
+            for (ours, theirs) in rates(&opt).iter().flatten().zip(theirs.iter().flatten()) {
+                assert!((ours - theirs).abs() <= 1e-9 * theirs, "{ours} {theirs} of {}", run.case);
+            }
+        }
+        // It is not one of a plateau, either.
+        let refused = run.restore(plateau().build(&run.optimizer()).unwrap(), true).unwrap_err();
+        assert!(matches!(refused, Error::Checkpoint(_)), "{refused:?}");
     }
 }
