@@ -255,22 +255,6 @@ fn a_detached_parameter_is_named() {
     assert!(text.contains(&format!("\n{first}: ")), "{text}");
 }
 
-/// Of two micro-batches with the same gradients.
-#[test]
-fn the_part_of_a_micro_batch_that_is_not_scaled_is_told() {
-    let _alone = alone();
-    for dtype in DTYPES {
-        let program = Program::new("mlp", dtype, "one_micro_batch_is_not_scaled", 0);
-        let report = program.form(Form::Every).measure().unwrap();
-        let Some(BudgetProblem::Scaling { fault: ScaleFault::PartNotScaled(share), names, .. }) =
-            report.problems.first()
-        else {
-            panic!("{report}")
-        };
-        assert!((share - 0.5).abs() < 1e-4 && names.is_empty(), "{report}");
-    }
-}
-
 /// A copy is found where it is used, and a sum where it is made. What the fault calls besides comes first in its place.
 #[test]
 fn the_first_operator_over_budget_is_named() {
