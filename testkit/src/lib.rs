@@ -15,6 +15,7 @@ pub mod low_bit;
 pub mod own_arithmetic;
 pub mod programs;
 pub mod python;
+pub mod ranks;
 pub mod rng;
 pub mod rows;
 pub mod simulation;
