@@ -170,12 +170,10 @@ fn hostile_safetensors_headers_take_a_small_multiple_of_memory() {
 #[test]
 fn large_valid_files_take_a_small_multiple_of_memory() {
     let many: Vec<_> = (0..400_000).map(|n| (f64::from(n), Some(n % 2 == 0))).collect();
-    let save = |path: &Path| {
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add_value("many", &many).unwrap();
-        checkpoint.add_value("text", &"x".repeat(20 * MB)).unwrap();
-        checkpoint.save(path).unwrap();
-    };
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_value("many", &many).unwrap();
+    checkpoint.add_value("text", &"x".repeat(20 * MB)).unwrap();
+    let save = |path: &Path| checkpoint.save(path).unwrap();
     are_loaded(&[
         ("values.safetensors", &save),
         ("values.pt", &save),
