@@ -44,17 +44,13 @@ fn flat(text: &str) -> String {
 fn rust_type(c: &str) -> String {
     let c = c.trim();
     if let Some(inner) = c.strip_suffix("*const *") {
-        return match inner.trim().strip_prefix("const ") {
-            Some(inner) => format!("*const *const {}", rust_type(inner)),
-            None => format!("*const *mut {}", rust_type(inner)),
-        };
+        return format!("*const {}", rust_type(&format!("{inner}*")));
     }
     if let Some(inner) = c.strip_suffix('*') {
         let inner = inner.trim().replace("void", "c_void");
-        let inner = inner.as_str();
         return match inner.strip_prefix("const ") {
             Some(inner) => format!("*const {}", rust_type(inner)),
-            None => format!("*mut {}", rust_type(inner)),
+            None => format!("*mut {}", rust_type(&inner)),
         };
     }
     let known = match c {

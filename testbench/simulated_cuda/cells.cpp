@@ -10,10 +10,7 @@ namespace {
 using at::Tensor;
 
 // Half numbers are computed in f32, as on CUDA.
-Tensor wide(const Tensor &t) {
-  const bool is_half = t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
-  return is_half ? t.to(at::kFloat) : t;
-}
+Tensor wide(const Tensor &t) { return is_half(t.scalar_type()) ? t.to(at::kFloat) : t; }
 
 Tensor argument(const Call &call, size_t index) {
   const auto &value = call.stack[call.first + index];

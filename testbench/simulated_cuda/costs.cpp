@@ -5,7 +5,6 @@
 #include <ATen/native/ForeachUtils.h>
 
 #include <algorithm>
-#include <cstring>
 #include <unordered_map>
 #include <utility>
 
@@ -13,8 +12,6 @@ namespace simulated {
 namespace {
 
 using at::Tensor;
-
-bool starts_with(const std::string &name, const char *prefix) { return name.compare(0, strlen(prefix), prefix) == 0; }
 
 const c10::IValue &argument(const Call &call, size_t index) { return call.stack.at(call.first + index); }
 
@@ -63,7 +60,7 @@ int64_t norm_launches(const std::vector<Tensor> &list) {
 int64_t foreach_launches(const Call &call) {
   const Lists lists = lists_of(call);
   if (lists.empty()) return 0;
-  const bool is_norm = is_one_of(call.name, {"_foreach_norm"});
+  const bool is_norm = is_one_of(call.name, "_foreach_norm");
   const auto &list = lists.front();
   if (!share_a_launch(call)) return is_norm ? static_cast<int64_t>(list.size()) : count_with_elements(list);
   if (is_norm) return norm_launches(list);
@@ -82,7 +79,7 @@ int64_t unscale_launches(const std::vector<Tensor> &gradients) {
 }
 
 bool is_fused_optimizer(const Call &call) {
-  return starts_with(call.name, "_fused_") && argument(call, 0).isTensorList();
+  return call.name.starts_with("_fused_") && argument(call, 0).isTensorList();
 }
 
 int64_t fused_launches(const Call &call) {
@@ -94,33 +91,14 @@ int64_t fused_launches(const Call &call) {
 
 // Views and sizes: nothing runs on the device. A number that is read is a copy, which `waits` stands for.
 bool runs_nothing(const Call &call) {
-  return is_one_of(call.name, {"view",
-                               "as_strided",
-                               "_reshape_alias",
-                               "unfold",
-                               "view_as_real",
-                               "view_as_complex",
-                               "resize_",
-                               "set_",
-                               "_indices",
-                               "_values",
-                               "indices",
-                               "values",
-                               "sparse_dim",
-                               "dense_dim",
-                               "is_coalesced",
-                               "_nnz",
-                               "_dimI",
-                               "_dimV",
-                               "alias",
-                               "crow_indices",
-                               "col_indices",
-                               "_fused_sdp_choice",
-                               "_local_scalar_dense"});
+  return is_one_of(call.name,
+                   "view as_strided _reshape_alias unfold view_as_real view_as_complex resize_ set_ _indices _values "
+                   "indices values sparse_dim dense_dim is_coalesced _nnz _dimI _dimV alias crow_indices col_indices "
+                   "_fused_sdp_choice _local_scalar_dense");
 }
 
 bool is_elementwise(const Call &call) {
-  if (is_one_of(call.name, {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_"})) return true;
+  if (is_one_of(call.name, "copy_ zero_ fill_ normal_ uniform_ random_ bernoulli_")) return true;
   const auto &name = call.schema.operator_name();
   const auto op = c10::Dispatcher::singleton().findSchema(name);
   return op && op->hasTag(at::Tag::pointwise);
@@ -143,11 +121,10 @@ bool converts(const Call &call) {
   const auto *dtype = named(call, "dtype");
   if (dtype == nullptr || !argument(call, 0).isTensor()) return false;
   const auto from = argument(call, 0).toTensor().scalar_type();
-  const bool is_scan = is_one_of(call.name, {"cumsum", "cumprod"});
-  if (!dtype->isInt())
-    return is_one_of(call.name, {"sum", "prod"}) && c10::isIntegralType(from, true) && from != at::kLong;
+  const bool is_scan = is_one_of(call.name, "cumsum cumprod");
+  if (!dtype->isInt()) return is_one_of(call.name, "sum prod") && c10::isIntegralType(from, true) && from != at::kLong;
   const auto to = static_cast<at::ScalarType>(dtype->toInt());
-  const bool widens = (from == at::kHalf || from == at::kBFloat16) && to == at::kFloat;
+  const bool widens = is_half(from) && to == at::kFloat;
   return from != to && (is_scan || !widens);
 }
 
@@ -199,7 +176,7 @@ int64_t normalization_backward_launches(const Call &call) {
 
 // A copy of a tensor to itself, and a comparison of the same memory or of other sizes, are seen by the host.
 bool is_seen_by_the_host(const Call &call) {
-  if (!is_one_of(call.name, {"copy_", "equal"})) return false;
+  if (!is_one_of(call.name, "copy_ equal")) return false;
   const Tensor &a = argument(call, 0).toTensor(), &b = argument(call, 1).toTensor();
   if (a.sizes() != b.sizes()) return call.name == "equal";
   return a.is_cuda() && b.is_cuda() && a.strides() == b.strides() && a.scalar_type() == b.scalar_type() &&
@@ -208,14 +185,14 @@ bool is_seen_by_the_host(const Call &call) {
 
 // A number on the CPU is copied to the device.
 bool has_number_of_the_host(const Call &call) {
-  if (!is_one_of(call.name, {"where.self"})) return false;
+  if (!is_one_of(call.name, "where.self")) return false;
   const Tensor &a = argument(call, 1).toTensor(), &b = argument(call, 2).toTensor();
   return a.is_cpu() || b.is_cpu();
 }
 
 // The elements of a mask are counted, and indices on the CPU are copied.
 bool has_index_that_waits(const Call &call) {
-  if (!is_one_of(call.name, {"index", "index_put_", "_index_put_impl_"})) return false;
+  if (!is_one_of(call.name, "index index_put_ _index_put_impl_")) return false;
   const auto indices = argument(call, 1).toListRef();
   return std::any_of(indices.begin(), indices.end(), [](const c10::IValue &value) {
     if (!value.isTensor() || !value.toTensor().defined()) return false;
@@ -363,7 +340,7 @@ bool share_a_launch(const Call &call) {
   for (const auto &list : lists) {
     if (list.size() != lists.front().size()) return false;
   }
-  if (is_one_of(call.name, {"_foreach_copy_"})) return are_alike(lists, /*skip_dtypes_across=*/true);
+  if (is_one_of(call.name, "_foreach_copy_")) return are_alike(lists, /*skip_dtypes_across=*/true);
   for (size_t i = call.first; i < call.stack.size(); ++i) {
     if (!call.stack[i].isTensor() || !call.stack[i].toTensor().defined()) continue;
     const Tensor &number = call.stack[i].toTensor();
@@ -376,20 +353,20 @@ bool waits(const Call &call) {
   if (is_seen_by_the_host(call)) return false;
   if (has_index_that_waits(call) || has_number_of_the_host(call)) return true;
   // These read their value on the host.
-  if (is_one_of(call.name, {"masked_fill_.Tensor", "index_fill_.int_Tensor"})) {
+  if (is_one_of(call.name, "masked_fill_.Tensor index_fill_.int_Tensor")) {
     return call.stack.back().toTensor().is_cuda();
   }
-  return is_one_of(call.name, {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique",
-                               "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",
-                               "histc", "repeat_interleave", "_coalesce", "_to_sparse"});
+  return is_one_of(call.name,
+                   "_local_scalar_dense is_nonzero equal nonzero masked_select _unique _unique2 unique_dim "
+                   "unique_consecutive unique_dim_consecutive bincount histc repeat_interleave _coalesce _to_sparse");
 }
 
 int64_t launches(const Call &call) {
   if (runs_nothing(call)) return 0;
-  if (is_one_of(call.name, {"_amp_foreach_non_finite_check_and_unscale_"})) {
+  if (is_one_of(call.name, "_amp_foreach_non_finite_check_and_unscale_")) {
     return unscale_launches(argument(call, 0).toTensorVector());
   }
-  if (starts_with(call.name, "_foreach_")) return foreach_launches(call);
+  if (call.name.starts_with("_foreach_")) return foreach_launches(call);
   if (is_fused_optimizer(call)) return fused_launches(call);
   if (is_seen_by_the_host(call) || has_no_elements(call)) return 0;
   return single_launches(call);

@@ -2,29 +2,26 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
-#include <signal.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <iterator>
-#include <map>
 #include <mutex>
-#include <unordered_map>
+#include <optional>
 #include <vector>
 
 #include "counters.h"
 #include "devices.h"
+#include "faults.h"
+#include "ranges.h"
 #include "settings.h"
 #include "simulated_cuda.h"
 
 namespace simulated {
 namespace {
 
-constexpr size_t kGranularity = 512;  // as of CUDA's allocator
 constexpr size_t kPage = 4096;
 constexpr int kFresh = 0xff;  // NaN in every floating dtype: a device does not hand out zeros
 
@@ -50,7 +47,7 @@ char *map(size_t bytes, int protection) {
 class Arena {
  public:
   Arena() {
-    for (int i = 0; i < device_count(); ++i) free_.push_back({{each_ * static_cast<size_t>(i), each_}});
+    for (size_t device = 0; device < devices_.size(); ++device) devices_[device].add(each_ * device, each_);
   }
 
   bool owns(const void *p) const { return p >= seen_ && p < seen_ + size_; }
@@ -59,31 +56,22 @@ class Arena {
   char *for_kernels(const void *p) const { return kernels_ + offset(p); }
 
   void *take(c10::DeviceIndex device, size_t bytes) {
-    const size_t need = (bytes + kGranularity - 1) / kGranularity * kGranularity;
+    const size_t need = Ranges::rounded(bytes);
     const bool planted = fails_now();
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto &holes = free_[static_cast<size_t>(device)];
-    auto hole = holes.begin();
-    while (hole != holes.end() && hole->second < need) ++hole;
-    TORCH_CHECK_WITH(OutOfMemoryError, !planted && hole != holes.end(), "CUDA out of memory. Tried to allocate ", bytes,
-                     " bytes (", planted ? "a planted failure" : "the simulated device is full", ")");
-    const auto [at, room] = *hole;
-    holes.erase(hole);
-    if (room > need) holes[at + need] = room - need;
-    taken_[at] = need;
+    const auto at = planted ? std::nullopt : devices_[static_cast<size_t>(device)].take(need);
+    TORCH_CHECK_WITH(OutOfMemoryError, at, "CUDA out of memory. Tried to allocate ", bytes, " bytes (",
+                     planted ? "a planted failure" : "the simulated device is full", ")");
     note_allocation(device, need);
-    memset(kernels_ + at, kFresh, need);
-    return seen_ + at;
+    memset(kernels_ + *at, kFresh, need);
+    return seen_ + *at;
   }
 
   void give_back(void *p) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = taken_.find(offset(p));
-    const auto [at, room] = *found;
-    taken_.erase(found);
+    const size_t at = offset(p), room = devices_[at / each_].give_back(at);
     note_release(static_cast<c10::DeviceIndex>(at / each_), room);
     forget(at, room);
-    insert(free_[at / each_], at, room);
   }
 
  private:
@@ -97,30 +85,12 @@ class Arena {
     madvise(kernels_ + first, last - first, MADV_DONTNEED);
   }
 
-  // Adds a hole and joins it with its neighbours.
-  static void insert(std::map<size_t, size_t> &holes, size_t at, size_t room) {
-    auto next = holes.lower_bound(at);
-    if (next != holes.end() && next->first == at + room) {
-      room += next->second;
-      next = holes.erase(next);
-    }
-    if (next != holes.begin()) {
-      const auto before = std::prev(next);
-      if (before->first + before->second == at) {
-        before->second += room;
-        return;
-      }
-    }
-    holes[at] = room;
-  }
-
   const size_t each_ = device_memory();
   const size_t size_ = each_ * static_cast<size_t>(device_count());
   char *const seen_ = map(size_, PROT_NONE);
   char *const kernels_ = map(size_, PROT_READ | PROT_WRITE);
   std::mutex mutex_;
-  std::vector<std::map<size_t, size_t>> free_;  // for each device, the size of the hole at an offset
-  std::unordered_map<size_t, size_t> taken_;    // sizes by offset
+  std::vector<Ranges> devices_{static_cast<size_t>(device_count())};  // by offset
 };
 
 // Never destroyed: tensors in statics are freed after everything else.
@@ -168,31 +138,13 @@ class DeviceAllocator final : public c10::DeviceAllocator {
 DeviceAllocator allocator;
 const c10::AllocatorRegisterer<c10::kCUDA> registered(&allocator);
 
-struct sigaction before = {};
-
-// Says whose memory was touched, and lets the instruction fault again with what was there before: a core, a debugger.
-void on_fault(int signal, siginfo_t *info, void *context) {
-  if (arena().owns(info->si_addr)) {
-    const size_t at = arena().offset(info->si_addr);
-    char text[160];
-    const int n = snprintf(text, sizeof text,
-                           "simulated CUDA: host code touches the memory of cuda:%zu at offset %zu; copy it first\n",
-                           at / arena().each(), at % arena().each());
-    if (write(STDERR_FILENO, text, static_cast<size_t>(n)) < 0) abort();
-    sigaction(SIGSEGV, &before, nullptr);
-  } else if ((before.sa_flags & SA_SIGINFO) != 0) {
-    before.sa_sigaction(signal, info, context);
-  } else {
-    sigaction(SIGSEGV, &before, nullptr);
-  }
+Where locate(const void *address) {
+  if (!arena().owns(address)) return {-1, 0};
+  const size_t at = arena().offset(address);
+  return {static_cast<int>(at / arena().each()), at % arena().each()};
 }
 
-const bool faults_are_told = [] {
-  struct sigaction action = {};
-  action.sa_sigaction = on_fault;
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  return arena().each() > 0 && sigaction(SIGSEGV, &action, &before) == 0;
-}();
+const bool faults_are_told = arena().each() > 0 && tell_faults("simulated CUDA", locate);
 
 }  // namespace
 
@@ -204,10 +156,7 @@ void *host_address(const void *address) {
   return arena().for_kernels(address);
 }
 
-c10::DeviceIndex device_of(const void *address) {
-  if (!arena().owns(address)) return -1;
-  return static_cast<c10::DeviceIndex>(arena().offset(address) / arena().each());
-}
+c10::DeviceIndex device_of(const void *address) { return static_cast<c10::DeviceIndex>(locate(address).device); }
 
 }  // namespace simulated
 

@@ -68,7 +68,7 @@ class Place {
       return;
     }
     // Lists are taken one by one where they lie on several devices.
-    const bool any = call_.name.compare(0, 9, "_foreach_") == 0;
+    const bool any = call_.name.starts_with("_foreach_");
     TORCH_CHECK(any || *device_ == t.device(),
                 "Expected all tensors to be on the same device, but found at least two devices, ", *device_, " and ",
                 t.device(), "! (when checking argument for argument ", argument, " in method simulated_CUDA_",
@@ -78,7 +78,7 @@ class Place {
   bool may_be_on_cpu(const Tensor &t) const {
     const auto found = device_checks().find(call_.name);
     const bool is_checked = found != device_checks().end() && found->second;
-    const bool is_index = is_one_of(call_.name, {"index", "index_put_", "_index_put_impl_", "_unsafe_index"});
+    const bool is_index = is_one_of(call_.name, "index index_put_ _index_put_impl_ _unsafe_index");
     return !is_checked && (t.dim() == 0 || is_index);
   }
 
@@ -90,7 +90,7 @@ class Place {
 // kernels for lists of tensors do not: they write to memory that they have asked for to read, and so to the original.
 void end_lazy_copies(const Call &call) {
   for (const char *of_lists : {"_foreach_", "_fused_", "_amp_foreach_"}) {
-    if (call.name.rfind(of_lists, 0) == 0) return;
+    if (call.name.starts_with(of_lists)) return;
   }
   const auto &arguments = call.schema.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -102,34 +102,14 @@ void end_lazy_copies(const Call &call) {
   }
 }
 
-Tensor to_host(Mirror &mirror, const Tensor &t) { return t.defined() && t.is_cuda() ? mirror.host(t) : t; }
-
-c10::List<Tensor> list_to_host(Mirror &mirror, const std::vector<Tensor> &tensors) {
-  c10::List<Tensor> out;
-  for (const Tensor &t : tensors) out.push_back(to_host(mirror, t));
-  return out;
-}
-
-c10::List<std::optional<Tensor>> optional_list_to_host(Mirror &mirror, c10::ArrayRef<IValue> values) {
-  c10::List<std::optional<Tensor>> out;
-  for (const IValue &value : values) {
-    out.push_back(value.isTensor() ? std::make_optional(to_host(mirror, value.toTensor())) : std::nullopt);
-  }
-  return out;
-}
-
 // Replaces what lies on a device by its mirror.
 void arguments_to_host(const Call &call, Mirror &mirror, c10::Device device) {
   const auto &arguments = call.schema.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     IValue &value = call.stack[call.first + i];
     const std::string type = arguments[i].type()->str();
-    if (value.isTensor()) {
-      value = to_host(mirror, value.toTensor());
-    } else if (value.isTensorList()) {
-      value = list_to_host(mirror, value.toTensorVector());
-    } else if (value.isList() && type.find("Tensor?") != std::string::npos) {
-      value = optional_list_to_host(mirror, value.toListRef());
+    if (has_tensors(value, type)) {
+      value = map_tensors(value, [&](const Tensor &t) { return t.defined() && t.is_cuda() ? mirror.host(t) : t; });
     } else if (value.isDevice()) {
       value = c10::Device(c10::kCPU);
     } else if (type.find("Generator") != std::string::npos) {
@@ -142,13 +122,8 @@ void results_to_device(const Call &call, Mirror &mirror, c10::Device device) {
   const size_t count = call.schema.returns().size();
   for (size_t i = call.stack.size() - count; i < call.stack.size(); ++i) {
     IValue &value = call.stack[i];
-    if (value.isTensor()) {
-      value = mirror.device(value.toTensor(), device);
-    } else if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor &t : value.toTensorVector()) list.push_back(mirror.device(t, device));
-      value = std::move(list);
-    }
+    if (!value.isTensor() && !value.isTensorList()) continue;
+    value = map_tensors(value, [&](const Tensor &t) { return mirror.device(t, device); });
   }
 }
 
@@ -156,7 +131,7 @@ void results_to_device(const Call &call, Mirror &mirror, c10::Device device) {
 class DefaultNumbers {
  public:
   DefaultNumbers(const Call &call, c10::Device device) {
-    if (!is_one_of(call.name, {"native_dropout", "_fused_dropout"})) return;
+    if (!is_one_of(call.name, "native_dropout _fused_dropout")) return;
     kept_ = cpu().get_state();
     cpu().set_state(numbers_of(default_generator(device.index())).get_state());
   }

@@ -5,7 +5,6 @@
 #include <ATen/ops/linalg_vector_norm.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "cells.h"
@@ -15,10 +14,6 @@ namespace simulated {
 namespace {
 
 using at::Tensor;
-
-bool starts_with(const std::string &name, const char *prefix) { return name.compare(0, strlen(prefix), prefix) == 0; }
-
-bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
 // The squares are added up in f32 as on CUDA, where they overflow in f32; the CPU's own norm adds one after the other
 // and is coarse for many numbers.
@@ -93,24 +88,29 @@ std::optional<at::ScalarType> softmax_backward(const Call &call) {
 
 }  // namespace
 
+bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
 std::string name_of(const c10::OperatorHandle &op) {
   const auto &full = op.schema().operator_name();
   const std::string name = full.name.substr(full.name.find("::") + 2);
   return full.overload_name.empty() ? name : name + "." + full.overload_name;
 }
 
-bool is_one_of(const std::string &name, std::initializer_list<const char *> operators) {
-  return std::any_of(operators.begin(), operators.end(), [&](const char *one) {
-    const size_t n = strlen(one);
-    return name.compare(0, n, one) == 0 && (name.size() == n || name[n] == '.');
-  });
+bool is_one_of(std::string_view name, std::string_view operators) {
+  const std::string_view plain = name.substr(0, name.find('.'));
+  while (!operators.empty()) {
+    const std::string_view one = operators.substr(0, operators.find(' '));
+    if (one == name || one == plain) return true;
+    operators.remove_prefix(std::min(one.size() + 1, operators.size()));
+  }
+  return false;
 }
 
 void change_versions(const Call &call) {
-  const bool is_in_place = starts_with(call.name, "_foreach_") && call.schema.returns().empty();
+  const bool is_in_place = call.name.starts_with("_foreach_") && call.schema.returns().empty();
   if (!is_in_place) return;
   // PyTorch 2.13 forgets these where it has one launch for all of their tensors.
-  const bool forgets = is_one_of(call.name, {"_foreach_zero_"}) || call.name == "_foreach_lerp_.Scalar";
+  const bool forgets = is_one_of(call.name, "_foreach_zero_") || call.name == "_foreach_lerp_.Scalar";
   if (forgets && share_a_launch(call)) return;
   for (const Tensor &t : call.stack[call.first].toTensorVector()) {
     if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
@@ -118,13 +118,13 @@ void change_versions(const Call &call) {
 }
 
 void check(const Call &call) {
-  if (is_one_of(call.name, {"_amp_foreach_non_finite_check_and_unscale_"})) {
+  if (is_one_of(call.name, "_amp_foreach_non_finite_check_and_unscale_")) {
     for (const Tensor &t : call.stack[call.first].toTensorVector()) {
       TORCH_CHECK_NOT_IMPLEMENTED(t.scalar_type() != at::kBFloat16,
                                   "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'");
     }
   }
-  if (starts_with(call.name, "_fused_") && call.stack[call.first].isTensorList()) {
+  if (call.name.starts_with("_fused_") && call.stack[call.first].isTensorList()) {
     TORCH_CHECK(are_alike(lists_of(call, "state_steps")), call.name,
                 ": params, grads and state must have the same dtype, device and layout, sizes and strides");
   }
@@ -144,10 +144,9 @@ bool compute_alone(const Call &call) {
 
 Adapted adapt(const Call &call) {
   Adapted out;
-  if (starts_with(call.name, "_fused_") && call.stack[call.first].isTensorList()) widen(call, out);
-  if (is_one_of(call.name, {"_softmax", "_log_softmax"})) softmax_forward(call);
-  if (is_one_of(call.name, {"_softmax_backward_data", "_log_softmax_backward_data"}))
-    out.result = softmax_backward(call);
+  if (call.name.starts_with("_fused_") && call.stack[call.first].isTensorList()) widen(call, out);
+  if (is_one_of(call.name, "_softmax _log_softmax")) softmax_forward(call);
+  if (is_one_of(call.name, "_softmax_backward_data _log_softmax_backward_data")) out.result = softmax_backward(call);
   return out;
 }
 

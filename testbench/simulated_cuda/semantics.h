@@ -5,7 +5,9 @@
 #include <ATen/core/function_schema.h>
 #include <ATen/core/stack.h>
 
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace simulated {
@@ -17,6 +19,8 @@ struct Call {
   torch::jit::Stack &stack;
   size_t first;
 };
+
+bool is_half(at::ScalarType dtype);
 
 // The name of an operator without its namespace.
 std::string name_of(const c10::OperatorHandle &op);
@@ -35,8 +39,30 @@ void for_each_tensor(const c10::IValue &value, const F &f) {
   }
 }
 
-// Whether `name`, which may have an overload, is one of the operators.
-bool is_one_of(const std::string &name, std::initializer_list<const char *> operators);
+// Whether an argument of this type is a tensor or a list of tensors, some of which may be missing.
+inline bool has_tensors(const c10::IValue &value, const std::string &type) {
+  const bool is_optional_list = value.isList() && type.find("Tensor?") != std::string::npos;
+  return value.isTensor() || value.isTensorList() || is_optional_list;
+}
+
+// The same with `f` of each tensor.
+template <typename F>
+c10::IValue map_tensors(const c10::IValue &value, const F &f) {
+  if (value.isTensor()) return f(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor &t : value.toTensorVector()) list.push_back(f(t));
+    return list;
+  }
+  c10::List<std::optional<at::Tensor>> list;
+  for (const c10::IValue &each : value.toListRef()) {
+    list.push_back(each.isTensor() ? std::make_optional(f(each.toTensor())) : std::nullopt);
+  }
+  return list;
+}
+
+// Whether `name`, which may have an overload, is one of the operators, which are separated by spaces.
+bool is_one_of(std::string_view name, std::string_view operators);
 
 // Changes the versions of the tensors that an operator on lists writes to, as its host code does.
 void change_versions(const Call &call);

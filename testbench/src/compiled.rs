@@ -1,7 +1,6 @@
 //! Compiles the C++ that takes the place of libraries, and keeps what has not changed.
 
 use std::collections::VecDeque;
-use std::ffi::OsString;
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -51,7 +50,7 @@ impl Unit<'_> {
     }
 
     fn compiler(&self, source: &Path, object: &Path) -> Command {
-        let mut compiler = cxx();
+        let mut compiler = compiler::command();
         compiler.args(FLAGS).args(self.flags);
         if env::var_os("CI").is_some() {
             compiler.arg("-Werror");
@@ -69,13 +68,20 @@ impl Unit<'_> {
         compiler
     }
 
+    /// The command that links objects to a shared library in the folder.
+    pub fn linker(&self, soname: &str, objects: &[PathBuf]) -> Command {
+        let mut linker = compiler::command();
+        linker.args(["-shared", "-o"]).arg(self.folder.join(soname)).args(objects);
+        linker.arg(format!("-Wl,-soname,{soname}"));
+        linker
+    }
+
     /// The path of a source's object, with a name that changes with everything that it depends on.
     fn object(&self, source: &Path) -> Result<PathBuf> {
         let mut parts = self.headers.clone();
         parts.push(source.to_owned());
         let stem = source.file_stem().unwrap_or_default().to_string_lossy();
-        let hash = format!("{}{:?}", stamp(&parts, self.libtorch)?, self.flags);
-        Ok(self.folder.join(format!("{stem}-{:016x}.o", hash_of(&hash))))
+        Ok(self.folder.join(format!("{stem}-{}.o", stamp(&parts, self.libtorch, self.flags)?)))
     }
 }
 
@@ -88,10 +94,9 @@ pub fn provide(
     build: impl FnOnce(&Path) -> Result<()>,
 ) -> Result<PathBuf> {
     let version = &libtorch.version;
-    let folder = paths::target().join(name).join(version);
-    fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
+    let folder = paths::make(paths::target().join(name).join(version))?;
     let _lock: File = cache::lock(&folder.join("lock"))?;
-    let (path, stamp) = (folder.join("stamp"), stamp(files, libtorch)?);
+    let (path, stamp) = (folder.join("stamp"), stamp(files, libtorch, &[])?);
     if !fs::read_to_string(&path).is_ok_and(|known| known == stamp) {
         println!("building testbench/{name} for libtorch {version}");
         build(&folder).with_context(|| format!("testbench/{name} cannot be built"))?;
@@ -117,34 +122,19 @@ pub fn python(libtorch: &Libtorch, folder: &str, script: &str) -> Command {
     command
 }
 
-/// The C++ compiler, with the options that CXX may contain.
-pub fn cxx() -> Command {
-    let words = env::var("CXX").unwrap_or_else(|_| "c++".into());
-    let mut words = words.split_whitespace().map(OsString::from);
-    let mut command = Command::new(words.next().unwrap_or_else(|| "c++".into()));
-    command.args(words);
-    command
-}
-
-/// A hash of the files, the compiler and the libtorch.
-fn stamp(files: &[PathBuf], libtorch: &Libtorch) -> Result<String> {
+/// A hash of the files, the compiler with its options, and the libtorch.
+fn stamp(files: &[PathBuf], libtorch: &Libtorch, flags: &[&str]) -> Result<String> {
     let mut hasher = DefaultHasher::new();
     for file in files {
         let text = fs::read(file).with_context(|| format!("{} cannot be read", file.display()))?;
         (file.file_name(), text).hash(&mut hasher);
     }
-    (compiler::cxx()?, FLAGS, &libtorch.root, &libtorch.version).hash(&mut hasher);
+    (compiler::version()?, FLAGS, flags, &libtorch.root, &libtorch.version).hash(&mut hasher);
     Ok(format!("{:016x}", hasher.finish()))
 }
 
-fn hash_of(text: &str) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    text.hash(&mut hasher);
-    hasher.finish()
-}
-
 /// Runs the commands in parallel, as many at once as there are cores.
-fn run_together(commands: Vec<Command>) -> Result<()> {
+pub fn run_together(commands: Vec<Command>) -> Result<()> {
     let at_once = thread::available_parallelism().map_or(1, usize::from);
     let mut running: VecDeque<(Command, Child)> = VecDeque::new();
     let mut waiting = VecDeque::from(commands);

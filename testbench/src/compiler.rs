@@ -7,16 +7,27 @@ use anyhow::{Context, Result};
 
 use crate::process;
 
-/// The C++ compiler that the `cc` crate uses, and its version.
-pub fn cxx() -> Result<String> {
-    let compiler = env::var("CXX").unwrap_or_else(|_| "c++".into());
-    let mut words = compiler.split_whitespace();
+/// The C++ compiler that the `cc` crate uses, with the options that CXX may contain.
+pub fn command() -> Command {
+    let words = name();
+    let mut words = words.split_whitespace();
     let mut command = Command::new(words.next().unwrap_or("c++"));
-    let version = process::first_line(command.args(words).arg("--version")).with_context(|| {
+    command.args(words);
+    command
+}
+
+/// Its version.
+pub fn version() -> Result<String> {
+    let name = name();
+    let version = process::first_line(command().arg("--version")).with_context(|| {
         format!(
-            "there is no C++ compiler (`{compiler} --version` does not run): \
-             install one, such as with `apt install g++`, or set CXX"
+            "there is no C++ compiler (`{name} --version` does not run): install one, such as with `apt install g++`, \
+             or set CXX"
         )
     })?;
-    Ok(format!("{version} ({compiler})"))
+    Ok(format!("{version} ({name})"))
+}
+
+fn name() -> String {
+    env::var("CXX").unwrap_or_else(|_| "c++".into())
 }

@@ -1,4 +1,4 @@
-//! The folders of the repository.
+//! The folders of the repository, and files and folders with errors that name them.
 
 use std::path::{Path, PathBuf};
 use std::{env, fs};
@@ -55,8 +55,34 @@ pub fn stem(file: &Path) -> String {
     file.file_stem().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-fn name(path: &Path) -> String {
+/// The name of a file.
+pub fn name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// The text of a file.
+pub fn read(file: &Path) -> Result<String> {
+    fs::read_to_string(file).with_context(|| format!("{} cannot be read", file.display()))
+}
+
+/// Writes a file.
+pub fn write(file: &Path, text: &str) -> Result<()> {
+    fs::write(file, text).with_context(|| format!("{} cannot be written", file.display()))
+}
+
+/// Makes a folder unless it exists, and returns it.
+pub fn make(folder: PathBuf) -> Result<PathBuf> {
+    fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
+    Ok(folder)
+}
+
+/// Makes a folder without what it had before, and returns it.
+pub fn make_empty(folder: PathBuf) -> Result<PathBuf> {
+    if folder.exists() {
+        let cannot = || format!("{} cannot be removed", folder.display());
+        fs::remove_dir_all(&folder).with_context(cannot)?;
+    }
+    make(folder)
 }
 
 /// What is in a folder, sorted.

@@ -7,11 +7,15 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Result, anyhow, bail, ensure};
 
-/// The cargo that runs xtask.
-pub fn cargo() -> Command {
-    Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+use crate::paths;
+
+/// The cargo that runs xtask, in a folder, with these words as its arguments.
+pub fn cargo(dir: &Path, words: &str) -> Command {
+    let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(words.split(' ')).current_dir(dir);
+    cargo
 }
 
 /// Runs `command` and shows its output.
@@ -63,8 +67,7 @@ pub fn read_showing_errors(command: &mut Command) -> Result<String> {
 
 /// Writes a program of the shell and returns its path.
 pub fn script(path: &Path, text: &str) -> Result<PathBuf> {
-    fs::write(path, format!("#!/bin/sh\n{text}"))
-        .with_context(|| format!("{} cannot be written", path.display()))?;
+    paths::write(path, &format!("#!/bin/sh\n{text}"))?;
     fs::set_permissions(path, Permissions::from_mode(0o755))?;
     Ok(path.to_owned())
 }

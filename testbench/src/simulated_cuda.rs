@@ -5,7 +5,7 @@ use std::process::Command;
 
 use anyhow::{Result, ensure};
 
-use crate::compiled::{self, Unit, cxx};
+use crate::compiled::{self, Unit};
 use crate::libtorch::Libtorch;
 use crate::paths::files;
 use crate::{paths, process};
@@ -53,11 +53,8 @@ fn build(libtorch: &Libtorch, folder: &Path) -> Result<()> {
         headers,
     };
     let objects = unit.compile(&files(SOURCES, ".cpp")?)?;
-    let mut linker = cxx();
-    linker.args(["-shared", "-o"]).arg(folder.join(LIBRARY)).args(&objects);
-    linker.arg(format!("-Wl,-soname,{LIBRARY}"));
-    linker.arg("-L").arg(libtorch.lib()).args(["-ltorch_cpu", "-lc10"]);
-    process::run(&mut linker)
+    let mut linker = unit.linker(LIBRARY, &objects);
+    process::run(linker.arg("-L").arg(libtorch.lib()).args(["-ltorch_cpu", "-lc10"]))
 }
 
 /// The list of PyTorch's operators, which the wheel contains beside torch.

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::programs::this_test_by;
+
 /// An empty temporary folder, which is removed when it is dropped.
 #[derive(Debug)]
 pub struct Folder(pub PathBuf);
@@ -47,10 +49,13 @@ impl Drop for Folder {
     }
 }
 
-/// The names of the entries of a folder.
+/// The names of the entries of a folder, sorted.
 pub fn names_in(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).unwrap();
-    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<_> = names.collect();
+    names.sort();
+    names
 }
 
 /// Where the disk of a test is that runs on a small one.
@@ -65,17 +70,14 @@ pub fn small_disk() -> Option<PathBuf> {
 /// where none can be mounted.
 pub fn run_on_small_disk(folder: &Path, kib: u32, test: &str) {
     let mounted = format!(r#"mount -t tmpfs -o size={kib}k tmpfs "$0" && "$@""#);
-    let on_small_disk = |program: &Path, arguments: &[&str]| {
-        let mut command = Command::new("unshare");
-        command.args(["--mount", "--map-root-user", "sh", "-c", &mounted]).arg(folder);
-        command.arg(program).args(arguments).env(SMALL_DISK, folder).output()
-    };
-    if !on_small_disk(Path::new("true"), &[]).is_ok_and(|output| output.status.success()) {
+    let folder = folder.to_str().expect("the folder of a test has a plain name");
+    let words = ["unshare", "--mount", "--map-root-user", "sh", "-c", &mounted, folder];
+    let tried = Command::new(words[0]).args(&words[1..]).arg("true").output();
+    if !tried.is_ok_and(|output| output.status.success()) {
         return super::skipped("`unshare` cannot mount a disk here");
     }
-    let program = std::env::current_exe().expect("a test has a program");
-    let arguments = ["--exact", test, "--ignored", "--nocapture"];
-    let output = on_small_disk(&program, &arguments).expect("`unshare` has run before");
+    let output = this_test_by(&words, test).env(SMALL_DISK, folder).output();
+    let output = output.expect("`unshare` has run before");
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success() && said.contains("1 passed"), "{said} {output:?}");
 }

@@ -7,14 +7,19 @@
 #![allow(clippy::should_implement_trait, reason = "`next` of a generator has no end")]
 
 pub mod bits;
+pub mod checkpoints;
 pub mod descent;
 pub mod files;
 pub mod functions;
+pub mod handmade;
 pub mod html;
 pub mod low_bit;
+pub mod optimizers;
 pub mod own_arithmetic;
 pub mod programs;
 pub mod python;
+pub mod ranks;
+pub mod refused;
 pub mod rng;
 pub mod rows;
 pub mod simulation;

@@ -12,70 +12,22 @@ use tch_amp::Autocast;
 use super::bits;
 
 /// Operators that the arithmetic of this crate is made of, or could be.
-const COMMON: [&str; 59] = [
-    "abs",
-    "add",
-    "all",
-    "amax",
-    "any",
-    "argmax",
-    "bitwise_and",
-    "cat",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "clone",
-    "cumsum",
-    "detach_copy",
-    "div",
-    "empty_like",
-    "eq",
-    "exp",
-    "_foreach_norm",
-    "ge",
-    "gt",
-    "index_select",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "item",
-    "linalg_vector_norm",
-    "_local_scalar_dense",
-    "log",
-    "logical_and",
-    "logical_not",
-    "logical_or",
-    "lt",
-    "masked_fill",
-    "matmul",
-    "maximum",
-    "mean",
-    "minimum",
-    "mm",
-    "mul",
-    "ne",
-    "neg",
-    "norm",
-    "nonzero",
-    "ones_like",
-    "pow",
-    "reciprocal",
-    "rsqrt",
-    "sign",
-    "sqrt",
-    "square",
-    "stack",
-    "sub",
-    "sum",
-    "_to_copy",
-    "var",
-    "where",
-    "zeros_like",
-    "copy",
-];
+const COMMON: &str = "
+    abs add all amax any argmax bitwise_and cat clamp clamp_max clamp_min clone cumsum detach_copy div empty_like eq exp
+    _foreach_norm ge gt index_select isfinite isinf isnan item linalg_vector_norm _local_scalar_dense log logical_and
+    logical_not logical_or lt masked_fill matmul maximum mean minimum mm mul ne neg norm nonzero ones_like pow
+    reciprocal rsqrt sign sqrt square stack sub sum _to_copy var where zeros_like copy
+";
 
 /// Runs code in the region under test, or outside of all.
 pub type Within<'a> = &'a (dyn Fn(&mut dyn FnMut()) + Sync);
+
+/// What `f` gives where `within` runs it.
+pub fn inside<T>(within: Within<'_>, f: impl FnOnce() -> T) -> T {
+    let (mut f, mut result) = (Some(f), None);
+    within(&mut || result = f.take().map(|f| f()));
+    result.expect("it runs once")
+}
 
 /// What a job has computed. It may be told so inside of the region, and is read outside.
 #[derive(Debug, Default)]
@@ -143,11 +95,13 @@ pub const fn job(name: &'static str, _entries: &[&str], run: Run) -> Job {
 /// Asserts that jobs give the same bits in every region, and where gradients are in one memory.
 pub fn assert_obeys_no_region(device: Device, jobs: &[Job]) {
     let region = Autocast::new(device).dtype(Kind::Half);
+    let bf16 = Autocast::new(device).dtype(Kind::BFloat16);
+    let common = || COMMON.split_whitespace();
     let regions = [
         ("a plain region", region),
-        ("a region that prefers half precision", region.prefer_half(COMMON)),
-        ("a region that keeps f32", region.keep_in_f32(COMMON)),
-        ("a bf16 region", Autocast::new(device).dtype(Kind::BFloat16).prefer_half(COMMON)),
+        ("a region that prefers half precision", region.prefer_half(common())),
+        ("a region that keeps f32", region.keep_in_f32(common())),
+        ("a bf16 region", bf16.prefer_half(common())),
     ];
     let mut wrong = Vec::new();
     for job in jobs {

@@ -1,6 +1,8 @@
-//! Which random programs run, and where.
+//! Which random programs run, and where; and this program again, as another process.
 
+use std::ffi::OsStr;
 use std::ops::Range;
+use std::process::Command;
 
 use super::{cuda_or_skip, simulation, skipped};
 
@@ -27,4 +29,18 @@ pub fn python_can_have_the_gpu() -> bool {
         skipped("Python has no simulated GPU");
     }
     !simulation::is_model()
+}
+
+/// One ignored test of this program, to be run as a process of its own.
+pub fn this_test(name: &str) -> Command {
+    this_test_by(&[], name)
+}
+
+/// The same by other words, such as those of a shell, which get the program and its arguments as their last ones.
+pub fn this_test_by(words: &[&str], name: &str) -> Command {
+    let program = std::env::current_exe().expect("a test has a program");
+    let mut all = words.iter().map(OsStr::new).chain([program.as_os_str()]);
+    let mut command = Command::new(all.next().expect("there is the program"));
+    command.args(all).args(["--exact", name, "--ignored", "--nocapture"]);
+    command
 }

@@ -4,6 +4,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_void};
+use std::fmt::Debug;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::panic::Location;
@@ -181,6 +182,30 @@ impl Simulation {
             counts.record(Path::new(&file), Location::caller());
         }
         (out, counts)
+    }
+
+    /// Makes each allocation of `call` fail in turn. Each time, `call` gets a new state from `prepare`, and `check` the number
+    /// of the allocation, that state and the error. At last no allocation is left, and `call` must succeed. Returns how
+    /// many have failed.
+    pub fn fail_each<S, T, E: Debug>(
+        &self,
+        mut prepare: impl FnMut() -> S,
+        mut call: impl FnMut(&mut S) -> Result<T, E>,
+        mut check: impl FnMut(i64, S, E),
+    ) -> i64 {
+        let mut n = 1;
+        loop {
+            let mut state = prepare();
+            self.fail_allocation(n);
+            let result = call(&mut state);
+            if self.fail_allocation(0) > 0 {
+                result.unwrap_or_else(|error| panic!("no allocation has failed, but: {error:?}"));
+                return n - 1;
+            }
+            let Err(error) = result else { panic!("allocation {n} has failed, and nothing else") };
+            check(n, state, error);
+            n += 1;
+        }
     }
 
     /// Makes the `n`-th allocation of device memory from now on fail, on any device and any thread; zero cancels the

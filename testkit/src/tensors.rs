@@ -1,5 +1,7 @@
 //! Small tensors that require gradients.
 
+use std::collections::BTreeMap;
+
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
@@ -42,4 +44,9 @@ pub fn tied(way: Tie, values: &[f64], kind: Kind, device: Device) -> (VarStore, 
     let w = vs.root().add("head", leaf(values, kind, device), true);
     tie(&vs, way, "embedding", &w);
     (vs, w)
+}
+
+/// The variables of a store, sorted by their names.
+pub fn variables(vs: &VarStore) -> BTreeMap<String, Tensor> {
+    vs.variables().into_iter().collect()
 }

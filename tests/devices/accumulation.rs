@@ -5,14 +5,26 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::accumulation::Accumulation;
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::optim::Sgd;
+use tch_amp::optim::{Optimizer, Sgd};
 
 use testkit::simulation::Simulation;
+use testkit::to_f64;
+
+/// A weight of three zeros in training, after an iteration that has made the scale.
+fn begun() -> (VarStore, Tensor, Optimizer, GradScaler) {
+    let vs = VarStore::new(Device::Cuda(0));
+    let w = vs.root().zeros("w", &[3]);
+    let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
+    let mut scaler = GradScaler::new(vs.device()).unwrap();
+    scaler.backward(&(w.sum(Kind::Float) * 0.0)).unwrap();
+    scaler.step(&mut opt).unwrap();
+    scaler.update().unwrap();
+    (vs, w, opt, scaler)
+}
 
 #[test]
 fn a_micro_batch_is_left_out_without_synchronizing() {
     let Some(simulation) = Simulation::find() else { return };
-    let device = Device::Cuda(0);
     let bad = [f64::INFINITY, f64::NAN];
     let cases = [
         (vec![2.0, 4.0], 3.0, vec![]),
@@ -21,14 +33,7 @@ fn a_micro_batch_is_left_out_without_synchronizing() {
         (vec![2.0, 4.0, bad[1]], 3.0, vec![2]),
         (vec![bad[0], bad[1]], 0.0, vec![0, 1]),
     ];
-    let w = Tensor::zeros([3], (Kind::Float, device)).set_requires_grad(true);
-    let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
-    let mut scaler = GradScaler::new(device).unwrap();
-    // The first iteration makes the scale.
-    let loss = w.sum(Kind::Float) * 0.0;
-    scaler.backward(&loss).unwrap();
-    scaler.step(&mut opt).unwrap();
-    scaler.update().unwrap();
+    let (_vs, w, mut opt, mut scaler) = begun();
     for (factors, change, dropped) in cases {
         let before = w.double_value(&[0]);
         let (window, counts) = simulation.count(|| {
@@ -53,15 +58,7 @@ fn a_micro_batch_is_left_out_without_synchronizing() {
 #[test]
 fn a_resumed_window_does_not_synchronize() {
     let Some(simulation) = Simulation::find() else { return };
-    let device = Device::Cuda(0);
-    let vs = VarStore::new(device);
-    let w = vs.root().zeros("w", &[3]);
-    let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
-    let mut scaler = GradScaler::new(device).unwrap();
-    // The first iteration makes the scale.
-    scaler.backward(&(w.sum(Kind::Float) * 0.0)).unwrap();
-    scaler.step(&mut opt).unwrap();
-    scaler.update().unwrap();
+    let (vs, w, mut opt, mut scaler) = begun();
     let factors = [f64::NAN, 2.0, f64::INFINITY, 4.0];
     for place in 0..=factors.len() {
         let before = w.double_value(&[0]);
@@ -122,12 +119,7 @@ fn a_micro_batch_that_runs_out_of_memory_can_be_retried() {
             }
         }
         let left = simulation.fail_allocation(0);
-        let gradients = [&w, &unused].map(|w| {
-            let gradient = w.grad();
-            gradient
-                .defined()
-                .then(|| Vec::<f64>::try_from(gradient.to_device(Device::Cpu)).unwrap())
-        });
+        let gradients = [&w, &unused].map(|w| w.grad().defined().then(|| to_f64(&w.grad())));
         (left, graph_is_gone, gradients, window.dropped().unwrap())
     };
     for bad in 0..4 {

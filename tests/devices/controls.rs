@@ -1,21 +1,14 @@
 //! The simulation detects the faults that it exists to detect.
 
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Command, Output};
 
 use tch::{Cuda, Device, Kind, Tensor};
 
+use testkit::programs::this_test;
 use testkit::simulation::Simulation;
 use testkit::to_f64;
 
 const SIGSEGV: i32 = 11;
-
-/// Runs one test of this program in a process of its own.
-fn run_alone(test: &str) -> Output {
-    let program = std::env::current_exe().unwrap();
-    let arguments = [test, "--exact", "--ignored", "--nocapture", "--test-threads=1"];
-    Command::new(program).args(arguments).output().unwrap()
-}
 
 #[test]
 #[ignore = "its process is killed; a_host_read_of_device_memory_is_a_fault runs it"]
@@ -28,7 +21,7 @@ fn reads_device_memory() {
 #[test]
 fn a_host_read_of_device_memory_is_a_fault() {
     let Some(_simulation) = Simulation::find() else { return };
-    let output = run_alone("controls::reads_device_memory");
+    let output = this_test("controls::reads_device_memory").output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.signal(), Some(SIGSEGV), "{said}");
     assert!(said.contains("host code touches the memory of cuda:1 at offset"), "{said}");

@@ -9,11 +9,10 @@ use tch_amp::optim::Sgd;
 use tch_amp::scaler::SpikeConfig;
 use tch_amp::{Autocast, Error, GradScaler};
 
+use crate::training::GPUS;
 use testkit::rng::Rng;
 use testkit::rows::{rows, steps_of};
 use testkit::simulation::Simulation;
-
-const GPUS: [Device; 2] = [Device::Cuda(0), Device::Cuda(1)];
 
 /// A model whose parameters have gradients, those of `sizes` on each of `devices` in turn.
 fn model(devices: &[Device], sizes: &[i64], kinds: &[Kind]) -> (VarStore, Vec<Tensor>) {
@@ -135,24 +134,23 @@ fn a_failed_allocation_leaves_the_counts_and_the_history_as_they_were() {
     let Some(simulation) = Simulation::find() else { return };
     let (vs, all) = model(&GPUS, &sizes(9), &KINDS);
     let scaler = GradScaler::new(GPUS[0]).unwrap();
-    let mut health = ScaleHealth::new(&vs);
-    health.observe(&scaler).unwrap();
-    let before = health.report().unwrap();
-    let mut failures = 0;
-    for n in 1.. {
-        simulation.fail_allocation(n);
-        let observed = health.observe(&scaler);
-        if simulation.fail_allocation(0) > 0 {
-            observed.unwrap();
-            break;
-        }
-        failures += 1;
-        let error = observed.unwrap_err();
-        assert!(matches!(error, Error::Torch(_)), "allocation {n}: {error}");
-        assert!(health.report().unwrap() == before, "allocation {n}");
-    }
+    let observed = || {
+        let mut health = ScaleHealth::new(&vs);
+        health.observe(&scaler).unwrap();
+        health
+    };
+    let before = observed().report().unwrap();
+    let failures = simulation.fail_each(
+        observed,
+        |health| health.observe(&scaler),
+        |n, mut health, error| {
+            assert!(matches!(error, Error::Torch(_)), "allocation {n}: {error}");
+            assert!(health.report().unwrap() == before, "allocation {n}");
+            health.observe(&scaler).unwrap();
+            assert_eq!(health.report().unwrap().observed, 2);
+        },
+    );
     assert!(failures > 10, "{failures} allocations were reached");
-    assert_eq!(health.report().unwrap().observed, 2);
 
     let w = all[0].detach().set_requires_grad(true);
     let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1).unwrap();
@@ -162,15 +160,11 @@ fn a_failed_allocation_leaves_the_counts_and_the_history_as_they_were() {
     // The second step takes the row of the first.
     let mut history = ScaleHistory::new(1).unwrap();
     history.record(&scaler, &outcome, 0.5).unwrap();
-    for n in 1.. {
-        simulation.fail_allocation(n);
-        let recorded = history.record(&scaler, &outcome, 0.25);
-        if simulation.fail_allocation(0) > 0 {
-            recorded.unwrap();
-            break;
-        }
-        assert!(matches!(recorded, Err(Error::Torch(_))), "allocation {n}");
-    }
+    simulation.fail_each(
+        || (),
+        |()| history.record(&scaler, &outcome, 0.25),
+        |n, (), error| assert!(matches!(error, Error::Torch(_)), "allocation {n}: {error}"),
+    );
     let report = history.report().unwrap();
     assert_eq!((report.total, steps_of(&report)[0].learning_rate), (2, 0.25));
 }

@@ -1,24 +1,16 @@
 //! How many kernels the scaler launches: as many for 40 parameters as for 4, and few more for 400.
 
 use tch::{Kind, Tensor};
-use tch_amp::GradScaler;
 use tch_amp::gradients::ClipNorm;
 use tch_amp::loss_scale::all_finite;
-use tch_amp::optim::{MasterWeights, Optimizer};
+use tch_amp::optim::{AdamW, MasterWeights};
 use tch_amp::scaler::GradScalerConfig;
 
-use crate::iteration::{ONE, TWO, algorithms, backward, losses, parameters, scaler};
-use crate::training::build;
+use crate::iteration::{ONE, TWO, Training, parameters};
 use testkit::simulation::Simulation;
 
 /// A part of an iteration, with the calls that precede it.
 type Part = (&'static str, fn(&mut Training), fn(&mut Training));
-
-struct Training {
-    all: Vec<Tensor>,
-    opt: Optimizer,
-    scaler: GradScaler,
-}
 
 fn nothing(_: &mut Training) {}
 
@@ -27,7 +19,7 @@ fn unscale(training: &mut Training) {
 }
 
 fn step(training: &mut Training) {
-    drop(training.scaler.step(&mut training.opt).unwrap());
+    drop(training.step());
 }
 
 fn step_clip_norm(training: &mut Training) {
@@ -64,18 +56,11 @@ const PARTS: [Part; 11] = [
 fn launches(simulation: &Simulation, count: usize, kinds: &[Kind], two: bool, part: &Part) -> i64 {
     let devices = if two { TWO } else { ONE };
     let all = kinds.iter().flat_map(|kind| parameters(devices, *kind, count));
-    let all: Vec<_> = all.collect();
-    let opt = build(algorithms()[0].1, &all, MasterWeights::None);
-    let mut training = Training { all, opt, scaler: scaler() };
-    let prepare = |training: &mut Training| {
-        training.opt.zero_grad().unwrap();
-        backward(&training.scaler, &losses(&training.all, devices, 0.5)).unwrap();
-    };
+    let adamw = AdamW::default().into();
+    let mut training = Training::new(adamw, MasterWeights::None, all.collect(), devices);
     // The first step creates the state of each parameter.
-    prepare(&mut training);
-    step(&mut training);
-    training.scaler.update().unwrap();
-    prepare(&mut training);
+    drop(training.iterate(0.5));
+    training.backward(0.5);
     part.1(&mut training);
     simulation.count(|| part.2(&mut training)).1.launches
 }
@@ -110,15 +95,13 @@ fn launches_grow_with_the_number_of_parameters_only_by_full_lists() {
 fn a_scale_that_the_host_has_not_read_for_long_costs_no_further_launch() {
     let Some(simulation) = Simulation::find() else { return };
     let steps = |scale: f64| {
-        let all = parameters(ONE, Kind::Float, 4);
-        let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
-        let mut scaler =
-            GradScalerConfig { init_scale: scale, ..Default::default() }.build(ONE[0]).unwrap();
+        let mut training = Training::usual(ONE, 4);
+        let config = GradScalerConfig { init_scale: scale, ..Default::default() };
+        training.scaler = config.build(ONE[0]).unwrap();
         let mut iterate = || {
-            opt.zero_grad().unwrap();
-            backward(&scaler, &losses(&all, ONE, 1.0 / 1024.0)).unwrap();
-            let ((), step) = simulation.count(|| drop(scaler.step(&mut opt).unwrap()));
-            let ((), update) = simulation.count(|| scaler.update().unwrap());
+            training.backward(1.0 / 1024.0);
+            let ((), step) = simulation.count(|| drop(training.step()));
+            let ((), update) = simulation.count(|| training.scaler.update().unwrap());
             assert_eq!(step.host_syncs + update.host_syncs, 0);
             step.launches
         };

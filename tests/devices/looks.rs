@@ -2,25 +2,12 @@
 
 use half::bf16;
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{AmpOptimizer, Parameters, Step};
 use tch_amp::scaler::GradScalerConfig;
-use tch_amp::{GradScaler, Result, autocast};
+use tch_amp::{GradScaler, autocast};
 
+use crate::iteration::Nothing;
 use testkit::simulation::Simulation;
 use testkit::to_f64;
-
-/// An optimizer that does nothing.
-struct Nothing(Vec<Tensor>);
-
-impl AmpOptimizer for Nothing {
-    fn parameters(&self) -> Parameters<'_> {
-        self.0.as_slice().into()
-    }
-
-    fn update(&mut self, _step: &Step<'_>) -> Result<()> {
-        Ok(())
-    }
-}
 
 /// A weight whose gradient is `gradient`.
 fn with_gradient(gradient: &Tensor) -> Tensor {

@@ -4,8 +4,7 @@ use tch::{Cuda, Kind};
 use tch_amp::optim::MasterWeights;
 use tch_amp::scaler::{GradScalerConfig, StepCounter};
 
-use crate::iteration::{TWO, algorithms, backward, losses, parameters, scaler};
-use crate::training::build;
+use crate::iteration::{TWO, Training, algorithms, parameters};
 use testkit::simulation::Simulation;
 use testkit::to_f64;
 
@@ -14,16 +13,11 @@ const INF: f64 = f64::INFINITY;
 #[test]
 fn steps_are_counted_correctly_however_late_the_flags_arrive() {
     let Some(_simulation) = Simulation::find() else { return };
-    let all = parameters(TWO, Kind::Float, 1);
-    let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
-    let mut scaler = scaler();
+    let mut training = Training::usual(TWO, 1);
     let mut counted = StepCounter::default();
     let (mut taken, mut skipped) = (0, 0);
     for factor in [0.5, INF, 0.5, 0.5, INF, INF, 0.5] {
-        opt.zero_grad().unwrap();
-        backward(&scaler, &losses(&all, TWO, factor)).unwrap();
-        counted.record(&scaler.step(&mut opt).unwrap());
-        scaler.update().unwrap();
+        counted.record(&training.iterate(factor));
         *if factor == INF { &mut skipped } else { &mut taken } += 1;
         assert!(counted.count().unwrap() <= taken && counted.skipped().unwrap() <= skipped);
     }
@@ -40,15 +34,12 @@ fn a_step_that_overflows_on_two_devices_is_skipped_on_both() {
         for kind in [Kind::Float, Kind::BFloat16] {
             let all = parameters(TWO, kind, 2);
             let before: Vec<_> = all.iter().map(to_f64).collect();
-            let mut opt = build(algorithm, &all, MasterWeights::None);
-            let mut scaler = scaler();
-            backward(&scaler, &losses(&all, TWO, INF)).unwrap();
-            let outcome = scaler.step(&mut opt).unwrap();
-            scaler.update().unwrap();
-            let after: Vec<_> = all.iter().map(to_f64).collect();
+            let mut training = Training::new(algorithm, MasterWeights::None, all, TWO);
+            let outcome = training.iterate(INF);
+            let after: Vec<_> = training.all.iter().map(to_f64).collect();
             assert_eq!(after, before, "{name} {kind:?}");
             assert!(outcome.is_skipped().unwrap(), "{name} {kind:?}");
-            assert_eq!(scaler.get_scale().unwrap(), 4.0, "{name} {kind:?}");
+            assert_eq!(training.scaler.get_scale().unwrap(), 4.0, "{name} {kind:?}");
         }
     }
 }
@@ -59,18 +50,11 @@ fn the_warning_of_skips_costs_neither_a_launch_nor_a_synchronization() {
     let Some(simulation) = Simulation::find() else { return };
     for factor in [0.5, INF] {
         let counts = [true, false].map(|warn_of_skips| {
-            let all = parameters(TWO, Kind::Float, 1);
-            let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
+            let mut training = Training::usual(TWO, 1);
             let config = GradScalerConfig { warn_of_skips, ..Default::default() };
-            let mut scaler = config.build(TWO[0]).unwrap();
-            let ((), counts) = simulation.count(|| {
-                for _ in 0..30 {
-                    opt.zero_grad().unwrap();
-                    backward(&scaler, &losses(&all, TWO, factor)).unwrap();
-                    drop(scaler.step(&mut opt).unwrap());
-                    scaler.update().unwrap();
-                }
-            });
+            training.scaler = config.build(TWO[0]).unwrap();
+            let ((), counts) =
+                simulation.count(|| (0..30).for_each(|_| drop(training.iterate(factor))));
             (counts.launches, counts.host_syncs)
         });
         assert_eq!(counts[0], counts[1], "{factor}");

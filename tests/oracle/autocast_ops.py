@@ -7,7 +7,6 @@ Prints one JSON object per line: first the torch version, the registered ops and
 case with the op, the region's dtype, all arguments and what came out: the tensors' bits, or the first line of the error.
 """
 
-import ctypes
 import json
 import os
 import re
@@ -20,11 +19,10 @@ from pathlib import Path
 # Half of the ops are deprecated and say so.
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 warnings.simplefilter("ignore")
-# The script stands in a source tree.
-sys.dont_write_bytecode = True
 
 import torch  # noqa: E402
 
+import bits  # noqa: E402
 from autocast_cases import cases as cases_of_cpu  # noqa: E402
 from autocast_cuda_cases import cases as cases_of_cuda  # noqa: E402
 
@@ -43,16 +41,10 @@ def import_lists():
     return autocast_test_lists
 
 
-def bits(tensor):
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()).hex()
-
-
 def encode(value):
     """A value as JSON; floats and tensors go as bits, so that nothing is rounded on the way."""
     if isinstance(value, torch.Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        return {"kind": kind, "shape": list(value.shape), "bits": bits(value)}
+        return bits.encode(value)
     if isinstance(value, float):
         return {"float": struct.pack(">d", value).hex()}
     if isinstance(value, (list, tuple)):

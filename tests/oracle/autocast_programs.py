@@ -7,7 +7,7 @@ The argument says whose lists decide what is cast, "cpu" or "cuda". All is compu
 CUDA say otherwise of an operation, the casts are written out below.
 """
 
-import ctypes
+import contextlib
 import re
 import sys
 import warnings
@@ -17,15 +17,12 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
+from bits import bits  # noqa: E402
+
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLAGS = {"0": False, "1": True, "-": None}
 LISTS = sys.argv[1]
-
-
-def bits(tensor):
-    plain = tensor.detach().contiguous()
-    return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()).hex()
 
 
 def message(error):
@@ -47,18 +44,17 @@ def layer_norm(a):
 
 
 def cat(a, b):
-    if LISTS == "cuda":
-        # It is in none of them: it promotes by itself.
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            return torch.cat([a, b]).narrow(0, 0, 4)
-    return torch.cat([a, b]).narrow(0, 0, 4)
+    # It is in none of the lists of CUDA: it promotes by itself.
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with torch._C._ExcludeDispatchKeyGuard(key) if LISTS == "cuda" else contextlib.nullcontext():
+        return torch.cat([a, b]).narrow(0, 0, 4)
 
 
 COMPUTE = {
-    "mm": lambda a, b: torch.mm(a, b),
-    "linear": lambda a, b: F.linear(a, b),
+    "mm": torch.mm,
+    "linear": F.linear,
     "conv": lambda a, k: F.conv2d(a.reshape(1, 1, 4, 4), k.reshape(1, 1, 4, 4)[:, :, :3, :3], padding=1).reshape(4, 4),
-    "add": lambda a, b: a + b,
+    "add": torch.add,
     "cat": cat,
     "softmax": softmax,
     "layer_norm": layer_norm,

@@ -4,6 +4,7 @@ shapes FOLDER: writes a small model and what trains it in every shape in which p
 them, and prints what is in them as JSON.
 unsupported FOLDER: writes files in which one entry is something that this crate does not support, or is in a way that
 is not common, and prints the names of the entries, with `tensor` behind those that are tensors after all.
+unsupported_dtypes FOLDER: the same for dtypes in safetensors.
 parts_of_models FOLDER: writes models in several files, with other entries than tensors among the weights, and models of
 TorchScript with objects that only TorchScript has.
 edited FILE: puts other things in the places of the parts of FILE, which this crate wrote.
@@ -488,6 +489,10 @@ def unsupported(folder):
             torch.save({"model": {**weights, "other": value}, "seed": 7}, f"{path}.within.pt", **way)
             torch.save({**weights, "other": value, "seed": 7}, f"{path}.bare.pt", **way)
         print(name)
+
+
+def unsupported_dtypes(folder):
+    weights = model().state_dict()
     for dtype, size in [("F8_E8M0", 4), ("U16", 8), ("U32", 16), ("U64", 32), ("F4", 2), ("F6_E2M3", 3), ("NEW", 5)]:
         # The names of the weights are on both sides of the other's.
         tensors = {"bias": weights["bias"], "other": (dtype, [4], b"\x01" * size), "weight": weights["weight"]}
@@ -610,5 +615,5 @@ def average(path):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    commands = [shapes, unsupported, parts_of_models, edited, others, beside, average, arrays]
+    commands = [shapes, unsupported, unsupported_dtypes, parts_of_models, edited, others, beside, average, arrays]
     {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

@@ -4,14 +4,13 @@ Reads one JSON object a line, {"case": name, "inputs": [...]} with the inputs' b
 and the gradients of the inputs, as dtype, shape and bits, or null for a gradient that is not there.
 """
 
-import ctypes
 import json
 import sys
 
 import torch
 from torch.amp import autocast, custom_bwd, custom_fwd
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from bits import encode
 
 
 def product(**options):
@@ -111,11 +110,14 @@ class Split(torch.autograd.Function):
         return None if first is None else first * 2, None if second is None else second * 3
 
 
-def run_product(apply, region, inputs):
-    with region:
-        out = apply(*inputs)
-    out.float().square().sum().backward()
-    return [out]
+def product_in_region(dtype, enabled, options):
+    def run(inputs):
+        with autocast("cpu", dtype=dtype, enabled=enabled):
+            out = product(**options)(*inputs)
+        out.float().square().sum().backward()
+        return [out]
+
+    return run
 
 
 def penalty(inputs):
@@ -172,25 +174,17 @@ CASES = {
 }
 for name, dtype in [("bf16", torch.bfloat16), ("fp16", torch.float16)]:
     for kind, options in [("", {}), ("_cast", {"cast_inputs": torch.float32})]:
-        CASES[f"product{kind}_{name}"] = lambda inputs, options=options, dtype=dtype: run_product(
-            product(**options), autocast("cpu", dtype=dtype), inputs
-        )
-        CASES[f"product{kind}_outside_{name}"] = lambda inputs, options=options, dtype=dtype: run_product(
-            product(**options), autocast("cpu", dtype=dtype, enabled=False), inputs
-        )
+        for place, enabled in [("", True), ("_outside", False)]:
+            CASES[f"product{kind}{place}_{name}"] = product_in_region(dtype, enabled, options)
 
 
 def decode(value):
     raw = bytearray.fromhex(value["bits"])
-    return torch.frombuffer(raw, dtype=DTYPES[value["kind"]]).reshape(value["shape"]).clone().requires_grad_()
+    return torch.frombuffer(raw, dtype=getattr(torch, value["kind"])).reshape(value["shape"]).clone().requires_grad_()
 
 
-def encode(tensor):
-    if tensor is None:
-        return None
-    plain = tensor.detach().contiguous()
-    bits = ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()).hex()
-    return {"kind": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape), "bits": bits}
+def encode_all(tensors):
+    return [None if tensor is None else encode(tensor) for tensor in tensors]
 
 
 def main():
@@ -199,8 +193,8 @@ def main():
         request = json.loads(line)
         inputs = [decode(value) for value in request["inputs"]]
         outputs = CASES[request["case"]](inputs)
-        answer = {"outputs": outputs, "grads": [tensor.grad for tensor in inputs]}
-        print(json.dumps({key: [encode(tensor) for tensor in tensors] for key, tensors in answer.items()}))
+        grads = [tensor.grad for tensor in inputs]
+        print(json.dumps({"outputs": encode_all(outputs), "grads": encode_all(grads)}))
 
 
 main()

@@ -6,15 +6,21 @@ from torch.autograd import grad
 from torch.autograd.function import once_differentiable
 
 
-class Needs(torch.autograd.Function):
+class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        Needs.seen = ctx.needs_input_grad
         return x * 2
 
     @staticmethod
     def backward(ctx, g):
         return g * 2
+
+
+class Needs(Double):
+    @staticmethod
+    def forward(ctx, x):
+        Needs.seen = ctx.needs_input_grad
+        return x * 2
 
 
 class Once(torch.autograd.Function):
@@ -56,21 +62,13 @@ class Twice(torch.autograd.Function):
         return a * 2 + b * 2
 
 
-class Integer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
+class Integer(Double):
     @staticmethod
     def backward(ctx, g):
         return (g * 2).long()
 
 
-class State(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
+class State(Double):
     @staticmethod
     def backward(ctx, g):
         State.seen = torch.is_autocast_enabled("cpu")

@@ -3,35 +3,33 @@
 use half::{bf16, f16};
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
-use tch_amp::half::{from_slice, to_vec};
+use tch_amp::half::{HalfElement, from_slice, to_vec};
 
 use testkit::for_each_device;
 
-/// All 65536 numbers, including NaNs with all their payloads.
-fn all<T>(from_bits: impl Fn(u16) -> T) -> Vec<T> {
-    (0..=u16::MAX).map(from_bits).collect()
-}
-
 #[test]
 fn every_number_survives_the_round_trip_through_a_tensor() {
-    let (short, brain) = (all(f16::from_bits), all(bf16::from_bits));
+    round_trip(Kind::Half, f16::from_bits, f16::to_bits, f16::to_f32);
+    round_trip(Kind::BFloat16, bf16::from_bits, bf16::to_bits, bf16::to_f32);
+}
+
+/// Of all 65536 numbers, including NaNs with all their payloads.
+fn round_trip<T: HalfElement>(
+    kind: Kind,
+    from_bits: fn(u16) -> T,
+    to_bits: fn(T) -> u16,
+    to_f32: fn(T) -> f32,
+) {
+    let all: Vec<T> = (0..=u16::MAX).map(from_bits).collect();
     for_each_device(|device| {
-        let tensor = from_slice(&short).unwrap().to_device(device);
-        assert_eq!((tensor.kind(), tensor.size()), (Kind::Half, vec![1 << 16]));
-        let back: Vec<f16> = to_vec(&tensor).unwrap();
-        assert!(back.iter().map(|x| x.to_bits()).eq(0..=u16::MAX));
-        let tensor = from_slice(&brain).unwrap().to_device(device);
-        assert_eq!((tensor.kind(), tensor.size()), (Kind::BFloat16, vec![1 << 16]));
-        let back: Vec<bf16> = to_vec(&tensor).unwrap();
-        assert!(back.iter().map(|x| x.to_bits()).eq(0..=u16::MAX));
+        let tensor = from_slice(&all).unwrap().to_device(device);
+        assert_eq!((tensor.kind(), tensor.size()), (kind, vec![1 << 16]));
+        assert!(to_vec::<T>(&tensor).unwrap().into_iter().map(to_bits).eq(0..=u16::MAX));
     });
     // libtorch's own conversion to f32, which is exact, yields the same numbers.
-    let seen = |tensor: Tensor| Vec::<f32>::try_from(tensor.to_kind(Kind::Float)).unwrap();
-    let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
-    let seen_short = seen(from_slice(&short).unwrap());
-    assert!(seen_short.iter().zip(&short).all(|(&a, b)| same(a, b.to_f32())));
-    let seen_brain = seen(from_slice(&brain).unwrap());
-    assert!(seen_brain.iter().zip(&brain).all(|(&a, b)| same(a, b.to_f32())));
+    let seen = Vec::<f32>::try_from(from_slice(&all).unwrap().to_kind(Kind::Float)).unwrap();
+    let same = |(a, b): (f32, f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+    assert!(seen.into_iter().zip(all.into_iter().map(to_f32)).all(same));
 }
 
 #[test]

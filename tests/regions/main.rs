@@ -17,3 +17,12 @@ mod policy;
 mod recompute;
 mod saved_tensors;
 mod tree;
+
+/// Runs a closure when it is dropped.
+struct OnDrop<F: FnMut()>(F);
+
+impl<F: FnMut()> Drop for OnDrop<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Result, ensure};
+use anyhow::{Error, Result, ensure};
 
 use crate::args::Args;
 use crate::venv::Venv;
@@ -52,15 +52,12 @@ fn transformers(python: &Path) -> Option<PathBuf> {
     if process::read(Command::new(python).args(["-c", "import transformers"])).is_ok() {
         return None;
     }
-    let provided = Venv::transformers(TRANSFORMERS).and_then(|venv| {
-        venv.ensure()?;
-        venv.site()
-    });
-    provided
-        .inspect_err(|error| {
-            eprintln!("WARNING: transformers is left out of the comparison: {error:#}");
-        })
-        .ok()
+    let provided =
+        Venv::new("transformers", TRANSFORMERS, 1).and_then(|venv| venv.ensure()?.site());
+    let warn = |error: &Error| {
+        eprintln!("WARNING: transformers is left out of the comparison: {error:#}");
+    };
+    provided.inspect_err(warn).ok()
 }
 
 /// The names of the benchmarks, each of which is a file.
@@ -81,7 +78,7 @@ fn choose(names: &[String], filters: &[String]) -> Result<Vec<String>> {
 }
 
 fn benches(workspace: &Workspace, names: &[String]) -> Command {
-    let mut bench = workspace.cargo_full("bench");
+    let mut bench = workspace.cargo("bench --features full");
     bench.args(names.iter().flat_map(|name| ["--bench", name]));
     bench
 }

@@ -39,13 +39,9 @@ struct Program<'a> {
 
 impl<'a> Program<'a> {
     fn new(workspace: &'a Workspace) -> Result<Self> {
-        let folder = paths::target().join("build-time").join(workspace.pair.tch);
-        if folder.exists() {
-            fs::remove_dir_all(&folder)
-                .with_context(|| format!("{} cannot be removed", folder.display()))?;
-        }
-        fs::create_dir_all(folder.join("src"))?;
-        fs::write(folder.join("src/main.rs"), MAIN)?;
+        let folder =
+            paths::make_empty(paths::target().join("build-time").join(workspace.pair.tch))?;
+        paths::write(&paths::make(folder.join("src"))?.join("main.rs"), MAIN)?;
         Ok(Self { workspace, folder })
     }
 
@@ -61,15 +57,13 @@ impl<'a> Program<'a> {
             let path = self.workspace.dir.canonicalize()?;
             let list = if features.is_empty() { String::new() } else { format!("{features:?}") };
             manifest += &format!("tch-amp = {{ path = {path:?}, features = [{list}] }}\n");
-            if target.exists() {
-                fs::remove_dir_all(&target)?;
-            }
-            process::run(Command::new("cp").arg("-a").arg(self.target(false)).arg(&target))?;
+            paths::make_empty(target.clone())?;
+            process::run(Command::new("cp").arg("-aT").arg(self.target(false)).arg(&target))?;
         }
-        fs::write(self.folder.join("Cargo.toml"), manifest)?;
+        paths::write(&self.folder.join("Cargo.toml"), &manifest)?;
         fs::copy(self.workspace.dir.join("Cargo.lock"), self.folder.join("Cargo.lock"))?;
-        let mut cargo = process::cargo();
-        cargo.args(["build", "--quiet", "--target-dir"]).arg(&target).current_dir(&self.folder);
+        let mut cargo = process::cargo(&self.folder, "build --quiet --target-dir");
+        cargo.arg(&target);
         self.workspace.libtorch.apply(&mut cargo);
         let (start, of_cores) = (Instant::now(), of_children()?);
         process::run(&mut cargo)?;
@@ -82,7 +76,11 @@ impl<'a> Program<'a> {
 
     /// The size of the compiled crate in bytes.
     fn rlib(&self) -> Result<u64> {
-        largest(&self.target(true).join("debug/deps"), "libtch_amp-")
+        let mut files = paths::entries(&self.target(true).join("debug/deps"))?;
+        let is_rlib = |file: &str| file.starts_with("libtch_amp-") && file.ends_with(".rlib");
+        files.retain(|path| is_rlib(&paths::name(path)));
+        let sizes = files.iter().map(|file| Ok(file.metadata()?.len()));
+        Ok(sizes.collect::<Result<Vec<_>>>()?.into_iter().max().unwrap_or_default())
     }
 }
 
@@ -100,9 +98,8 @@ impl fmt::Display for Seconds {
 
 /// The seconds of cores that all processes have used which this one has started and which have ended.
 fn of_children() -> Result<f64> {
-    let path = "/proc/self/stat";
-    let stat = fs::read_to_string(path).with_context(|| format!("{path} cannot be read"))?;
-    seconds_of_children(&stat).with_context(|| format!("{path} has an unknown form: {stat}"))
+    let stat = paths::read(Path::new("/proc/self/stat"))?;
+    seconds_of_children(&stat).with_context(|| format!("/proc/self/stat is unknown: {stat}"))
 }
 
 /// The fields `cutime` and `cstime` of Linux, hundredths of a second. The name before them may contain anything.
@@ -110,19 +107,6 @@ fn seconds_of_children(stat: &str) -> Option<f64> {
     let (_, after_name) = stat.rsplit_once(')')?;
     let mut fields = after_name.split_whitespace().skip(13).map(|field| field.parse::<f64>().ok());
     Some((fields.next()?? + fields.next()??) / 100.0)
-}
-
-/// The size of the largest rlib in a folder whose name begins like this.
-fn largest(folder: &Path, name: &str) -> Result<u64> {
-    let mut largest = 0;
-    for entry in fs::read_dir(folder)? {
-        let entry = entry?;
-        let file = entry.file_name().to_string_lossy().into_owned();
-        if file.starts_with(name) && file.ends_with(".rlib") {
-            largest = largest.max(entry.metadata()?.len());
-        }
-    }
-    Ok(largest)
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use serde_json::Value;
 use crate::args::Args;
 use crate::libtorch::Libtorch;
 use crate::workspace::{self, Workspace};
-use crate::{compiled, null_cuda, paths, process};
+use crate::{compiler, null_cuda, paths, process};
 
 const RUN: &str = include_str!("bundle/run.py");
 
@@ -41,10 +41,10 @@ const MAX_MIB: u64 = 60;
 const MAX_MIB_OF_LEASES: u64 = 55;
 
 /// The kinds of programs, which are folders in the bundle: cargo's command for all of them, and its option for one.
-const KINDS: [(&str, &[&str], &[&str], &str); 3] = [
-    ("tests", &["test", "--release", "--no-run"], &["--tests"], "--test"),
-    ("examples", &["build", "--release"], &["--examples"], "--example"),
-    ("bench", &["bench", "--no-run"], &["--bench", "*"], "--bench"),
+const KINDS: [(&str, &str, &[&str], &str); 3] = [
+    ("tests", "test --features full --release --no-run", &["--tests"], "--test"),
+    ("examples", "build --features full --release", &["--examples"], "--example"),
+    ("bench", "bench --features full --no-run", &["--bench", "*"], "--bench"),
 ];
 
 /// `cargo xtask bundle`.
@@ -56,9 +56,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     let (tch, libtorch) = (workspace.pair.tch, workspace.pair.libtorch);
     let name = if is_lease { "lease" } else { "bundle" };
     let bundle = paths::target().join(format!("{name}-{tch}-{libtorch}"));
-    if bundle.exists() {
-        fs::remove_dir_all(&bundle)?;
-    }
+    paths::make_empty(bundle.clone())?;
     let chosen = is_lease.then(|| leased(LEASE)).transpose()?;
     build(&workspace, &bundle.join("bin"), chosen.as_ref())?;
     pack(&bundle)?;
@@ -102,10 +100,9 @@ fn is_kind(name: &str) -> bool {
 /// Builds all programs or the chosen ones with the release profile, which `cargo bench` shares, and strips the copies.
 fn build(workspace: &Workspace, bin: &Path, chosen: Option<&BTreeSet<String>>) -> Result<()> {
     for (kind, command, all, one) in KINDS {
-        let dir = bin.join(kind);
-        fs::create_dir_all(&dir)?;
-        let mut cargo = workspace.cargo_full(command[0]);
-        cargo.args(&command[1..]).arg("--message-format=json-render-diagnostics");
+        let dir = paths::make(bin.join(kind))?;
+        let mut cargo = workspace.cargo(command);
+        cargo.arg("--message-format=json-render-diagnostics");
         match chosen {
             None => {
                 cargo.args(all);
@@ -146,7 +143,7 @@ fn compile_preloads(libtorch: &Libtorch, folder: &Path) -> Result<()> {
         site.join("triton/backends/nvidia/include"),
     ];
     for name in PRELOADS {
-        let mut compiler = compiled::cxx();
+        let mut compiler = compiler::command();
         compiler.args(["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-shared"]);
         for headers in &headers {
             compiler.arg("-isystem").arg(headers);

@@ -1,23 +1,19 @@
 //! Files that are made from others and are committed, so that no change of what they say is overlooked.
 
-use std::fs;
-
 use anyhow::{Context, Result, ensure};
 
 use crate::paths;
 
 /// Writes a file of the repository.
 pub(crate) fn write(file: &str, text: &str) -> Result<()> {
-    fs::write(paths::root().join(file), text)
-        .with_context(|| format!("{file} cannot be written"))?;
+    paths::write(&paths::root().join(file), text)?;
     println!("wrote {file}");
     Ok(())
 }
 
 /// Fails if a file of the repository has not the lines of this text, and says what to do.
 pub(crate) fn check(file: &str, text: &str, remedy: &str) -> Result<()> {
-    let known = fs::read_to_string(paths::root().join(file))
-        .with_context(|| format!("{file} is missing: {remedy}"))?;
+    let known = paths::read(&paths::root().join(file)).with_context(|| remedy.to_owned())?;
     let changes = changes(&known, text);
     ensure!(changes.is_empty(), "{file} has other lines:\n{}\n{remedy}", changes.join("\n"));
     Ok(())

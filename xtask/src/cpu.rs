@@ -60,33 +60,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn x86_flags_are_read_from_the_first_processor() {
-        let cpuinfo = "processor\t: 0\nmodel name\t: AMD EPYC\n\
-                       flags\t\t: fpu avx512f avx512_bf16 avx512_vnni\n\n\
-                       processor\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: fpu amx_fp16\n";
-        let cpu = Cpu::parse(cpuinfo);
-        assert_eq!(cpu.model.as_deref(), Some("AMD EPYC"));
-        assert_eq!(cpu.bf16, ["avx512_bf16"]);
-        assert!(cpu.fp16.is_empty());
-    }
-
-    #[test]
-    fn amx_and_avx512_are_both_named() {
-        let cpu = Cpu::parse("flags : amx_bf16 avx512_bf16 amx_tile amx_fp16 avx512_fp16\n");
-        assert_eq!(cpu.bf16, ["amx_bf16", "avx512_bf16"]);
-        assert_eq!(cpu.fp16, ["amx_fp16", "avx512_fp16"]);
-    }
-
-    #[test]
-    fn arm_features_are_read() {
-        let cpu = Cpu::parse("Features\t: fp asimd fphp asimdhp bf16\n");
-        assert_eq!((cpu.bf16, cpu.fp16), (vec!["bf16"], vec!["asimdhp"]));
-    }
-
-    #[test]
-    fn unknown_text_yields_no_support() {
-        assert_eq!(Cpu::parse(""), Cpu::default());
-        assert_eq!(Cpu::parse("flags fpu amx_bf16"), Cpu::default());
+    fn instructions_are_those_of_the_first_processor() {
+        let two = "processor\t: 0\nmodel name\t: AMD EPYC\n\
+                   flags\t\t: fpu avx512f avx512_bf16 avx512_vnni\n\n\
+                   processor\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: fpu amx_fp16\n";
+        let both = "flags : amx_bf16 avx512_bf16 amx_tile amx_fp16 avx512_fp16\n";
+        let arm = "Features\t: fp asimd fphp asimdhp bf16\n";
+        for (cpuinfo, bf16, fp16) in [
+            (two, vec!["avx512_bf16"], vec![]),
+            (both, vec!["amx_bf16", "avx512_bf16"], vec!["amx_fp16", "avx512_fp16"]),
+            (arm, vec!["bf16"], vec!["asimdhp"]),
+            ("", vec![], vec![]),
+            ("flags fpu amx_bf16", vec![], vec![]),
+        ] {
+            let model = (cpuinfo == two).then(|| "AMD EPYC".to_owned());
+            assert_eq!(Cpu::parse(cpuinfo), Cpu { model, bf16, fp16 });
+        }
     }
 
     #[test]

@@ -9,6 +9,5 @@ use crate::workspace::Workspace;
 /// `cargo xtask demo`.
 pub(crate) fn run(mut args: Args) -> Result<()> {
     let workspace = Workspace::announced(args.tch()?)?;
-    let mut demo = workspace.cargo_full("run");
-    process::run(demo.args(["--example", "demo", "--"]).args(args.rest()))
+    process::run(workspace.cargo("run --features full --example demo --").args(args.rest()))
 }

@@ -27,7 +27,7 @@ type Problems = Vec<Error>;
 pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     let asked = args.tch()?;
     args.end()?;
-    let default = Pair::locked(&paths::root())?;
+    let default = Pair::locked()?;
     let pair = asked.unwrap_or(default);
     let mut problems = Problems::new();
     say("tch", &format!("{}, which needs libtorch {}", tch_version(pair, default)?, pair.libtorch));
@@ -47,7 +47,12 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     {
         println!("\n{measured}");
     }
-    Ok(verdict(&problems))
+    if problems.is_empty() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    println!("\n`cargo xtask demo` and `cargo xtask test` will not work yet:");
+    problems.iter().for_each(|problem| println!("- {problem:#}"));
+    Ok(ExitCode::FAILURE)
 }
 
 fn say(name: &str, text: &str) {
@@ -59,9 +64,7 @@ fn tch_version(pair: Pair, default: Pair) -> Result<String> {
         true => paths::root().join("Cargo.lock"),
         false => workspace::committed_lock(pair),
     };
-    let lock = fs::read_to_string(&path).with_context(|| format!("no {}", path.display()))?;
-    let version = locked(&lock, "tch").context("the lock has no tch")?;
-    Ok(version.to_owned())
+    Ok(locked(&paths::read(&path)?, "tch").context("the lock has no tch")?.to_owned())
 }
 
 fn libtorch(pair: Pair, default: Pair, problems: &mut Problems) -> Option<Libtorch> {
@@ -85,7 +88,7 @@ fn libtorch(pair: Pair, default: Pair, problems: &mut Problems) -> Option<Libtor
 }
 
 fn compiler(problems: &mut Problems) {
-    match compiler::cxx() {
+    match compiler::version() {
         Ok(version) => say("C++ compiler", &version),
         Err(error) => {
             say("C++ compiler", "missing: see below");
@@ -95,9 +98,7 @@ fn compiler(problems: &mut Problems) {
 }
 
 fn python(libtorch: Option<&Libtorch>) {
-    let Some(libtorch) = libtorch else {
-        return;
-    };
+    let Some(libtorch) = libtorch else { return };
     let Some(python) = &libtorch.python else {
         say("Python", "none has this torch: the tests that compare with Python will be skipped");
         say("", "to have them, set TCH_AMP_PYTHON to one that has it, or unset LIBTORCH");
@@ -142,17 +143,6 @@ fn cpu() -> Cpu {
         }
     }
     cpu
-}
-
-fn verdict(problems: &Problems) -> ExitCode {
-    if problems.is_empty() {
-        return ExitCode::SUCCESS;
-    }
-    println!("\n`cargo xtask demo` and `cargo xtask test` will not work yet:");
-    for problem in problems {
-        println!("- {problem:#}");
-    }
-    ExitCode::FAILURE
 }
 
 #[cfg(test)]

@@ -33,8 +33,7 @@ pub(crate) fn check_cxx_format() -> Result<()> {
 }
 
 fn rustfmt(arguments: &[&str]) -> Result<()> {
-    let mut fmt = process::cargo();
-    process::run(fmt.args(["fmt", "--all"]).args(arguments).current_dir(paths::root()))
+    process::run(process::cargo(&paths::root(), "fmt --all").args(arguments))
 }
 
 fn clang_format(arguments: &[&str]) -> Result<()> {
@@ -51,7 +50,5 @@ fn clang_format_program() -> Result<PathBuf> {
     if installed.is_some_and(|version| version.contains(CLANG_FORMAT)) {
         return Ok("clang-format".into());
     }
-    let venv = Venv::clang_format(CLANG_FORMAT)?;
-    venv.ensure()?;
-    Ok(venv.program("clang-format"))
+    Ok(Venv::new("clang-format", CLANG_FORMAT, 1)?.ensure()?.program("clang-format"))
 }

@@ -1,6 +1,5 @@
 //! `cargo xtask fuzz`: runs the readers of files on the inputs that libFuzzer generates.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -34,28 +33,34 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     if only_files { files(seconds) } else { checkpoints(&Workspace::announced(None)?, seconds) }
 }
 
+/// How many seconds the checks fuzz.
+pub(crate) const BRIEFLY: u32 = 10;
+
+/// Fuzzes the files for a moment, where that is possible.
+pub(crate) fn files_briefly() -> Result<()> {
+    if cfg!(target_os = "linux") { files(BRIEFLY) } else { Ok(()) }
+}
+
 /// Builds the targets that open files and folders, without libtorch, and runs each for half of this time.
-pub(crate) fn files(seconds: u32) -> Result<()> {
+fn files(seconds: u32) -> Result<()> {
     ["files", "folder"].into_iter().try_for_each(|bin| {
-        let mut cargo = process::cargo();
-        cargo.args(["run", "--locked", "--package", "torch-files-fuzz"]).current_dir(paths::root());
+        let cargo = process::cargo(&paths::root(), "run --locked --package torch-files-fuzz");
         fuzz(cargo, bin, &paths::root(), seconds.div_ceil(2))
     })
 }
 
 /// Builds the target that restores checkpoints, and runs it for this time.
 pub(crate) fn checkpoints(workspace: &Workspace, seconds: u32) -> Result<()> {
-    let mut cargo = workspace.cargo("run");
-    cargo.args(["--package", "fuzz"]).env("LD_LIBRARY_PATH", workspace.libtorch.lib());
+    let mut cargo = workspace.cargo("run --package fuzz");
+    cargo.env("LD_LIBRARY_PATH", workspace.libtorch.lib());
     fuzz(cargo, "checkpoint", &workspace.dir, seconds)
 }
 
 /// Runs a target, given the command that builds it, on the seeds of the repository and the corpus of all targets.
 fn fuzz(mut fuzz: Command, bin: &str, dir: &Path, seconds: u32) -> Result<()> {
     let folder = paths::target().join("fuzz");
-    let corpus = folder.join("corpus");
-    fs::create_dir_all(&corpus).with_context(|| format!("{} cannot be made", corpus.display()))?;
-    fuzz.args(["--bin", bin, "--"]).arg(&corpus).args(LIMITS);
+    let corpus = paths::make(folder.join("corpus"))?;
+    fuzz.args(["--bin", bin, "--"]).arg(corpus).args(LIMITS);
     fuzz.arg(format!("-max_total_time={seconds}"));
     fuzz.arg(format!("-artifact_prefix={}/", folder.display()));
     for seeds in ["safetensors", "torch", "folder"] {

@@ -93,11 +93,6 @@ fn below<'a>(uses: &'a Uses, one: &String) -> BTreeSet<&'a String> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_source_has_layers() {
-        check().unwrap();
-    }
-
     fn path(file: &str) -> Path {
         file.split('/').map(str::to_owned).collect()
     }

@@ -1,13 +1,12 @@
 //! The oldest versions that Cargo.toml promises: of Rust, and of each dependency, in a lock.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use crate::versions::{PAIRS, Pair, numbers};
+use crate::versions::{Pair, numbers};
 use crate::{committed, paths, process, workspace};
 
 const REFRESH: &str = "run `cargo xtask lock` and commit it";
@@ -20,7 +19,7 @@ fn lock() -> PathBuf {
 /// Copies the committed lock to the unpacked packages, if it has the oldest version of each direct dependency.
 pub(crate) fn apply(packed: &Path) -> Result<()> {
     let oldest = generate(packed).and_then(|()| direct(packed))?;
-    copy(&lock(), &packed.join("Cargo.lock"))?;
+    workspace::copy(&lock(), &packed.join("Cargo.lock"))?;
     let stale = || format!("{} is not of this Cargo.toml: {REFRESH}", lock().display());
     let changes = committed::changes(&direct(packed).with_context(stale)?, &oldest);
     ensure!(changes.is_empty(), "{}\n{}", stale(), changes.join("\n"));
@@ -30,38 +29,29 @@ pub(crate) fn apply(packed: &Path) -> Result<()> {
 /// Rewrites the lock by means of the unpacked packages.
 pub(crate) fn rewrite(packed: &Path) -> Result<()> {
     generate(packed)?;
-    copy(&packed.join("Cargo.lock"), &lock())?;
+    workspace::copy(&packed.join("Cargo.lock"), &lock())?;
     println!("wrote {}", lock().display());
     Ok(())
 }
 
 /// Locks the oldest version of each direct dependency of a workspace. The option is unstable.
 fn generate(packed: &Path) -> Result<()> {
-    let mut cargo = process::cargo();
-    cargo.args(["generate-lockfile", "--quiet", "-Z", "direct-minimal-versions"]);
-    process::run(cargo.env("RUSTC_BOOTSTRAP", "1").current_dir(packed))
+    let mut cargo = process::cargo(packed, "generate-lockfile --quiet -Z direct-minimal-versions");
+    process::run(cargo.env("RUSTC_BOOTSTRAP", "1"))
         .context("raise in Cargo.toml what is too old for another dependency")
 }
 
 /// A line for each direct dependency of a workspace, with the version in its lock.
 fn direct(packed: &Path) -> Result<String> {
-    let mut tree = process::cargo();
-    tree.args(["tree", "--locked", "--workspace", "--all-features", "--target", "all"]);
-    process::read(tree.args(["--depth", "1", "--prefix", "none"]).current_dir(packed))
-}
-
-fn copy(from: &Path, to: &Path) -> Result<()> {
-    fs::copy(from, to).with_context(|| format!("{} cannot be copied", from.display()))?;
-    Ok(())
+    let tree = "tree --locked --workspace --all-features --target all --depth 1 --prefix none";
+    process::read(&mut process::cargo(packed, tree))
 }
 
 /// Checks every lock, and compiles with the promised version if rustup has it.
 pub(crate) fn check_rust() -> Result<()> {
-    let root = paths::root();
-    let locked = Pair::locked(&root)?;
-    let ours = check_dependencies(&root)?;
-    for pair in PAIRS.into_iter().filter(|pair| *pair != locked) {
-        check_dependencies(&workspace::make(&paths::target(), pair)?)?;
+    let ours = check_dependencies(&paths::root())?;
+    for pair in Pair::others()? {
+        check_dependencies(&workspace::make(pair)?)?;
     }
     println!("no locked dependency asks for more than Rust {ours}");
     compile(&ours)
@@ -69,21 +59,13 @@ pub(crate) fn check_rust() -> Result<()> {
 
 /// Returns the version that the workspace in `dir` promises, if its dependencies fulfil the promise.
 fn check_dependencies(dir: &Path) -> Result<String> {
-    let mut metadata = process::cargo();
-    metadata.args(["metadata", "--locked", "--all-features", "--format-version", "1"]);
-    let metadata = process::read(metadata.current_dir(dir))?;
-    let metadata: Value =
-        serde_json::from_str(&metadata).context("cargo metadata prints no JSON")?;
+    let metadata = workspace::metadata(dir, "--locked --all-features")?;
     let packages = metadata["packages"].as_array().context("cargo metadata has no packages")?;
     let ours = packages.iter().find(|package| package["name"] == "tch-amp");
     let ours = ours.and_then(|package| package["rust_version"].as_str());
     let ours = ours.context("Cargo.toml has no rust-version")?;
-    let newer = newer_than(ours, packages);
-    ensure!(
-        newer.is_empty(),
-        "rust-version is {ours}, but these need a newer Rust: {}",
-        newer.join(", ")
-    );
+    let newer = newer_than(ours, packages).join(", ");
+    ensure!(newer.is_empty(), "rust-version is {ours}, but these need a newer Rust: {newer}");
     Ok(ours.to_owned())
 }
 
@@ -99,30 +81,26 @@ fn newer_than(ours: &str, packages: &[Value]) -> Vec<String> {
 
 /// Compiles everything except the C++ with Rust `version`, if it is installed.
 fn compile(version: &str) -> Result<()> {
-    let of = |name: &String| {
+    let of = |name: &String, words: &str| {
         let mut rustup = Command::new("rustup");
-        rustup.args(["run", name]);
+        rustup.args(["run", name, "cargo"]).args(words.split(' '));
         rustup
     };
     let mut names = [version.to_owned(), format!("{version}.0")].into_iter();
-    let is_installed = |name: &String| process::read(of(name).args(["cargo", "-V"])).is_ok();
+    let is_installed = |name: &String| process::read(&mut of(name, "-V")).is_ok();
     let Some(toolchain) = names.find(is_installed) else {
         println!(
             "not compiled with Rust {version}: `rustup toolchain install {version}` adds that"
         );
         return Ok(());
     };
-    let mut check = of(&toolchain);
-    check.args(["cargo", "check", "--locked", "--workspace", "--all-targets"]);
-    check.args(["--features", "doc-only,full"]).current_dir(paths::root());
+    let check = "check --locked --workspace --all-targets --features doc-only,full";
+    let mut check = of(&toolchain, check);
+    check.current_dir(paths::root());
+    // If two compilers shared a folder of outputs, every run would build everything again.
+    check.env("CARGO_TARGET_DIR", paths::target().join("msrv"));
     // Without the path of the newer cargo that runs xtask, which cargo would otherwise inherit.
-    check.env_remove("CARGO").env_remove("RUSTC").env("CARGO_TARGET_DIR", target());
-    process::run(&mut check)
-}
-
-/// The folder of the outputs. If two compilers shared one, every run would build everything again.
-fn target() -> PathBuf {
-    paths::target().join("msrv")
+    process::run(check.env_remove("CARGO").env_remove("RUSTC"))
 }
 
 #[cfg(test)]

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs;
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, bail, ensure};
 use testbench::compiled;
 use testbench::null_cuda::{NullCuda, Numbers, SOURCES, check_possible};
 
@@ -93,18 +93,21 @@ const REDUCTIONS: [&str; 6] = ["all", "linalg_vector_norm", "max", "min", "norm"
 
 /// Whether the real host code can be run with this libtorch. If not, prints what is left out, and why.
 pub(crate) fn is_possible(workspace: &Workspace) -> bool {
-    let possible = check_possible(&workspace.libtorch);
-    if let Err(reason) = &possible {
-        eprintln!(
-            "WARNING: the tests on the real host code of CUDA are LEFT OUT, and with them the comparison of launches \
-             and synchronizations with those of the simulated GPUs: {reason:#}"
-        );
-    }
-    possible.is_ok()
+    let lost = "the tests on the real host code of CUDA are LEFT OUT, and with them the comparison of launches and \
+                synchronizations with those of the simulated GPUs";
+    simulation::or_warn(check_possible(&workspace.libtorch), lost)
+}
+
+/// Null CUDA, if it is possible. Warns otherwise.
+fn provide(workspace: &Workspace) -> Result<Option<NullCuda>> {
+    is_possible(workspace).then(|| NullCuda::provide(&workspace.libtorch)).transpose()
 }
 
 /// What is left for the simulated GPUs where the tests run on null CUDA as well, whose host code is the real one.
-pub(crate) fn rest() -> Extent {
+pub(crate) fn rest(workspace: &Workspace) -> Extent {
+    if !is_possible(workspace) {
+        return Extent::Whole;
+    }
     let left_out = LEFT_OUT.iter().map(|(name, _)| *name);
     Extent::Without {
         parts: &PARTS,
@@ -114,29 +117,21 @@ pub(crate) fn rest() -> Extent {
 
 /// Runs the tests on null CUDA, if that is possible.
 pub(crate) fn test(workspace: &Workspace) -> Result<()> {
-    if !is_possible(workspace) {
-        return Ok(());
-    }
-    let null_cuda = NullCuda::provide(&workspace.libtorch)?;
+    let Some(null_cuda) = provide(workspace)? else { return Ok(()) };
     let costs = paths::target().join("null_cuda/costs.tsv");
     if costs.exists() {
         fs::remove_file(&costs)?;
     }
-    let on_null_cuda = |variable: Option<(&str, &OsStr)>| {
-        let mut tests = simulation::on_counted_devices(workspace);
-        null_cuda.apply(Numbers::Cpu, &mut tests);
-        tests.envs(variable);
-        tests
-    };
     for (name, reason) in LEFT_OUT {
         println!("left out: {name}: {reason}");
     }
-    let counted = Some(("NULL_CUDA_MODEL", costs.as_os_str()));
-    let late = Some(("SIMULATED_CUDA_LAG", OsStr::new("never")));
+    let counted = ("NULL_CUDA_MODEL", costs.as_os_str());
+    let late = ("SIMULATED_CUDA_LAG", OsStr::new("never"));
+    let tests = |variable| on_null_cuda(workspace, &null_cuda, variable);
     steps::all([
-        run_parts(&PARTS, &skipped(), || on_null_cuda(counted)),
-        run_parts(&[OF_GRAPHS, OF_NCCL], &[], || on_null_cuda(None)),
-        run_parts(&[OF_LATE_ANSWERS], &[], || on_null_cuda(late)),
+        run_parts(&PARTS, &skipped(), || tests(Some(counted))),
+        run_parts(&[OF_GRAPHS, OF_NCCL], &[], || tests(None)),
+        run_parts(&[OF_LATE_ANSWERS], &[], || tests(Some(late))),
     ])?;
     if workspace.libtorch.python.is_some() {
         for script in ["captures.py", "iterations.py"] {
@@ -153,18 +148,27 @@ pub(crate) fn test(workspace: &Workspace) -> Result<()> {
 /// with: a file in `folder` with the version of libtorch in its name. Without null CUDA nothing is written.
 pub(crate) fn count(folder: &Path) -> Result<()> {
     let workspace = Workspace::new(None)?;
-    if !is_possible(&workspace) {
-        return Ok(());
-    }
-    let null_cuda = NullCuda::provide(&workspace.libtorch)?;
+    let Some(null_cuda) = provide(&workspace)? else { return Ok(()) };
     let file = folder.join(format!("counts-{}.jsonl", workspace.libtorch.version));
+    let counted = Some(("TCH_AMP_COUNTS", file.as_os_str()));
     run_parts(&[("devices", &[])], &skipped(), || {
-        let mut tests = simulation::on_counted_devices(&workspace);
-        null_cuda.apply(Numbers::Cpu, &mut tests);
+        let mut tests = on_null_cuda(&workspace, &null_cuda, counted);
         // As the bundle has it, so that nothing is compiled again.
-        tests.arg("--release").env("TCH_AMP_COUNTS", &file);
+        tests.arg("--release");
         tests
     })
+}
+
+/// `cargo test` on null CUDA, with a variable of the environment.
+fn on_null_cuda(
+    workspace: &Workspace,
+    null_cuda: &NullCuda,
+    variable: Option<(&str, &OsStr)>,
+) -> Command {
+    let mut tests = simulation::on_counted_devices(workspace);
+    null_cuda.apply(Numbers::Cpu, &mut tests);
+    tests.envs(variable);
+    tests
 }
 
 /// The names of the tests that are left out, and of those that another run tests on the CPU.
@@ -174,9 +178,7 @@ fn skipped() -> Vec<&'static str> {
 
 /// Fails if an operator had other costs than the simulation says, and says which.
 fn compare(costs: &Path) -> Result<()> {
-    let table = fs::read_to_string(costs)
-        .with_context(|| format!("{} was not written", costs.display()))?;
-    let Compared { operators, calls, differences, known } = compared(&table)?;
+    let Compared { operators, calls, differences, known } = compared(&paths::read(costs)?)?;
     ensure!(
         differences.is_empty(),
         "the simulated GPUs say other costs than the real host code has (testbench/simulated_cuda/costs.cpp; operator, \
@@ -185,21 +187,16 @@ fn compare(costs: &Path) -> Result<()> {
     );
     let exceptions = DIFFERENT.map(|(operator, _)| operator).into_iter().chain(REDUCTIONS);
     let stale: Vec<_> = exceptions.filter(|operator| !known.contains(*operator)).collect();
-    ensure!(
-        stale.is_empty(),
-        "these exceptions do not differ, and are stale: {}",
-        stale.join(", ")
-    );
+    let stale = stale.join(", ");
+    ensure!(stale.is_empty(), "these exceptions do not differ, and are stale: {stale}");
     println!(
         "{calls} calls of {operators} operators cost on the simulated GPUs what they cost the real host code"
     );
     for (operator, reason) in DIFFERENT {
         println!("not compared: launches of {operator}: {reason}");
     }
-    println!(
-        "not compared: a second launch of {}: blocks of threads share many numbers",
-        REDUCTIONS.join(", ")
-    );
+    let reductions = REDUCTIONS.join(", ");
+    println!("not compared: a second launch of {reductions}: blocks of threads share many numbers");
     Ok(())
 }
 
@@ -221,7 +218,7 @@ fn compared(table: &str) -> Result<Compared> {
         let fields: Vec<&str> = line.split('\t').collect();
         let [operator, times, launches, waits, said_launches, said_waits, arguments] = fields[..]
         else {
-            anyhow::bail!("a line has not seven fields: {line}");
+            bail!("a line has not seven fields: {line}");
         };
         let is_same = (launches, waits) == (said_launches, said_waits);
         let name = operator.split('.').next().unwrap_or(operator);

@@ -1,6 +1,5 @@
 //! The package: its contents, and that it builds and documents itself outside of the repository.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
@@ -9,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use crate::args::Args;
-use crate::{committed, minimum, paths, process};
+use crate::{committed, minimum, paths, process, workspace};
 
 pub(crate) const NAME: &str = "tch-amp";
 
@@ -34,12 +33,11 @@ fn check_publishable() -> Result<()> {
     let package = manifest(NAME)?;
     let unset: Vec<_> = KEYS.into_iter().filter(|key| !package[*key].is_string()).collect();
     ensure!(unset.is_empty(), "set in Cargo.toml, below `[package]`: {}", unset.join(", "));
-    let log = fs::read_to_string(paths::root().join("CHANGELOG.md"))?;
+    let log = paths::read(&paths::root().join("CHANGELOG.md"))?;
     let version = version(NAME)?;
     ensure!(is_dated(&log, &version), "CHANGELOG.md has no entry of {version} with its date");
-    let mut publish = process::cargo();
-    publish.args(["publish", "--dry-run", "--no-verify"]).args(selected());
-    process::run(publish.current_dir(paths::root()))
+    let mut publish = process::cargo(&paths::root(), "publish --dry-run --no-verify");
+    process::run(publish.args(selected()))
 }
 
 /// Whether the log has an entry of a version with its date, such as `## 0.1.0 - 2026-11-26`.
@@ -53,15 +51,10 @@ fn is_dated(log: &str, version: &str) -> bool {
 pub(crate) fn check_contents() -> Result<()> {
     let files = files()?;
     let stray: Vec<_> = files.lines().filter(|file| is_of_tests(file)).collect();
-    ensure!(
-        stray.is_empty(),
-        "tests are in the package, against `include` in Cargo.toml: {stray:?}"
-    );
-    committed::check(
-        LIST,
-        &files,
-        "if that is right, run `cargo xtask package` and commit the list",
-    )?;
+    let against = "tests are in the package, against `include` in Cargo.toml";
+    ensure!(stray.is_empty(), "{against}: {stray:?}");
+    let remedy = "if that is right, run `cargo xtask package` and commit the list";
+    committed::check(LIST, &files, remedy)?;
     println!("{} files, as {LIST} says", files.lines().count());
     Ok(())
 }
@@ -82,14 +75,17 @@ pub(crate) fn check_builds() -> Result<()> {
     for features in FEATURES {
         lint_library(&packed, features)?;
     }
-    let mut doc = doc_only(&packed, "doc", FULL);
-    process::run(doc.args(["--package", NAME, "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
+    document(&packed, &format!("--package {NAME}"))
 }
 
 /// Documents the workspace with warnings as errors, without libtorch.
 pub(crate) fn check_documentation() -> Result<()> {
-    let mut doc = doc_only(&paths::root(), "doc", FULL);
-    process::run(doc.args(["--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
+    document(&paths::root(), "--workspace")
+}
+
+fn document(dir: &Path, packages: &str) -> Result<()> {
+    let words = format!("doc --locked --features {FULL} --no-deps {packages}");
+    process::run(without_libtorch(dir, &words).env("RUSTDOCFLAGS", "-D warnings"))
 }
 
 /// Lints every target of the workspace, and the crate with fewer features, without libtorch.
@@ -97,46 +93,43 @@ pub(crate) fn lint() -> Result<()> {
     for features in FEATURES.into_iter().filter(|features| *features != FULL) {
         lint_library(&paths::root(), features)?;
     }
-    let mut clippy = doc_only(&paths::root(), "clippy", FULL);
-    process::run(clippy.args(["--workspace", "--all-targets", "--", "-D", "warnings"]))
+    clippy(&paths::root(), FULL, "--workspace --all-targets")
 }
 
 fn lint_library(dir: &Path, features: &str) -> Result<()> {
-    let mut clippy = doc_only(dir, "clippy", features);
-    process::run(clippy.args(["--package", NAME, "--lib", "--", "-D", "warnings"]))
+    clippy(dir, features, &format!("--package {NAME} --lib"))
+}
+
+fn clippy(dir: &Path, features: &str, targets: &str) -> Result<()> {
+    let words = format!("clippy --locked --features {features} {targets} -- -D warnings");
+    process::run(&mut without_libtorch(dir, &words))
 }
 
 /// Runs the tests of the members, which need no libtorch. Those that compare with Python are skipped without one.
 pub(crate) fn test_members() -> Result<()> {
-    let mut tests = process::cargo();
-    tests.args(["test", "--locked"]).args(MEMBERS.iter().flat_map(|name| ["--package", name]));
+    let mut tests = process::cargo(&paths::root(), "test --locked");
     // Tests without libtorch share nothing, so that they need not run one after the other as in `.cargo/config.toml`.
     let cores = thread::available_parallelism().map_or(1, usize::from);
     tests.env("RUST_TEST_THREADS", cores.to_string());
-    process::run(tests.current_dir(paths::root()))
+    process::run(tests.args(MEMBERS.iter().flat_map(|name| ["--package", name])))
 }
 
 /// Packs the crate with its members, and returns the folder of a workspace of the unpacked packages.
 pub(crate) fn packed() -> Result<PathBuf> {
-    let mut package = process::cargo();
-    package.args(["package", "--no-verify", "--allow-dirty", "--offline", "--quiet"]);
-    process::run(package.args(selected()).current_dir(paths::root()))?;
-    let folder = paths::target().join("packed");
-    if folder.exists() {
-        fs::remove_dir_all(&folder)?;
-    }
-    fs::create_dir_all(&folder)?;
+    let package = "package --no-verify --allow-dirty --offline --quiet";
+    process::run(process::cargo(&paths::root(), package).args(selected()))?;
+    let folder = paths::make_empty(paths::target().join("packed"))?;
     for package in MEMBERS.into_iter().chain([NAME]) {
         let archive = paths::target().join("package").join(unpacked(package)? + ".crate");
         let mut tar = Command::new("tar");
         process::run(tar.arg("-xzf").arg(archive).arg("-C").arg(&folder))?;
         // The profiles, which come last, would have no effect in a member.
         let manifest = folder.join(unpacked(package)?).join("Cargo.toml");
-        let text = fs::read_to_string(&manifest).context("the package has no Cargo.toml")?;
-        fs::write(&manifest, text.split("[profile.").next().unwrap_or(&text))?;
+        let text = paths::read(&manifest)?;
+        paths::write(&manifest, text.split("[profile.").next().unwrap_or(&text))?;
     }
-    let workspace = "[workspace]\nmembers = [\"*-*\"]\nresolver = \"3\"\n";
-    fs::write(folder.join("Cargo.toml"), format!("{workspace}{}", patches(&folder, &MEMBERS)?))?;
+    let workspace = "[workspace]\nmembers = [\"*-*\"]\nresolver = \"3\"\n".to_owned();
+    paths::write(&folder.join("Cargo.toml"), &(workspace + &patches(&folder, &MEMBERS)?))?;
     Ok(folder)
 }
 
@@ -162,9 +155,8 @@ fn unpacked(package: &str) -> Result<String> {
 
 /// The files that cargo would pack, sorted, a line for each. New files that were not added to git are included.
 fn files() -> Result<String> {
-    let mut list = process::cargo();
-    list.args(["package", "--package", NAME, "--list", "--allow-dirty", "--offline"]);
-    let printed = process::read(list.current_dir(paths::root()))?;
+    let list = format!("package --package {NAME} --list --allow-dirty --offline");
+    let printed = process::read(&mut process::cargo(&paths::root(), &list))?;
     // Without a git repository, cargo leaves this file out.
     let files = printed.lines().filter(|file| *file != ".cargo_vcs_info.json");
     let mut files: Vec<_> = files.map(|file| format!("{file}\n")).collect();
@@ -185,27 +177,15 @@ fn version(package: &str) -> Result<String> {
 
 /// What Cargo.toml says of a package, as cargo reads it.
 fn manifest(name: &str) -> Result<Value> {
-    let mut metadata = process::cargo();
-    metadata.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]);
-    let printed = process::read(metadata.current_dir(paths::root()))?;
-    let metadata: Value =
-        serde_json::from_str(&printed).context("cargo metadata prints no JSON")?;
+    let metadata = workspace::metadata(&paths::root(), "--no-deps --offline")?;
     let mut packages = metadata["packages"].as_array().into_iter().flatten();
     let package = packages.find(|package| package["name"] == name);
     Ok(package.with_context(|| format!("the workspace has no {name}"))?.clone())
 }
 
-/// `cargo <command>` in `dir`, without libtorch.
-fn doc_only(dir: &Path, command: &str, features: &str) -> Command {
-    let mut cargo = without_libtorch(dir);
-    cargo.args([command, "--locked", "--features", features]);
-    cargo
-}
-
 /// `cargo` in `dir`, without libtorch. It has an output folder of its own, because the feature changes tch.
-pub(crate) fn without_libtorch(dir: &Path) -> Command {
-    let mut cargo = process::cargo();
-    cargo.current_dir(dir);
+pub(crate) fn without_libtorch(dir: &Path, words: &str) -> Command {
+    let mut cargo = process::cargo(dir, words);
     for name in ["LIBTORCH", "LIBTORCH_USE_PYTORCH", "LIBTORCH_INCLUDE", "LIBTORCH_LIB"] {
         cargo.env_remove(name);
     }

@@ -1,7 +1,5 @@
 //! The pictures of the README: on docs.rs, where a page has no files beside it, they are in the addresses of the links.
 
-use std::fs;
-
 use anyhow::Result;
 
 use crate::{committed, paths};
@@ -27,7 +25,7 @@ pub(crate) fn write() -> Result<()> {
 fn targets() -> Result<String> {
     let mut text = String::new();
     for path in paths::files(PICTURES, ".svg")? {
-        let svg = encoded(&sized(&fs::read_to_string(&path)?));
+        let svg = encoded(&sized(&paths::read(&path)?));
         text += &format!("[{} picture]: data:image/svg+xml,{svg}\n", paths::stem(&path));
     }
     Ok(text)

@@ -1,18 +1,17 @@
 //! `cargo xtask planted`: plants faults in a copy of the sources, one by one, each of which a test has to catch.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use testbench::null_cuda::{NullCuda, Numbers};
 use testbench::simulated_cuda::Simulation;
 
 use crate::args::Args;
 use crate::workspace::{self, Workspace};
-use crate::{paths, process};
+use crate::{paths, process, simulation};
 
 /// The folder of the faults: patches for `git apply`, each with a text before it that names the test.
 const FAULTS: &str = "tests/planted";
@@ -68,16 +67,14 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let mut failures = Vec::new();
     for fault in &faults {
         let start = Instant::now();
-        let sound = tests.get(&fault.test).and_then(|passes| passes.as_ref().err());
-        let caught = match sound {
-            Some(error) => Err(format!("{error:#}")),
-            None => field.catches(fault).map_err(|error| format!("{error:#}")),
-        };
+        let unsound = tests.get(&fault.test).and_then(|passes| passes.as_ref().err());
+        let caught =
+            unsound.map_or_else(|| field.catches(fault), |error| Err(anyhow!("{error:#}")));
         let seconds = start.elapsed().as_secs_f64();
         match caught {
             Ok(()) => println!("caught: {} ({seconds:.0} s)", fault.name),
             Err(error) => {
-                println!("NOT CAUGHT: {} ({seconds:.0} s): {error}", fault.name);
+                println!("NOT CAUGHT: {} ({seconds:.0} s): {error:#}", fault.name);
                 failures.push(fault.name.as_str());
             }
         }
@@ -103,8 +100,7 @@ fn faults() -> Result<Vec<Fault>> {
     let faults = paths::files(FAULTS, "")?.into_iter().map(|patch| {
         let name = paths::relative(&patch);
         ensure!(name.ends_with(".patch"), "{name} is not a patch");
-        let text = fs::read_to_string(&patch).with_context(|| name.clone())?;
-        let test = Test::of_patch(&text).context(name)?;
+        let test = Test::of_patch(&paths::read(&patch)?).context(name)?;
         Ok(Fault { name: paths::stem(&patch), patch, test })
     });
     faults.collect()
@@ -147,10 +143,10 @@ struct Field {
 impl Field {
     fn new(faults: &[Fault]) -> Result<Self> {
         let workspace = Workspace::announced(None)?.moved(sown(None)?);
+        let libtorch = &workspace.libtorch;
         let needs = |runtime| faults.iter().any(|fault| fault.test.runtime == runtime);
-        let simulation =
-            needs(Runtime::Simulated).then(|| Simulation::provide(&workspace.libtorch));
-        let null_cuda = needs(Runtime::NullCuda).then(|| NullCuda::provide(&workspace.libtorch));
+        let simulation = needs(Runtime::Simulated).then(|| Simulation::provide(libtorch));
+        let null_cuda = needs(Runtime::NullCuda).then(|| NullCuda::provide(libtorch));
         let (simulation, null_cuda) = (simulation.transpose()?, null_cuda.transpose()?);
         Ok(Self { workspace, simulation, null_cuda })
     }
@@ -178,34 +174,28 @@ impl Field {
 
     /// Compiles the test, which has to succeed, and runs it.
     fn run(&self, test: &Test) -> Result<Output> {
-        process::read(self.cargo_test(test).args(["--no-run", "--quiet"]).args(test.before()))?;
-        let mut tests = self.cargo_test(test);
-        tests.args(&test.arguments).output().context("cargo cannot be run")
+        // The arguments for cargo, without those for the test program.
+        let before = test.arguments.iter().take_while(|word| *word != "--");
+        process::read(self.cargo_test(test).args(["--no-run", "--quiet"]).args(before))?;
+        self.cargo_test(test).args(&test.arguments).output().context("cargo cannot be run")
     }
 
     fn cargo_test(&self, test: &Test) -> Command {
-        let mut tests = self.workspace.cargo_test();
-        tests.args(["--config", OWN_FILES]).envs(test.variables.iter().cloned());
+        let mut tests = self.workspace.test(&format!("--config {OWN_FILES}"));
+        tests.envs(test.variables.iter().cloned());
         match (test.runtime, &self.simulation, &self.null_cuda) {
             (Runtime::Simulated, Some(simulation), _) => simulation.apply(&mut tests),
             (Runtime::NullCuda, _, Some(null_cuda)) => null_cuda.apply(Numbers::Cpu, &mut tests),
             _ => return tests,
         }
-        tests.env("TCH_AMP_REQUIRE_CUDA", "1").env("TCH_AMP_REQUIRE_SIMULATION", "1");
+        tests.envs(simulation::REQUIRED);
         tests
-    }
-}
-
-impl Test {
-    /// The arguments for cargo, without those for the test program.
-    fn before(&self) -> impl Iterator<Item = &String> {
-        self.arguments.iter().take_while(|word| *word != "--")
     }
 }
 
 /// The shadow with the sources of the repository, and at most one fault.
 fn sown(patch: Option<&Path>) -> Result<PathBuf> {
-    let dir = workspace::make_with_copies(&paths::target(), SHADOW, &SOURCES)?;
+    let dir = workspace::make_with_copies(SHADOW, &SOURCES)?;
     patch.map_or(Ok(()), |patch| apply(&dir, patch, &[]))?;
     Ok(dir)
 }

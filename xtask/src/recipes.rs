@@ -32,31 +32,27 @@ fn names() -> Result<Vec<String>> {
 /// Compiles a copy that has only these recipes.
 fn compile(packed: &Path, kept: &[String]) -> Result<()> {
     let copy = copy(packed, kept)?;
-    let mut cargo = package::without_libtorch(&copy);
-    cargo.args(["check", "--quiet", "--offline", "--all-targets"]);
-    cargo.args(["--features", "tch-amp/doc-only"]);
-    process::run(&mut cargo)
+    let check = "check --quiet --offline --all-targets --features tch-amp/doc-only";
+    process::run(&mut package::without_libtorch(&copy, check))
         .with_context(|| format!("a copy of the recipes {} does not compile", kept.join(", ")))
 }
 
 /// Copies the recipes below `target` as a user does, who takes the crate from the registry: here the packed one is in
 /// its place.
 fn copy(packed: &Path, kept: &[String]) -> Result<PathBuf> {
-    let copy = paths::target().join("copied/recipes");
-    if copy.exists() {
-        fs::remove_dir_all(&copy)?;
-    }
+    let copy = paths::make_empty(paths::target().join("copied/recipes"))?;
     workspace::copy(&paths::root().join("recipes"), &copy)?;
     // The versions that are known to be downloaded.
-    fs::copy(paths::root().join("Cargo.lock"), copy.join("Cargo.lock"))?;
+    workspace::copy(&paths::root().join("Cargo.lock"), &copy.join("Cargo.lock"))?;
     let manifest = copy.join("Cargo.toml");
-    let mut text = fs::read_to_string(&manifest).context("the recipes have no Cargo.toml")?;
+    let mut text = paths::read(&manifest)?;
     for path in PATHS {
         ensure!(text.contains(path), "recipes/Cargo.toml has no {path}");
         text = text.replace(path, "");
     }
     let packages = [&package::MEMBERS[..], &[package::NAME]].concat();
-    fs::write(&manifest, text + &package::patches(packed, &packages)? + "\n[workspace]\n")?;
+    text += &package::patches(packed, &packages)?;
+    paths::write(&manifest, &(text + "\n[workspace]\n"))?;
     for name in names()?.iter().filter(|name| !is_needed(name, kept)) {
         remove(&copy, name)?;
     }
@@ -74,8 +70,8 @@ fn remove(copy: &Path, name: &str) -> Result<()> {
     fs::remove_file(copy.join("examples").join(format!("{name}.rs")))?;
     fs::remove_dir_all(copy.join("src").join(name))?;
     let library = copy.join("src/lib.rs");
-    let text = fs::read_to_string(&library)?;
+    let text = paths::read(&library)?;
     let line = format!("pub mod {name};\n");
     ensure!(text.contains(&line), "recipes/src/lib.rs has no line {line}");
-    fs::write(&library, text.replace(&line, "")).context("lib.rs cannot be written")
+    paths::write(&library, &text.replace(&line, ""))
 }

@@ -3,27 +3,17 @@
 use std::collections::BTreeMap;
 use std::env;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::args::Args;
 use crate::workspace::Workspace;
-use crate::{paths, process};
+use crate::{compiled, compiler, paths, process};
 
 /// Tests that pass raw pointers to the shim, and need no Python.
-const TESTS: [&[&str]; 2] = [
-    &["--lib"],
-    &[
-        "--test=files",
-        "--test=steps",
-        "--",
-        "tensors::",
-        "optim::",
-        "scaler::",
-        "--skip=::programs::",
-    ],
-];
+const TESTS: [&str; 2] =
+    ["--lib", "--test=files --test=steps -- tensors:: optim:: scaler:: --skip=::programs::"];
 
 /// What finds reads and writes outside of memory, leaks and undefined behaviour. The virtual tables of libtorch's
 /// classes are not ours to check. Only the reports name lines of the sources, so that no other build has debug
@@ -49,11 +39,10 @@ const PLANTED: [(&str, &str); 4] = [
 /// `cargo xtask sanitize`.
 pub(crate) fn run(args: Args) -> Result<()> {
     let workspace = Workspace::announced(None)?;
-    let others: Vec<_> = args.rest();
-    if others.is_empty() {
-        return sanitize(&workspace);
+    match &args.rest()[..] {
+        [] => sanitize(&workspace),
+        others => process::run(cargo(&workspace, true)?.args(others)),
     }
-    check(&workspace, true, &others)
 }
 
 /// The part that every run of the tests includes.
@@ -63,17 +52,15 @@ fn sanitize(workspace: &Workspace) -> Result<()> {
         return Ok(());
     }
     let leaks = planted(workspace)?;
-    for tests in TESTS {
-        check(workspace, leaks, &tests.iter().map(ToString::to_string).collect::<Vec<_>>())?;
-    }
-    Ok(())
+    TESTS
+        .into_iter()
+        .try_for_each(|tests| process::run(cargo(workspace, leaks)?.args(tests.split(' '))))
 }
 
 /// Compiles the C++ with clang++ as well, with warnings as errors: these folders as one unit each, as build.rs does,
 /// and all others as another. Builds use g++ unless another compiler is set.
 pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
-    let version = Command::new("clang++").arg("--version").stdout(Stdio::null()).status();
-    if !version.is_ok_and(|status| status.success()) {
+    if process::first_line(Command::new("clang++").arg("--version")).is_none() {
         eprintln!("WARNING: csrc/ is NOT COMPILED with clang++, which is not here");
         return Ok(());
     }
@@ -84,14 +71,7 @@ pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
         let unit = units.entry(own).or_insert_with(|| clang(&workspace.libtorch.root));
         unit.arg("-include").arg(source);
     }
-    let mut running = Vec::new();
-    for unit in units.values_mut() {
-        running.push((process::start(unit)?, unit));
-    }
-    for (mut child, unit) in running {
-        process::check(unit, child.wait()?)?;
-    }
-    Ok(())
+    compiled::run_together(units.into_values().collect())
 }
 
 /// clang++ that reads what it is told to include, and compiles nothing.
@@ -134,14 +114,9 @@ fn planted(workspace: &Workspace) -> Result<bool> {
     Ok(leaks)
 }
 
-fn check(workspace: &Workspace, leaks: bool, tests: &[String]) -> Result<()> {
-    process::run(cargo(workspace, leaks)?.args(tests))
-}
-
 /// `cargo test` with the C++ under sanitizers. The options exclude libtorch itself, which is built without them.
 fn cargo(workspace: &Workspace, leaks: bool) -> Result<Command> {
-    let mut cargo = workspace.cargo_test();
-    cargo.args(["--package", "tch-amp", "--config", OWN_FILES]);
+    let mut cargo = workspace.test(&format!("--package tch-amp --config {OWN_FILES}"));
     let leaks = u8::from(leaks);
     let options = format!("detect_leaks={leaks}:detect_odr_violation=0:alloc_dealloc_mismatch=0");
     // Only for the tests, not for cargo and compilers, which the libraries would slow down.
@@ -159,9 +134,8 @@ fn cargo(workspace: &Workspace, leaks: bool) -> Result<Command> {
 
 /// The path of a library of the compiler.
 fn library(name: &str) -> Result<PathBuf> {
-    let mut compiler = Command::new(env::var_os("CXX").unwrap_or_else(|| "c++".into()));
-    let path = process::read(compiler.arg(format!("-print-file-name={name}")))?;
-    let path = PathBuf::from(path.trim());
+    let path = process::read(compiler::command().arg(format!("-print-file-name={name}")))?;
+    let path = PathBuf::from(path);
     if !path.is_absolute() {
         bail!("the C++ compiler has no {name}; install the sanitizers of g++ (libasan, libubsan)");
     }

@@ -65,10 +65,7 @@ pub(crate) enum Extent {
 
 /// Runs the tests on simulated GPUs, with CUDA required. Returns whether that is possible.
 pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
-    if !is_possible(workspace) {
-        return Ok(false);
-    }
-    let simulation = Simulation::provide(&workspace.libtorch)?;
+    let Some(simulation) = provide(workspace)? else { return Ok(false) };
     let make = || simulated(workspace, &simulation);
     let of_library = show(make().arg("--lib"));
     let of_programs = match extent {
@@ -110,10 +107,7 @@ pub(crate) fn run_parts(
 
 /// Runs the tests that depend on copies from a device with copies that arrive at another time.
 pub(crate) fn test_lags(workspace: &Workspace) -> Result<()> {
-    if !is_possible(workspace) {
-        return Ok(());
-    }
-    let simulation = Simulation::provide(&workspace.libtorch)?;
+    let Some(simulation) = provide(workspace)? else { return Ok(()) };
     for (lag, parts) in &LAGS {
         println!("\n-- SIMULATED_CUDA_LAG={lag}");
         run_parts(parts, &STEPS_ON_THE_CPU, || {
@@ -125,13 +119,17 @@ pub(crate) fn test_lags(workspace: &Workspace) -> Result<()> {
     Ok(())
 }
 
-/// Whether the tests can run on simulated GPUs. Warns otherwise.
-fn is_possible(workspace: &Workspace) -> bool {
-    let possible = check_possible(&workspace.libtorch);
+/// The simulated GPUs, if they are possible. Warns otherwise.
+fn provide(workspace: &Workspace) -> Result<Option<Simulation>> {
+    let lost = "the tests on simulated GPUs are SKIPPED, and with them every CUDA path";
+    let is_possible = or_warn(check_possible(&workspace.libtorch), lost);
+    is_possible.then(|| Simulation::provide(&workspace.libtorch)).transpose()
+}
+
+/// Whether something is possible. Otherwise prints what is lost, and why.
+pub(crate) fn or_warn(possible: Result<()>, lost: &str) -> bool {
     if let Err(reason) = &possible {
-        eprintln!(
-            "WARNING: the tests on simulated GPUs are SKIPPED, and with them every CUDA path: {reason:#}"
-        );
+        eprintln!("WARNING: {lost}: {reason:#}");
     }
     possible.is_ok()
 }
@@ -144,17 +142,18 @@ fn simulated(workspace: &Workspace, simulation: &Simulation) -> Command {
 
 /// `cargo test` for tests that fail without CUDA devices which are counted.
 pub(crate) fn on_counted_devices(workspace: &Workspace) -> Command {
-    let mut tests = workspace.cargo_test();
-    tests.args(["--package", "tch-amp"]);
-    fewer_programs(&mut tests);
-    tests.env("TCH_AMP_REQUIRE_CUDA", "1").env("TCH_AMP_REQUIRE_SIMULATION", "1");
+    let mut tests = workspace.test("--package tch-amp");
+    tests.envs(FEWER_PROGRAMS).envs(REQUIRED);
     tests
 }
 
-/// Reduces the number of random programs. The full number runs on the CPU with the locked version of tch.
-pub(crate) fn fewer_programs(tests: &mut Command) {
-    tests.env("TCH_AMP_PROGRAMS", "400").env("TCH_AMP_OPTIM_PROGRAMS", "300");
-}
+/// Have tests fail without CUDA devices which are counted.
+pub(crate) const REQUIRED: [(&str, &str); 2] =
+    [("TCH_AMP_REQUIRE_CUDA", "1"), ("TCH_AMP_REQUIRE_SIMULATION", "1")];
+
+/// The number of random programs where the full one does not run: that is on the CPU with the locked version of tch.
+pub(crate) const FEWER_PROGRAMS: [(&str, &str); 2] =
+    [("TCH_AMP_PROGRAMS", "400"), ("TCH_AMP_OPTIM_PROGRAMS", "300")];
 
 /// The names of the programs of tests: the files and the folders with a `main.rs`.
 pub(crate) fn programs() -> Result<Vec<String>> {
@@ -215,8 +214,7 @@ fn source_of(program: &str, part: &str) -> String {
     let module = paths::root().join("tests").join(program).join(module.replace("::", "/"));
     let mut files = [module.with_extension("rs"), module.join("mod.rs")].into_iter();
     let file = files.find(|file| file.is_file());
-    std::fs::read_to_string(file.unwrap_or_else(|| panic!("there is no {}", module.display())))
-        .unwrap()
+    paths::read(&file.unwrap_or_else(|| panic!("there is no {}", module.display()))).unwrap()
 }
 
 #[cfg(test)]

@@ -34,7 +34,7 @@ pub(crate) type Commands = Vec<(String, Command)>;
 
 /// Commands that run beside the stages, one after the other, and whose output is shown when they have ended.
 #[derive(Debug)]
-pub(crate) struct Beside {
+pub(crate) struct Lane {
     running: JoinHandle<Vec<(Ended, Result<()>)>>,
     waiting: Arc<Waiting>,
     output: PathBuf,
@@ -48,16 +48,13 @@ fn next(waiting: &Waiting) -> Option<(String, Command)> {
     waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
 }
 
-impl Beside {
+impl Lane {
     /// Starts the commands, each with its name, which write to a file below `target`. All of them run, also if one
     /// fails.
     pub(crate) fn start(name: &str, commands: Commands) -> Result<Self> {
         let words: Vec<_> = name.split([' ', ',']).filter(|word| !word.is_empty()).collect();
-        let folder = paths::target();
-        fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
-        let output = folder.join(format!("{}.log", words.join("-")));
-        let cannot = || format!("{} cannot be written", output.display());
-        let out = File::create(&output).with_context(cannot)?;
+        let output = paths::make(paths::target())?.join(format!("{}.log", words.join("-")));
+        let out = File::create(&output).with_context(|| output.display().to_string())?;
         let waiting = Arc::new(Mutex::new(commands.into()));
         println!("\n-- {name} begins, and is shown when it has ended");
         let queue = Arc::clone(&waiting);
@@ -160,7 +157,7 @@ mod tests {
                 command.args(["-c", word]);
                 ((*word).to_owned(), command)
             });
-            Beside::start(name, commands.collect()).unwrap()
+            Lane::start(name, commands.collect()).unwrap()
         };
         begin("beside 1", &["true", "true"]).finish(&mut Steps::default()).unwrap();
         let beside = begin("beside 2", &["exit 3", "echo the second"]);
@@ -187,7 +184,7 @@ mod tests {
             command.args(["-c", word]).current_dir(&folder);
             (word.to_owned(), command)
         });
-        let beside = Beside::start("beside 3", commands.into()).unwrap();
+        let beside = Lane::start("beside 3", commands.into()).unwrap();
         while beside.waiting.lock().unwrap().len() == 2 {
             thread::yield_now();
         }

@@ -3,7 +3,6 @@
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -37,19 +36,16 @@ pub(crate) fn check() -> Result<()> {
 
 /// Has rustdoc describe the crate with all features, and returns the path of the description. It needs no libtorch.
 fn describe() -> Result<PathBuf> {
-    let target = paths::target().join("doc-only");
-    let mut rustdoc = package::without_libtorch(&paths::root());
-    rustdoc.args(["rustdoc", "--locked", "--package", "tch-amp", "--lib"]);
-    rustdoc.args(["--features", "doc-only,full", "--"]).args(JSON).env("RUSTDOC", unstable()?);
-    process::run(&mut rustdoc)?;
-    Ok(target.join("doc/tch_amp.json"))
+    let words = "rustdoc --locked --package tch-amp --lib --features doc-only,full --";
+    let mut rustdoc = package::without_libtorch(&paths::root(), words);
+    process::run(rustdoc.args(JSON).env("RUSTDOC", unstable()?))?;
+    Ok(paths::target().join("doc-only/doc/tch_amp.json"))
 }
 
 /// Writes a program that starts rustdoc with the variable. If cargo had it, build scripts of dependencies would run
 /// again whenever it changes, and what depends on them would be built again.
 fn unstable() -> Result<PathBuf> {
-    let folder = paths::target().join("surface");
-    fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
+    let folder = paths::make(paths::target().join("surface"))?;
     process::script(&folder.join("rustdoc"), &format!("{UNSTABLE}=tch_amp exec rustdoc \"$@\"\n"))
 }
 
@@ -170,17 +166,14 @@ mod tests {
 
     /// A folder for a test, without the files of an earlier run.
     fn folder(name: &str) -> PathBuf {
-        let folder = paths::target().join("surface-tests").join(name);
-        drop(fs::remove_dir_all(&folder));
-        fs::create_dir_all(&folder).unwrap();
-        folder
+        paths::make_empty(paths::target().join("surface-tests").join(name)).unwrap()
     }
 
     /// The surface of a crate with this source.
     fn surface(source: &str) -> Surface {
         let folder = folder("items");
         let file = folder.join("sample.rs");
-        fs::write(&file, source).unwrap();
+        paths::write(&file, source).unwrap();
         let mut rustdoc = Command::new("rustdoc");
         rustdoc.args(["--crate-name", "sample", "--crate-type", "lib", "--edition", "2024"]);
         rustdoc.args(JSON).env(UNSTABLE, "sample").arg("--out-dir").arg(&folder).arg(file);
@@ -240,7 +233,7 @@ mod tests {
     #[test]
     fn json_in_another_format_is_an_error_that_says_what_to_do() {
         let json = folder("format").join("sample.json");
-        fs::write(&json, r#"{"format_version": 1}"#).unwrap();
+        paths::write(&json, r#"{"format_version": 1}"#).unwrap();
         let error = Surface::read(&json).unwrap_err().to_string();
         assert!(error.contains("cargo update --package public-api"), "{error}");
     }

@@ -9,15 +9,13 @@ use anyhow::{Context, Result, bail};
 use crate::args::Args;
 use crate::process::run as show;
 use crate::simulation::{Extent, Parts};
-use crate::steps::{self, Beside, Commands, Steps};
-use crate::versions::{PAIRS, Pair};
+use crate::steps::{self, Commands, Lane, Steps};
+use crate::versions::Pair;
 use crate::workspace::Workspace;
 use crate::{
-    fmt, fuzz, layers, links, minimum, null_cuda, package, paths, planted, recipes, sanitize,
-    simulation, surface,
+    fmt, fuzz, layers, links, minimum, null_cuda, package, planted, recipes, sanitize, simulation,
+    surface,
 };
-
-const FUZZ_SECONDS: u32 = 10;
 
 /// Tests of whole programs, and of this crate's own files and processes. Before a release, the others see what differs
 /// between the versions.
@@ -65,99 +63,74 @@ enum Work {
     Beside(fn(&Workspace) -> Result<Commands>),
 }
 
+use Work::{Beside, Check, Libtorch, OnDevices};
+
+const fn stage(name: &'static str, about: &'static str, work: Work) -> Stage {
+    Stage { name, about, work }
+}
+
 /// The stages in their order: first what costs little and fails often.
 const STAGES: &[Stage] = &[
-    check("format", "format", fmt::check_rust_format),
-    check("cxx-format", "format of the C++", fmt::check_cxx_format),
-    check("links", "links between the pages", links::check),
-    check("layers", "layers of the source", layers::check),
-    check("patches", "planted faults apply", planted::check),
-    check("package", "contents of the package", package::check_contents),
-    check("clippy", "clippy", package::lint),
-    check("members", "tests of torch-files and run-report", package::test_members),
-    with_libtorch("lib", "tests of private code", |workspace| {
-        // Of the crate and of the recipes.
-        show(workspace.cargo_test().arg("--lib"))
-    }),
-    with_libtorch("xtask", "tests of xtask and testbench", |workspace| {
-        show(workspace.cargo("test").args(["--package", "xtask", "--package", "testbench"]))
-    }),
-    check("surface", "surface", surface::check),
-    check("documentation", "documentation", package::check_documentation),
-    check("recipes", "copies of the recipes", recipes::check),
-    check("fuzz", "fuzzing of torch-files, briefly", || match cfg!(target_os = "linux") {
-        true => fuzz::files(FUZZ_SECONDS),
-        false => Ok(()),
-    }),
-    with_libtorch("files", "torch-files beside PyTorch", |workspace| {
-        show(workspace.cargo("test").args(["--package", "torch-files", "--lib", "oracle::"]))
-    }),
-    with_libtorch("cxx", "C++ without warnings", sanitize::compile),
-    on_devices("simulated", "tests on simulated GPUs", |workspace| {
-        let extent = match null_cuda::is_possible(workspace) {
-            true => null_cuda::rest(),
-            false => Extent::Whole,
-        };
-        simulation::test(workspace, extent).map(drop)
-    }),
-    on_devices("null-cuda", "tests on the real host code of CUDA", null_cuda::test),
-    beside("sanitize", "tests under sanitizers", |_| {
-        let mut sanitized = Command::new(env::current_exe()?);
-        sanitized.arg("sanitize");
-        Ok(alone("sanitize", sanitized))
-    }),
-    beside("cpu", "tests on the CPU", |workspace| {
-        let of_program = |program: String| {
-            let mut tests = on_cpu(workspace);
-            tests.args(["--test", &program]);
-            (format!("cpu: {program}"), tests)
-        };
-        Ok(simulation::programs()?.into_iter().map(of_program).collect())
-    }),
-    beside("hooks", "optimizers and pairs with hooks around what autograd saves", |workspace| {
-        let mut tests = with_hooks(workspace);
-        tests.args(["--test", "steps", "--", "optim::", "pairs::"]);
-        Ok(alone("hooks", tests))
-    }),
-    beside("doc-tests", "examples in the documentation", |workspace| {
-        // Clippy has checked the examples of the repository, which no test runs as programs of their own.
-        let mut examples = workspace.cargo_test();
-        examples.arg("--doc");
-        Ok(alone("doc-tests", examples))
-    }),
+    stage("format", "format", Check(fmt::check_rust_format)),
+    stage("cxx-format", "format of the C++", Check(fmt::check_cxx_format)),
+    stage("links", "links between the pages", Check(links::check)),
+    stage("layers", "layers of the source", Check(layers::check)),
+    stage("patches", "planted faults apply", Check(planted::check)),
+    stage("package", "contents of the package", Check(package::check_contents)),
+    stage("clippy", "clippy", Check(package::lint)),
+    stage("members", "tests of torch-files and run-report", Check(package::test_members)),
+    stage("lib", "tests of private code", Libtorch(test_private_code)),
+    stage("xtask", "tests of xtask and testbench", Libtorch(test_xtask)),
+    stage("surface", "surface", Check(surface::check)),
+    stage("documentation", "documentation", Check(package::check_documentation)),
+    stage("recipes", "copies of the recipes", Check(recipes::check)),
+    stage("fuzz", "fuzzing of torch-files, briefly", Check(fuzz::files_briefly)),
+    stage("files", "torch-files beside PyTorch", Libtorch(compare_files)),
+    stage("cxx", "C++ without warnings", Libtorch(sanitize::compile)),
+    stage("simulated", "tests on simulated GPUs", OnDevices(test_on_simulated)),
+    stage("null-cuda", "tests on the real host code of CUDA", OnDevices(null_cuda::test)),
+    stage("sanitize", "tests under sanitizers", Beside(sanitized)),
+    stage("cpu", "tests on the CPU", Beside(on_the_cpu)),
+    stage("hooks", "optimizers and pairs with hooks around what autograd saves", Beside(hooks)),
+    stage("doc-tests", "examples in the documentation", Beside(examples)),
 ];
 
-const fn check(name: &'static str, about: &'static str, work: fn() -> Result<()>) -> Stage {
-    Stage { name, about, work: Work::Check(work) }
+/// Of the crate and of the recipes.
+fn test_private_code(workspace: &Workspace) -> Result<()> {
+    show(&mut workspace.test("--lib"))
 }
 
-const fn with_libtorch(
-    name: &'static str,
-    about: &'static str,
-    work: fn(&Workspace) -> Result<()>,
-) -> Stage {
-    Stage { name, about, work: Work::Libtorch(work) }
+fn test_xtask(workspace: &Workspace) -> Result<()> {
+    show(&mut workspace.cargo("test --package xtask --package testbench"))
 }
 
-const fn on_devices(
-    name: &'static str,
-    about: &'static str,
-    work: fn(&Workspace) -> Result<()>,
-) -> Stage {
-    Stage { name, about, work: Work::OnDevices(work) }
+fn compare_files(workspace: &Workspace) -> Result<()> {
+    show(&mut workspace.cargo("test --package torch-files --lib oracle::"))
 }
 
-const fn beside(
-    name: &'static str,
-    about: &'static str,
-    work: fn(&Workspace) -> Result<Commands>,
-) -> Stage {
-    Stage { name, about, work: Work::Beside(work) }
+fn test_on_simulated(workspace: &Workspace) -> Result<()> {
+    simulation::test(workspace, null_cuda::rest(workspace)).map(drop)
 }
 
-/// The only command of a stage.
-fn alone(stage: &str, command: Command) -> Commands {
-    vec![(stage.to_owned(), command)]
+fn sanitized(_: &Workspace) -> Result<Commands> {
+    let mut sanitized = Command::new(env::current_exe()?);
+    sanitized.arg("sanitize");
+    Ok(vec![("sanitize".to_owned(), sanitized)])
+}
+
+fn on_the_cpu(workspace: &Workspace) -> Result<Commands> {
+    let test = |name| (format!("cpu: {name}"), on_cpu(workspace, &format!("--test {name}")));
+    Ok(simulation::programs()?.into_iter().map(test).collect())
+}
+
+fn hooks(workspace: &Workspace) -> Result<Commands> {
+    let tests = with_hooks(workspace, "--test steps -- optim:: pairs::");
+    Ok(vec![("hooks".to_owned(), tests)])
+}
+
+/// Clippy has checked the examples of the repository, which no test runs as programs of their own.
+fn examples(workspace: &Workspace) -> Result<Commands> {
+    Ok(vec![("doc-tests".to_owned(), workspace.test("--doc"))])
 }
 
 /// The libtorch of a run, provided when it is first needed.
@@ -177,9 +150,9 @@ impl Provided {
 impl Stage {
     fn run(&self, libtorch: &Provided) -> Result<()> {
         match self.work {
-            Work::Check(work) => work(),
-            Work::Libtorch(work) | Work::OnDevices(work) => work(libtorch.get()?),
-            Work::Beside(commands) => {
+            Check(work) => work(),
+            Libtorch(work) | OnDevices(work) => work(libtorch.get()?),
+            Beside(commands) => {
                 let commands = commands(libtorch.get()?)?;
                 steps::all(commands.into_iter().map(|(_, mut command)| show(&mut command)))
             }
@@ -188,10 +161,10 @@ impl Stage {
 
     /// What is shown for the stage, with its name, by which it runs again.
     fn title(&self) -> String {
-        if self.name == self.about {
-            return self.name.to_owned();
+        match self.name == self.about {
+            true => self.name.to_owned(),
+            false => format!("{}: {}", self.name, self.about),
         }
-        format!("{}: {}", self.name, self.about)
     }
 }
 
@@ -203,9 +176,8 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
         return pairs(args, pair);
     }
     args.end()?;
-    let locked = Pair::locked(&paths::root())?;
-    let other = pair.filter(|pair| *pair != locked);
-    match (name, other) {
+    let locked = Pair::locked()?;
+    match (name, pair.filter(|pair| *pair != locked)) {
         (Some(name), None) => one(&name),
         (Some(name), Some(_)) => bail!("the stage `{name}` runs with the tch of Cargo.lock alone"),
         (None, Some(pair)) => {
@@ -235,20 +207,17 @@ fn all() -> Result<()> {
         let again = || format!("see it again with `cargo xtask test {}`", stage.name);
         steps.run(&stage.title(), || stage.run(&libtorch)).with_context(again)
     };
-    let is_on_devices = |stage: &&Stage| matches!(stage.work, Work::OnDevices(_));
-    let is_later = |stage: &&Stage| is_on_devices(stage) || matches!(stage.work, Work::Beside(_));
-    let (later, first): (Vec<_>, Vec<_>) = STAGES.iter().partition(is_later);
-    first.into_iter().try_for_each(&mut run)?;
-    let mut commands = Vec::new();
-    for stage in &later {
-        if let Work::Beside(of_stage) = stage.work {
-            commands.extend(of_stage(libtorch.get()?)?);
+    let (mut on_devices, mut commands) = (Vec::new(), Vec::new());
+    for stage in STAGES {
+        match stage.work {
+            Check(_) | Libtorch(_) => run(stage)?,
+            OnDevices(_) => on_devices.push(stage),
+            Beside(of_stage) => commands.extend(of_stage(libtorch.get()?)?),
         }
     }
-    let others = Beside::start("all other tests", commands)?;
+    let others = Lane::start("all other tests", commands)?;
     // Also after one that has failed: nothing goes on in the background, and one run shows both.
-    let on_devices = later.iter().copied().filter(is_on_devices).map(&mut run);
-    let mut results: Vec<_> = on_devices.collect();
+    let mut results: Vec<_> = on_devices.into_iter().map(&mut run).collect();
     let again = "see a stage again with `cargo xtask test` and the first word of its name";
     results.push(others.share(&mut steps).context(again));
     results.push(others.finish(&mut steps).context(again));
@@ -258,12 +227,11 @@ fn all() -> Result<()> {
 /// `cargo xtask release-check`: what a release needs and few changes break.
 pub(crate) fn check_release(args: Args) -> Result<()> {
     args.end()?;
-    let locked = Pair::locked(&paths::root())?;
     let mut steps = Steps::default();
     let mut beside = Vec::new();
-    for pair in PAIRS.into_iter().filter(|pair| *pair != locked) {
+    for pair in Pair::others()? {
         let tests = test_other(&mut steps, pair, Selection::OfLibtorch)?;
-        beside.push(Beside::start(&format!("tests with tch {}", pair.tch), tests)?);
+        beside.push(Lane::start(&format!("tests with tch {}", pair.tch), tests)?);
     }
     let checked = check_alone(&mut steps);
     // Also after a check that has failed: nothing goes on in the background, and one run shows both.
@@ -281,17 +249,13 @@ fn check_alone(steps: &mut Steps) -> Result<()> {
     )?;
     let workspace = steps.run("libtorch", || Workspace::announced(None))?;
     if cfg!(target_os = "linux") {
-        steps.run("fuzzing, briefly", || fuzz::checkpoints(&workspace, FUZZ_SECONDS))?;
+        steps.run("fuzzing, briefly", || fuzz::checkpoints(&workspace, fuzz::BRIEFLY))?;
     }
     steps.run("five times as many random programs", || {
-        let mut tests = on_cpu(&workspace);
-        for (name, count) in MORE_PROGRAMS {
-            tests.env(name, count);
-        }
-        show(tests.args(["--test", "steps", "--test", "regions", "--", "programs::"]))
+        show(on_cpu(&workspace, "--test steps --test regions -- programs::").envs(MORE_PROGRAMS))
     })?;
     steps.run("tests with hooks around what autograd saves", || {
-        show(with_hooks(&workspace).args(["--test", "*"]))
+        show(&mut with_hooks(&workspace, "--test *"))
     })?;
     steps.run("all tests on simulated GPUs", || simulation::test(&workspace, Extent::Whole))?;
     steps.run("copies that arrive at another time", || simulation::test_lags(&workspace))
@@ -302,9 +266,7 @@ fn pairs(mut args: Args, pair: Option<Pair>) -> Result<()> {
     let seconds = args.next().unwrap_or_else(|| "600".to_owned());
     args.end()?;
     let seconds: u32 = seconds.parse().context("the seconds of `pairs` must be a whole number")?;
-    let workspace = Workspace::announced(pair)?;
-    let mut tests = workspace.cargo_test();
-    tests.args(["--test", "steps", "--", "pairs::", "--nocapture"]);
+    let mut tests = Workspace::announced(pair)?.test("--test steps -- pairs:: --nocapture");
     show(tests.env("TCH_AMP_PAIRS_SECONDS", seconds.to_string()))
 }
 
@@ -326,9 +288,7 @@ fn test_other(steps: &mut Steps, pair: Pair, selection: Selection) -> Result<Com
     if simulated {
         left_out.extend(simulation::OF_KERNELS);
     }
-    let mut lib = workspace.cargo_test();
-    lib.arg("--lib");
-    let mut commands = vec![(format!("private code {with}"), lib)];
+    let mut commands = vec![(format!("private code {with}"), workspace.test("--lib"))];
     for program in simulation::programs()? {
         let own = left_out.iter().filter(|(name, _)| *name == program);
         if own.clone().any(|(_, parts)| parts.is_empty()) {
@@ -336,30 +296,27 @@ fn test_other(steps: &mut Steps, pair: Pair, selection: Selection) -> Result<Com
         }
         // Regions are tested without a GPU as well: there they are refused on one.
         let parts = own.flat_map(|(_, parts)| *parts).filter(|part| **part != "autocast::");
-        let mut tests = on_cpu(&workspace);
-        simulation::fewer_programs(&mut tests);
-        tests.env("TCH_AMP_SHORT", "1").args(["--test", &program, "--"]);
+        let mut tests = on_cpu(&workspace, &format!("--test {program} --"));
         tests.args(parts.flat_map(|part| ["--skip", part]));
+        tests.envs(simulation::FEWER_PROGRAMS).env("TCH_AMP_SHORT", "1");
         commands.push((format!("{program} {with}"), tests));
     }
     Ok(commands)
 }
 
-/// `cargo test` on the CPU.
+/// `cargo test` on the CPU, also after a test that has failed: one run shows all that fail, and the next one would take
+/// as long.
 ///
 /// cargo-nextest would start a process for each test. One that loads libtorch takes a second of processor time before
 /// it begins: 40 minutes for all of them.
-fn on_cpu(workspace: &Workspace) -> Command {
+fn on_cpu(workspace: &Workspace, words: &str) -> Command {
     workspace.warn_without_python();
-    let mut tests = workspace.cargo_test();
-    // One run shows all that fails: the next one would take as long.
-    tests.arg("--no-fail-fast");
-    tests
+    workspace.test(&format!("--no-fail-fast {words}"))
 }
 
 /// `cargo test` on the CPU, where all that autograd saves goes through hooks that change nothing.
-fn with_hooks(workspace: &Workspace) -> Command {
-    let mut tests = on_cpu(workspace);
+fn with_hooks(workspace: &Workspace, words: &str) -> Command {
+    let mut tests = on_cpu(workspace, words);
     tests.env("TCH_AMP_SAVED_TENSORS", "as-given");
     tests
 }

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::{cache, process};
+use crate::{cache, paths, process};
 use testbench::libtorch::without_build;
 
 /// An environment with one package of one version.
@@ -25,17 +25,8 @@ impl Venv {
         Self::new("torch", version, 8)
     }
 
-    /// The environment with clang-format of `version`.
-    pub(crate) fn clang_format(version: &str) -> Result<Self> {
-        Self::new("clang-format", version, 1)
-    }
-
-    /// The environment with Hugging Face's transformers of `version`, but without PyTorch.
-    pub(crate) fn transformers(version: &str) -> Result<Self> {
-        Self::new("transformers", version, 1)
-    }
-
-    fn new(package: &'static str, version: &str, size: u64) -> Result<Self> {
+    /// The environment with a package, which takes so many GB.
+    pub(crate) fn new(package: &'static str, version: &str, size: u64) -> Result<Self> {
         let dir = cache::dir()?.join(format!("{package}-{version}"));
         Ok(Self { dir, package, version: version.to_owned(), size })
     }
@@ -53,28 +44,25 @@ impl Venv {
     /// The folder of the package and of those that it needs.
     pub(crate) fn site(&self) -> Result<PathBuf> {
         let libs = self.dir.join("lib");
-        let entries = fs::read_dir(&libs).with_context(|| format!("{} is gone", libs.display()))?;
-        let sites = entries.flatten().map(|entry| entry.path().join("site-packages"));
+        let sites = paths::entries(&libs)?.into_iter().map(|python| python.join("site-packages"));
         let mut sites = sites.filter(|site| site.join(self.module()).is_dir());
         sites.next().with_context(|| format!("{} has no {}", libs.display(), self.package))
     }
 
     /// Creates the environment unless it exists. Two concurrent runs create it once.
-    pub(crate) fn ensure(&self) -> Result<()> {
+    pub(crate) fn ensure(&self) -> Result<&Self> {
         if self.is_ready() {
-            return Ok(());
+            return Ok(self);
         }
-        let cache = cache::dir()?;
-        fs::create_dir_all(&cache)
-            .with_context(|| format!("{} cannot be made; set XDG_CACHE_HOME", cache.display()))?;
+        let cache = paths::make(cache::dir()?).context("set XDG_CACHE_HOME to another folder")?;
         let _lock = cache::lock(&cache.join(format!("{}-{}.lock", self.package, self.version)))?;
-        if self.is_ready() {
-            return Ok(());
+        if !self.is_ready() {
+            if !self.holds_package() {
+                self.make()?;
+            }
+            paths::write(&self.marker(), "")?;
         }
-        if !self.holds_package() {
-            self.make()?;
-        }
-        fs::write(self.marker(), "").context("the cache folder cannot be written")
+        Ok(self)
     }
 
     /// Whether the environment is complete. Its Python may have been removed since, by an upgrade.
@@ -90,22 +78,20 @@ impl Venv {
     /// Fails if the environment cannot be created, and states what to install.
     pub(crate) fn check_can_be_made(&self) -> Result<()> {
         self.check_python()?;
-        let free = cache::free_gb(&self.dir)?;
+        let Self { dir, package, version, size } = self;
+        let free = cache::free_gb(dir)?;
         ensure!(
-            free >= self.size,
-            "{} {} needs {} GB in {}, where {free} are free: free some, or set XDG_CACHE_HOME to a \
+            free >= *size,
+            "{package} {version} needs {size} GB in {}, where {free} are free: free some, or set XDG_CACHE_HOME to a \
              folder with more",
-            self.package,
-            self.version,
-            self.size,
-            self.dir.display()
+            dir.display()
         );
         Ok(())
     }
 
     fn check_python(&self) -> Result<()> {
         let purpose = format!("to get {} {} from PyPI", self.package, self.version);
-        let Ok(version) = process::read(python3().args(["-c", PRINT_VERSION])) else {
+        let Some(version) = process::first_line(python3().arg("--version")) else {
             bail!(
                 "python3 is needed {purpose} and does not run here: install it, such as with \
                  `apt install python3 python3-venv`"
@@ -113,7 +99,7 @@ impl Venv {
         };
         if process::read(python3().args(["-c", "import venv, ensurepip"])).is_err() {
             bail!(
-                "python3 ({version}) lacks the modules venv and ensurepip, needed {purpose}: \
+                "{version} lacks the modules venv and ensurepip, needed {purpose}: \
                  install them, such as with `apt install python3-venv`"
             );
         }
@@ -121,21 +107,12 @@ impl Venv {
     }
 
     fn make(&self) -> Result<()> {
-        self.check_python()?;
-        if self.dir.exists() {
-            fs::remove_dir_all(&self.dir)
-                .with_context(|| format!("{} cannot be removed", self.dir.display()))?;
-        }
+        paths::make_empty(self.dir.clone())?;
         self.check_can_be_made()?;
         println!("getting {} {} into {}", self.package, self.version, self.dir.display());
         process::run(python3().args(["-m", "venv"]).arg(&self.dir))?;
-        self.install()
-    }
-
-    fn install(&self) -> Result<()> {
         // Beside the environment, because /tmp is often in memory and too small for the wheels.
-        let downloads = self.dir.join("downloads");
-        fs::create_dir(&downloads).context("the cache folder cannot be written")?;
+        let downloads = paths::make(self.dir.join("downloads"))?;
         let requirement = format!("{}=={}", self.package, self.version);
         let mut pip = self.python();
         pip.args(["-m", "pip", "install", "--no-cache-dir", "--only-binary", ":all:"])
@@ -153,11 +130,9 @@ impl Venv {
 
     /// Whether the package can be imported and has the version.
     fn holds_package(&self) -> bool {
-        let code = format!(
-            "import {0}, importlib.metadata as m; print(m.version('{1}'))",
-            self.module(),
-            self.package
-        );
+        let (module, package) = (self.module(), self.package);
+        let code =
+            format!("import {module}, importlib.metadata as m; print(m.version('{package}'))");
         let version = process::read(self.python().args(["-c", &code]));
         version.is_ok_and(|version| without_build(&version) == self.version)
     }
@@ -174,8 +149,6 @@ impl Venv {
         self.dir.join("ready")
     }
 }
-
-const PRINT_VERSION: &str = "import platform; print(platform.python_version())";
 
 fn python3() -> Command {
     Command::new("python3")

@@ -1,9 +1,8 @@
 //! Which libtorch belongs to which tch, and which of them are locked.
 
-use std::fs;
-use std::path::Path;
-
 use anyhow::{Context, Result, anyhow};
+
+use crate::paths;
 
 /// A supported version of tch and torch-sys, and the libtorch for which it is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,7 +12,7 @@ pub(crate) struct Pair {
 }
 
 /// Every supported pair, oldest first.
-pub(crate) const PAIRS: [Pair; 2] =
+const PAIRS: [Pair; 2] =
     [Pair { tch: "0.24", libtorch: "2.11.0" }, Pair { tch: "0.26", libtorch: "2.13.0" }];
 
 impl Pair {
@@ -27,12 +26,15 @@ impl Pair {
     }
 
     /// The pair in the repository's Cargo.lock.
-    pub(crate) fn locked(root: &Path) -> Result<Self> {
-        let path = root.join("Cargo.lock");
-        let lock = fs::read_to_string(&path)
-            .with_context(|| format!("{} cannot be read", path.display()))?;
-        let version = locked(&lock, "torch-sys").context("Cargo.lock has no torch-sys")?;
-        Self::of_tch(version)
+    pub(crate) fn locked() -> Result<Self> {
+        let lock = paths::read(&paths::root().join("Cargo.lock"))?;
+        Self::of_tch(locked(&lock, "torch-sys").context("Cargo.lock has no torch-sys")?)
+    }
+
+    /// All other pairs.
+    pub(crate) fn others() -> Result<impl Iterator<Item = Self>> {
+        let locked = Self::locked()?;
+        Ok(PAIRS.into_iter().filter(move |pair| *pair != locked))
     }
 }
 
@@ -45,10 +47,7 @@ pub(crate) fn locked<'a>(lock: &'a str, package: &str) -> Option<&'a str> {
 
 /// The minor version: `0.24` for `0.24.1`.
 fn minor(version: &str) -> &str {
-    match version.match_indices('.').nth(1) {
-        Some((end, _)) => &version[..end],
-        None => version,
-    }
+    version.match_indices('.').nth(1).map_or(version, |(end, _)| &version[..end])
 }
 
 /// The numbers of a version, for comparison. A missing number is 0.
@@ -61,27 +60,22 @@ pub(crate) fn numbers(version: &str) -> [u32; 3] {
 mod tests {
     use super::*;
 
-    const LOCK: &str = "\
-version = 4
-
+    #[test]
+    fn the_locked_version_needs_the_whole_name() {
+        let lock = r#"
 [[package]]
-name = \"tch\"
-version = \"0.24.0\"
+name = "tch"
+version = "0.24.0"
 dependencies = [
- \"torch-sys\",
+ "torch-sys",
 ]
 
 [[package]]
-name = \"torch-sys\"
-version = \"0.24.1\"
-";
-
-    #[test]
-    fn the_locked_version_needs_the_whole_name() {
-        assert_eq!(locked(LOCK, "tch"), Some("0.24.0"));
-        assert_eq!(locked(LOCK, "torch-sys"), Some("0.24.1"));
-        assert_eq!(locked(LOCK, "torch"), None);
-        assert_eq!(locked("", "tch"), None);
+name = "torch-sys"
+version = "0.24.1"
+"#;
+        let versions = ["tch", "torch-sys", "torch"].map(|name| locked(lock, name));
+        assert_eq!(versions, [Some("0.24.0"), Some("0.24.1"), None]);
     }
 
     #[test]
@@ -96,8 +90,7 @@ version = \"0.24.1\"
 
     #[test]
     fn the_repository_locks_a_supported_pair() {
-        let root = crate::paths::root();
-        assert!(PAIRS.contains(&Pair::locked(&root).unwrap()));
+        assert!(PAIRS.contains(&Pair::locked().unwrap()));
     }
 
     #[test]

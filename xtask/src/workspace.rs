@@ -6,10 +6,11 @@ use std::process::Command;
 use std::{env, fs};
 
 use anyhow::{Context, Result};
+use serde_json::Value;
 
 use crate::args::Args;
 use crate::libtorch::{self, Libtorch};
-use crate::versions::{PAIRS, Pair};
+use crate::versions::Pair;
 use crate::{compiler, paths, process};
 
 /// Everything that a build needs.
@@ -25,15 +26,14 @@ pub(crate) struct Workspace {
 impl Workspace {
     /// The workspace for `pair`, or for the versions in Cargo.lock, with everything that a build needs.
     pub(crate) fn new(pair: Option<Pair>) -> Result<Self> {
-        let root = paths::root();
-        let locked = Pair::locked(&root)?;
+        let locked = Pair::locked()?;
         let pair = pair.unwrap_or(locked);
-        compiler::cxx()?;
+        compiler::version()?;
         let libtorch = libtorch::provide(pair, locked)?;
         if pair == locked {
-            return Ok(Self { dir: root, pair, libtorch, target: None });
+            return Ok(Self { dir: paths::root(), pair, libtorch, target: None });
         }
-        let dir = make(&paths::target(), pair)?;
+        let dir = make(pair)?;
         // The outputs of packages that do not depend on tch are those of the root.
         Ok(Self { target: Some(paths::target()), dir, pair, libtorch })
     }
@@ -51,25 +51,17 @@ impl Workspace {
         Self { dir, target: Some(paths::target()), ..self }
     }
 
-    /// `cargo <command>` with this workspace's libtorch and Python.
-    pub(crate) fn cargo(&self, command: &str) -> Command {
-        let mut cargo = process::cargo();
-        cargo.arg(command).arg("--locked").current_dir(&self.dir);
+    /// `cargo` with this workspace's libtorch and Python, and with these words.
+    pub(crate) fn cargo(&self, words: &str) -> Command {
+        let mut cargo = process::cargo(&self.dir, &format!("--locked {words}"));
         self.apply(&mut cargo);
         cargo
     }
 
-    /// Like [`cargo`](Self::cargo), with every feature of the crate.
-    pub(crate) fn cargo_full(&self, command: &str) -> Command {
-        let mut cargo = self.cargo(command);
-        cargo.args(["--features", "full"]);
-        cargo
-    }
-
-    /// `cargo test` with every feature. Threads that have no work leave the cores to other tests: two programs run at
-    /// the same time, each with several tests, and each of these with libtorch's threads.
-    pub(crate) fn cargo_test(&self) -> Command {
-        let mut tests = self.cargo_full("test");
+    /// `cargo test` with every feature, and with these words. Threads that have no work leave the cores to other tests:
+    /// two programs run at the same time, each with several tests, and each of these with libtorch's threads.
+    pub(crate) fn test(&self, words: &str) -> Command {
+        let mut tests = self.cargo(&format!("test --features full {words}"));
         tests.env("OMP_WAIT_POLICY", "passive");
         tests
     }
@@ -90,15 +82,7 @@ impl Workspace {
             command.env("CARGO_TARGET_DIR", target);
         }
         self.libtorch.apply(command);
-        self.apply_python(command);
-        if env::var_os("CI").is_some() {
-            // Only in CI: elsewhere, an untested compiler may have warnings of its own.
-            command.env("TCH_AMP_DENY_WARNINGS", "1");
-        }
-    }
-
-    /// Lets tests and benches find Python's torch. If it exists, they fail without it.
-    fn apply_python(&self, command: &mut Command) {
+        // Lets tests and benches find Python's torch. If it exists, they fail without it.
         match &self.libtorch.python {
             Some(python) => {
                 command.env("TCH_AMP_PYTHON", python).env("TCH_AMP_REQUIRE_PYTHON", "1");
@@ -106,6 +90,10 @@ impl Workspace {
             None => {
                 command.env_remove("TCH_AMP_PYTHON").env_remove("TCH_AMP_REQUIRE_PYTHON");
             }
+        }
+        if env::var_os("CI").is_some() {
+            // Only in CI: elsewhere, an untested compiler may have warnings of its own.
+            command.env("TCH_AMP_DENY_WARNINGS", "1");
         }
     }
 
@@ -121,20 +109,29 @@ impl Workspace {
     }
 }
 
-/// Creates or refreshes the shadow for `pair` below `target`, with its committed lock.
-pub(crate) fn make(target: &Path, pair: Pair) -> Result<PathBuf> {
-    let dir = mirror_for(target, pair)?;
+/// Creates or refreshes the shadow for `pair`, with its committed lock.
+pub(crate) fn make(pair: Pair) -> Result<PathBuf> {
+    let dir = mirror_for(pair)?;
     let committed = committed_lock(pair);
-    let lock = fs::read_to_string(&committed).with_context(|| refresh(&committed, "is missing"))?;
-    write_if_changed(&dir.join("Cargo.lock"), &lock)?;
-    check_lock(&dir).with_context(|| refresh(&committed, "does not fit Cargo.toml any more"))?;
+    let refresh =
+        || format!("{} does not fit: run `cargo xtask lock` and commit it", committed.display());
+    // Fails if cargo would have to change the lock.
+    let checked =
+        copy(&committed, &dir.join("Cargo.lock")).and_then(|()| metadata(&dir, "--locked"));
+    checked.with_context(refresh)?;
     Ok(dir)
 }
 
-/// Creates or refreshes the shadow `name` below `target`, with the lock of the repository. The folders `copied` are
-/// copies, whose files may be changed: the next call restores them.
-pub(crate) fn make_with_copies(target: &Path, name: &str, copied: &[&str]) -> Result<PathBuf> {
-    let (root, dir) = (paths::root(), target.join(name));
+/// What `cargo metadata` says of the workspace in a folder.
+pub(crate) fn metadata(dir: &Path, options: &str) -> Result<Value> {
+    let mut metadata = process::cargo(dir, &format!("metadata --format-version 1 {options}"));
+    serde_json::from_str(&process::read(&mut metadata)?).context("cargo metadata prints no JSON")
+}
+
+/// Creates or refreshes the shadow `name`, with the lock of the repository. The folders `copied` are copies, whose files
+/// may be changed: the next call restores them.
+pub(crate) fn make_with_copies(name: &str, copied: &[&str]) -> Result<PathBuf> {
+    let (root, dir) = (paths::root(), paths::target().join(name));
     mirror(&dir, copied)?;
     for name in copied.iter().chain(&["Cargo.lock"]) {
         copy(&root.join(name), &dir.join(name))?;
@@ -145,20 +142,14 @@ pub(crate) fn make_with_copies(target: &Path, name: &str, copied: &[&str]) -> Re
 /// `cargo xtask lock`: derives the lock of every other version from Cargo.lock.
 pub(crate) fn rewrite_locks(args: Args) -> Result<()> {
     args.end()?;
-    let root = paths::root();
-    let locked = Pair::locked(&root)?;
-    for pair in PAIRS.into_iter().filter(|pair| *pair != locked) {
-        let dir = mirror_for(&paths::target(), pair)?;
+    for pair in Pair::others()? {
+        let (dir, committed) = (mirror_for(pair)?, committed_lock(pair));
         let lock = dir.join("Cargo.lock");
-        fs::copy(root.join("Cargo.lock"), &lock).context("Cargo.lock cannot be copied")?;
-        let version = format!("{}.0", pair.tch);
+        copy(&paths::root().join("Cargo.lock"), &lock)?;
         // tch requires exactly its own torch-sys, which therefore changes with it.
-        let mut update = process::cargo();
-        update.args(["update", "--package", "tch", "--precise", &version]).current_dir(&dir);
-        process::run(&mut update)?;
-        let committed = committed_lock(pair);
-        fs::copy(&lock, &committed)
-            .with_context(|| format!("{} cannot be written", committed.display()))?;
+        let update = format!("update --package tch --precise {}.0", pair.tch);
+        process::run(&mut process::cargo(&dir, &update))?;
+        copy(&lock, &committed)?;
         println!("wrote {}", committed.display());
     }
     Ok(())
@@ -169,33 +160,25 @@ pub(crate) fn committed_lock(pair: Pair) -> PathBuf {
     paths::root().join(format!("xtask/lock/tch-{}.lock", pair.tch))
 }
 
-fn refresh(lock: &Path, fault: &str) -> String {
-    format!("{} {fault}: run `cargo xtask lock` and commit it", lock.display())
-}
-
 /// The folder for `pair`, with links to everything except the lock.
-fn mirror_for(target: &Path, pair: Pair) -> Result<PathBuf> {
-    let dir = target.join(format!("tch-{}", pair.tch));
+fn mirror_for(pair: Pair) -> Result<PathBuf> {
+    let dir = paths::target().join(format!("tch-{}", pair.tch));
     mirror(&dir, &[])?;
     Ok(dir)
 }
 
 /// Makes a folder with links to everything at the root of the repository except its lock, its outputs and `own`.
 fn mirror(dir: &Path, own: &[&str]) -> Result<()> {
-    fs::create_dir_all(dir).with_context(|| format!("{} cannot be made", dir.display()))?;
-    let mut links = Vec::new();
-    for entry in fs::read_dir(paths::root())? {
-        let entry = entry?;
-        let mut left_out = [".git", "target", "Cargo.lock"].iter().chain(own);
-        if !left_out.any(|name| entry.file_name() == *name) {
-            link(&entry.path(), &dir.join(entry.file_name()))?;
-            links.push(entry.file_name());
-        }
+    paths::make(dir.to_owned())?;
+    let left_out = [&[".git", "target", "Cargo.lock"][..], own].concat();
+    let mut originals = paths::entries(&paths::root())?;
+    originals.retain(|path| !left_out.iter().any(|name| path.ends_with(name)));
+    for original in &originals {
+        link(original, &dir.join(original.file_name().unwrap_or_default()))?;
     }
-    for entry in fs::read_dir(dir)? {
-        let entry = entry?;
-        if entry.path().is_symlink() && !links.contains(&entry.file_name()) {
-            fs::remove_file(entry.path())?;
+    for path in paths::entries(dir)? {
+        if path.is_symlink() && !originals.iter().any(|it| it.file_name() == path.file_name()) {
+            fs::remove_file(path)?;
         }
     }
     Ok(())
@@ -235,21 +218,6 @@ fn link(original: &Path, link: &Path) -> Result<()> {
     symlink(original, link).with_context(|| format!("{} cannot be linked", link.display()))
 }
 
-/// Fails if cargo would have to change the lock in `dir`.
-fn check_lock(dir: &Path) -> Result<()> {
-    let mut metadata = process::cargo();
-    metadata.args(["metadata", "--locked", "--format-version", "1"]).current_dir(dir);
-    process::read(&mut metadata).map(drop)
-}
-
-/// Writes the file only if its content changes, which preserves its time.
-fn write_if_changed(path: &Path, text: &str) -> Result<()> {
-    if fs::read_to_string(path).is_ok_and(|old| old == text) {
-        return Ok(());
-    }
-    fs::write(path, text).with_context(|| format!("{} cannot be written", path.display()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -276,9 +244,8 @@ mod tests {
 
     #[test]
     fn every_other_version_has_a_lock_with_that_version() {
-        let default = Pair::locked(&paths::root()).unwrap();
-        for pair in PAIRS.into_iter().filter(|pair| *pair != default) {
-            let lock = fs::read_to_string(committed_lock(pair)).unwrap();
+        for pair in Pair::others().unwrap() {
+            let lock = paths::read(&committed_lock(pair)).unwrap();
             for package in ["tch", "torch-sys"] {
                 let version = locked(&lock, package).unwrap();
                 assert!(version.starts_with(pair.tch), "{package} {version}");

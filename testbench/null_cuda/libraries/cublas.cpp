@@ -9,6 +9,8 @@ struct __nv_bfloat16;
 
 #include "library.h"
 
+using null_cuda::give;
+
 struct cublasContext {
   cudaStream_t stream = nullptr;
   cublasMath_t math = CUBLAS_DEFAULT_MATH;
@@ -32,8 +34,7 @@ std::string shape(cublasOperation_t a, cublasOperation_t b, int m, int n, int k,
 }  // namespace
 
 NULL_CUDA_API cublasStatus_t cublasCreate_v2(cublasHandle_t *out) {
-  *out = new cublasContext;
-  return CUBLAS_STATUS_SUCCESS;
+  return give<cublasStatus_t>(out, new cublasContext);
 }
 
 NULL_CUDA_API cublasStatus_t cublasDestroy_v2(cublasHandle_t handle) {
@@ -42,31 +43,26 @@ NULL_CUDA_API cublasStatus_t cublasDestroy_v2(cublasHandle_t handle) {
 }
 
 NULL_CUDA_API cublasStatus_t cublasSetStream_v2(cublasHandle_t handle, cudaStream_t stream) {
-  handle->stream = stream;
-  return CUBLAS_STATUS_SUCCESS;
+  return give<cublasStatus_t>(&handle->stream, stream);
 }
 
 NULL_CUDA_API cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t, void *, size_t) { return CUBLAS_STATUS_SUCCESS; }
 NULL_CUDA_API cublasStatus_t cublasSetSmCountTarget(cublasHandle_t, int) { return CUBLAS_STATUS_SUCCESS; }
 
 NULL_CUDA_API cublasStatus_t cublasSetMathMode(cublasHandle_t handle, cublasMath_t mode) {
-  handle->math = mode;
-  return CUBLAS_STATUS_SUCCESS;
+  return give<cublasStatus_t>(&handle->math, mode);
 }
 
 NULL_CUDA_API cublasStatus_t cublasGetMathMode(cublasHandle_t handle, cublasMath_t *mode) {
-  *mode = handle->math;
-  return CUBLAS_STATUS_SUCCESS;
+  return give<cublasStatus_t>(mode, handle->math);
 }
 
 NULL_CUDA_API cublasStatus_t cublasSetPointerMode_v2(cublasHandle_t handle, cublasPointerMode_t mode) {
-  handle->pointers = mode;
-  return CUBLAS_STATUS_SUCCESS;
+  return give<cublasStatus_t>(&handle->pointers, mode);
 }
 
 NULL_CUDA_API cublasStatus_t cublasGetPointerMode_v2(cublasHandle_t handle, cublasPointerMode_t *mode) {
-  *mode = handle->pointers;
-  return CUBLAS_STATUS_SUCCESS;
+  return give<cublasStatus_t>(mode, handle->pointers);
 }
 
 #define NULL_CUDA_GEMM(name, type)                                                                                   \

@@ -8,6 +8,8 @@
 
 #include "library.h"
 
+using null_cuda::give;
+
 namespace {
 
 // A context is the address of its device's place here.
@@ -19,20 +21,14 @@ CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(&contexts[
 
 NULL_CUDA_API CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 
-NULL_CUDA_API CUresult cuDriverGetVersion(int *version) {
-  *version = CUDA_VERSION;
-  return CUDA_SUCCESS;
-}
+NULL_CUDA_API CUresult cuDriverGetVersion(int *version) { return give<CUresult>(version, CUDA_VERSION); }
 
 NULL_CUDA_API CUresult cuDeviceGetCount(int *count) {
   cudaGetDeviceCount(count);
   return CUDA_SUCCESS;
 }
 
-NULL_CUDA_API CUresult cuDeviceGet(CUdevice *device, int ordinal) {
-  *device = ordinal;
-  return CUDA_SUCCESS;
-}
+NULL_CUDA_API CUresult cuDeviceGet(CUdevice *device, int ordinal) { return give<CUresult>(device, ordinal); }
 
 // The runtime has the driver's numbers for attributes and errors.
 NULL_CUDA_API CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
@@ -40,13 +36,11 @@ NULL_CUDA_API CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attri
 }
 
 NULL_CUDA_API CUresult cuGetErrorString(CUresult error, const char **text) {
-  *text = cudaGetErrorString(static_cast<cudaError_t>(error));
-  return CUDA_SUCCESS;
+  return give<CUresult>(text, cudaGetErrorString(static_cast<cudaError_t>(error)));
 }
 
 NULL_CUDA_API CUresult cuGetErrorName(CUresult error, const char **text) {
-  *text = cudaGetErrorName(static_cast<cudaError_t>(error));
-  return CUDA_SUCCESS;
+  return give<CUresult>(text, cudaGetErrorName(static_cast<cudaError_t>(error)));
 }
 
 NULL_CUDA_API CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned *flags, int *active) {
@@ -56,13 +50,11 @@ NULL_CUDA_API CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned *flags, int
 }
 
 NULL_CUDA_API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
-  *context = context_of(device);
-  return CUDA_SUCCESS;
+  return give<CUresult>(context, context_of(device));
 }
 
 NULL_CUDA_API CUresult cuCtxGetCurrent(CUcontext *context) {
-  *context = context_of(null_cuda_current_device());
-  return CUDA_SUCCESS;
+  return give<CUresult>(context, context_of(null_cuda_current_device()));
 }
 
 NULL_CUDA_API CUresult cuCtxSetCurrent(CUcontext context) {
@@ -92,27 +84,23 @@ NULL_CUDA_API CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attr
 
 // Kernels that were compiled at run time: a module is the text of its binary, a function its name.
 NULL_CUDA_API CUresult cuModuleLoadData(CUmodule *out, const void *image) {
-  *out = reinterpret_cast<CUmodule>(new std::string(static_cast<const char *>(image)));
-  return CUDA_SUCCESS;
+  return give<CUresult>(out, reinterpret_cast<CUmodule>(new std::string(static_cast<const char *>(image))));
 }
 
 NULL_CUDA_API CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
 
 NULL_CUDA_API CUresult cuModuleGetFunction(CUfunction *out, CUmodule, const char *name) {
-  *out = reinterpret_cast<CUfunction>(new std::string(name));
-  return CUDA_SUCCESS;
+  return give<CUresult>(out, reinterpret_cast<CUfunction>(new std::string(name)));
 }
 
 NULL_CUDA_API CUresult cuFuncGetAttribute(int *value, CUfunction_attribute, CUfunction) {
-  *value = 32;
-  return CUDA_SUCCESS;
+  return give<CUresult>(value, 32);
 }
 
 NULL_CUDA_API CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
 
 NULL_CUDA_API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *out, CUfunction, int block, size_t) {
-  *out = 2048 / block;
-  return CUDA_SUCCESS;
+  return give<CUresult>(out, 2048 / block);
 }
 
 NULL_CUDA_API CUresult cuLaunchKernel(CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,

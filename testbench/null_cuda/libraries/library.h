@@ -1,6 +1,5 @@
 // What the stand-ins for libraries share.
 #pragma once
 
+#include "../api.h"
 #include "../null_cuda.h"
-
-#define NULL_CUDA_API extern "C" __attribute__((visibility("default")))

@@ -13,8 +13,8 @@
 #include <utility>
 
 #include "library.h"
-#include "ranks.h"
-#include "reductions.h"
+#include "nccl_ranks.h"
+#include "nccl_reductions.h"
 
 using namespace null_cuda;
 
@@ -85,10 +85,7 @@ NULL_CUDA_API const char *ncclGetErrorString(ncclResult_t result) {
 
 NULL_CUDA_API const char *ncclGetLastError(ncclComm_t) { return ""; }
 
-NULL_CUDA_API ncclResult_t ncclGetVersion(int *version) {
-  *version = NCCL_VERSION_CODE;
-  return ncclSuccess;
-}
+NULL_CUDA_API ncclResult_t ncclGetVersion(int *version) { return give<ncclResult_t>(version, NCCL_VERSION_CODE); }
 
 NULL_CUDA_API ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
   std::random_device random;
@@ -126,23 +123,19 @@ NULL_CUDA_API ncclResult_t ncclCommAbort(ncclComm_t comm) {
 }
 
 NULL_CUDA_API ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t *error) {
-  *error = ncclSuccess;
-  return ncclSuccess;
+  return give<ncclResult_t>(error, ncclSuccess);
 }
 
 NULL_CUDA_API ncclResult_t ncclCommCount(const ncclComm_t comm, int *count) {
-  *count = comm->size;
-  return ncclSuccess;
+  return give<ncclResult_t>(count, comm->size);
 }
 
 NULL_CUDA_API ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) {
-  *rank = comm->rank;
-  return ncclSuccess;
+  return give<ncclResult_t>(rank, comm->rank);
 }
 
 NULL_CUDA_API ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device) {
-  *device = comm->device;
-  return ncclSuccess;
+  return give<ncclResult_t>(device, comm->device);
 }
 
 NULL_CUDA_API ncclResult_t ncclGroupStart() {

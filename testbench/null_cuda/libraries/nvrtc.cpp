@@ -7,6 +7,8 @@
 
 #include "library.h"
 
+using null_cuda::give;
+
 struct _nvrtcProgram {
   std::string name;
 };
@@ -23,8 +25,7 @@ NULL_CUDA_API nvrtcResult nvrtcVersion(int *major, int *minor) {
 
 NULL_CUDA_API nvrtcResult nvrtcCreateProgram(nvrtcProgram *out, const char *, const char *name, int,
                                              const char *const *, const char *const *) {
-  *out = new _nvrtcProgram{name != nullptr ? name : ""};
-  return NVRTC_SUCCESS;
+  return give<nvrtcResult>(out, new _nvrtcProgram{name != nullptr ? name : ""});
 }
 
 NULL_CUDA_API nvrtcResult nvrtcDestroyProgram(nvrtcProgram *program) {
@@ -37,13 +38,11 @@ NULL_CUDA_API nvrtcResult nvrtcAddNameExpression(nvrtcProgram, const char *) { r
 NULL_CUDA_API nvrtcResult nvrtcCompileProgram(nvrtcProgram, int, const char *const *) { return NVRTC_SUCCESS; }
 
 NULL_CUDA_API nvrtcResult nvrtcGetLoweredName(nvrtcProgram, const char *expression, const char **lowered) {
-  *lowered = expression;
-  return NVRTC_SUCCESS;
+  return give<nvrtcResult>(lowered, expression);
 }
 
 NULL_CUDA_API nvrtcResult nvrtcGetCUBINSize(nvrtcProgram program, size_t *size) {
-  *size = program->name.size() + 1;
-  return NVRTC_SUCCESS;
+  return give<nvrtcResult>(size, program->name.size() + 1);
 }
 
 NULL_CUDA_API nvrtcResult nvrtcGetCUBIN(nvrtcProgram program, char *out) {
@@ -57,12 +56,6 @@ NULL_CUDA_API nvrtcResult nvrtcGetPTXSize(nvrtcProgram program, size_t *size) {
 
 NULL_CUDA_API nvrtcResult nvrtcGetPTX(nvrtcProgram program, char *out) { return nvrtcGetCUBIN(program, out); }
 
-NULL_CUDA_API nvrtcResult nvrtcGetProgramLogSize(nvrtcProgram, size_t *size) {
-  *size = 1;
-  return NVRTC_SUCCESS;
-}
+NULL_CUDA_API nvrtcResult nvrtcGetProgramLogSize(nvrtcProgram, size_t *size) { return give<nvrtcResult>(size, 1); }
 
-NULL_CUDA_API nvrtcResult nvrtcGetProgramLog(nvrtcProgram, char *out) {
-  *out = 0;
-  return NVRTC_SUCCESS;
-}
+NULL_CUDA_API nvrtcResult nvrtcGetProgramLog(nvrtcProgram, char *out) { return give<nvrtcResult>(out, 0); }

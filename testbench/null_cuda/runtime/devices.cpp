@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <utility>
 
 #include "../null_cuda.h"
@@ -31,10 +32,7 @@ NULL_CUDA_API cudaError_t cudaGetDeviceCount(int *count) {
   return *count > 0 ? cudaSuccess : fail(cudaErrorNoDevice, "cudaGetDeviceCount");
 }
 
-NULL_CUDA_API cudaError_t cudaGetDevice(int *device) {
-  *device = current;
-  return cudaSuccess;
-}
+NULL_CUDA_API cudaError_t cudaGetDevice(int *device) { return give<cudaError_t>(device, current); }
 
 NULL_CUDA_API cudaError_t cudaSetDevice(int device) {
   if (!exists(device)) return fail(cudaErrorInvalidDevice, "cudaSetDevice");
@@ -42,15 +40,9 @@ NULL_CUDA_API cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 
-NULL_CUDA_API cudaError_t cudaDriverGetVersion(int *version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
-}
+NULL_CUDA_API cudaError_t cudaDriverGetVersion(int *version) { return give<cudaError_t>(version, CUDART_VERSION); }
 
-NULL_CUDA_API cudaError_t cudaRuntimeGetVersion(int *version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
-}
+NULL_CUDA_API cudaError_t cudaRuntimeGetVersion(int *version) { return give<cudaError_t>(version, CUDART_VERSION); }
 
 namespace {
 
@@ -108,71 +100,45 @@ namespace {
 
 // Those attributes that libtorch and its libraries ask for; zero means that the device lacks it.
 int attribute_of(const cudaDeviceProp &p, cudaDeviceAttr attribute) {
-  switch (attribute) {
-    case cudaDevAttrMaxThreadsPerBlock:
-      return p.maxThreadsPerBlock;
-    case cudaDevAttrMaxBlockDimX:
-      return p.maxThreadsDim[0];
-    case cudaDevAttrMaxBlockDimY:
-      return p.maxThreadsDim[1];
-    case cudaDevAttrMaxBlockDimZ:
-      return p.maxThreadsDim[2];
-    case cudaDevAttrMaxGridDimX:
-      return p.maxGridSize[0];
-    case cudaDevAttrMaxGridDimY:
-      return p.maxGridSize[1];
-    case cudaDevAttrMaxGridDimZ:
-      return p.maxGridSize[2];
-    case cudaDevAttrMaxSharedMemoryPerBlock:
-      return static_cast<int>(p.sharedMemPerBlock);
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      return static_cast<int>(p.sharedMemPerBlockOptin);
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      return static_cast<int>(p.sharedMemPerMultiprocessor);
-    case cudaDevAttrReservedSharedMemoryPerBlock:
-      return static_cast<int>(p.reservedSharedMemPerBlock);
-    case cudaDevAttrTotalConstantMemory:
-      return static_cast<int>(p.totalConstMem);
-    case cudaDevAttrWarpSize:
-      return p.warpSize;
-    case cudaDevAttrMaxRegistersPerBlock:
-      return p.regsPerBlock;
-    case cudaDevAttrMaxRegistersPerMultiprocessor:
-      return p.regsPerMultiprocessor;
-    case cudaDevAttrMultiProcessorCount:
-      return p.multiProcessorCount;
-    case cudaDevAttrMaxThreadsPerMultiProcessor:
-      return p.maxThreadsPerMultiProcessor;
-    case cudaDevAttrMaxBlocksPerMultiprocessor:
-      return p.maxBlocksPerMultiProcessor;
-    case cudaDevAttrComputeCapabilityMajor:
-      return p.major;
-    case cudaDevAttrComputeCapabilityMinor:
-      return p.minor;
-    case cudaDevAttrL2CacheSize:
-      return p.l2CacheSize;
-    case cudaDevAttrGlobalMemoryBusWidth:
-      return p.memoryBusWidth;
-    case cudaDevAttrPciBusId:
-      return p.pciBusID;
-    case cudaDevAttrClockRate:
-      return 1980000;
-    case cudaDevAttrMemoryClockRate:
-      return 2619000;
-    case cudaDevAttrConcurrentKernels:
-    case cudaDevAttrUnifiedAddressing:
-    case cudaDevAttrCanMapHostMemory:
-    case cudaDevAttrStreamPrioritiesSupported:
-    case cudaDevAttrCooperativeLaunch:
-    case cudaDevAttrMemoryPoolsSupported:
-    case cudaDevAttrHostRegisterSupported:
-    case cudaDevAttrClusterLaunch:
-    case cudaDevAttrManagedMemory:
-    case cudaDevAttrConcurrentManagedAccess:
-      return 1;
-    default:
-      return 0;
-  }
+  const std::map<cudaDeviceAttr, int> known{
+      {cudaDevAttrMaxThreadsPerBlock, p.maxThreadsPerBlock},
+      {cudaDevAttrMaxBlockDimX, p.maxThreadsDim[0]},
+      {cudaDevAttrMaxBlockDimY, p.maxThreadsDim[1]},
+      {cudaDevAttrMaxBlockDimZ, p.maxThreadsDim[2]},
+      {cudaDevAttrMaxGridDimX, p.maxGridSize[0]},
+      {cudaDevAttrMaxGridDimY, p.maxGridSize[1]},
+      {cudaDevAttrMaxGridDimZ, p.maxGridSize[2]},
+      {cudaDevAttrMaxSharedMemoryPerBlock, p.sharedMemPerBlock},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, p.sharedMemPerBlockOptin},
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, p.sharedMemPerMultiprocessor},
+      {cudaDevAttrReservedSharedMemoryPerBlock, p.reservedSharedMemPerBlock},
+      {cudaDevAttrTotalConstantMemory, p.totalConstMem},
+      {cudaDevAttrWarpSize, p.warpSize},
+      {cudaDevAttrMaxRegistersPerBlock, p.regsPerBlock},
+      {cudaDevAttrMaxRegistersPerMultiprocessor, p.regsPerMultiprocessor},
+      {cudaDevAttrMultiProcessorCount, p.multiProcessorCount},
+      {cudaDevAttrMaxThreadsPerMultiProcessor, p.maxThreadsPerMultiProcessor},
+      {cudaDevAttrMaxBlocksPerMultiprocessor, p.maxBlocksPerMultiProcessor},
+      {cudaDevAttrComputeCapabilityMajor, p.major},
+      {cudaDevAttrComputeCapabilityMinor, p.minor},
+      {cudaDevAttrL2CacheSize, p.l2CacheSize},
+      {cudaDevAttrGlobalMemoryBusWidth, p.memoryBusWidth},
+      {cudaDevAttrPciBusId, p.pciBusID},
+      {cudaDevAttrClockRate, 1980000},
+      {cudaDevAttrMemoryClockRate, 2619000},
+      {cudaDevAttrConcurrentKernels, 1},
+      {cudaDevAttrUnifiedAddressing, 1},
+      {cudaDevAttrCanMapHostMemory, 1},
+      {cudaDevAttrStreamPrioritiesSupported, 1},
+      {cudaDevAttrCooperativeLaunch, 1},
+      {cudaDevAttrMemoryPoolsSupported, 1},
+      {cudaDevAttrHostRegisterSupported, 1},
+      {cudaDevAttrClusterLaunch, 1},
+      {cudaDevAttrManagedMemory, 1},
+      {cudaDevAttrConcurrentManagedAccess, 1},
+  };
+  const auto found = known.find(attribute);
+  return found == known.end() ? 0 : found->second;
 }
 
 }  // namespace
@@ -180,8 +146,7 @@ int attribute_of(const cudaDeviceProp &p, cudaDeviceAttr attribute) {
 NULL_CUDA_API cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
   cudaDeviceProp p;
   if (const cudaError_t error = cudaGetDeviceProperties(&p, device)) return error;
-  *value = attribute_of(p, attribute);
-  return cudaSuccess;
+  return give<cudaError_t>(value, attribute_of(p, attribute));
 }
 
 NULL_CUDA_API cudaError_t cudaDeviceGetPCIBusId(char *out, int size, int device) {
@@ -190,8 +155,7 @@ NULL_CUDA_API cudaError_t cudaDeviceGetPCIBusId(char *out, int size, int device)
 }
 
 NULL_CUDA_API cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
-  *can = device != peer;
-  return cudaSuccess;
+  return give<cudaError_t>(can, device != peer);
 }
 
 NULL_CUDA_API cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {

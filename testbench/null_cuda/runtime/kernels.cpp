@@ -105,8 +105,7 @@ NULL_CUDA_API cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, si
 }
 
 NULL_CUDA_API cudaError_t __cudaGetKernel(cudaKernel_t *out, const void *function) {
-  *out = reinterpret_cast<cudaKernel_t>(const_cast<void *>(function));
-  return cudaSuccess;
+  return give<cudaError_t>(out, reinterpret_cast<cudaKernel_t>(const_cast<void *>(function)));
 }
 
 NULL_CUDA_API cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **, size_t shared,

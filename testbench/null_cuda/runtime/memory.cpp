@@ -1,7 +1,6 @@
 #include "memory.h"
 
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -9,21 +8,23 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <iterator>
-#include <map>
 
 #include "../null_cuda.h"
 #include "captures.h"
 #include "devices.h"
+#include "faults.h"
 #include "pinned.h"
+#include "ranges.h"
 #include "record.h"
 #include "settings.h"
 
 namespace null_cuda {
 namespace {
 
+using simulated::Ranges;
+
 constexpr uint64_t kFirstAddress = 0x200000000000, kBetweenDevices = 0x10000000000, kToView = 0x100000000000;
-constexpr size_t kGranularity = 512, kLarge = size_t{1} << 20, kLargeAlignment = size_t{2} << 20;
+constexpr size_t kLarge = size_t{1} << 20, kLargeAlignment = size_t{2} << 20;
 
 char *view_of(uint64_t address) { return reinterpret_cast<char *>(address + kToView); }
 
@@ -46,72 +47,36 @@ class Arena {
       perror("null CUDA: no address space for a device (SIMULATED_CUDA_MEMORY_MIB sets its size)");
       abort();
     }
-    free_[base_] = size_;
+    ranges_.add(base_, size_);
   }
 
   size_t size() const { return size_; }
   size_t used() const { return used_; }
+  bool holds(uint64_t address, size_t size) const { return ranges_.holds(address, size); }
 
   uint64_t take(size_t size) {
-    const size_t alignment = size >= kLarge ? kLargeAlignment : kGranularity;
-    size = (size + kGranularity - 1) / kGranularity * kGranularity;
-    for (auto hole = free_.begin(); hole != free_.end(); ++hole) {
-      const auto [start, room] = *hole;
-      const uint64_t at = (start + alignment - 1) / alignment * alignment;
-      if (at + size > start + room) continue;
-      free_.erase(hole);
-      if (at > start) free_[start] = at - start;
-      if (at + size < start + room) free_[at + size] = start + room - at - size;
-      allocated_[at] = size;
-      used_ += size;
-      return at;
-    }
-    return 0;
+    size = Ranges::rounded(size);
+    const auto at = ranges_.take(size, size >= kLarge ? kLargeAlignment : Ranges::kGranularity);
+    if (at) used_ += size;
+    return at.value_or(0);
   }
 
   // Returns whether something was allocated at this address.
-  bool give_back(uint64_t address) {
-    const auto found = allocated_.find(address);
-    if (found == allocated_.end()) return false;
-    const auto [at, size] = *found;
-    allocated_.erase(found);
+  bool give_back(uint64_t at) {
+    const size_t size = ranges_.give_back(at);
+    if (size == 0) return false;
     used_ -= size;
     // Whole pages go back to the system.
     fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(at - base_),
               static_cast<off_t>(size));
-    insert_hole(at, size);
     return true;
   }
 
-  bool holds(uint64_t address, size_t size) const {
-    const auto after = allocated_.upper_bound(address);
-    if (after == allocated_.begin()) return false;
-    const auto &[at, room] = *std::prev(after);
-    return address + size <= at + room;
-  }
-
  private:
-  // Adds a hole and joins it with its neighbours.
-  void insert_hole(uint64_t at, size_t room) {
-    auto next = free_.lower_bound(at);
-    if (next != free_.end() && next->first == at + room) {
-      room += next->second;
-      next = free_.erase(next);
-    }
-    if (next != free_.begin()) {
-      const auto before = std::prev(next);
-      if (before->first + before->second == at) {
-        before->second += room;
-        return;
-      }
-    }
-    free_[at] = room;
-  }
-
   int file_ = -1;
   uint64_t base_ = 0;
   size_t size_ = 0, used_ = 0;
-  std::map<uint64_t, size_t> allocated_, free_;
+  Ranges ranges_;
 };
 
 // Never destroyed: tensors in statics are freed after everything else.
@@ -142,32 +107,11 @@ cudaError_t release(void *pointer, const char *function) {
   return cudaSuccess;
 }
 
-struct sigaction before = {};
-
-// Says whose memory was touched, and lets the instruction fault again with what was there before: a core, a debugger.
-void on_fault(int signal, siginfo_t *info, void *context) {
-  const int device = device_of(info->si_addr);
-  if (device >= 0) {
-    char text[160];
-    const uint64_t offset = (reinterpret_cast<uint64_t>(info->si_addr) - kFirstAddress) % kBetweenDevices;
-    const int n = snprintf(text, sizeof text,
-                           "null CUDA: host code touches the memory of cuda:%d at offset %llu; copy it first\n", device,
-                           static_cast<unsigned long long>(offset));
-    if (write(STDERR_FILENO, text, static_cast<size_t>(n)) < 0) abort();
-    sigaction(SIGSEGV, &before, nullptr);
-  } else if ((before.sa_flags & SA_SIGINFO) != 0) {
-    before.sa_sigaction(signal, info, context);
-  } else {
-    sigaction(SIGSEGV, &before, nullptr);
-  }
+simulated::Where locate(const void *address) {
+  return {device_of(address), (reinterpret_cast<uint64_t>(address) - kFirstAddress) % kBetweenDevices};
 }
 
-const bool faults_are_told = [] {
-  struct sigaction action = {};
-  action.sa_sigaction = on_fault;
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  return sigaction(SIGSEGV, &action, &before) == 0;
-}();
+const bool faults_are_told = simulated::tell_faults("null CUDA", locate);
 
 }  // namespace
 

@@ -27,13 +27,9 @@ std::map<int, Counters> &counters() {
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local int64_t launches_of_thread = 0, waits_of_thread = 0;
 
-bool starts_with(const std::string &text, const std::string &prefix) {
-  return text.compare(0, prefix.size(), prefix) == 0;
-}
-
 int64_t sum(const Counters &of, const std::string &prefix) {
   int64_t out = 0;
-  for (auto it = of.lower_bound(prefix); it != of.end() && starts_with(it->first, prefix); ++it) out += it->second;
+  for (auto it = of.lower_bound(prefix); it != of.end() && it->first.starts_with(prefix); ++it) out += it->second;
   return out;
 }
 
@@ -57,8 +53,8 @@ void print_backtrace() {
 }
 
 void trace(const std::string &kind, int device, const std::string &details) {
-  const bool is_wait = starts_with(kind, "wait/");
-  const bool traced = simulated::traces_launches() && (is_wait || starts_with(kind, "launch/"));
+  const bool is_wait = kind.starts_with("wait/");
+  const bool traced = simulated::traces_launches() && (is_wait || kind.starts_with("launch/"));
   if (!traced && !(simulated::traces_syncs() && is_wait)) return;
   fprintf(stderr, "null cuda:%d  %s %s\n", device, kind.c_str(), details.c_str());
   if (simulated::traces_syncs()) print_backtrace();
@@ -88,8 +84,8 @@ std::recursive_mutex &lock() {
 void note(const std::string &kind, int device, const std::string &details) {
   const Guard guard(lock());
   ++counters()[device][kind];
-  if (starts_with(kind, "launch/")) ++launches_of_thread;
-  if (starts_with(kind, "wait/")) ++waits_of_thread;
+  if (kind.starts_with("launch/")) ++launches_of_thread;
+  if (kind.starts_with("wait/")) ++waits_of_thread;
   trace(kind, device, details);
 }
 

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <string>
 
-#define NULL_CUDA_API extern "C" __attribute__((visibility("default")))
+#include "../api.h"
 
 namespace null_cuda {
 

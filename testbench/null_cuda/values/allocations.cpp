@@ -8,6 +8,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "../api.h"
 #include "../null_cuda.h"
 #include "simulated_cuda.h"
 
@@ -67,7 +68,7 @@ void watch_allocations() {
 
 }  // namespace null_cuda
 
-extern "C" __attribute__((visibility("default"))) int64_t simulated_cuda_fail_allocation(int64_t n) {
+NULL_CUDA_API int64_t simulated_cuda_fail_allocation(int64_t n) {
   null_cuda::watch_allocations();
   return null_cuda::countdown.exchange(n);
 }

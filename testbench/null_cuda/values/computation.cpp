@@ -40,32 +40,11 @@ std::string first_line(const std::exception &error) {
   return text.substr(0, text.find('\n'));
 }
 
-template <typename F>
-IValue map_tensors(const IValue &value, const F &f) {
-  if (value.isTensor()) return f(value.toTensor());
-  if (value.isTensorList()) {
-    c10::List<Tensor> list;
-    for (const Tensor &t : value.toTensorVector()) list.push_back(f(t));
-    return list;
-  }
-  c10::List<std::optional<Tensor>> list;
-  for (const IValue &each : value.toListRef()) {
-    list.push_back(each.isTensor() ? std::make_optional(f(each.toTensor())) : std::nullopt);
-  }
-  return list;
-}
-
-bool is_list_of_optional_tensors(const IValue &value, const std::string &type) {
-  return value.isList() && type.find("Tensor?") != std::string::npos;
-}
-
 bool is_sparse(const IValue &value) {
   return value.isTensor() && value.toTensor().defined() && value.toTensor().is_sparse();
 }
 
-bool is_half(const Tensor &t) {
-  return t.defined() && (t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16);
-}
+bool is_half(const Tensor &t) { return t.defined() && simulated::is_half(t.scalar_type()); }
 
 }  // namespace
 
@@ -77,7 +56,7 @@ Computation::Computation(const c10::OperatorHandle &op, const Stack &stack) : op
     if (alias != nullptr && alias->isWrite()) prepare_written(stack[first + i]);
   }
   for (size_t i = 0; i < arguments.size(); ++i) arguments_.push_back(host_argument(stack[first + i], arguments[i]));
-  const bool draws = simulated::is_one_of(name_, {"native_dropout", "_fused_dropout"});
+  const bool draws = simulated::is_one_of(name_, "native_dropout _fused_dropout");
   if (draws) default_numbers_ = numbers(std::nullopt);
 }
 
@@ -115,8 +94,8 @@ at::Generator Computation::numbers(const std::optional<at::Generator> &generator
 
 IValue Computation::host_argument(const IValue &value, const c10::Argument &argument) {
   const std::string type = argument.type()->str();
-  if (value.isTensor() || value.isTensorList() || is_list_of_optional_tensors(value, type)) {
-    return map_tensors(value, [&](const Tensor &t) { return host(t); });
+  if (simulated::has_tensors(value, type)) {
+    return simulated::map_tensors(value, [&](const Tensor &t) { return host(t); });
   }
   if (value.isDevice()) {
     if (!device_ && value.toDevice().is_cuda()) device_ = value.toDevice();
@@ -177,7 +156,7 @@ Stack Computation::run_in_f32() const {
   };
   Stack stack;
   for (const auto &value : arguments_) {
-    stack.push_back(value.isTensor() || value.isTensorList() ? map_tensors(value, widen) : value);
+    stack.push_back(value.isTensor() || value.isTensorList() ? simulated::map_tensors(value, widen) : value);
   }
   Stack out = run(std::move(stack));
   for (const auto &each : written_) {

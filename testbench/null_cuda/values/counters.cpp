@@ -3,6 +3,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 
+#include "../api.h"
 #include "../null_cuda.h"
 #include "allocations.h"
 #include "simulated_cuda.h"
@@ -29,11 +30,9 @@ int64_t of_device(c10::DeviceIndex device, int32_t counter) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) int32_t simulated_cuda_kind(void) {
-  return SIMULATED_CUDA_REAL_HOST_CODE;
-}
+NULL_CUDA_API int32_t simulated_cuda_kind(void) { return SIMULATED_CUDA_REAL_HOST_CODE; }
 
-extern "C" __attribute__((visibility("default"))) int64_t simulated_cuda_counter(int32_t device, int32_t counter) {
+NULL_CUDA_API int64_t simulated_cuda_counter(int32_t device, int32_t counter) {
   if (!null_cuda::has_allocator()) return 0;
   if (device >= 0) return of_device(static_cast<c10::DeviceIndex>(device), counter);
   int64_t sum = 0;
@@ -41,7 +40,7 @@ extern "C" __attribute__((visibility("default"))) int64_t simulated_cuda_counter
   return sum;
 }
 
-extern "C" __attribute__((visibility("default"))) void simulated_cuda_reset(void) {
+NULL_CUDA_API void simulated_cuda_reset(void) {
   null_cuda_reset();
   if (!null_cuda::has_allocator()) return;
   for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); ++device) {

@@ -152,12 +152,11 @@ void replace(torch::Library &library, const c10::OperatorHandle &op) {
 void replace_dense_kernels() {
   auto *library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__, __LINE__);
   for (const auto &name : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (name.name.compare(0, 6, "aten::") != 0) continue;
+    if (!name.name.starts_with("aten::")) continue;
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     if (!op || makes_no_numbers(simulated::name_of(*op))) continue;
     // These are compositions for all devices, some of whose parts the CPU lacks.
-    const bool is_composed =
-        simulated::is_one_of(simulated::name_of(*op), {"convolution", "convolution_backward", "copy_"});
+    const bool is_composed = simulated::is_one_of(simulated::name_of(*op), "convolution convolution_backward copy_");
     if (is_composed || op->hasKernelForDispatchKey(DispatchKey::CUDA)) replace<DispatchKey::CUDA>(*library, *op);
   }
 }
@@ -207,40 +206,19 @@ const bool is_registered = [] {
 }  // namespace
 
 bool makes_no_numbers(const std::string &name) {
-  return simulated::is_one_of(name, {"empty",
-                                     "empty_strided",
-                                     "empty_quantized",
-                                     "_efficientzerotensor",
-                                     "view",
-                                     "as_strided",
-                                     "_reshape_alias",
-                                     "unfold",
-                                     "view_as_real",
-                                     "view_as_complex",
-                                     "resize_",
-                                     "set_",
-                                     "alias",
-                                     "_fused_sdp_choice",
-                                     "_local_scalar_dense",
-                                     "record_stream",
-                                     "is_pinned",
-                                     "_pin_memory",
-                                     "is_set_to",
-                                     "_has_same_storage_numel",
-                                     "_copy_from",
-                                     "_copy_from_and_resize",
-                                     "_to_dense",
-                                     "_cudnn_init_dropout_state",
-                                     "_use_cudnn_ctc_loss",
-                                     "_use_cudnn_rnn_flatten_weight",
-                                     "_cudnn_rnn_flatten_weight"});
+  return simulated::is_one_of(
+      name,
+      "empty empty_strided empty_quantized _efficientzerotensor view as_strided _reshape_alias unfold view_as_real "
+      "view_as_complex resize_ set_ alias _fused_sdp_choice _local_scalar_dense record_stream is_pinned _pin_memory "
+      "is_set_to _has_same_storage_numel _copy_from _copy_from_and_resize _to_dense _cudnn_init_dropout_state "
+      "_use_cudnn_ctc_loss _use_cudnn_rnn_flatten_weight _cudnn_rnn_flatten_weight");
 }
 
 bool depends_on_values(const std::string &name) {
-  return simulated::is_one_of(
-      name, {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "bincount", "unique_consecutive",
-             "unique_dim_consecutive", "repeat_interleave", "equal", "nonzero_static", "_assert_async", "multinomial",
-             "histc", "_coalesce", "embedding_renorm_", "is_nonzero", "index_put_", "_index_put_impl_"});
+  return simulated::is_one_of(name,
+                              "nonzero masked_select _unique _unique2 unique_dim bincount unique_consecutive "
+                              "unique_dim_consecutive repeat_interleave equal nonzero_static _assert_async multinomial "
+                              "histc _coalesce embedding_renorm_ is_nonzero index_put_ _index_put_impl_");
 }
 
 }  // namespace null_cuda

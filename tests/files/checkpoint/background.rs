@@ -11,8 +11,9 @@ use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder, Format,
 use tch_amp::optim::{Adagrad, AdamW, MasterWeights};
 use tch_amp::{Error, Result};
 
-use crate::checkpoint::{Run, checkpoint_error};
-use testkit::files::Folder;
+use crate::checkpoint::{Run, checkpoint_error, steps};
+use testkit::files::{Folder, names_in};
+use testkit::programs::this_test;
 
 /// A checkpoint of so many numbers.
 fn numbers(number: f32, count: i64) -> Checkpoint {
@@ -28,10 +29,6 @@ const MANY: i64 = 1 << 18;
 
 fn slow(path: &Path) -> CheckpointFolder {
     CheckpointFolder::new(path).unwrap().max_write_rate(1 << 16)
-}
-
-fn steps(folder: &CheckpointFolder) -> Vec<u64> {
-    folder.files().unwrap().iter().map(|file| file.step).collect()
 }
 
 #[test]
@@ -80,7 +77,7 @@ fn a_save_in_the_background_writes_the_bytes_of_a_save() -> Result<()> {
 
 /// The names in a folder, or one for a file.
 fn names(path: &Path) -> Vec<String> {
-    if path.is_dir() { testkit::files::names_in(path) } else { vec!["itself".to_owned()] }
+    if path.is_dir() { names_in(path) } else { vec!["itself".to_owned()] }
 }
 
 #[test]
@@ -224,9 +221,8 @@ fn given() -> Option<CheckpointFolder> {
 
 /// This program, with another test of this file.
 fn program(test: &str, folder: &Folder, format: Format) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    let test = format!("checkpoint::background::{test}");
-    command.args(["--exact", &test, "--ignored", "--nocapture"]).env(FOLDER, &folder.0);
+    let mut command = this_test(&format!("checkpoint::background::{test}"));
+    command.env(FOLDER, &folder.0);
     if format == Format::Dcp {
         command.env(FORMAT, "dcp");
     }
@@ -306,22 +302,22 @@ fn a_process_that_is_killed_at_any_time_leaves_the_last_complete_checkpoint() {
             let expected = Tensor::full([MANY], found.file.step as f64, KIND);
             assert_eq!(number, expected);
             before = found.file.step;
-            half += testkit::files::names_in(&temporary.0).len() - 1;
+            half += names_in(&temporary.0).len() - 1;
         }
         println!("{format:?}: {kills} kills, {before} saves, {half} leftovers counted after each");
         // What the kills have left goes once it is old, and nothing without an owner stays.
         let old = SystemTime::now() - Duration::from_secs(2 * 3600);
         let age = |path: &Path| fs::File::open(path).unwrap().set_modified(old).unwrap();
-        for name in testkit::files::names_in(&temporary.0) {
+        for name in names_in(&temporary.0) {
             let path = temporary.file(&name);
             if path.is_dir() {
-                testkit::files::names_in(&path).iter().for_each(|name| age(&path.join(name)));
+                names_in(&path).iter().for_each(|name| age(&path.join(name)));
             }
             age(&path);
         }
         let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1).format(format);
         let path = folder.save(before + 1, &numbers(0.0, 1)).unwrap();
-        let names = testkit::files::names_in(&temporary.0);
+        let names = names_in(&temporary.0);
         assert_eq!(names, [path.file_name().unwrap().to_str().unwrap()]);
     }
 }

@@ -9,22 +9,16 @@ use tch_amp::optim::{AdamW, Muon, Optimizer};
 use tch_amp::{Error, Result};
 
 use crate::checkpoint::Run;
-use crate::checkpoint::python::{ALGORITHMS, Twin, hex_float};
+use crate::checkpoint::python::{ALGORITHMS, Twin, losses};
+use testkit::assert_refused;
+use testkit::checkpoints::checkpoint_of;
 use testkit::files::Folder;
 use testkit::python::Oracle;
 use testkit::tensors::leaf;
 
 /// The numbers of the parameters of the optimizer differ from Python's: it lists the bias first.
 fn other_order(algorithm: &str) -> Twin {
-    let twin = Twin::new(algorithm);
-    let list = [("bias", twin.net.bs.as_ref().unwrap()), ("weight", &twin.net.ws)];
-    let list: Vec<_> = list.map(|(name, tensor)| (name, tensor.shallow_clone())).into();
-    let Twin { vs, net, opt, scaler } = twin;
-    let group = opt.param_group(0).unwrap();
-    let mut opt = group.algorithm.build(list, group.lr).unwrap();
-    opt.assign_group(1, &["bias"]).unwrap();
-    opt.set_weight_decay_group(1, 0.0).unwrap();
-    Twin { vs, net, opt, scaler }
+    Twin::with_order(algorithm, ["bias", "weight"])
 }
 
 struct Files {
@@ -37,7 +31,7 @@ struct Files {
 
 /// Trains on, and returns the bits of the losses.
 fn next(twin: &mut Twin) -> Vec<u32> {
-    twin.train(4, &[]).into_iter().map(f32::to_bits).collect()
+    twin.train(4, &[])
 }
 
 /// Writes `rust.pt` and `rust.dcp`, and lets Python read them and write its own files.
@@ -64,9 +58,8 @@ fn files() -> Option<Files> {
     }
     let printed = python.run(&["by_name", folder.0.to_str().unwrap()], "");
     let losses = printed.lines().map(|line| {
-        let (name, losses) = line.split_once(',').unwrap();
-        let losses = losses.split(',').map(|loss| hex_float(loss).to_bits());
-        (name.to_owned(), losses.collect())
+        let (name, printed) = line.split_once(',').unwrap();
+        (name.to_owned(), losses(printed))
     });
     Some(Files { losses: losses.collect(), ours, folder })
 }
@@ -157,10 +150,11 @@ fn folders_of_pieces_are_named(folder: &Folder) {
     let renamed = folder.file("renamed.distcp");
     std::fs::copy(folder.file("flat.pt"), &renamed).unwrap();
     assert!(Checkpoint::load(&renamed).unwrap().contains("optimizer"));
-    let missing = Checkpoint::load(folder.file("missing.distcp"));
-    assert!(matches!(missing, Err(Error::Checkpoint(CheckpointError::Io { .. }))), "{missing:?}");
-    let folder = Checkpoint::load(&folder.0);
-    assert!(matches!(folder, Err(Error::Checkpoint(CheckpointError::Io { .. }))), "{folder:?}");
+    assert_refused!(
+        Checkpoint::load(folder.file("missing.distcp")),
+        Error::Checkpoint(CheckpointError::Io { .. })
+    );
+    assert_refused!(Checkpoint::load(&folder.0), Error::Checkpoint(CheckpointError::Io { .. }));
 }
 
 fn names_that_do_not_fit_are_refused(odd: &Checkpoint) {
@@ -203,8 +197,7 @@ fn parameters_of_a_group_are_found_by_their_names_in_any_order() -> Result<()> {
     };
     let mut saved = built(["a", "b"])?;
     saved.backward_step(&(&a * 3.0 + &b * 5.0).sum(Kind::Float))?;
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("optimizer", &mut saved)?;
+    let checkpoint = checkpoint_of([("optimizer", &mut saved)]);
     for (file, format) in [("x.pt", Format::TorchByName), ("x.dcp", Format::Dcp)] {
         checkpoint.save_as(folder.file(file), format)?;
         let mut restored = built(["b", "a"])?;

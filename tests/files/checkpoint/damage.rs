@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use tch::Device;
-use tch_amp::Error;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError};
 
-use crate::checkpoint::Run;
+use crate::checkpoint::{Run, checkpoint_error};
 use testkit::files::Folder;
+use testkit::handmade::{manifest, metadata, safetensors};
 use testkit::rng::Rng;
 
 fn bytes_of_a_checkpoint() -> Vec<u8> {
@@ -28,10 +28,7 @@ fn bytes_of(run: &mut Run, name: &str) -> Vec<u8> {
 
 fn load(path: &Path, bytes: &[u8]) -> Result<Checkpoint, CheckpointError> {
     std::fs::write(path, bytes).unwrap();
-    Checkpoint::load(path).map_err(|error| match error {
-        Error::Checkpoint(error) => error,
-        other => panic!("not an error of a checkpoint: {other}"),
-    })
+    Checkpoint::load(path).map_err(|error| checkpoint_error::<()>(Err(error)))
 }
 
 #[test]
@@ -147,12 +144,6 @@ fn random_damage_is_detected() {
     }
 }
 
-/// A safetensors file with this header and `data` bytes after it.
-fn with_header(header: &str, data: usize) -> Vec<u8> {
-    let len = (header.len() as u64).to_le_bytes();
-    [&len[..], header.as_bytes(), &vec![0; data]].concat()
-}
-
 #[test]
 fn hostile_headers_are_refused() {
     let (_folder, path) = Folder::with("x.safetensors");
@@ -161,15 +152,8 @@ fn hostile_headers_are_refused() {
     };
     let object = |inner: &[String]| format!("{{{}}}", inner.join(","));
     let good = tensor("a", "[2]", 0, 8);
-    let ours = |manifest: &str| {
-        object(&[format!(r#""__metadata__":{{"tch_amp":{}}}"#, serde_json::json!(manifest))])
-    };
-    let part = |part: &str| {
-        ours(&format!(
-            r#"{{"format":1,"writer":"","checksum":"{0}","checksums":[],"parts":{{"a":{part}}}}}"#,
-            "0".repeat(16)
-        ))
-    };
+    let ours = |manifest: &str| object(&[metadata(manifest)]);
+    let part = |part: &str| ours(&manifest(&format!(r#"{{"a":{part}}}"#), 0));
     let deep = "[".repeat(100_000);
     // On its own it would be refused for its version.
     let newer = r#""tch_amp":"{\"format\":2}""#;
@@ -203,10 +187,10 @@ fn hostile_headers_are_refused() {
         ("a checksum that is none", ours(r#"{"format":1,"checksum":"zz"}"#), 0),
     ];
     for (what, header, data) in hostile {
-        let refused = load(&path, &with_header(&header, data));
+        let refused = load(&path, &safetensors(&header, data));
         assert!(matches!(refused, Err(CheckpointError::Damaged { .. })), "{what}: {refused:?}");
     }
-    let newer = load(&path, &with_header(&ours(r#"{"format":2,"new":[]}"#), 0));
+    let newer = load(&path, &safetensors(&ours(r#"{"format":2,"new":[]}"#), 0));
     assert!(matches!(newer, Err(CheckpointError::Newer { found: 2, supported: 1, .. })));
     for len in [0, 1, 1 << 20, 1 << 40, 1 << 63, u64::MAX] {
         let bytes = [&u64::to_le_bytes(len)[..], b"{}"].concat();
@@ -221,9 +205,7 @@ fn hostile_headers_are_refused() {
 #[test]
 fn opening_a_missing_file_is_an_error() {
     for path in [Path::new("/nowhere/x.safetensors"), &std::env::temp_dir()] {
-        let refused = Checkpoint::load(path);
-        let Err(Error::Checkpoint(CheckpointError::Io { action: "open", .. })) = refused else {
-            panic!("{refused:?}");
-        };
+        let refused = checkpoint_error(Checkpoint::load(path));
+        assert!(matches!(refused, CheckpointError::Io { action: "open", .. }), "{refused:?}");
     }
 }

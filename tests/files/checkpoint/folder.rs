@@ -6,9 +6,13 @@ use std::time::{Duration, SystemTime};
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder, Format, MetricGoal};
+use tch_amp::checkpoint::{
+    Checkpoint, CheckpointError, CheckpointFolder, Format, MetricGoal, PendingSave,
+};
 
+use crate::checkpoint::{checkpoint_error, steps};
 use testkit::files::{Folder, names_in, run_on_small_disk, small_disk};
+use testkit::handmade::{metadata, safetensors, signed};
 
 fn checkpoint(step: u64) -> Checkpoint {
     let mut checkpoint = Checkpoint::new();
@@ -20,10 +24,6 @@ fn save_all(folder: &CheckpointFolder, steps: &[u64]) {
     for &step in steps {
         folder.save(step, &checkpoint(step)).unwrap();
     }
-}
-
-fn steps(folder: &CheckpointFolder) -> Vec<u64> {
-    folder.files().unwrap().iter().map(|file| file.step).collect()
 }
 
 fn damage(path: &Path) {
@@ -102,8 +102,8 @@ fn training_resumes_from_the_newest_intact_checkpoint() {
     assert_eq!(resume(&folder).unwrap(), (1, 2));
     damage(&files[0].path);
     // The run must not start anew: the damaged files may contain days of training.
-    match resume(&folder) {
-        Err(Error::Checkpoint(CheckpointError::AllDamaged { folder, damaged })) => {
+    match checkpoint_error(resume(&folder)) {
+        CheckpointError::AllDamaged { folder, damaged } => {
             assert_eq!((folder.as_path(), damaged.len()), (temporary.0.as_path(), 3));
         }
         other => panic!("{other:?}"),
@@ -116,13 +116,10 @@ fn a_checkpoint_of_a_newer_format_is_not_skipped() {
     let folder = CheckpointFolder::new(&temporary.0).unwrap();
     save_all(&folder, &[1, 2]);
     let newest = &folder.files().unwrap()[1].path;
-    let header = r#"{"__metadata__":{"tch_amp":"{\"format\":9}"}}"#;
-    let bytes = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
-    fs::write(newest, bytes).unwrap();
-    match folder.latest() {
-        Err(Error::Checkpoint(CheckpointError::Newer { found: 9, .. })) => {}
-        other => panic!("{other:?}"),
-    }
+    let header = format!("{{{}}}", metadata(r#"{"format":9}"#));
+    fs::write(newest, safetensors(&header, 0)).unwrap();
+    let newer = checkpoint_error(folder.latest());
+    assert!(matches!(newer, CheckpointError::Newer { found: 9, .. }), "{newer:?}");
 }
 
 /// A single damaged bit must not make a file of a later version, which would not be skipped.
@@ -155,13 +152,9 @@ fn an_intact_file_of_a_newer_format_is_recognized() {
     let field = r#"\"checksum\":\""#;
     let place = header.find(field).unwrap() + field.len();
     let blank = [&header[..place], &"0".repeat(16), &header[place + 16..]].concat();
-    let own = xxhash_rust::xxh3::xxh3_64(blank.as_bytes());
-    let signed = [&header[..place], &format!("{own:016x}"), &header[place + 16..]].concat();
-    fs::write(&newest, [&bytes[..8], signed.as_bytes()].concat()).unwrap();
-    match folder.latest() {
-        Err(Error::Checkpoint(CheckpointError::Newer { found: 3, .. })) => {}
-        other => panic!("{other:?}"),
-    }
+    fs::write(&newest, safetensors(&signed(&blank), 0)).unwrap();
+    let newer = checkpoint_error(folder.latest());
+    assert!(matches!(newer, CheckpointError::Newer { found: 3, .. }), "{newer:?}");
 }
 
 #[test]
@@ -209,11 +202,9 @@ fn foreign_files_are_not_removed() {
     File::create(&leftover).unwrap().set_modified(old).unwrap();
     let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1);
     save_all(&folder, &[1, 2, 3]);
-    let mut names = names_in(&temporary.0);
-    names.sort();
     let mut left = [&foreign[..], &["step-00000003.safetensors"]].concat();
     left.sort();
-    assert_eq!(names, left);
+    assert_eq!(names_in(&temporary.0), left);
 }
 
 #[test]
@@ -240,9 +231,13 @@ fn saves_on_a_small_disk() {
     let mut last = 8;
     for format in [Format::Safetensors, Format::Dcp] {
         folder = folder.format(format);
-        for save in [by_itself, in_the_background] {
+        for in_the_background in [false, true] {
             for step in last + 1.. {
-                let Err(error) = save(&mut folder, step, &large(step)) else {
+                let saved = match in_the_background {
+                    false => folder.save(step, &large(step)),
+                    true => folder.save_async(step, &large(step)).and_then(PendingSave::wait),
+                };
+                let Err(error) = saved else {
                     assert!(step < last + 20, "the disk should be full");
                     drop(fs::write(path.join(format!("other-{step}")), vec![1_u8; 1 << 15]));
                     continue;
@@ -263,22 +258,6 @@ fn saves_on_a_small_disk() {
     }
 }
 
-fn by_itself(
-    folder: &mut CheckpointFolder,
-    step: u64,
-    checkpoint: &Checkpoint,
-) -> tch_amp::Result<()> {
-    folder.save(step, checkpoint).map(drop)
-}
-
-fn in_the_background(
-    folder: &mut CheckpointFolder,
-    step: u64,
-    checkpoint: &Checkpoint,
-) -> tch_amp::Result<()> {
-    folder.save_async(step, checkpoint)?.wait().map(drop)
-}
-
 #[test]
 #[cfg(target_os = "linux")]
 fn what_a_killed_save_has_left_does_not_keep_a_full_disk_full() {
@@ -293,10 +272,8 @@ fn a_save_that_fails_removes_nothing() {
     save_all(&folder, &[1]);
     // A folder at a checkpoint's path is neither replaced nor taken for a checkpoint.
     fs::create_dir(temporary.file("step-00000002.safetensors")).unwrap();
-    match folder.save(2, &checkpoint(2)) {
-        Err(Error::Checkpoint(CheckpointError::Save(_))) => {}
-        other => panic!("{other:?}"),
-    }
+    let refused = checkpoint_error(folder.save(2, &checkpoint(2)));
+    assert!(matches!(refused, CheckpointError::Save(_)), "{refused:?}");
     assert_eq!(steps(&folder), [1]);
     assert_eq!(resume(&folder).unwrap(), (1, 0));
 }

@@ -1,16 +1,17 @@
 //! The crate's own kinds of parts, through the trait that all of them implement.
 
 use tch::{Device, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng, Stateful};
+use tch_amp::checkpoint::{CheckpointError, Rng, Stateful};
 use tch_amp::loss_scale::{
     DynamicLossScale, DynamicLossScaleState, LossScale, LossScaleState, NoOpLossScale,
     StaticLossScale,
 };
-use tch_amp::scaler::{PerLossScalers, ScalerError};
+use tch_amp::scaler::{GradScalerConfig, PerLossScalers, ScalerError};
 use tch_amp::{Error, Result};
 
 use crate::checkpoint::Run;
 use testkit::bits::bits;
+use testkit::checkpoints::{checkpoint_of, reloaded};
 use testkit::files::Folder;
 
 const CPU: Device = Device::Cpu;
@@ -23,13 +24,13 @@ fn parts_are_saved_the_same_by_any_reference() {
     let mut scalers = PerLossScalers::new(CPU, 2).unwrap();
     let mut short = run.checkpoint();
     short.add("scalers", &mut scalers).unwrap();
-    let mut long = Checkpoint::new();
     let Run { vs, opt, scaler, .. } = &mut run;
-    let kinds: [(&str, &mut dyn Stateful); 4] =
-        [("model", vs), ("optimizer", opt), ("scaler", scaler), ("scalers", &mut scalers)];
-    for (name, kind) in kinds {
-        long.add(name, kind).unwrap();
-    }
+    let mut long = checkpoint_of([
+        ("model", vs),
+        ("optimizer", opt),
+        ("scaler", scaler),
+        ("scalers", &mut scalers),
+    ]);
     long.add_value("step", &7).unwrap();
     for ending in ["safetensors", "pt"] {
         let path = |name: &str| folder.file(&format!("{name}.{ending}"));
@@ -47,13 +48,10 @@ fn all_kinds_are_restored_by_the_trait() {
     let mut scalers = PerLossScalers::new(CPU, 2).unwrap();
     let mut checkpoint = run.checkpoint();
     checkpoint.add("scalers", &mut scalers).unwrap();
-    let folder = Folder::new();
-    checkpoint.save(folder.file("x.pt")).unwrap();
-    let checkpoint = Checkpoint::load(folder.file("x.pt")).unwrap();
+    let checkpoint = reloaded(&checkpoint, "x.pt");
     let mut other = Run::new(CPU);
     let mut other_scalers =
-        PerLossScalers::with_configs(CPU, &[tch_amp::scaler::GradScalerConfig::default(); 2])
-            .unwrap();
+        PerLossScalers::with_configs(CPU, &[GradScalerConfig::default(); 2]).unwrap();
     let Run { vs, opt, scaler, .. } = &mut other;
     let restore = checkpoint.restore().add("model", vs).add("optimizer", opt).add("scaler", scaler);
     let restore = restore.add("scalers", &mut other_scalers);
@@ -94,11 +92,7 @@ fn each_kind_refuses_parts_of_other_kinds() {
 
 /// Saves one loss scale and restores it as another.
 fn through(saved: &mut dyn Stateful, restored: &mut dyn Stateful) -> Result<()> {
-    let folder = Folder::new();
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("loss_scale", saved)?;
-    checkpoint.save(folder.file("x.safetensors"))?;
-    let checkpoint = Checkpoint::load(folder.file("x.safetensors"))?;
+    let checkpoint = reloaded(&checkpoint_of([("loss_scale", saved)]), "x.safetensors");
     // In the form that loss scales had before there was the trait.
     let _state: LossScaleState = checkpoint.value("loss_scale")?;
     checkpoint.restore().add("loss_scale", restored).apply().map(drop)
@@ -128,16 +122,13 @@ fn loss_scales_are_restored_only_to_their_own_kind() {
     assert_eq!(boxed.state_dict().unwrap(), LossScaleState::Dynamic(state));
     through(&mut boxed, &mut dynamic).unwrap();
     // Another kind is refused, also in a box.
-    for target in [&mut fixed as &mut dyn Stateful, &mut NoOpLossScale] {
-        assert!(matches!(
-            through(&mut boxed, target),
-            Err(Error::Scaler(ScalerError::OtherLossScale { .. }))
-        ));
+    for refused in [
+        through(&mut boxed, &mut fixed),
+        through(&mut boxed, &mut NoOpLossScale),
+        through(&mut fixed, &mut boxed),
+    ] {
+        let is_other = matches!(refused, Err(Error::Scaler(ScalerError::OtherLossScale { .. })));
+        assert!(is_other, "{refused:?}");
     }
-    let refused = through(&mut fixed, &mut boxed);
-    assert!(
-        matches!(refused, Err(Error::Scaler(ScalerError::OtherLossScale { .. }))),
-        "{refused:?}"
-    );
     assert_eq!(boxed.state_dict().unwrap(), LossScaleState::Dynamic(state));
 }

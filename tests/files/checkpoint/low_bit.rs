@@ -1,10 +1,13 @@
 //! Low-bit moments in files: the bytes for this crate, f32 for Python.
 
+use std::path::Path;
+
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, Format};
 use tch_amp::optim::{AdamW, Algorithm, MasterWeights, MomentDtype, Muon, Optimizer};
 
+use crate::checkpoint::{dcp, listed};
 use testkit::bits::bits;
 use testkit::files::Folder;
 use testkit::python::Oracle;
@@ -48,8 +51,7 @@ impl Run {
             _ => MasterWeights::Remainder,
         };
         // In Python's order.
-        let list = [("weight", &net.ws), ("bias", net.bs.as_ref().unwrap())];
-        let list: Vec<_> = list.map(|(name, tensor)| (name, tensor.shallow_clone())).into();
+        let list = listed(&vs, ["weight", "bias"]);
         let opt = algorithm.master_weights(masters).moments(states).build(list, 1e-3).unwrap();
         Self { vs, net, opt }
     }
@@ -65,14 +67,17 @@ impl Run {
         }
     }
 
-    fn save(&mut self, path: &std::path::Path) {
-        let mut checkpoint = Checkpoint::new();
+    fn save_in(&mut self, mut checkpoint: Checkpoint, path: &Path, format: Format) {
         checkpoint.add("model", &self.vs).unwrap();
         checkpoint.add("optimizer", &mut self.opt).unwrap();
-        checkpoint.save(path).unwrap();
+        checkpoint.save_as(path, format).unwrap();
     }
 
-    fn load(&mut self, path: &std::path::Path) {
+    fn save(&mut self, path: &Path) {
+        self.save_in(Checkpoint::new(), path, Format::Torch);
+    }
+
+    fn load(&mut self, path: &Path) {
         let checkpoint = Checkpoint::load(path).unwrap();
         let restore = checkpoint.restore().add("model", &self.vs);
         restore.add("optimizer", &mut self.opt).apply().unwrap();
@@ -94,12 +99,18 @@ fn a_resumed_run_has_the_bits_of_one_that_was_not_interrupted() {
             uninterrupted.train(0..20);
             let mut first = Run::new(case, kind);
             first.train(0..11);
-            for path in ["run.safetensors", "run.pt"].map(|name| folder.file(name)) {
-                first.save(&path);
+            // As a file, as a folder of Python's, and as shards.
+            let files =
+                [Format::Safetensors, Format::Torch].map(|it| (Checkpoint::new(), it, "file"));
+            let folders = dcp::KINDS.map(|it| (it.checkpoint(), it.format, it.ending));
+            for (checkpoint, format, what) in files.into_iter().chain(folders) {
+                let path = folder.file(what);
+                first.save_in(checkpoint, &path, format);
                 let mut resumed = Run::new(case, kind);
                 resumed.load(&path);
                 resumed.train(11..20);
-                assert!(resumed.bits() == uninterrupted.bits(), "{case:?} {kind:?} {path:?}");
+                let is_same = resumed.bits() == uninterrupted.bits();
+                assert!(is_same, "{case:?} {kind:?} {format:?} {what}");
             }
         }
     }

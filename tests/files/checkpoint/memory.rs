@@ -7,14 +7,16 @@ use std::fmt::Write as _;
 use std::fs::File;
 use std::io::Write as _;
 use std::path::Path;
-use std::process::Command;
+use std::sync::OnceLock;
 
 use tch::Device;
 use tch_amp::checkpoint::{Checkpoint, Rng};
-use zip::write::SimpleFileOptions;
-use zip::{CompressionMethod, ZipWriter};
 
 use testkit::files::Folder;
+use testkit::handmade::{
+    archive, archive_of, manifest, metadata, numbered, repeated, safetensors, signed, text,
+};
+use testkit::programs::this_test_by;
 use testkit::{is_set, skipped};
 
 const FILES: &str = "TCH_AMP_HOSTILE_FILES";
@@ -66,16 +68,10 @@ fn peak() -> u64 {
 /// Loads files in a process with this much address space. Returns the output of the process, and its peak.
 fn load<P: AsRef<Path>>(paths: &[P], space: u64) -> (String, u64) {
     let paths = std::env::join_paths(paths.iter().map(AsRef::as_ref)).unwrap();
-    let output = Command::new("sh")
-        .args(["-c", "ulimit -v $0 && exec \"$@\"", &(space / 1024).to_string()])
-        .arg(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            "checkpoint::memory::load_files",
-            "--ignored",
-            "--nocapture",
-            "--test-threads=1",
-        ])
+    let kib = (space / 1024).to_string();
+    let shell = ["sh", "-c", "ulimit -v $0 && exec \"$@\"", &kib];
+    let output = this_test_by(&shell, "checkpoint::memory::load_files")
+        .arg("--test-threads=1")
         .env(FILES, &paths)
         // Otherwise each thread would reserve address space of its own.
         .env("MALLOC_ARENA_MAX", "1")
@@ -89,6 +85,12 @@ fn load<P: AsRef<Path>>(paths: &[P], space: u64) -> (String, u64) {
     (said.clone(), peak.trim().parse().unwrap())
 }
 
+/// The peak of a process that loads nothing.
+fn start() -> u64 {
+    static START: OnceLock<u64> = OnceLock::new();
+    *START.get_or_init(|| load::<&Path>(&[], 1 << 46).1)
+}
+
 /// Writes a file.
 type Write<'a> = &'a dyn Fn(&Path);
 
@@ -98,7 +100,7 @@ fn check(is_refused: bool, files: &[(&str, Write<'_>)]) {
         return skipped("files are loaded in little memory with the locked version of tch");
     }
     let folder = Folder::new();
-    let (_, start) = load::<&Path>(&[], 1 << 46);
+    let start = start();
     for (name, write) in files {
         let path = folder.file(name);
         write(&path);
@@ -120,40 +122,17 @@ fn are_loaded(files: &[(&str, Write<'_>)]) {
 
 /// Writes a safetensors file with this header and no data.
 fn header(path: &Path, header: &str) {
-    let mut file = File::create(path).unwrap();
-    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
-    file.write_all(header.as_bytes()).unwrap();
+    std::fs::write(path, safetensors(header, 0)).unwrap();
 }
 
-/// `unit` repeated up to about `bytes` bytes, with a running number for each `#`.
-fn repeated(unit: &str, bytes: usize) -> String {
-    let mut text = String::with_capacity(bytes + 2 * unit.len() + 20);
-    for count in 0.. {
-        for piece in unit.split_inclusive('#') {
-            match piece.strip_suffix('#') {
-                Some(piece) => write!(text, "{piece}{count:x}").unwrap(),
-                None => text.push_str(piece),
-            }
-        }
-        if text.len() >= bytes {
-            break;
-        }
-    }
-    text.truncate(text.trim_end_matches(',').len());
-    text
+/// The parts of a manifest with a list of these items.
+fn value(items: &str) -> String {
+    format!(r#"{{"a":{{"kind":"value","value":[{items}]}}}}"#)
 }
 
-fn with_manifest(path: &Path, inner: &str) {
-    let parts = format!(r#"{{"format":1,"writer":"","checksum":"{:016}",{inner}}}"#, 0);
-    let text = serde_json::to_string(&parts).unwrap();
-    header(path, &format!(r#"{{"__metadata__":{{"tch_amp":{text}}}}}"#));
-}
-
-fn with_value(path: &Path, value: &str) {
-    with_manifest(
-        path,
-        &format!(r#""checksums":[],"parts":{{"a":{{"kind":"value","value":[{value}]}}}}"#),
-    );
+/// A file whose header has no right checksum.
+fn with_value(path: &Path, items: &str) {
+    header(path, &format!("{{{}}}", metadata(&manifest(&value(items), 0))));
 }
 
 fn tensors(path: &Path, shape: &str, bytes: usize) {
@@ -191,12 +170,10 @@ fn hostile_safetensors_headers_take_a_small_multiple_of_memory() {
 #[test]
 fn large_valid_files_take_a_small_multiple_of_memory() {
     let many: Vec<_> = (0..400_000).map(|n| (f64::from(n), Some(n % 2 == 0))).collect();
-    let save = |path: &Path| {
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add_value("many", &many).unwrap();
-        checkpoint.add_value("text", &"x".repeat(20 * MB)).unwrap();
-        checkpoint.save(path).unwrap();
-    };
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_value("many", &many).unwrap();
+    checkpoint.add_value("text", &"x".repeat(20 * MB)).unwrap();
+    let save = |path: &Path| checkpoint.save(path).unwrap();
     are_loaded(&[
         ("values.safetensors", &save),
         ("values.pt", &save),
@@ -207,14 +184,7 @@ fn large_valid_files_take_a_small_multiple_of_memory() {
 
 /// An archive with this pickle and `count` empty records.
 fn records(path: &Path, pickle: &[u8], count: usize) {
-    let mut zip = ZipWriter::new(std::io::BufWriter::new(File::create(path).unwrap()));
-    let options = SimpleFileOptions::default().compression_method(CompressionMethod::Stored);
-    zip.start_file("a/data.pkl", options).unwrap();
-    zip.write_all(pickle).unwrap();
-    for record in 0..count {
-        zip.start_file(format!("a/data/{record}"), options).unwrap();
-    }
-    drop(zip.finish().unwrap());
+    std::fs::write(path, archive_of(pickle, count)).unwrap();
 }
 
 /// A pickle of a list of about `bytes` bytes, made of repetitions of `unit`.
@@ -225,14 +195,9 @@ fn list(path: &Path, unit: &[u8], bytes: usize) {
 
 #[test]
 fn hostile_pickles_take_a_small_multiple_of_memory() {
-    let text = |len: usize| {
-        let len_bytes = u32::try_from(len).unwrap().to_le_bytes();
-        [b"X".as_slice(), &len_bytes, &vec![b'x'; len]].concat()
-    };
-    let recalled = [text(MB), b"q\x00".to_vec(), b"h\x00".repeat(200)].concat();
-    let memo: Vec<u8> = (0..u32::try_from(10 * MB).unwrap())
-        .flat_map(|at| [b"r".as_slice(), &at.to_le_bytes()].concat())
-        .collect();
+    let long = |len: usize| text(&"x".repeat(len));
+    let recalled = [long(MB), b"q\x00".to_vec(), b"h\x00".repeat(200)].concat();
+    let memo = numbered(b'r', 10 * MB as u32);
     are_refused(&[
         ("nones", &|path| list(path, b"N", 90 * MB)),
         ("nones within bounds", &|path| list(path, b"N", 19 * MB / 10)),
@@ -241,7 +206,7 @@ fn hostile_pickles_take_a_small_multiple_of_memory() {
         ("dicts", &|path| list(path, b"}NNs", 90 * MB)),
         ("dicts within bounds", &|path| list(path, b"}NNs", 4 * MB)),
         ("texts", &|path| list(path, b"X\x03\0\0\0abc", 90 * MB)),
-        ("a long text", &|path| list(path, &text(90 * MB), 91 * MB)),
+        ("a long text", &|path| list(path, &long(90 * MB), 91 * MB)),
         ("a text again and again", &|path| list(path, &recalled, recalled.len())),
         ("tuples", &|path| list(path, b"N\x85", 90 * MB)),
         ("memo", &|path| list(path, &[b"N".as_slice(), &memo].concat(), 50 * MB + 1)),
@@ -320,17 +285,16 @@ fn hostile_directories_take_a_small_multiple_of_memory() {
     })]);
 }
 
-fn pickled(text: &str) -> Vec<u8> {
-    [b"X".as_slice(), &(text.len() as u32).to_le_bytes(), text.as_bytes()].concat()
+/// What names the storage in the record `0`, of bytes.
+fn storage() -> Vec<u8> {
+    [&text("storage")[..], b"ctorch\nByteStorage\n", &text("0"), &text("cpu")].concat()
 }
 
 /// What makes an empty tensor, with the function memorized as 1, its arguments as 2 and the tensor as 0.
 fn memorized_tensor() -> Vec<u8> {
-    let storage =
-        [&pickled("storage")[..], b"ctorch\nByteStorage\n", &pickled("0"), &pickled("cpu")];
     [
         b"ctorch._utils\n_rebuild_tensor_v2\nq\x01((",
-        &storage.concat()[..],
+        &storage()[..],
         b"K\0tQK\0K\0\x85K\x01\x85\x89ccollections\nOrderedDict\n)Rtq\x02Rq\0",
     ]
     .concat()
@@ -341,24 +305,24 @@ fn optimizer(path: &Path, options: &[(&str, &[u8])], value: &[u8], states: u32, 
     let number = |number: u32| [b"J".as_slice(), &number.to_le_bytes()].concat();
     let state: Vec<u8> =
         (0..states).flat_map(|n| [&number(n)[..], b"}h\x03", value, b"s"].concat()).collect();
-    let params: Vec<u8> = (0..listed).flat_map(number).collect();
+    let params = numbered(b'J', listed);
     let options: Vec<u8> =
-        options.iter().flat_map(|(name, value)| [&pickled(name)[..], value].concat()).collect();
-    let group = [&options[..], &pickled("params"), b"](", &params, b"e"].concat();
+        options.iter().flat_map(|(name, value)| [&text(name)[..], value].concat()).collect();
+    let group = [&options[..], &text("params"), b"](", &params, b"e"].concat();
     let pickle = [
         b"\x80\x02}(".as_slice(),
-        &pickled("first"),
+        &text("first"),
         &memorized_tensor(),
-        &pickled("name"),
-        &pickled("step"),
+        &text("name"),
+        &text("step"),
         b"q\x03",
-        &pickled("opt"),
+        &text("opt"),
         b"}(",
-        &pickled("state"),
+        &text("state"),
         b"}(",
         &state,
         b"u",
-        &pickled("param_groups"),
+        &text("param_groups"),
         b"](}(",
         &group,
         b"ueuu.",
@@ -381,7 +345,7 @@ fn hostile_optimizers_and_tensors_take_a_small_multiple_of_memory() {
         move |path: &Path| {
             let tensor = memorized_tensor();
             let list = [b"](", &unit.repeat(times)[..], b"e"].concat();
-            let items = [&pickled("a")[..], &tensor, &pickled("b"), &list].concat();
+            let items = [&text("a")[..], &tensor, &text("b"), &list].concat();
             records(path, &[b"\x80\x02}(", &items[..], b"u."].concat(), 1);
         }
     };
@@ -401,32 +365,28 @@ fn hostile_optimizers_and_tensors_take_a_small_multiple_of_memory() {
 }
 
 /// A safetensors file of this crate with the right checksum of its header, and with tensors of no elements.
-fn signed(path: &Path, parts: &str, tensors: usize, name: &dyn Fn(usize) -> String) {
-    let checksums = vec![r#""0000000000000000""#; tensors].join(",");
-    let blank = "0000000000000000";
-    let manifest = format!(
-        r#"{{"format":1,"writer":"","checksum":"{blank}","checksums":[{checksums}],"parts":{parts}}}"#
-    );
-    let mut text =
-        format!(r#"{{"__metadata__":{{"tch_amp":{}}}"#, serde_json::to_string(&manifest).unwrap());
+fn ours(path: &Path, parts: &str, tensors: usize, name: &dyn Fn(usize) -> String) {
+    let mut text = format!("{{{}", metadata(&manifest(parts, tensors)));
     for index in 0..tensors {
         let name = name(index);
         write!(text, r#","{name}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#).unwrap();
     }
     text.push('}');
-    let own = format!("{:016x}", xxhash_rust::xxh3::xxh3_64(text.as_bytes()));
-    header(path, &text.replacen(blank, &own, 1));
+    header(path, &signed(&text));
+}
+
+/// The same without tensors.
+fn signed_parts(path: &Path, parts: &str) {
+    ours(path, parts, 0, &|_| String::new());
 }
 
 fn signed_value(path: &Path, items: &str) {
-    signed(path, &format!(r#"{{"a":{{"kind":"value","value":[{items}]}}}}"#), 0, &|_| {
-        String::new()
-    });
+    signed_parts(path, &value(items));
 }
 
 fn signed_models(path: &Path, bytes: usize) {
     let parts = repeated(r##""#":{"kind":"model"},"##, bytes);
-    signed(path, &format!("{{{parts}}}"), 0, &|_| String::new());
+    signed_parts(path, &format!("{{{parts}}}"));
 }
 
 #[test]
@@ -448,14 +408,12 @@ fn hostile_parts_of_safetensors_take_a_small_multiple_of_memory() {
     let names = repeated(r##""#","##, 8 * MB);
     are_refused(&[
         // The checksums of empty tensors are not zero, which is noticed after the parts were made.
-        ("states", &|path| {
-            signed(path, &group(""), 262_000, &|index| format!("a/{index}/x"));
-        }),
+        ("states", &|path| ours(path, &group(""), 262_000, &|index| format!("a/{index}/x"))),
         ("a model", &|path| {
-            signed(path, r#"{"a":{"kind":"model"}}"#, 262_000, &|index| format!("a/{index}"));
+            ours(path, r#"{"a":{"kind":"model"}}"#, 262_000, &|index| format!("a/{index}"));
         }),
     ]);
-    check(false, &[("parameters", &|path| signed(path, &group(&names), 0, &|_| String::new()))]);
+    are_loaded(&[("parameters", &|path| signed_parts(path, &group(&names)))]);
 }
 
 /// Every seed of the fuzzer. Each is so small that all of them have the memory of the largest.
@@ -467,8 +425,7 @@ fn small_files_take_little_memory() {
     let files = folders.into_iter().flat_map(|folder| std::fs::read_dir(folder).unwrap());
     let files: Vec<_> = files.map(|file| file.unwrap().path()).collect();
     let largest = files.iter().map(|path| std::fs::metadata(path).unwrap().len()).max().unwrap();
-    let (_, start) = load::<&Path>(&[], 1 << 46);
-    let (said, _) = load(&files, start + BESIDES + FACTOR * largest);
+    let (said, _) = load(&files, start() + BESIDES + FACTOR * largest);
     assert_eq!(said.matches("loaded").count(), files.len(), "{said}");
 }
 
@@ -476,29 +433,21 @@ fn small_files_take_little_memory() {
 #[test]
 fn an_expanded_tensor_takes_no_more_memory_than_its_file() {
     are_loaded(&[("expanded.pt", &|path| {
-        let storage =
-            [&pickled("storage")[..], b"ctorch\nByteStorage\n", &pickled("0"), &pickled("cpu")];
         let tensor = [
             b"ctorch._utils\n_rebuild_tensor_v2\n((",
-            &storage.concat()[..],
+            &storage()[..],
             b"K\x01tQK\0J\0\0\0\x40\x85K\0\x85\x89ccollections\nOrderedDict\n)RtR",
         ]
         .concat();
-        let pickle = [b"\x80\x02}", &pickled("rng")[..], &tensor, b"s."].concat();
-        let mut zip = ZipWriter::new(File::create(path).unwrap());
-        let options = SimpleFileOptions::default().compression_method(CompressionMethod::Stored);
-        for (name, data) in [("a/data.pkl", &pickle[..]), ("a/data/0", b"x")] {
-            zip.start_file(name, options).unwrap();
-            zip.write_all(data).unwrap();
-        }
-        drop(zip.finish().unwrap());
+        let pickle = [b"\x80\x02}", &text("rng")[..], &tensor, b"s."].concat();
+        let records = archive(&[("a/data.pkl", &pickle), ("a/data/0", b"x")]);
+        std::fs::write(path, records).unwrap();
     })]);
 }
 
 /// A dict of many entries that are not supported, each of which would be a part of its own.
 fn unsupported_entries(count: usize, is_at_the_top: bool) -> Vec<u8> {
-    let entries = (0..count)
-        .flat_map(|n| [b"X\x08\0\0\0".as_slice(), format!("{n:08}").as_bytes(), b"\x8f"].concat());
+    let entries = (0..count).flat_map(|n| [&text(&format!("{n:08}"))[..], b"\x8f"].concat());
     let entries: Vec<u8> = entries.collect();
     match is_at_the_top {
         true => [b"\x80\x04}(".as_slice(), &entries, b"u."].concat(),
@@ -511,6 +460,11 @@ fn old(path: &Path, object: &[u8], keys: &[u8]) {
     let mark = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.".as_slice();
     let facts = b"\x80\x02}X\x0d\0\0\0little_endian\x88s.".as_slice();
     std::fs::write(path, [mark, b"\x80\x02M\xe9\x03.", facts, object, keys].concat()).unwrap();
+}
+
+fn index(path: &Path, bytes: usize) {
+    let names = repeated(r##""#":"x","##, bytes);
+    std::fs::write(path, format!(r#"{{"weight_map":{{{names}}}}}"#)).unwrap();
 }
 
 #[test]
@@ -531,13 +485,7 @@ fn other_hostile_files_of_python_take_a_small_multiple_of_memory() {
     are_refused(&[
         ("many entries", &|path| records(path, &unsupported_entries(600_000, true), 0)),
         ("keys in the old format", &|path| old(path, &nones, &long)),
-        ("an index", &|path| {
-            let names = repeated(r##""#":"x","##, 40 * MB);
-            std::fs::write(path, format!(r#"{{"weight_map":{{{names}}}}}"#)).unwrap();
-        }),
-        ("an index within bounds", &|path| {
-            let names = repeated(r##""#":"x","##, 2 * MB);
-            std::fs::write(path, format!(r#"{{"weight_map":{{{names}}}}}"#)).unwrap();
-        }),
+        ("an index", &|path| index(path, 40 * MB)),
+        ("an index within bounds", &|path| index(path, 2 * MB)),
     ]);
 }

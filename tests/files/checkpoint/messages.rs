@@ -2,8 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
-use std::fs::File;
-use std::io::Write;
 
 use serde_json::{Value as Json, json};
 use tch::nn::{Init, VarStore};
@@ -11,10 +9,9 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::{Error, GradScaler};
-use zip::write::SimpleFileOptions;
-use zip::{CompressionMethod, ZipWriter};
 
 use testkit::files::Folder;
+use testkit::handmade::{archive, manifest, metadata, safetensors, text};
 
 /// Clears the screen, sets a title, turns the direction of the text, begins lines, and is as long as a book.
 fn evil() -> String {
@@ -42,8 +39,7 @@ fn assert_refused<T: Debug>(what: &str, result: Result<T, Error>, expected: &str
 
 /// Loads a safetensors file with this header and `data` bytes after it.
 fn with_header(header: &str, data: usize) -> Result<Checkpoint, Error> {
-    let len = (header.len() as u64).to_le_bytes();
-    Checkpoint::from_bytes([&len[..], header.as_bytes(), &vec![0; data]].concat())
+    Checkpoint::from_bytes(safetensors(header, data))
 }
 
 /// Loads a safetensors file with these tensors of one float each.
@@ -59,19 +55,7 @@ fn with_tensors(names: &[&str]) -> Result<Checkpoint, Error> {
 
 /// Loads a file of PyTorch with these records.
 fn with_records(records: &[(&str, &[u8])]) -> Result<Checkpoint, Error> {
-    let folder = Folder::new();
-    let mut zip = ZipWriter::new(File::create(folder.file("x.pt")).unwrap());
-    let options = SimpleFileOptions::default().compression_method(CompressionMethod::Stored);
-    for (name, data) in records {
-        zip.start_file(*name, options).unwrap();
-        zip.write_all(data).unwrap();
-    }
-    drop(zip.finish().unwrap());
-    Checkpoint::load(folder.file("x.pt"))
-}
-
-fn text(text: &str) -> Vec<u8> {
-    [b"X".as_slice(), &(text.len() as u32).to_le_bytes(), text.as_bytes()].concat()
+    Checkpoint::from_bytes(archive(records))
 }
 
 fn with_pickle(parts: &[&[u8]]) -> Result<Checkpoint, Error> {
@@ -92,17 +76,12 @@ fn names_in_damaged_files_are_shown_harmlessly() {
     assert_harmless("a file with an unknown dtype", &format!("{unknown:?}"));
     assert_refused("an unknown dtype", unknown.tensor("model.a"), "has no dtype");
     let ours = |parts: &str, tensor: &str| {
-        let checksums = if tensor.is_empty() { "" } else { r#""0000000000000000""# };
-        let manifest = format!(
-            r#"{{"format":1,"writer":"","checksum":"{:016}","checksums":[{checksums}],"parts":{parts}}}"#,
-            0
-        );
-        let metadata = format!(r#""__metadata__":{{"tch_amp":{}}}"#, json!(manifest));
-        let tensor = match tensor {
-            "" => String::new(),
-            name => format!(",{name}:{}", info(r#""F32""#)),
+        let (tensors, entry) = match tensor {
+            "" => (0, String::new()),
+            name => (1, format!(",{name}:{}", info(r#""F32""#))),
         };
-        with_header(&format!("{{{metadata}{tensor}}}"), if tensor.is_empty() { 0 } else { 4 })
+        let metadata = metadata(&manifest(parts, tensors));
+        with_header(&format!("{{{metadata}{entry}}}"), 4 * tensors)
     };
     for (what, parts) in [
         ("an unknown kind", format!(r#"{{"a":{{"kind":{quoted}}}}}"#)),
@@ -124,10 +103,9 @@ fn names_in_damaged_files_are_shown_harmlessly() {
 #[test]
 fn names_with_wrong_checksums_are_shown_harmlessly() {
     let evil = evil();
-    let folder = Folder::new();
+    let (_folder, path) = Folder::with("x.safetensors");
     let mut checkpoint = Checkpoint::new();
     checkpoint.add_tensor(&evil, &Tensor::from_slice(&[1.5f64])).unwrap();
-    let path = folder.file("x.safetensors");
     checkpoint.save(&path).unwrap();
     let mut bytes = std::fs::read(&path).unwrap();
     *bytes.last_mut().unwrap() ^= 1;

@@ -25,9 +25,11 @@ mod unsupported;
 mod values;
 mod weights;
 
+use std::collections::BTreeMap;
+
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder};
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
@@ -39,6 +41,41 @@ fn checkpoint_error<T: std::fmt::Debug>(result: tch_amp::Result<T>) -> Checkpoin
         Err(Error::Checkpoint(error)) => error,
         other => panic!("not refused by the checkpoint: {other:?}"),
     }
+}
+
+/// The problem of a file that is refused as damaged.
+#[track_caller]
+fn damaged(result: tch_amp::Result<Checkpoint>) -> String {
+    match checkpoint_error(result) {
+        CheckpointError::Damaged { problem, .. } => problem,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The steps of the checkpoints in a folder.
+fn steps(folder: &CheckpointFolder) -> Vec<u64> {
+    folder.files().unwrap().iter().map(|file| file.step).collect()
+}
+
+/// Variables with their names, in this order.
+fn listed<'n, const N: usize>(vs: &VarStore, names: [&'n str; N]) -> Vec<(&'n str, Tensor)> {
+    let variables = vs.variables();
+    names.map(|name| (name, variables[name].shallow_clone())).into()
+}
+
+/// A model for the weights that tests/oracle/checkpoint_files.py saves.
+fn linear() -> VarStore {
+    let vs = VarStore::new(Device::Cpu);
+    nn::linear(vs.root(), 3, 2, Default::default());
+    vs
+}
+
+/// Asserts that a model has these weights.
+#[track_caller]
+fn assert_has_pythons_weights(vs: &VarStore, what: &str) {
+    let [weight, bias] = ["weight", "bias"].map(|name| testkit::to_f64(&vs.variables()[name]));
+    assert_eq!(weight, [0.0, 0.25, 0.5, 0.75, 1.0, 1.25], "{what}");
+    assert_eq!(bias, [0.5, -0.5], "{what}");
 }
 
 /// A small model with what trains it.
@@ -95,17 +132,14 @@ impl Run {
 
     /// Everything that a restore may change, as text.
     fn fingerprint(&mut self) -> String {
-        let mut variables: Vec<_> = self.vs.variables().into_iter().collect();
-        variables.sort_by(|a, b| a.0.cmp(&b.0));
-        let numbers = |tensor: &Tensor| testkit::to_f64(&tensor.to_device(Device::Cpu));
-        let model: Vec<_> = variables.iter().map(|(name, t)| (name, numbers(t))).collect();
+        let model: BTreeMap<_, _> =
+            self.vs.variables().into_iter().map(|(name, t)| (name, testkit::to_f64(&t))).collect();
         let state = self.opt.state_dict().unwrap();
-        let tensors: Vec<_> = state
-            .state
-            .iter()
-            .flat_map(|(name, entries)| entries.iter().map(move |(key, t)| (name, key, numbers(t))))
-            .collect();
+        let entries = state.state.iter().flat_map(|(name, entries)| {
+            entries.iter().map(move |(key, t)| (name, key, testkit::to_f64(t)))
+        });
+        let entries: Vec<_> = entries.collect();
         let scaler = self.scaler.state_dict().unwrap();
-        format!("{model:?} {tensors:?} {:?} {scaler:?}", state.param_groups)
+        format!("{model:?} {entries:?} {:?} {scaler:?}", state.param_groups)
     }
 }

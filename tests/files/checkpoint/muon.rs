@@ -5,8 +5,10 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, AdjustLr, Algorithm, Muon, Optimizer, ParamGroup};
 
-use crate::checkpoint::python::hex_float;
+use crate::checkpoint::listed;
+use crate::checkpoint::python::losses;
 use testkit::bits::bits;
+use testkit::checkpoints::checkpoint_of;
 use testkit::files::Folder;
 use testkit::python::Oracle;
 
@@ -48,10 +50,6 @@ impl Net {
     fn restore(&self, checkpoint: &Checkpoint, opt: &mut Optimizer) -> tch_amp::Result<()> {
         checkpoint.restore().add("model", &self.vs).add("optimizer", opt).apply().map(drop)
     }
-}
-
-fn losses(line: &str) -> Vec<u32> {
-    line.split(' ').map(|x| hex_float(x).to_bits()).collect()
 }
 
 /// Two groups, of which the second leaves the matrix of the head to AdamW.
@@ -98,10 +96,7 @@ fn groups(opt: &Optimizer) -> Vec<ParamGroup> {
 }
 
 fn saved(net: &Net, opt: &mut Optimizer) -> Checkpoint {
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("model", &net.vs).unwrap();
-    checkpoint.add("optimizer", opt).unwrap();
-    checkpoint
+    checkpoint_of([("model", &mut &net.vs), ("optimizer", opt)])
 }
 
 /// The bias has no gradient in the first steps, so that its state does not tell which algorithm steps it.
@@ -156,10 +151,8 @@ fn training_resumes_from_pythons_two_optimizers() {
     // Each of the two is an optimizer of its own as well.
     let net = Net::new();
     let named = load("named.pt");
-    let mut hidden =
-        Muon::default().build(vec![("hidden.weight", net.hidden.shallow_clone())], 1.0).unwrap();
-    let head =
-        vec![("head.bias", net.bias.shallow_clone()), ("head.weight", net.weight.shallow_clone())];
+    let mut hidden = Muon::default().build(listed(&net.vs, ["hidden.weight"]), 1.0).unwrap();
+    let head = listed(&net.vs, ["head.bias", "head.weight"]);
     let mut head = AdamW::default().build(head, 1.0).unwrap();
     let restore = named.restore().add("model", &net.vs);
     restore.add("muon", &mut hidden).add("adamw", &mut head).apply().unwrap();

@@ -6,7 +6,8 @@ use tch_amp::checkpoint::{Checkpoint, CheckpointError};
 use tch_amp::optim::{Optimizer, Sgd};
 
 use crate::checkpoint::checkpoint_error;
-use testkit::files::Folder;
+use testkit::checkpoints::{checkpoint_of, reloaded};
+use testkit::handmade::{manifest, metadata, safetensors, signed};
 use testkit::tensors::{TIES, tied};
 
 /// A model of variables with these names and sizes, and an optimizer that has stepped once with gradients of
@@ -29,14 +30,8 @@ fn model(names: &[(&str, i64)], value: f64, gradient: Option<f64>) -> (VarStore,
     (vs, opt)
 }
 
-fn saved(vs: &VarStore, opt: &mut Optimizer, name: &str) -> (Folder, Checkpoint) {
-    let folder = Folder::new();
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("model", vs).unwrap();
-    checkpoint.add("opt", opt).unwrap();
-    checkpoint.save(folder.file(name)).unwrap();
-    let loaded = Checkpoint::load(folder.file(name)).unwrap();
-    (folder, loaded)
+fn saved(mut vs: &VarStore, opt: &mut Optimizer, name: &str) -> Checkpoint {
+    reloaded(&checkpoint_of([("model", &mut vs), ("opt", opt)]), name)
 }
 
 fn first(tensor: &Tensor) -> f64 {
@@ -53,7 +48,7 @@ fn a_prefix_is_renamed_in_models_and_optimizers() {
     for file in ["x.safetensors", "x.pt"] {
         let (ddp, mut ddp_opt) =
             model(&[("module.a.weight", 2), ("module.module.b", 3), ("c", 1)], 4.0, Some(2.0));
-        let (_folder, checkpoint) = saved(&ddp, &mut ddp_opt, file);
+        let checkpoint = saved(&ddp, &mut ddp_opt, file);
         let (vs, mut opt) = model(&[("a.weight", 2), ("module.b", 3), ("c", 1)], 0.0, None);
         // The error names the keys that do not match, and nothing changes.
         let error = checkpoint_error(checkpoint.restore().add("model", &vs).apply());
@@ -75,7 +70,7 @@ fn a_prefix_is_renamed_in_models_and_optimizers() {
 #[test]
 fn the_first_prefix_that_matches_is_renamed() {
     let (source, mut source_opt) = model(&[("old.body.w", 2), ("old.head.w", 3)], 1.0, Some(4.0));
-    let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.safetensors");
+    let checkpoint = saved(&source, &mut source_opt, "x.safetensors");
     let (vs, mut opt) = model(&[("encoder.w", 2), ("new.head.w", 3)], 5.0, None);
     let restore = checkpoint.restore().add("model", &vs).add("opt", &mut opt);
     let restore = restore.rename_prefix("old.body.", "encoder.").rename_prefix("old.", "new.");
@@ -88,7 +83,7 @@ fn the_first_prefix_that_matches_is_renamed() {
 #[test]
 fn two_names_that_become_equal_are_refused() {
     let (source, mut source_opt) = model(&[("module.w", 2), ("w", 2)], 1.0, Some(4.0));
-    let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.pt");
+    let checkpoint = saved(&source, &mut source_opt, "x.pt");
     let (vs, mut opt) = model(&[("w", 2)], 7.0, None);
     let of_model = checkpoint.restore().add("model", &vs).rename_prefix("module.", "").apply();
     let error = checkpoint_error(of_model).to_string();
@@ -107,7 +102,7 @@ fn skipped_variables_are_unchanged() {
     let (source, mut source_opt) = model(&names, 1.0, Some(4.0));
     source_opt.assign_group(1, &["*.b"]).unwrap();
     source_opt.set_lr_group(1, 0.125).unwrap();
-    let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.safetensors");
+    let checkpoint = saved(&source, &mut source_opt, "x.safetensors");
     // Another head: one variable has another shape, one is missing and one is new.
     let (vs, mut opt) = model(&[("body.w", 2), ("head.w", 3), ("head.scale", 3)], 9.0, Some(8.0));
     let renamed = || checkpoint.restore().rename_prefix("module.", "");
@@ -148,7 +143,7 @@ fn skipped_variables_that_were_saved_keep_their_saved_group() {
     let names = [("a", 2), ("b", 2)];
     let (source, mut source_opt) = model(&names, 1.0, Some(4.0));
     source_opt.assign_group(1, &["b"]).unwrap();
-    let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.safetensors");
+    let checkpoint = saved(&source, &mut source_opt, "x.safetensors");
     let (_vs, mut opt) = model(&names, 1.0, None);
     opt.assign_group(1, &["b"]).unwrap();
     drop(checkpoint.restore().add("opt", &mut opt).skip(&["b"]).apply().unwrap());
@@ -168,7 +163,7 @@ fn a_batch_count_of_the_models_own_is_restored() {
     ];
     for file in ["x.safetensors", "x.pt"] {
         let (source, mut source_opt) = model(&names, 7.0, None);
-        let (_folder, checkpoint) = saved(&source, &mut source_opt, file);
+        let checkpoint = saved(&source, &mut source_opt, file);
         let (vs, _) = model(&names, 0.0, None);
         let restored = checkpoint.restore().add("model", &vs).apply().unwrap();
         assert_eq!(restored, Default::default(), "{file}");
@@ -183,15 +178,8 @@ fn a_tied_weight_is_written_under_every_name_and_restored_from_any() {
     for way in TIES {
         let (vs, w) = tied(way, &[3.0], Kind::Float, Device::Cpu);
         for file in ["x.safetensors", "x.pt"] {
-            let folder = Folder::new();
-            let mut checkpoint = Checkpoint::new();
-            checkpoint.add("model", &vs).unwrap();
-            checkpoint.save(folder.file(file)).unwrap();
-            let both = Checkpoint::load(folder.file(file)).unwrap();
-            let own = || {
-                let (vs, _w) = tied(way, &[0.0], Kind::Float, Device::Cpu);
-                vs
-            };
+            let both = reloaded(&checkpoint_of([("model", &mut &vs)]), file);
+            let own = || tied(way, &[0.0], Kind::Float, Device::Cpu).0;
             let restored = own();
             both.restore().add("model", &restored).apply().unwrap();
             assert_eq!(first(&restored.variables()["head"]), 3.0);
@@ -200,8 +188,7 @@ fn a_tied_weight_is_written_under_every_name_and_restored_from_any() {
                 let report = both.restore().strict(false).add("model", &one).apply().unwrap();
                 assert_eq!((report.missing_keys.len(), report.unexpected_keys.len()), (0, 1));
                 assert_eq!(first(&one.variables()[name]), 3.0);
-                let mut checkpoint = Checkpoint::new();
-                checkpoint.add("model", &one).unwrap();
+                let checkpoint = checkpoint_of([("model", &mut &one)]);
                 let restored = own();
                 let report = checkpoint.restore().add("model", &restored).apply().unwrap();
                 assert_eq!(
@@ -216,8 +203,7 @@ fn a_tied_weight_is_written_under_every_name_and_restored_from_any() {
             }
         }
         let (other, _opt) = model(&[("other", 1)], 0.0, None);
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("model", &other).unwrap();
+        let checkpoint = checkpoint_of([("model", &mut &other)]);
         let restore = checkpoint.restore().add("model", &vs);
         let error = checkpoint_error(restore.apply());
         let CheckpointError::Keys { missing, .. } = error else { panic!("{error:?}") };
@@ -233,16 +219,9 @@ fn skipping_many_parameters_takes_little_time() {
         "params": names, "algorithm": "Sgd", "lr": 0.1, "momentum": 0.0, "dampening": 0.0,
         "weight_decay": 0.0, "nesterov": false, "maximize": false,
     });
-    let blank = "0".repeat(16);
-    let part = serde_json::json!({ "kind": "optimizer", "param_groups": [group] });
-    let manifest = format!(
-        r#"{{"format":1,"writer":"","checksum":"{blank}","checksums":[],"parts":{{"opt":{part}}}}}"#
-    );
-    let header = format!(r#"{{"__metadata__":{{"tch_amp":{}}}}}"#, serde_json::json!(manifest));
-    let own = format!("{:016x}", xxhash_rust::xxh3::xxh3_64(header.as_bytes()));
-    let header = header.replacen(&blank, &own, 1);
-    let bytes = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
-    let checkpoint = Checkpoint::from_bytes(bytes).unwrap();
+    let parts = serde_json::json!({ "opt": { "kind": "optimizer", "param_groups": [group] } });
+    let header = signed(&format!("{{{}}}", metadata(&manifest(&parts.to_string(), 0))));
+    let checkpoint = Checkpoint::from_bytes(safetensors(&header, 0)).unwrap();
     let vs = VarStore::new(Device::Cpu);
     let _w = vs.root().zeros("w", &[1]);
     let mut opt = Sgd::default().build(&vs, 0.5).unwrap();

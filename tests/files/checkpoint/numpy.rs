@@ -1,10 +1,10 @@
 //! numpy's arrays and numbers, in pickles alone, as detectron2 has them, and in files of `torch.save`.
 
-use tch::nn::{self, VarStore};
-use tch::{Device, Kind};
-use tch_amp::Error;
+use tch::Kind;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored};
 
+use crate::checkpoint::{assert_has_pythons_weights, checkpoint_error, damaged, linear};
+use testkit::checkpoints::reloaded;
 use testkit::files::Folder;
 use testkit::python::Oracle;
 
@@ -21,12 +21,6 @@ const KINDS: [(&str, Kind); 10] = [
     ("c8", Kind::ComplexFloat),
 ];
 
-fn model() -> VarStore {
-    let vs = VarStore::new(Device::Cpu);
-    nn::linear(vs.root(), 3, 2, Default::default());
-    vs
-}
-
 fn check(file: &str, checkpoint: &Checkpoint, content: &serde_json::Value) {
     let others = ["zeros", "single", "fortran"].map(|name| (name, Kind::Float));
     for (name, kind) in KINDS.into_iter().chain(others) {
@@ -34,17 +28,14 @@ fn check(file: &str, checkpoint: &Checkpoint, content: &serde_json::Value) {
         assert_eq!(tensor.kind(), kind, "{name} of {file}");
         let wanted: Vec<f64> = serde_json::from_value(content[name].clone()).unwrap();
         let real = if kind == Kind::ComplexFloat { tensor.view_as_real() } else { tensor };
-        let numbers = Vec::<f64>::try_from(real.to_kind(Kind::Double).reshape([-1])).unwrap();
-        assert_eq!(numbers, wanted, "{name} of {file}");
+        assert_eq!(testkit::to_f64(&real), wanted, "{name} of {file}");
     }
     assert_eq!(checkpoint.tensor("arrays.empty").unwrap().size(), [0, 3]);
     assert_eq!(checkpoint.tensor("arrays.single").unwrap().size(), [0; 0]);
-    let vs = model();
+    let vs = linear();
     let restored = checkpoint.restore().add("model", &vs).apply().unwrap();
     assert_eq!(restored, Restored::default(), "{file}");
-    let weights: Vec<f64> = (0..6).map(|n| f64::from(n) / 4.0).collect();
-    assert_eq!(testkit::to_f64(&vs.variables()["weight"]), weights, "{file}");
-    assert_eq!(testkit::to_f64(&vs.variables()["bias"]), [0.5, -0.5], "{file}");
+    assert_has_pythons_weights(&vs, file);
 }
 
 #[test]
@@ -65,26 +56,25 @@ fn arrays_and_numbers_are_read_from_every_protocol() {
             assert!(checkpoint.value::<bool>("numbers.flag").unwrap());
             assert_eq!(checkpoint.value::<String>("__author__").unwrap(), "x");
             for again in ["again.pt", "again.safetensors"] {
-                checkpoint.save(folder.file(again)).unwrap();
-                check(again, &Checkpoint::load(folder.file(again)).unwrap(), &content);
+                check(again, &reloaded(&checkpoint, again), &content);
             }
         }
     }
     a_tensor_in_a_plain_pickle_says_so(&folder);
     let random = Checkpoint::load(folder.file("random_states_0.pkl")).unwrap();
     assert_eq!(random.tensor("torch_manual_seed").unwrap().kind(), Kind::Uint8);
-    let npz = Checkpoint::load(folder.file("arrays.npz"));
-    assert!(matches!(npz, Err(Error::Checkpoint(CheckpointError::Damaged { .. }))), "{npz:?}");
+    damaged(Checkpoint::load(folder.file("arrays.npz")));
     damage_is_an_error_or_other_numbers(&folder);
 }
 
 fn a_tensor_in_a_plain_pickle_says_so(folder: &Folder) {
     let refused = Checkpoint::load(folder.file("tensors.pkl")).unwrap();
-    let refused = refused.restore().add("model", &model()).apply();
-    let Err(Error::Checkpoint(CheckpointError::OtherPart { found, .. })) = refused else {
-        panic!("{refused:?}");
-    };
-    assert!(found.contains("`torch.save`"), "{found}");
+    match checkpoint_error(refused.restore().add("model", &linear()).apply()) {
+        CheckpointError::OtherPart { found, .. } => {
+            assert!(found.contains("`torch.save`"), "{found}")
+        }
+        other => panic!("{other:?}"),
+    }
 }
 
 /// A pickle alone has no checksums, but no damage makes it panic, and none reaches out of the file.
@@ -92,14 +82,12 @@ fn damage_is_an_error_or_other_numbers(folder: &Folder) {
     for file in ["2.pkl", "5.pkl"] {
         let bytes = std::fs::read(folder.file(file)).unwrap();
         for len in 0..bytes.len() {
-            assert!(
-                Checkpoint::from_bytes(bytes[..len].to_vec()).is_err(),
-                "{file} of {len} bytes"
-            );
+            let refused = Checkpoint::from_bytes(bytes[..len].to_vec());
+            assert!(refused.is_err(), "{file} of {len} bytes");
         }
         let longer = [&bytes[..], b"."].concat();
         assert!(Checkpoint::from_bytes(longer).is_err());
-        let vs = model();
+        let vs = linear();
         for at in 0..bytes.len() {
             let mut bytes = bytes.clone();
             bytes[at] ^= 1 << (at % 8);
@@ -150,8 +138,5 @@ fn a_text_that_is_used_again_and_again_is_read_once() {
         pickle.extend(b"h\x00h\x01h\x02\x86R");
     }
     pickle.extend(b"es.");
-    let (_folder, path) = Folder::with("uses.pkl");
-    std::fs::write(&path, pickle).unwrap();
-    let checkpoint = Checkpoint::load(&path).unwrap();
-    assert!(checkpoint.contains("uses"));
+    assert!(Checkpoint::from_bytes(pickle).unwrap().contains("uses"));
 }

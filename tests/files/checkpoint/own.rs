@@ -37,6 +37,11 @@ impl Ema {
         let weights = weights.iter().map(|(n, w)| ((*n).to_owned(), Tensor::from_slice(w)));
         Self { updates, weights: weights.collect() }
     }
+
+    /// One that has a single tensor, `w`.
+    pub fn of(tensor: Tensor) -> Self {
+        Self { updates: 0, weights: [("w".to_owned(), tensor)].into() }
+    }
 }
 
 impl Stateful for Ema {

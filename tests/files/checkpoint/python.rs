@@ -1,7 +1,5 @@
 //! Files are exchanged between Python and Rust, and training continues on the other side.
 
-use std::path::Path;
-
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Format, Restored, Rng};
@@ -9,8 +7,9 @@ use tch_amp::optim::{Adafactor, Adagrad, Adam, AdamW, Algorithm, NAdam, Optimize
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
-use crate::checkpoint::Run;
-use crate::checkpoint::round_trip::{every_option, restored_options};
+use crate::checkpoint::round_trip::{class, every_option, restored_options};
+use crate::checkpoint::{Run, listed};
+use testkit::checkpoints::{checkpoint_of, reloaded};
 use testkit::files::Folder;
 use testkit::python::Oracle;
 
@@ -24,34 +23,30 @@ pub(crate) struct Twin {
 
 impl Twin {
     pub(crate) fn new(algorithm: &str) -> Self {
+        Self::with_order(algorithm, ["weight", "bias"])
+    }
+
+    /// The optimizer has its parameters in this order.
+    pub(crate) fn with_order(algorithm: &str, names: [&str; 2]) -> Self {
         let vs = VarStore::new(Device::Cpu);
         let net = nn::linear(vs.root(), 3, 2, Default::default());
-        let parameters = vec![
-            ("weight", net.ws.shallow_clone()),
-            ("bias", net.bs.as_ref().unwrap().shallow_clone()),
-        ];
-        let opt = match algorithm {
-            "adamw" => AdamW { amsgrad: true, ..Default::default() }.build(parameters, 0.05),
-            "adam" => Adam { weight_decay: 0.1, ..Default::default() }.build(parameters, 0.05),
-            "sgd" => {
-                let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, ..Default::default() };
-                sgd.build(parameters, 0.05)
-            }
-            "plain" => Sgd::default().build(parameters, 0.05),
+        let algorithm: Algorithm = match algorithm {
+            "adamw" => AdamW { amsgrad: true, ..Default::default() }.into(),
+            "adam" => Adam { weight_decay: 0.1, ..Default::default() }.into(),
+            "sgd" => Sgd { momentum: 0.9, weight_decay: 0.1, ..Default::default() }.into(),
+            "plain" => Sgd::default().into(),
             "rmsprop" => {
                 let rmsprop = RmsProp { momentum: 0.5, centered: true, ..Default::default() };
-                RmsProp { weight_decay: 0.1, ..rmsprop }.build(parameters, 0.05)
+                RmsProp { weight_decay: 0.1, ..rmsprop }.into()
             }
             "nadam" => {
-                NAdam { weight_decay: 0.1, decoupled_weight_decay: true, ..Default::default() }
-                    .build(parameters, 0.05)
+                let nadam = NAdam { decoupled_weight_decay: true, ..Default::default() };
+                NAdam { weight_decay: 0.1, ..nadam }.into()
             }
-            "adafactor" => {
-                Adafactor { weight_decay: 0.1, ..Default::default() }.build(parameters, 0.05)
-            }
-            _ => Adagrad { lr_decay: 0.1, ..Default::default() }.build(parameters, 0.05),
+            "adafactor" => Adafactor { weight_decay: 0.1, ..Default::default() }.into(),
+            _ => Adagrad { lr_decay: 0.1, ..Default::default() }.into(),
         };
-        let mut opt = opt.unwrap();
+        let mut opt = algorithm.build(listed(&vs, names), 0.05).unwrap();
         opt.assign_group(1, &["bias"]).unwrap();
         opt.set_weight_decay_group(1, 0.0).unwrap();
         let config =
@@ -59,7 +54,8 @@ impl Twin {
         Self { vs, net, opt, scaler: config.build(Device::Cpu).unwrap() }
     }
 
-    pub(crate) fn train(&mut self, steps: usize, overflow: &[usize]) -> Vec<f32> {
+    /// Trains, and returns the bits of the losses.
+    pub(crate) fn train(&mut self, steps: usize, overflow: &[usize]) -> Vec<u32> {
         let xs = Tensor::arange(12, (Kind::Float, Device::Cpu)).view([4, 3]) / 8 - 0.5;
         let mut losses = Vec::new();
         for step in 0..steps {
@@ -69,7 +65,7 @@ impl Twin {
             self.scaler.backward(&(&loss * factor)).unwrap();
             drop(self.scaler.step(&mut self.opt).unwrap());
             self.scaler.update().unwrap();
-            losses.push(loss.double_value(&[]) as f32);
+            losses.push((loss.double_value(&[]) as f32).to_bits());
         }
         losses
     }
@@ -86,14 +82,27 @@ impl Twin {
 }
 
 /// Parses the output of Python's `float.hex`.
-pub(crate) fn hex_float(text: &str) -> f32 {
+pub(crate) fn hex_float(text: &str) -> f64 {
     let (sign, text) = text.strip_prefix('-').map_or((1.0, text), |text| (-1.0, text));
     let (mantissa, exponent) = text.strip_prefix("0x").unwrap().split_once('p').unwrap();
     let digits = mantissa.replace('.', "");
     let places = mantissa.split_once('.').map_or(0, |(_, fraction)| fraction.len());
     let mantissa = u64::from_str_radix(&digits, 16).unwrap() as f64;
     let exponent = exponent.parse::<i32>().unwrap() - 4 * places as i32;
-    (sign * mantissa * f64::from(exponent).exp2()) as f32
+    sign * mantissa * f64::from(exponent).exp2()
+}
+
+/// The bits of the losses that Python has printed.
+pub(crate) fn losses(text: &str) -> Vec<u32> {
+    text.split([' ', ',']).map(|loss| (hex_float(loss) as f32).to_bits()).collect()
+}
+
+/// What is said of an optimizer of Python that this crate lacks.
+fn is_no_optimizer(name: &str) -> String {
+    format!(
+        "`{name}` in the checkpoint is unsupported (its param_groups are not those of \
+         Adam, AdamW, SGD, Adagrad, RMSprop, Lion, Muon, NAdam or Adafactor), not an optimizer"
+    )
 }
 
 pub(crate) const ALGORITHMS: [&str; 8] =
@@ -105,20 +114,15 @@ fn training_resumes_from_pythons_file() {
     let folder = Folder::new();
     let printed = python.run(&["save", folder.0.to_str().unwrap()], "");
     for line in printed.lines() {
-        let (name, losses) = line.split_once(' ').unwrap();
-        let expected: Vec<_> = losses.split(' ').map(hex_float).collect();
+        let (name, expected) = line.split_once(' ').unwrap();
+        let expected = losses(expected);
         let checkpoint = Checkpoint::load(folder.file(&format!("{name}.pt"))).unwrap();
         let mut twin = Twin::new(name);
         twin.train(1, &[]);
         twin.restore(&checkpoint);
-        let bits = |losses: &[f32]| losses.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        assert_eq!(bits(&twin.train(expected.len(), &[])), bits(&expected), "{name}");
+        assert_eq!(twin.train(expected.len(), &[]), expected, "{name}");
         twin.restore_from(&checkpoint, "old");
-        assert_eq!(
-            bits(&twin.train(expected.len(), &[])),
-            bits(&expected),
-            "{name} of PyTorch 2.6"
-        );
+        assert_eq!(twin.train(expected.len(), &[]), expected, "{name} of PyTorch 2.6");
         assert_eq!(checkpoint.value::<i64>("epoch").unwrap(), 3);
         assert_eq!(checkpoint.value::<f64>("lr").unwrap(), 1e-3);
         assert_eq!(checkpoint.value::<f64>("best").unwrap(), f64::INFINITY);
@@ -131,9 +135,7 @@ fn training_resumes_from_pythons_file() {
         assert!(matches!(unknown, Error::Checkpoint(CheckpointError::OtherPart { .. })));
         let mut sgd = Sgd::default().build(&twin.vs, 0.1).unwrap();
         let unknown = checkpoint.restore().add("adamax", &mut sgd).apply().unwrap_err();
-        let message = "`adamax` in the checkpoint is unsupported (its param_groups are not those \
-                       of Adam, AdamW, SGD, Adagrad, RMSprop, Lion, Muon, NAdam or Adafactor), not an optimizer";
-        assert_eq!(unknown.to_string(), message);
+        assert_eq!(unknown.to_string(), is_no_optimizer("adamax"));
         // What this crate cannot read is not silently dropped.
         assert!(checkpoint.save(folder.file("again.pt")).is_err());
     }
@@ -184,9 +186,7 @@ fn unsupported_objects_from_python_do_not_prevent_a_restore() {
     let mut opt = Twin::new("adam").opt;
     let refused = load("tensors").restore().add("optimizer", &mut opt).apply().unwrap_err();
     assert!(refused.to_string().contains("groups of [2] parameters"), "{refused}");
-    let list = [("weight", &twin.net.ws), ("bias", twin.net.bs.as_ref().unwrap())];
-    let list: Vec<_> = list.map(|(name, tensor)| (name, tensor.shallow_clone())).into();
-    let mut opt = AdamW::default().build(list, 0.1).unwrap();
+    let mut opt = AdamW::default().build(listed(&twin.vs, ["weight", "bias"]), 0.1).unwrap();
     load("tensors").restore().add("optimizer", &mut opt).apply().unwrap();
     assert_eq!(opt.lr(0).unwrap(), 0.25);
     let state = opt.state_dict().unwrap().state;
@@ -207,11 +207,7 @@ fn pythons_other_optimizers_are_refused_by_name() {
             let mut opt = Twin::new(algorithm).opt;
             let before = opt.state_dict().unwrap().param_groups;
             let refused = checkpoint.restore().add(name, &mut opt).apply().unwrap_err();
-            let message = format!(
-                "`{name}` in the checkpoint is unsupported (its param_groups are not those of \
-                 Adam, AdamW, SGD, Adagrad, RMSprop, Lion, Muon, NAdam or Adafactor), not an optimizer"
-            );
-            assert_eq!(refused.to_string(), message);
+            assert_eq!(refused.to_string(), is_no_optimizer(name));
             assert_eq!(opt.state_dict().unwrap().param_groups, before);
         }
     }
@@ -227,35 +223,20 @@ fn every_option_survives_the_way_through_python() {
     for (index, algorithm) in every_option().into_iter().enumerate() {
         let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
         let mut opt = algorithm.build(vec![("w", w)], 0.0625).unwrap();
-        checkpoint.add(&format!("{} {index}", class(&algorithm)), &mut opt).unwrap();
+        checkpoint.add(&format!("{} {index}", class(&algorithm).0), &mut opt).unwrap();
     }
     checkpoint.save(folder.file("rust.pt")).unwrap();
     python.run(&["options", folder.0.to_str().unwrap()], "");
     let checkpoint = Checkpoint::load(folder.file("python.pt")).unwrap();
     for (index, algorithm) in every_option().into_iter().enumerate() {
-        let part = format!("{} {index}", class(&algorithm));
+        let part = format!("{} {index}", class(&algorithm).0);
         assert_eq!(restored_options(&checkpoint, &part, algorithm), (0.0625, algorithm));
-    }
-}
-
-/// The name of PyTorch's class.
-fn class(algorithm: &Algorithm) -> &'static str {
-    match algorithm {
-        Algorithm::AdamW(_) => "AdamW",
-        Algorithm::Adam(_) => "Adam",
-        Algorithm::Sgd(_) => "SGD",
-        Algorithm::RmsProp(_) => "RMSprop",
-        Algorithm::Lion(_) => "Lion",
-        Algorithm::NAdam(_) => "NAdam",
-        Algorithm::Adafactor(_) => "Adafactor",
-        _ => "Adagrad",
     }
 }
 
 /// Parameters without names are identified by their places, which look like PyTorch's numbers.
 #[test]
 fn parameters_without_names_keep_their_groups() {
-    let folder = Folder::new();
     let build = |group: &str| {
         let tensors: Vec<_> = (0..3)
             .map(|n| Tensor::full([2], n, (Kind::Float, Device::Cpu)).set_requires_grad(true))
@@ -271,11 +252,8 @@ fn parameters_without_names_keep_their_groups() {
     }
     opt.step().unwrap();
     for name in ["x.pt", "x.safetensors"] {
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("opt", &mut opt).unwrap();
-        checkpoint.save(folder.file(name)).unwrap();
+        let loaded = reloaded(&checkpoint_of([("opt", &mut opt)]), name);
         let (_tensors, mut other) = build("2");
-        let loaded = Checkpoint::load(folder.file(name)).unwrap();
         loaded.restore().add("opt", &mut other).apply().unwrap();
         let state = other.state_dict().unwrap();
         assert_eq!(state.param_groups[1].params, ["1"], "{name}");
@@ -295,11 +273,13 @@ fn python_resumes_from_this_crates_file() {
         let path = folder.file(&format!("{name}.pt"));
         let mut twin = Twin::new(name);
         twin.train(5, &[2]);
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("model", &twin.vs).unwrap();
-        checkpoint.add("optimizer", &mut twin.opt).unwrap();
-        checkpoint.add("scaler", &mut twin.scaler).unwrap();
-        checkpoint.add("rng", Rng(Device::Cpu)).unwrap();
+        let Twin { vs, opt, scaler, .. } = &mut twin;
+        let mut checkpoint = checkpoint_of([
+            ("model", vs),
+            ("optimizer", opt),
+            ("scaler", scaler),
+            ("rng", &mut Rng(Device::Cpu)),
+        ]);
         checkpoint.add_value("epoch", &3).unwrap();
         checkpoint.add_value("text", &"ä").unwrap();
         checkpoint.add_value("list", &[1.5, -2.0]).unwrap();
@@ -314,12 +294,10 @@ fn python_resumes_from_this_crates_file() {
     // load the same file.
     assert_eq!(lines.len(), 4 * ALGORITHMS.len());
     for ((lines, expected), name) in lines.chunks(4).zip(expected).zip(ALGORITHMS) {
-        let expected: Vec<_> = expected.iter().map(|x| x.to_bits()).collect();
         for line in lines {
-            let (values, losses) = line.split_once(": ").unwrap();
+            let (values, printed) = line.split_once(": ").unwrap();
             assert_eq!(values, "3 ä [1.5, -2.0] None [inf, -inf, nan]");
-            let losses: Vec<_> = losses.split(' ').map(|x| hex_float(x).to_bits()).collect();
-            assert_eq!(losses, expected, "{name}");
+            assert_eq!(losses(printed), expected, "{name}");
         }
     }
 }
@@ -336,8 +314,7 @@ fn python_reads_this_crates_safetensors() {
     let printed = python.run(&["safe", path.to_str().unwrap()], "");
     let state = run.scaler.state_dict().unwrap();
     assert!(printed.contains(&format!("'scale': {:?}", state.scale.unwrap())), "{printed}");
-    let bytes: String =
-        testkit::bits::bits(&run.net.ws).iter().map(|byte| format!("{byte:02x}")).collect();
+    let bytes = testkit::bits::hex(&run.net.ws);
     assert!(printed.contains("best inf ['']"), "{printed}");
     assert!(printed.contains(&format!("model/linear.weight F32 [2, 3] {bytes}")), "{printed}");
 }
@@ -361,9 +338,7 @@ fn norms_are_exchanged_with_python_strictly() {
     let numbers = |tensor: &Tensor| format!("{:?}", testkit::to_f64(tensor));
     assert_eq!(printed.trim(), numbers(&norm.running_var));
     for name in ["rust.pt", "rust.safetensors"] {
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("model", &vs).unwrap();
-        checkpoint.save(folder.file(name)).unwrap();
+        checkpoint_of([("model", &mut &vs)]).save(folder.file(name)).unwrap();
         let (other_vs, other) = model();
         assert_eq!(restore(name, &other_vs), Restored::default());
         assert_eq!(numbers(&other.running_var), numbers(&norm.running_var));
@@ -380,10 +355,6 @@ fn norms_are_exchanged_with_python_strictly() {
     );
 }
 
-fn loads(path: &Path) -> bool {
-    Checkpoint::load(path).is_ok()
-}
-
 #[test]
 fn both_formats_have_the_same_content() {
     let folder = Folder::new();
@@ -398,7 +369,7 @@ fn both_formats_have_the_same_content() {
         // The content determines the format, not the name of the file.
         let renamed = folder.file("renamed");
         std::fs::rename(folder.file(name), &renamed).unwrap();
-        assert!(loads(&renamed));
+        assert!(Checkpoint::load(&renamed).is_ok());
     }
     let pt = folder.file("only-tensors.pt");
     let mut tensors = Checkpoint::new();
@@ -406,14 +377,4 @@ fn both_formats_have_the_same_content() {
     tensors.add_tensor("two", &Tensor::from(2f32)).unwrap();
     tensors.save_as(&pt, Format::Torch).unwrap();
     assert_eq!(Checkpoint::load(&pt).unwrap().tensor("two").unwrap().double_value(&[]), 2.0);
-}
-
-#[test]
-fn a_zip_file_of_tch_loads_as_a_model() {
-    let (_folder, path) = Folder::with("tch.ot");
-    let saved = Run::new(Device::Cpu);
-    saved.vs.save(&path).unwrap();
-    let other = Run::new(Device::Cpu);
-    Checkpoint::load(&path).unwrap().restore().add("model", &other.vs).apply().unwrap();
-    assert_eq!(testkit::to_f64(&other.net.ws), testkit::to_f64(&saved.net.ws));
 }

@@ -1,7 +1,5 @@
 //! What does not fit is refused, and nothing changes.
 
-use std::collections::BTreeMap;
-
 use serde::de::DeserializeOwned;
 use serde_json::{Value as Json, json};
 use tch::nn::{self, VarStore};
@@ -19,19 +17,17 @@ use tch_amp::schedule::StepLr;
 use tch_amp::{Error, GradScaler};
 
 use crate::checkpoint::own::Ema;
-use crate::checkpoint::{Run, checkpoint_error};
+use crate::checkpoint::{Run, checkpoint_error, damaged};
 use testkit::bits::bits;
+use testkit::checkpoints::{checkpoint_of, reloaded};
 use testkit::files::{Folder, names_in};
+use testkit::handmade::{archive, text};
 
-/// A checkpoint that was loaded from a file, and the folder that holds the file.
-fn saved(fill: impl FnOnce(&mut Checkpoint)) -> (Folder, Checkpoint) {
-    let folder = Folder::new();
+/// A checkpoint that was saved to a file and loaded from it.
+fn saved(fill: impl FnOnce(&mut Checkpoint)) -> Checkpoint {
     let mut checkpoint = Checkpoint::new();
     fill(&mut checkpoint);
-    let path = folder.file("x.safetensors");
-    checkpoint.save(&path).unwrap();
-    let loaded = Checkpoint::load(path).unwrap();
-    (folder, loaded)
+    reloaded(&checkpoint, "x.safetensors")
 }
 
 #[test]
@@ -40,7 +36,7 @@ fn one_part_that_does_not_fit_leaves_all_unchanged() {
     source.train(4);
     let other = VarStore::new(Device::Cpu);
     let _net = nn::linear(other.root() / "linear", 3, 5, Default::default());
-    let (_folder, whole) = saved(|checkpoint| {
+    let whole = saved(|checkpoint| {
         checkpoint.add("model", &source.vs).unwrap();
         checkpoint.add("other", &other).unwrap();
         checkpoint.add("optimizer", &mut source.opt).unwrap();
@@ -78,10 +74,7 @@ fn one_part_that_does_not_fit_leaves_all_unchanged() {
 
 #[test]
 fn an_open_iteration_is_not_saved_and_not_overwritten() {
-    let (_folder, whole) = {
-        let mut source = Run::new(Device::Cpu);
-        saved(|checkpoint| *checkpoint = source.checkpoint())
-    };
+    let whole = reloaded(&Run::new(Device::Cpu).checkpoint(), "x.safetensors");
     let mut run = Run::new(Device::Cpu);
     let loss = run.net.ws.sum(Kind::Float);
     run.scaler.backward(&loss).unwrap();
@@ -107,7 +100,7 @@ fn names_are_compared_unless_strict_is_off() {
     source.trainable_variables().iter().for_each(|w| w.sum(Kind::Float).backward());
     sgd.step().unwrap();
     source.freeze();
-    let (_folder, whole) = saved(|checkpoint| {
+    let whole = saved(|checkpoint| {
         checkpoint.add("model", &source).unwrap();
         checkpoint.add("opt", &mut sgd).unwrap();
     });
@@ -138,7 +131,7 @@ fn another_dtype_is_converted_only_on_request() {
     let mut source = VarStore::new(Device::Cpu);
     let _w = source.root().randn_standard("w", &[3]);
     source.bfloat16();
-    let (_folder, whole) = saved(|checkpoint| checkpoint.add("m", &source).unwrap());
+    let whole = saved(|checkpoint| checkpoint.add("m", &source).unwrap());
     let target = VarStore::new(Device::Cpu);
     let w = target.root().zeros("w", &[3]);
     let error = checkpoint_error(whole.restore().add("m", &target).apply());
@@ -148,8 +141,7 @@ fn another_dtype_is_converted_only_on_request() {
 }
 
 fn weights(numbers: &[f64], kind: Kind) -> Ema {
-    let tensor = Tensor::from_slice(numbers).to_kind(kind);
-    Ema { updates: 0, weights: BTreeMap::from([("w".to_owned(), tensor)]) }
+    Ema::of(Tensor::from_slice(numbers).to_kind(kind))
 }
 
 #[test]
@@ -174,7 +166,7 @@ fn a_cast_that_would_make_finite_numbers_infinite_is_refused() {
         let lost = there.iter().filter(|number| number.is_finite() && number.abs() >= limit);
         let count = lost.count();
         assert!(count > 0, "{from:?} {to:?}");
-        let (_folder, checkpoint) = saved(|checkpoint| checkpoint.add("e", &mut source).unwrap());
+        let checkpoint = saved(|checkpoint| checkpoint.add("e", &mut source).unwrap());
         let mut target = weights(&[0.5; 11], to);
         let error = checkpoint_error(checkpoint.restore().cast(true).add("e", &mut target).apply());
         assert!(matches!(error, CheckpointError::Tensor { .. }), "{error:?}");
@@ -184,7 +176,7 @@ fn a_cast_that_would_make_finite_numbers_infinite_is_refused() {
         let skip = checkpoint.restore().cast(true).skip(&["w"]).add("e", &mut target);
         assert_eq!(skip.apply().unwrap().skipped_keys, ["e/w"]);
         // The other way nothing is lost.
-        let (_folder, checkpoint) =
+        let checkpoint =
             saved(|checkpoint| checkpoint.add("e", &mut weights(&numbers, to)).unwrap());
         let mut target = weights(&[0.5; 11], from);
         checkpoint.restore().cast(true).add("e", &mut target).apply().unwrap();
@@ -197,7 +189,7 @@ fn a_cast_that_would_make_finite_numbers_infinite_is_refused() {
         let kinds =
             if numbers[1].is_finite() { vec![Kind::Float, Kind::Int64] } else { vec![Kind::Float] };
         for kind in kinds {
-            let (_folder, checkpoint) =
+            let checkpoint =
                 saved(|checkpoint| checkpoint.add("e", &mut weights(&numbers, kind)).unwrap());
             let mut target = weights(&[0.5; 3], Kind::Half);
             let applied = checkpoint.restore().cast(true).add("e", &mut target).apply();
@@ -208,13 +200,9 @@ fn a_cast_that_would_make_finite_numbers_infinite_is_refused() {
 
 /// Restores numbers of one dtype into another with a cast, and returns how many the message says are lost.
 fn lost_by_cast(numbers: &Tensor, to: Kind) -> Option<usize> {
-    let named = |tensor: Tensor| Ema { updates: 0, weights: [("w".to_owned(), tensor)].into() };
-    let folder = Folder::new();
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("e", &mut named(numbers.shallow_clone())).unwrap();
-    checkpoint.save(folder.file("x.pt")).unwrap();
-    let checkpoint = Checkpoint::load(folder.file("x.pt")).unwrap();
-    let mut target = named(Tensor::zeros(numbers.size(), (to, Device::Cpu)));
+    let mut source = Ema::of(numbers.shallow_clone());
+    let checkpoint = reloaded(&checkpoint_of([("e", &mut source)]), "x.pt");
+    let mut target = Ema::of(Tensor::zeros(numbers.size(), (to, Device::Cpu)));
     let applied = checkpoint.restore().cast(true).add("e", &mut target).apply();
     let target = target.weights["w"].to_kind(Kind::ComplexDouble);
     match applied {
@@ -295,7 +283,7 @@ fn moments_that_fp16_cannot_hold_are_refused() {
         let w = vs.root().ones("w", &[2]);
         let mut wide = AdamW::default().build(&vs, 1e-3).unwrap();
         wide.backward_step(&(&w * gradient).sum(Kind::Float)).unwrap();
-        let (_folder, whole) = saved(|checkpoint| checkpoint.add("opt", &mut wide).unwrap());
+        let whole = saved(|checkpoint| checkpoint.add("opt", &mut wide).unwrap());
         let mut half = VarStore::new(Device::Cpu);
         let _w = half.root().ones("w", &[2]);
         half.half();
@@ -340,8 +328,8 @@ fn parts_that_cannot_be_saved_are_named() {
         one.view(&[1i64; 65][..]),
         Tensor::new(),
     ] {
-        let refused = checkpoint.add_tensor("x", &tensor);
-        assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Unsaveable { .. }))));
+        let refused = checkpoint_error(checkpoint.add_tensor("x", &tensor));
+        assert!(matches!(refused, CheckpointError::Unsaveable { .. }), "{refused}");
     }
     assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["one"]);
 }
@@ -356,14 +344,12 @@ fn a_save_that_fails_leaves_the_old_file() {
     // safetensors has no such dtype.
     let complex = Tensor::zeros([2], (Kind::ComplexDouble, Device::Cpu));
     checkpoint.add_tensor("z", &complex).unwrap();
-    let refused = checkpoint.save(&path);
-    assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Unsaveable { .. }))));
+    let refused = checkpoint_error(checkpoint.save(&path));
+    assert!(matches!(refused, CheckpointError::Unsaveable { .. }), "{refused}");
     assert_eq!(std::fs::read(&path).unwrap(), before);
-    let refused = Checkpoint::new().save(folder.file("nowhere/x.safetensors"));
-    let Err(Error::Checkpoint(CheckpointError::Save(torch_files::Error::Io { .. }))) = refused
-    else {
-        panic!("{refused:?}")
-    };
+    let refused = checkpoint_error(Checkpoint::new().save(folder.file("nowhere/x.safetensors")));
+    let is_of_disk = matches!(refused, CheckpointError::Save(torch_files::Error::Io { .. }));
+    assert!(is_of_disk, "{refused:?}");
     assert_eq!(names_in(&folder.0), ["x.safetensors"]);
 }
 
@@ -377,8 +363,8 @@ fn a_restore_that_fails_midway_is_reported_as_partial() {
     // Unlike any save, this shortens the open file.
     std::fs::File::options().write(true).open(&path).unwrap().set_len(400).unwrap();
     let target = Run::new(Device::Cpu);
-    match checkpoint.restore().add("model", &target.vs).apply() {
-        Err(Error::Checkpoint(CheckpointError::Interrupted { cause })) => {
+    match checkpoint_error(checkpoint.restore().add("model", &target.vs).apply()) {
+        CheckpointError::Interrupted { cause } => {
             assert!(cause.to_string().contains("ends too early"), "{cause}");
         }
         other => panic!("{other:?}"),
@@ -394,24 +380,14 @@ fn a_restore_that_fails_midway_is_reported_as_partial() {
 /// which strings are shared: its JSON would be longer than safetensors files may have it.
 #[test]
 fn saving_refuses_values_that_would_not_load() {
-    let (folder, path) = Folder::with("x.pt");
-    let length = 3_000_000u32;
-    let text = [b"X".as_slice(), &length.to_le_bytes(), &vec![b'x'; length as usize], b"q\0"];
-    let list = [b"](".as_slice(), &text.concat(), &b"h\0".repeat(12), b"e"].concat();
-    let pickle = [b"\x80\x02}X\x05\0\0\0value".as_slice(), &list, b"s."].concat();
-    let mut zip = zip::ZipWriter::new(std::fs::File::create(&path).unwrap());
-    let options = zip::write::SimpleFileOptions::default();
-    zip.start_file("a/data.pkl", options.compression_method(zip::CompressionMethod::Stored))
-        .unwrap();
-    std::io::Write::write_all(&mut zip, &pickle).unwrap();
-    zip.finish().unwrap();
-    let checkpoint = Checkpoint::load(&path).unwrap();
-    let target = folder.file("x.safetensors");
+    let (_folder, target) = Folder::with("x.safetensors");
+    let long = text(&"x".repeat(3_000_000));
+    let list = [b"](".as_slice(), &long, b"q\0", &b"h\0".repeat(12), b"e"].concat();
+    let pickle = [b"\x80\x02}".as_slice(), &text("value"), &list, b"s."].concat();
+    let checkpoint = Checkpoint::from_bytes(archive(&[("a/data.pkl", &pickle)])).unwrap();
     std::fs::write(&target, "before").unwrap();
-    match checkpoint.save(&target) {
-        Err(Error::Checkpoint(CheckpointError::Unsaveable { .. })) => {}
-        other => panic!("{other:?}"),
-    }
+    let refused = checkpoint_error(checkpoint.save(&target));
+    assert!(matches!(refused, CheckpointError::Unsaveable { .. }), "{refused:?}");
     assert_eq!(std::fs::read(&target).unwrap(), b"before");
 }
 
@@ -432,10 +408,7 @@ fn a_file_is_loaded_within_the_limits_of_the_call() {
         for (limits, expected) in
             [(&few_tensors, "more than 2 tensors"), (&few_values, "more than 500")]
         {
-            let refused = Checkpoint::load_with(&path, limits);
-            let Err(Error::Checkpoint(CheckpointError::Damaged { problem, .. })) = refused else {
-                panic!("{format:?}: {refused:?}");
-            };
+            let problem = damaged(Checkpoint::load_with(&path, limits));
             assert!(problem.contains(expected), "{format:?}: {problem}");
         }
     }
@@ -455,7 +428,7 @@ fn complex_state_is_not_converted_to_real() {
 
 #[test]
 fn a_generator_is_unchanged_if_a_later_one_cannot_be_restored() {
-    let (_folder, whole) = saved(|checkpoint| {
+    let whole = saved(|checkpoint| {
         checkpoint.add("rng", Rng(Device::Cpu)).unwrap();
         checkpoint.add_tensor("wrong", &Tensor::zeros([3], (Kind::Uint8, Device::Cpu))).unwrap();
     });
@@ -479,11 +452,10 @@ fn the_scalers_of_losses_cannot_use_a_name_twice() {
 
 /// Restores a value as a `T`, and returns what is said of it.
 fn refused_value<T: DeserializeOwned>(value: &Json) -> String {
-    let (_folder, loaded) = saved(|checkpoint| checkpoint.add_value("it", value).unwrap());
-    match loaded.value::<T>("it").map(drop) {
-        Err(Error::Checkpoint(error @ CheckpointError::Value { .. })) => error.to_string(),
-        other => panic!("{value}: {other:?}"),
-    }
+    let loaded = saved(|checkpoint| checkpoint.add_value("it", value).unwrap());
+    let error = checkpoint_error(loaded.value::<T>("it").map(drop));
+    assert!(matches!(error, CheckpointError::Value { .. }), "{value}: {error:?}");
+    error.to_string()
 }
 
 /// A part with the keys of a map.
@@ -525,9 +497,8 @@ fn an_unknown_key_in_a_state_of_this_crate_is_refused_with_the_nearest_one() {
     let mut state = json!({"shares": [0.5, 0.5], "taken": 1, "dropped": []});
     for (key, is_known) in [("taken", true), ("takn", false)] {
         state[key] = 1.into();
-        let (_folder, loaded) = saved(|checkpoint| {
-            checkpoint.add("window", &mut Foreign(json!({"window": &state}))).unwrap()
-        });
+        let mut foreign = Foreign(json!({"window": &state}));
+        let loaded = saved(|checkpoint| checkpoint.add("window", &mut foreign).unwrap());
         let mut gradients = window.with_gradients(Vec::new());
         let restored = loaded.restore().add("window", &mut gradients).apply();
         if is_known {
@@ -557,7 +528,7 @@ fn unknown_keys_in_the_states_of_python_are_ignored() {
     });
     let group: ParamGroupState = serde_json::from_value(group).unwrap();
     assert_eq!((group.options.lr, group.params.len()), (0.1, 1));
-    let (_folder, loaded) = saved(|checkpoint| {
+    let loaded = saved(|checkpoint| {
         checkpoint.add_value("scaler", &scaler).unwrap();
         checkpoint.add("schedule", &mut Foreign(schedule.clone())).unwrap();
     });

@@ -1,6 +1,7 @@
 //! What is saved is restored bit by bit.
 
 use std::collections::BTreeMap;
+use std::mem::discriminant;
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
@@ -13,6 +14,7 @@ use tch_amp::{Error, GradScaler};
 
 use crate::checkpoint::Run;
 use testkit::bits::bits;
+use testkit::checkpoints::{checkpoint_of, reloaded};
 use testkit::files::{Folder, names_in};
 use testkit::for_each_device;
 
@@ -41,7 +43,7 @@ fn noise(kind: Kind, size: &[i64]) -> Tensor {
     bytes.view_dtype(kind).view(size)
 }
 
-fn same(one: &Tensor, other: &Tensor) -> bool {
+pub(crate) fn same(one: &Tensor, other: &Tensor) -> bool {
     let bytes = |t: &Tensor| {
         let t = t.to_device(Device::Cpu).contiguous().view([-1]);
         Vec::<u8>::try_from(t.view_dtype(Kind::Uint8)).unwrap()
@@ -51,7 +53,6 @@ fn same(one: &Tensor, other: &Tensor) -> bool {
 
 #[test]
 fn every_dtype_and_layout_is_restored() {
-    let (_folder, path) = Folder::with("all.safetensors");
     for_each_device(|device| {
         let mut tensors = BTreeMap::new();
         for kind in KINDS {
@@ -75,8 +76,7 @@ fn every_dtype_and_layout_is_restored() {
         for (name, tensor) in &tensors {
             checkpoint.add_tensor(name, &tensor.to_device(device)).unwrap();
         }
-        checkpoint.save(&path).unwrap();
-        let loaded = Checkpoint::load(&path).unwrap();
+        let loaded = reloaded(&checkpoint, "all.safetensors");
         assert!(loaded.names().eq(tensors.keys().map(String::as_str)));
         for (name, tensor) in &tensors {
             assert!(same(&loaded.tensor(name).unwrap(), &tensor.resolve_conj()), "{name}");
@@ -86,14 +86,12 @@ fn every_dtype_and_layout_is_restored() {
 
 #[test]
 fn values_are_restored() {
-    let (_folder, path) = Folder::with("values.safetensors");
     let mut checkpoint = Checkpoint::new();
     checkpoint.add_value("lr", &0.1f64).unwrap();
     checkpoint.add_value("seed", &u64::MAX).unwrap();
     checkpoint.add_value("best", &None::<f64>).unwrap();
     checkpoint.add_value("names", &vec!["a", "\"checksum\":\"0000000000000000\""]).unwrap();
-    checkpoint.save(&path).unwrap();
-    let loaded = Checkpoint::load(&path).unwrap();
+    let loaded = reloaded(&checkpoint, "values.safetensors");
     assert_eq!(loaded.value::<f64>("lr").unwrap().to_bits(), 0.1f64.to_bits());
     assert_eq!(loaded.value::<u64>("seed").unwrap(), u64::MAX);
     assert_eq!(loaded.value::<Option<f64>>("best").unwrap(), None);
@@ -112,9 +110,7 @@ fn equal_content_gives_equal_bytes_and_no_other_file() {
     }
     let read = |name| std::fs::read(folder.file(name)).unwrap();
     assert_eq!(read("a.safetensors"), read("b.safetensors"));
-    let mut names = names_in(&folder.0);
-    names.sort();
-    assert_eq!(names, ["a.safetensors", "b.safetensors"]);
+    assert_eq!(names_in(&folder.0), ["a.safetensors", "b.safetensors"]);
 }
 
 #[test]
@@ -132,19 +128,18 @@ fn a_loaded_checkpoint_can_be_saved_again() {
 }
 
 #[test]
-fn a_file_of_tch_loads_as_a_model() {
-    let (_folder, path) = Folder::with("tch.safetensors");
-    let saved = Run::new(Device::Cpu);
-    saved.vs.save(&path).unwrap();
-    let other = Run::new(Device::Cpu);
-    let loaded = Checkpoint::load(&path).unwrap();
-    loaded.restore().add("model", &other.vs).apply().unwrap();
-    assert_eq!(bits(&other.net.ws), bits(&saved.net.ws));
+fn files_of_tch_load_as_a_model() {
+    for name in ["tch.safetensors", "tch.ot"] {
+        let (_folder, path) = Folder::with(name);
+        let (saved, other) = (Run::new(Device::Cpu), Run::new(Device::Cpu));
+        saved.vs.save(&path).unwrap();
+        Checkpoint::load(&path).unwrap().restore().add("model", &other.vs).apply().unwrap();
+        assert_eq!(bits(&other.net.ws), bits(&saved.net.ws), "{name}");
+    }
 }
 
 #[test]
 fn buffers_that_are_not_trained_are_saved_too() {
-    let (_folder, path) = Folder::with("x.safetensors");
     let model = || {
         let vs = VarStore::new(Device::Cpu);
         let norm = tch::nn::batch_norm1d(vs.root(), 2, Default::default());
@@ -153,16 +148,13 @@ fn buffers_that_are_not_trained_are_saved_too() {
     let ((one, norm), (two, other)) = (model(), model());
     let xs = Tensor::randn([8, 2], (Kind::Float, Device::Cpu));
     drop(tch::nn::ModuleT::forward_t(&norm, &xs, true));
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("model", &one).unwrap();
-    checkpoint.save(&path).unwrap();
-    Checkpoint::load(&path).unwrap().restore().add("model", &two).apply().unwrap();
+    let loaded = reloaded(&checkpoint_of([("model", &mut &one)]), "x.safetensors");
+    loaded.restore().add("model", &two).apply().unwrap();
     assert_eq!(bits(&other.running_mean), bits(&norm.running_mean));
 }
 
 #[test]
 fn unusual_names_stay_distinct() {
-    let folder = Folder::new();
     let names = ["", "a/b", "/", "step", "\"", "__metadata__"];
     let build = || {
         let vs = VarStore::new(Device::Cpu);
@@ -178,22 +170,14 @@ fn unusual_names_stay_distinct() {
         opt.step().unwrap();
     }
     let values = |vs: &VarStore, opt: &mut Optimizer| {
-        let variables: BTreeMap<_, _> = vs.variables().into_iter().collect();
+        let variables = vs.variables().into_iter().map(|(name, w)| (name, bits(&w)));
         let state = opt.state_dict().unwrap().state;
-        let states = state.into_iter().map(|(name, tensors)| (name, tensors["exp_avg"].copy()));
-        let states: BTreeMap<_, _> = states.collect();
-        let bits = |tensors: &BTreeMap<String, Tensor>| {
-            tensors.iter().map(|(name, t)| (name.clone(), bits(t))).collect::<Vec<_>>()
-        };
-        (bits(&variables), bits(&states))
+        let moments = state.into_iter().map(|(name, tensors)| (name, bits(&tensors["exp_avg"])));
+        (BTreeMap::from_iter(variables), BTreeMap::from_iter(moments))
     };
     let expected = values(&vs, &mut opt);
     for name in ["x.safetensors", "x.pt"] {
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("m", &vs).unwrap();
-        checkpoint.add("o", &mut opt).unwrap();
-        checkpoint.save(folder.file(name)).unwrap();
-        let loaded = Checkpoint::load(folder.file(name)).unwrap();
+        let loaded = reloaded(&checkpoint_of([("m", &mut &vs), ("o", &mut opt)]), name);
         let (fresh, mut fresh_opt) = build();
         loaded.restore().add("m", &fresh).add("o", &mut fresh_opt).apply().unwrap();
         assert_eq!(values(&fresh, &mut fresh_opt), expected, "{name}");
@@ -202,11 +186,8 @@ fn unusual_names_stay_distinct() {
 
 #[test]
 fn a_disabled_scaler_is_saved_and_restored() {
-    let (_folder, path) = Folder::with("x.safetensors");
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("scaler", &mut GradScaler::disabled()).unwrap();
-    checkpoint.save(&path).unwrap();
-    let loaded = Checkpoint::load(&path).unwrap();
+    let disabled = checkpoint_of([("scaler", &mut GradScaler::disabled())]);
+    let loaded = reloaded(&disabled, "x.safetensors");
     loaded.restore().add("scaler", &mut GradScaler::disabled()).apply().unwrap();
     let mut enabled = GradScaler::new(Device::Cpu).unwrap();
     let refused = loaded.restore().add("scaler", &mut enabled).apply();
@@ -215,13 +196,11 @@ fn a_disabled_scaler_is_saved_and_restored() {
 
 #[test]
 fn restoring_works_on_any_device_and_keeps_the_tensors() {
-    let (_folder, path) = Folder::with("x.safetensors");
     for_each_device(|device| {
         let mut saved = Run::new(Device::Cpu);
         saved.train(3);
-        saved.checkpoint().save(&path).unwrap();
         let mut other = Run::new(device);
-        other.restore(&Checkpoint::load(&path).unwrap()).unwrap();
+        other.restore(&reloaded(&saved.checkpoint(), "x.safetensors")).unwrap();
         assert_eq!(other.fingerprint(), saved.fingerprint());
         // The optimizer still steps the variables of the model.
         let before = bits(&other.net.ws);
@@ -233,7 +212,6 @@ fn restoring_works_on_any_device_and_keeps_the_tensors() {
 
 #[test]
 fn master_weights_are_restored() {
-    let folder = Folder::new();
     let build = || {
         let mut vs = VarStore::new(Device::Cpu);
         let w = vs.root().randn_standard("w", &[50]);
@@ -250,12 +228,9 @@ fn master_weights_are_restored() {
     let (vs, w, mut opt) = build();
     (0..3).for_each(|_| step(&w, &mut opt));
     for name in ["x.safetensors", "x.pt"] {
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("model", &vs).unwrap();
-        checkpoint.add("optimizer", &mut opt).unwrap();
-        checkpoint.save(folder.file(name)).unwrap();
+        let saved = checkpoint_of([("model", &mut &vs), ("optimizer", &mut opt)]);
         let (other_vs, other, mut other_opt) = build();
-        let loaded = Checkpoint::load(folder.file(name)).unwrap();
+        let loaded = reloaded(&saved, name);
         let restore = loaded.restore().add("model", &other_vs);
         restore.add("optimizer", &mut other_opt).apply().unwrap();
         step(&w, &mut opt);
@@ -310,24 +285,36 @@ pub(crate) fn every_option() -> Vec<Algorithm> {
     ]
 }
 
+/// An algorithm with its defaults.
+type Defaults = fn() -> Algorithm;
+
+/// The names of PyTorch's classes, and the algorithms.
+const CLASSES: [(&str, Defaults); 8] = [
+    ("AdamW", || AdamW::default().into()),
+    ("Adam", || Adam::default().into()),
+    ("SGD", || Sgd::default().into()),
+    ("RMSprop", || RmsProp::default().into()),
+    ("Lion", || Lion::default().into()),
+    ("NAdam", || NAdam::default().into()),
+    ("Adafactor", || Adafactor::default().into()),
+    ("Adagrad", || Adagrad::default().into()),
+];
+
+/// The name of PyTorch's class of an algorithm, and its defaults.
+pub(crate) fn class(algorithm: &Algorithm) -> (&'static str, Algorithm) {
+    let classes = CLASSES.into_iter().map(|(name, defaults)| (name, defaults()));
+    let is_same = |(_, it): &(_, Algorithm)| discriminant(it) == discriminant(algorithm);
+    classes.into_iter().find(is_same).unwrap()
+}
+
 /// Restores an optimizer that was built with the defaults, and returns its learning rate and options.
 pub(crate) fn restored_options(
     checkpoint: &Checkpoint,
     part: &str,
     saved: Algorithm,
 ) -> (f64, Algorithm) {
-    let defaults: Algorithm = match saved {
-        Algorithm::AdamW(_) => AdamW::default().into(),
-        Algorithm::Adam(_) => Adam::default().into(),
-        Algorithm::Sgd(_) => Sgd::default().into(),
-        Algorithm::RmsProp(_) => RmsProp::default().into(),
-        Algorithm::Lion(_) => Lion::default().into(),
-        Algorithm::NAdam(_) => NAdam::default().into(),
-        Algorithm::Adafactor(_) => Adafactor::default().into(),
-        _ => Adagrad::default().into(),
-    };
     let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-    let mut opt = defaults.build(vec![("w", w)], 0.1).unwrap();
+    let mut opt = class(&saved).1.build(vec![("w", w)], 0.1).unwrap();
     checkpoint.restore().add(part, &mut opt).apply().unwrap();
     let group = opt.param_group(0).unwrap();
     (group.lr, group.algorithm)
@@ -335,15 +322,11 @@ pub(crate) fn restored_options(
 
 #[test]
 fn every_option_of_every_algorithm_is_restored() {
-    let folder = Folder::new();
     for algorithm in every_option() {
         let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
         let mut opt = algorithm.build(vec![("w", w)], 0.0625).unwrap();
         for name in ["x.safetensors", "x.pt"] {
-            let mut checkpoint = Checkpoint::new();
-            checkpoint.add("opt", &mut opt).unwrap();
-            checkpoint.save(folder.file(name)).unwrap();
-            let loaded = Checkpoint::load(folder.file(name)).unwrap();
+            let loaded = reloaded(&checkpoint_of([("opt", &mut opt)]), name);
             assert_eq!(restored_options(&loaded, "opt", algorithm), (0.0625, algorithm), "{name}");
         }
     }

@@ -1,31 +1,27 @@
 //! A program's own types in a checkpoint, through nothing but the public trait.
 
 use tch::{Device, Kind, Tensor};
+use tch_amp::Result;
 use tch_amp::checkpoint::{
     Checkpoint, CheckpointError, Prepared, Restored, SaveState, SavedState, Stateful,
 };
-use tch_amp::{Error, Result};
+use tch_amp::loss_scale::StaticLossScale;
 
 use crate::checkpoint::own::{DECAY, Decay, Ema, ZERO};
 use crate::checkpoint::{Run, checkpoint_error};
+use testkit::checkpoints::{checkpoint_of, reloaded};
 use testkit::files::Folder;
 use testkit::python::Oracle;
 
-fn saved(name: &str, decay: &Decay, ema: &mut Ema) -> (Folder, Checkpoint) {
-    let folder = Folder::new();
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("decay", &mut decay.clone()).unwrap();
-    checkpoint.add("ema", ema).unwrap();
-    checkpoint.save(folder.file(name)).unwrap();
-    let loaded = Checkpoint::load(folder.file(name)).unwrap();
-    (folder, loaded)
+fn saved(name: &str, ema: &mut Ema) -> Checkpoint {
+    reloaded(&checkpoint_of([("decay", &mut DECAY.clone()), ("ema", ema)]), name)
 }
 
 #[test]
 fn user_types_are_restored_from_both_formats() {
     for name in ["x.safetensors", "x.pt"] {
         let mut source = Ema::new(3, &[("w", &[1.0, 2.0]), ("/", &[f32::NAN])]);
-        let (folder, checkpoint) = saved(name, &DECAY, &mut source);
+        let checkpoint = saved(name, &mut source);
         let (mut decay, mut ema) = (ZERO, Ema::new(0, &[("w", &[0.0, 0.0]), ("/", &[0.0])]));
         let kept = ema.weights["w"].shallow_clone();
         let restore = checkpoint.restore().add("decay", &mut decay).add("ema", &mut ema);
@@ -35,9 +31,8 @@ fn user_types_are_restored_from_both_formats() {
         assert!(ema.weights["/"].double_value(&[0]).is_nan());
         // Once loaded, it can be saved again, in either format.
         for again in ["again.pt", "again.safetensors"] {
-            checkpoint.save(folder.file(again)).unwrap();
             let mut decay = ZERO;
-            let again = Checkpoint::load(folder.file(again)).unwrap();
+            let again = reloaded(&checkpoint, again);
             let restore = again.restore().add("decay", &mut decay).add("ema", &mut ema);
             restore.apply().unwrap();
             assert_eq!(decay, DECAY);
@@ -47,8 +42,7 @@ fn user_types_are_restored_from_both_formats() {
 
 #[test]
 fn parts_that_do_not_fit_are_typed_errors() {
-    let (_folder, checkpoint) =
-        saved("x.pt", &DECAY, &mut Ema::new(3, &[("w", &[1.0, 2.0]), ("x", &[1.0])]));
+    let checkpoint = saved("x.pt", &mut Ema::new(3, &[("w", &[1.0, 2.0]), ("x", &[1.0])]));
     let ema = |weights: &[(&str, &[f32])]| {
         let mut ema = Ema::new(0, weights);
         let error = checkpoint_error(checkpoint.restore().add("ema", &mut ema).apply());
@@ -80,7 +74,7 @@ fn parts_that_do_not_fit_are_typed_errors() {
 #[test]
 fn a_restore_is_all_or_nothing() {
     let mut source = Ema::new(3, &[("w", &[1.0, 2.0])]);
-    let (_folder, mut checkpoint) = saved("x.safetensors", &DECAY, &mut source);
+    let mut checkpoint = saved("x.safetensors", &mut source);
     let mut run = Run::new(Device::Cpu);
     checkpoint.add("scaler", &mut run.scaler).unwrap();
     checkpoint.add("model", &run.vs).unwrap();
@@ -104,9 +98,11 @@ fn a_restore_is_all_or_nothing() {
 
 #[test]
 fn values_are_unchanged_if_reading_the_tensors_fails_midway() {
-    let (folder, checkpoint) =
-        saved("x.safetensors", &DECAY, &mut Ema::new(3, &[("w", &[1.0; 2])]));
-    let file = std::fs::File::options().write(true).open(folder.file("x.safetensors")).unwrap();
+    let (_folder, path) = Folder::with("x.safetensors");
+    let mut source = Ema::new(3, &[("w", &[1.0; 2])]);
+    checkpoint_of([("decay", &mut DECAY.clone()), ("ema", &mut source)]).save(&path).unwrap();
+    let checkpoint = Checkpoint::load(&path).unwrap();
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
     file.set_len(file.metadata().unwrap().len() - 4).unwrap();
     let (mut decay, mut ema) = (ZERO, Ema::new(0, &[("w", &[0.0; 2])]));
     let restore = checkpoint.restore().add("decay", &mut decay).add("ema", &mut ema);
@@ -118,7 +114,7 @@ fn values_are_unchanged_if_reading_the_tensors_fails_midway() {
 fn tensors_follow_the_options_of_the_restore() {
     let mut source =
         Ema::new(3, &[("module.w", &[1.0, 2.0]), ("module.head", &[1.0]), ("old", &[1.0])]);
-    let (_folder, checkpoint) = saved("x.safetensors", &DECAY, &mut source);
+    let checkpoint = saved("x.safetensors", &mut source);
     let mut ema = Ema::new(0, &[("w", &[0.0; 2]), ("head", &[0.0; 3]), ("new", &[5.0])]);
     let half = ema.weights["w"].to_kind(Kind::BFloat16);
     ema.weights.insert("w".to_owned(), half);
@@ -158,9 +154,8 @@ fn a_name_can_be_used_only_once() {
     assert_eq!(checkpoint.names().count(), 0);
     checkpoint.add("x", &mut Ema::new(1, &[("x", &[1.0])])).unwrap();
     assert!(checkpoint.add("x", &mut ZERO.clone()).is_err(), "the name is taken");
-    let mut alone = Checkpoint::new();
     let mut one = Ema { updates: 1, weights: [("x".to_owned(), Tensor::from(1f32))].into() };
-    alone.add("x", &mut one).unwrap();
+    let alone = checkpoint_of([("x", &mut one)]);
     let restored = alone.restore().strict(false).add("x", &mut Twice).apply().unwrap();
     assert_eq!(restored.unexpected_keys, ["x/updates"]);
 }
@@ -178,8 +173,8 @@ fn a_list_of_parts_is_saved_and_restored() {
     let mut checkpoint = Checkpoint::new();
     let (mut decay, mut ema) = (DECAY, Ema::new(3, &[("w", &[1.0, 2.0])]));
     for wrong in [["decay", "decay"], ["decay", ""]] {
-        let refused = checkpoint.add_all(parts(wrong, &mut decay, &mut ema));
-        assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Unsaveable { .. }))));
+        let refused = checkpoint_error(checkpoint.add_all(parts(wrong, &mut decay, &mut ema)));
+        assert!(matches!(refused, CheckpointError::Unsaveable { .. }), "{refused}");
         assert_eq!(checkpoint.names().count(), 0, "{wrong:?}");
     }
     let names = ["decay", "ema"];
@@ -193,11 +188,11 @@ fn a_list_of_parts_is_saved_and_restored() {
 #[test]
 fn user_types_are_exchanged_with_python() {
     let Some(python) = Oracle::find("checkpoint.py") else { return };
+    let (folder, path) = Folder::with("rust.pt");
     let mut source = Ema::new(3, &[("w", &[1.0, 2.0])]);
-    let (folder, mut checkpoint) = saved("x.pt", &DECAY, &mut source);
-    let mut loss_scale = tch_amp::loss_scale::StaticLossScale::new(Device::Cpu, 256.0).unwrap();
-    checkpoint.add("loss_scale", &mut loss_scale).unwrap();
-    checkpoint.save(folder.file("rust.pt")).unwrap();
+    let mut checkpoint = saved("x.pt", &mut source);
+    checkpoint.add("loss_scale", &mut StaticLossScale::new(Device::Cpu, 256.0).unwrap()).unwrap();
+    checkpoint.save(path).unwrap();
     let printed = python.run(&["state", folder.0.to_str().unwrap()], "");
     assert_eq!(
         printed.trim(),

@@ -2,57 +2,52 @@
 
 use std::path::Path;
 
-use tch::nn::{self, VarStore};
+use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
+use tch_amp::GradScaler;
 use tch_amp::average::{AveragedWeights, Ema};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored};
 use tch_amp::optim::AdamW;
-use tch_amp::{Error, GradScaler};
 
-use crate::checkpoint::checkpoint_error;
+use crate::checkpoint::{assert_has_pythons_weights, checkpoint_error, damaged, linear};
+use testkit::assert_says;
+use testkit::checkpoints::checkpoint_of;
 use testkit::files::Folder;
+use testkit::handmade::safetensors;
 use testkit::python::Oracle;
-
-/// The names of the model in the files.
-fn model() -> (VarStore, nn::Linear) {
-    let vs = VarStore::new(Device::Cpu);
-    let net = nn::linear(vs.root(), 3, 2, Default::default());
-    (vs, net)
-}
 
 fn load(path: &Path) -> Checkpoint {
     Checkpoint::load(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
 /// Returns what the error of a kind that does not fit names.
-fn other_part(name: &str, result: tch_amp::Result<impl std::fmt::Debug>) -> String {
-    match result {
-        Err(Error::Checkpoint(CheckpointError::OtherPart { name, .. })) => name,
-        other => panic!("{name}: {other:?}"),
+#[track_caller]
+fn other_part(what: &str, result: tch_amp::Result<impl std::fmt::Debug>) -> String {
+    match checkpoint_error(result) {
+        CheckpointError::OtherPart { name, .. } => name,
+        other => panic!("{what}: {other:?}"),
     }
 }
 
 /// Restores the model strictly, with the report as the result.
 fn restored(name: &str, checkpoint: &Checkpoint, skip: &[&str]) -> Restored {
-    let (vs, net) = model();
+    let vs = linear();
     let restored = checkpoint.restore().add("model", &vs).skip(skip).apply();
     let restored = restored.unwrap_or_else(|error| panic!("{name}: {error}"));
-    let weights: Vec<f64> = (0..6).map(|n| f64::from(n) / 4.0).collect();
-    assert_eq!(testkit::to_f64(&net.ws), weights, "{name}");
-    assert_eq!(testkit::to_f64(net.bs.as_ref().unwrap()), [0.5, -0.5], "{name}");
+    assert_has_pythons_weights(&vs, name);
     restored
 }
 
 /// Asks for the entry as a variable of the model.
 fn asked(name: &str, checkpoint: &Checkpoint, skip: &[&str]) {
-    let (vs, net) = model();
+    let vs = linear();
     let other = vs.root().zeros("other", &[4]);
-    let before = net.ws.copy();
+    let before = vs.variables()["weight"].copy();
     let refused = checkpoint.restore().add("model", &vs).skip(skip).apply();
     assert_eq!(other_part(name, refused), "model/other");
     let refused = checkpoint.restore().add("model", &vs).strict(false).apply();
     assert_eq!(other_part(name, refused), "model/other");
-    assert_eq!(net.ws, before, "{name}");
+    assert_eq!(vs.variables()["weight"], before, "{name}");
     let both = [&["other"], skip].concat();
     let skipped = checkpoint.restore().add("model", &vs).skip(&both).apply().unwrap();
     assert!(skipped.skipped_keys.contains(&"model/other".to_owned()), "{name}: {skipped:?}");
@@ -67,9 +62,6 @@ fn an_entry_that_is_not_supported_is_left_out_of_pythons_file() {
     let names: Vec<_> = printed.lines().collect();
     assert!(names.len() > 80, "{printed}");
     for name in names {
-        if folder.file(&format!("{name}.safetensors")).exists() {
-            continue;
-        }
         for protocol in 2..=5 {
             let file = |way: &str| load(&folder.file(&format!("{name}.{protocol}.{way}.pt")));
             let is_tensor = name.ends_with(" tensor");
@@ -80,10 +72,8 @@ fn an_entry_that_is_not_supported_is_left_out_of_pythons_file() {
             let value = beside.value::<serde_json::Value>("other");
             assert_eq!(other_part(name, value), "other");
             if is_tensor {
-                assert_eq!(
-                    beside.tensor("other").unwrap(),
-                    Tensor::ones([2], (Kind::Float, Device::Cpu))
-                );
+                let ones = Tensor::ones([2], (Kind::Float, Device::Cpu));
+                assert_eq!(beside.tensor("other").unwrap(), ones);
             } else {
                 assert_eq!(other_part(name, beside.tensor("other")), "other");
                 assert!(beside.save(folder.file("again.pt")).is_err(), "{name}");
@@ -105,22 +95,16 @@ fn an_entry_that_is_not_supported_is_left_out_of_pythons_file() {
 fn a_dtype_that_is_not_supported_is_left_out_of_safetensors() {
     let Some(python) = Oracle::find("checkpoint_files.py") else { return };
     let folder = Folder::new();
-    let printed = python.run(&["unsupported", folder.0.to_str().unwrap()], "");
-    let mut count = 0;
+    let printed = python.run(&["unsupported_dtypes", folder.0.to_str().unwrap()], "");
+    assert_eq!(printed.lines().count(), 7, "{printed}");
     for name in printed.lines() {
-        let path = folder.file(&format!("{name}.safetensors"));
-        if !path.exists() {
-            continue;
-        }
-        let checkpoint = load(&path);
+        let checkpoint = load(&folder.file(&format!("{name}.safetensors")));
         assert_eq!(restored(name, &checkpoint, &[]).unexpected_keys, ["model/other"], "{name}");
         assert_eq!(restored(name, &checkpoint, &["oth*"]).skipped_keys, ["model/other"], "{name}");
         asked(name, &checkpoint, &[]);
         let error = checkpoint.tensor("model.other").unwrap_err().to_string();
         assert!(error.contains(name), "{error}");
-        count += 1;
     }
-    assert_eq!(count, 7, "{printed}");
 }
 
 #[test]
@@ -146,17 +130,16 @@ fn an_object_of_torch_script_is_left_out() {
     let Some(python) = Oracle::find("checkpoint_files.py") else { return };
     let folder = Folder::new();
     python.run(&["parts_of_models", folder.0.to_str().unwrap()], "");
-    let (vs, _) = model();
+    let vs = linear();
     let scripted = load(&folder.file("scripted.pt"));
     scripted.restore().add("linear", &vs).apply().unwrap();
     assert_eq!(scripted.value::<(i64, f64)>("pair").unwrap(), (1, 2.0));
-    let error = scripted.value::<serde_json::Value>("color").unwrap_err().to_string();
-    assert!(error.contains("a TorchScript object"), "{error}");
+    let color = scripted.value::<serde_json::Value>("color");
+    assert_says(color, "a TorchScript object");
     let quantized = load(&folder.file("quantized.pt"));
     quantized.restore().add("0", &vs).apply().unwrap();
     let packed = "1.0._packed_params._packed_params";
-    let error = quantized.value::<serde_json::Value>(packed).unwrap_err().to_string();
-    assert!(error.contains("a TorchScript object"), "{error}");
+    assert_says(quantized.value::<serde_json::Value>(packed), "a TorchScript object");
 }
 
 fn average_of(vs: &VarStore) -> AveragedWeights {
@@ -167,25 +150,27 @@ fn average_of(vs: &VarStore) -> AveragedWeights {
 fn what_python_has_put_in_the_place_of_a_part_does_not_cost_the_others() {
     let Some(python) = Oracle::find("checkpoint_files.py") else { return };
     let (_folder, path) = Folder::with("run.pt");
-    let (vs, net) = model();
-    let weights: Vec<f32> = (0..6).map(|n| n as f32 / 4.0).collect();
+    let vs = linear();
+    let [mut weight, mut bias] =
+        ["weight", "bias"].map(|name| vs.variables()[name].shallow_clone());
     tch::no_grad(|| {
-        net.ws.shallow_clone().copy_(&Tensor::from_slice(&weights).view([2, 3]));
-        net.bs.as_ref().unwrap().shallow_clone().copy_(&Tensor::from_slice(&[0.5f32, -0.5]));
+        weight.copy_(&(Tensor::arange(6, (Kind::Float, Device::Cpu)) / 4).view([2, 3]));
+        bias.copy_(&Tensor::from_slice(&[0.5f32, -0.5]));
     });
     let mut opt = AdamW::default().build(&vs, 1e-3).unwrap();
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-    let mut saved = Checkpoint::new();
-    saved.add("model", &vs).unwrap();
-    saved.add("optimizer", &mut opt).unwrap();
-    saved.add("scaler", &mut scaler).unwrap();
-    saved.add_value("step", &4).unwrap();
-    saved.add_tensor("mean", &net.ws).unwrap();
-    saved.add_value("epoch", &3).unwrap();
     let mut average = average_of(&vs);
     (0..3).for_each(|_| average.advance().unwrap());
-    saved.add("with others", &mut average).unwrap();
+    let mut saved = checkpoint_of([
+        ("model", &mut &vs),
+        ("optimizer", &mut opt),
+        ("scaler", &mut scaler),
+        ("with others", &mut average),
+    ]);
     saved.add("updated", &mut average).unwrap();
+    saved.add_value("step", &4).unwrap();
+    saved.add_tensor("mean", &weight).unwrap();
+    saved.add_value("epoch", &3).unwrap();
     saved.save(&path).unwrap();
     python.run(&["edited", path.to_str().unwrap()], "");
 
@@ -199,7 +184,7 @@ fn what_python_has_put_in_the_place_of_a_part_does_not_cost_the_others() {
     assert_eq!(edited.value::<Option<i64>>("scaler").unwrap(), None);
     let refused = edited.restore().add("scaler", &mut scaler).apply();
     assert_eq!(other_part("scaler", refused), "scaler");
-    drop(net.ws.data().fill_(2.0));
+    drop(weight.data().fill_(2.0));
     average.advance().unwrap();
     for (name, updates, unexpected) in
         [("with others", 3, vec!["with others/note", "with others/other"]), ("updated", 4, vec![])]
@@ -219,17 +204,11 @@ fn what_python_has_put_in_the_place_of_a_part_does_not_cost_the_others() {
 /// What is damaged is still damage.
 #[test]
 fn a_tensor_of_an_unknown_dtype_cannot_hide_a_gap() {
-    let folder = Folder::new();
-    let file = |offsets: [usize; 4], len: usize| {
-        let [a, b, c, d] = offsets;
+    let file = |[a, b, c, d]: [usize; 4], len: usize| {
         let header = format!(
             r#"{{"a":{{"dtype":"NEW","shape":[1],"data_offsets":[{a},{b}]}},"b":{{"dtype":"U8","shape":[2],"data_offsets":[{c},{d}]}}}}"#
         );
-        let path = folder.file("x.safetensors");
-        let bytes =
-            [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &vec![0; len]].concat();
-        std::fs::write(&path, bytes).unwrap();
-        Checkpoint::load(&path)
+        Checkpoint::from_bytes(safetensors(&header, len))
     };
     assert!(file([0, 3, 3, 5], 5).is_ok());
     for (offsets, len) in [
@@ -239,7 +218,6 @@ fn a_tensor_of_an_unknown_dtype_cannot_hide_a_gap() {
         ([3, 0, 3, 5], 5),
         ([0, 3, 3, 5], 6),
     ] {
-        let refused = checkpoint_error(file(offsets, len));
-        assert!(matches!(refused, CheckpointError::Damaged { .. }), "{refused}");
+        damaged(file(offsets, len));
     }
 }

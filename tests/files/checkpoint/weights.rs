@@ -4,14 +4,17 @@ use std::collections::BTreeMap;
 
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::Error;
 use tch_amp::average::Ema;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Stateful, save_weights};
 use tch_amp::optim::AdamW;
 
+use crate::checkpoint::python::hex_float;
+use crate::checkpoint::{checkpoint_error, own};
 use testkit::bits::{bits, hex};
+use testkit::checkpoints::checkpoint_of;
 use testkit::files::{Folder, names_in};
 use testkit::for_each_device;
+use testkit::programs::this_test_by;
 use testkit::python::Oracle;
 
 const EXTENSIONS: [&str; 6] = ["safetensors", "pt", "bin", "pth", "ckpt", "ot"];
@@ -173,18 +176,9 @@ fn a_python_module_takes_the_weights_strictly() {
         let renamed = variables.iter().map(|(name, tensor)| (format!("body.{name}"), tensor));
         save_weights(&path, renamed).unwrap();
         let printed = python.run(&["strict", path.to_str().unwrap()], "");
-        let numbers = printed.split_whitespace().map(hexadecimal).collect::<Vec<_>>();
+        let numbers = printed.split_whitespace().map(hex_float).collect::<Vec<_>>();
         assert_eq!(numbers, testkit::to_f64(&expected), "{extension}");
     }
-}
-
-/// Parses a number that Python's `float.hex` has printed.
-fn hexadecimal(text: &str) -> f64 {
-    let (sign, text) = text.strip_prefix('-').map_or((1.0, text), |text| (-1.0, text));
-    let (digits, exponent) = text.strip_prefix("0x").unwrap().split_once('p').unwrap();
-    let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
-    let whole = u64::from_str_radix(&format!("{whole}{fraction}"), 16).unwrap() as f64;
-    sign * whole * 2f64.powi(exponent.parse::<i32>().unwrap() - 4 * fraction.len() as i32)
 }
 
 #[test]
@@ -254,21 +248,17 @@ fn weights_that_a_format_cannot_hold_are_refused_and_leave_the_old_file() {
     for (name, expected, tensors) in cases {
         let path = folder.file(name);
         std::fs::write(&path, "before").unwrap();
-        match save_weights(&path, tensors.iter().copied()) {
-            Err(Error::Checkpoint(error @ CheckpointError::Unsaveable { .. })) => {
-                assert!(error.to_string().contains(expected), "{name}: {error}");
-            }
-            other => panic!("{name} {expected}: {other:?}"),
-        }
+        let error = checkpoint_error(save_weights(&path, tensors.iter().copied()));
+        assert!(matches!(error, CheckpointError::Unsaveable { .. }), "{name}: {error:?}");
+        assert!(error.to_string().contains(expected), "{name}: {error}");
         assert_eq!(std::fs::read(&path).unwrap(), b"before");
         std::fs::remove_file(path).unwrap();
     }
     for extension in EXTENSIONS {
         let refused = save_weights(folder.file(&format!("nowhere/x.{extension}")), [("a", &one)]);
-        let Err(Error::Checkpoint(CheckpointError::Save(torch_files::Error::Io { .. }))) = refused
-        else {
-            panic!("{refused:?}");
-        };
+        let refused = checkpoint_error(refused);
+        let is_of_disk = matches!(refused, CheckpointError::Save(torch_files::Error::Io { .. }));
+        assert!(is_of_disk, "{refused:?}");
     }
     assert!(names_in(&folder.0).is_empty());
 }
@@ -281,23 +271,12 @@ fn a_full_disk_is_an_error() {
     for extension in EXTENSIONS {
         let path = folder.file(&format!("x.{extension}"));
         std::fs::write(&path, "before").unwrap();
-        let status = std::process::Command::new("sh")
-            .args(["-c", "ulimit -f 64; trap '' XFSZ; exec \"$@\"", "sh"])
-            .arg(std::env::current_exe().unwrap())
-            .args([
-                "--exact",
-                "checkpoint::weights::save_on_a_full_disk",
-                "--ignored",
-                "--nocapture",
-            ])
-            .env("TCH_AMP_TEST_WEIGHTS", &path)
-            .output()
-            .unwrap();
-        let said = String::from_utf8_lossy(&status.stdout);
-        assert!(
-            status.status.success() && said.contains("File too large"),
-            "{extension}: {status:?}"
-        );
+        let shell = ["sh", "-c", "ulimit -f 64; trap '' XFSZ; exec \"$@\"", "sh"];
+        let mut save = this_test_by(&shell, "checkpoint::weights::save_on_a_full_disk");
+        let saved = save.env("TCH_AMP_TEST_WEIGHTS", &path).output().unwrap();
+        let said = String::from_utf8_lossy(&saved.stdout);
+        let is_told = saved.status.success() && said.contains("File too large");
+        assert!(is_told, "{extension}: {saved:?}");
         assert_eq!(std::fs::read(&path).unwrap(), b"before", "{extension}");
         std::fs::remove_file(path).unwrap();
     }
@@ -309,8 +288,8 @@ fn a_full_disk_is_an_error() {
 fn save_on_a_full_disk() {
     let Some(path) = std::env::var_os("TCH_AMP_TEST_WEIGHTS") else { return };
     let large = Tensor::zeros([1 << 20], (Kind::Float, Device::Cpu));
-    match save_weights(path, [("a", &large)]) {
-        Err(Error::Checkpoint(CheckpointError::Save(error))) => println!("{error}"),
+    match checkpoint_error(save_weights(path, [("a", &large)])) {
+        CheckpointError::Save(error) => println!("{error}"),
         other => panic!("{other:?}"),
     }
 }
@@ -324,9 +303,7 @@ fn a_checkpoint_neither_saves_nor_restores_what_averages_have_replaced() {
     let other = VarStore::new(Device::Cpu);
     nn::linear(other.root(), 3, 2, Default::default());
     let mut ema = Ema { decay: 0.5, ..Ema::default() }.build(&vs).unwrap();
-    let mut saved = Checkpoint::new();
-    saved.add("model", &vs).unwrap();
-    saved.add("optimizer", &mut opt).unwrap();
+    let saved = checkpoint_of([("model", &mut &vs), ("optimizer", &mut opt)]);
     ema.advance().unwrap();
     drop(tch::no_grad(|| linear.ws.shallow_clone().fill_(7.0)));
     ema.advance().unwrap();
@@ -336,27 +313,20 @@ fn a_checkpoint_neither_saves_nor_restores_what_averages_have_replaced() {
         let _averages = ema.swap_in().unwrap();
         let mut checkpoint = Checkpoint::new();
         let mut vs_by_value = &vs;
-        let mut tied = crate::checkpoint::own::Ema { updates: 0, weights: Default::default() };
-        tied.weights.insert("w".to_owned(), linear.ws.shallow_clone());
+        let mut tied = own::Ema::of(linear.ws.shallow_clone());
         let parts: [(&str, &mut dyn Stateful); 3] =
             [("model", &mut vs_by_value), ("optimizer", &mut opt), ("own", &mut tied)];
         for (name, part) in parts {
-            let refused = checkpoint.add(name, part).unwrap_err();
-            assert!(
-                matches!(refused, Error::Checkpoint(CheckpointError::Unsaveable { .. })),
-                "{refused:?}"
-            );
+            let refused = checkpoint_error(checkpoint.add(name, part));
+            assert!(matches!(refused, CheckpointError::Unsaveable { .. }), "{refused:?}");
             assert!(refused.to_string().contains("drop the guard of `swap_in`"), "{refused}");
         }
         assert_eq!(checkpoint.names().count(), 0);
-        let refused = [
+        for refused in [
             saved.restore().add("model", &vs).apply(),
             saved.restore().add("optimizer", &mut opt).apply(),
-        ];
-        for refused in refused {
-            let Err(Error::Checkpoint(CheckpointError::Tensor { .. })) = refused else {
-                panic!("{refused:?}");
-            };
+        ] {
+            assert!(matches!(checkpoint_error(refused), CheckpointError::Tensor { .. }));
         }
         // Another model is saved and restored as ever.
         checkpoint.add("model", &other).unwrap();
@@ -365,9 +335,7 @@ fn a_checkpoint_neither_saves_nor_restores_what_averages_have_replaced() {
     }
     assert_eq!(linear.ws.max().double_value(&[]), 7.0);
     assert_eq!(averages, expected);
-    let mut after = Checkpoint::new();
-    after.add("model", &vs).unwrap();
-    after.add("optimizer", &mut opt).unwrap();
+    let after = checkpoint_of([("model", &mut &vs), ("optimizer", &mut opt)]);
     assert_eq!(after.tensor("model.weight").unwrap(), linear.ws);
     saved.restore().add("optimizer", &mut opt).apply().unwrap();
 }

@@ -6,7 +6,7 @@ use tch_amp::function::{GradConfig, grad};
 use tch_amp::gradcheck::{gradcheck, gradgradcheck};
 use tch_amp::lean::{LinearCrossEntropyConfig, linear_cross_entropy};
 
-use crate::tensors::{assert_takes, with_each_kind};
+use crate::tensors::with_each_kind;
 
 #[test]
 fn inputs_and_outputs() {
@@ -27,7 +27,7 @@ fn inputs_and_outputs() {
         }
         Ok(())
     });
-    assert_takes("a function's input", &taken, &["f32", "bf16", "with gaps", "a leaf", "recorded"]);
+    taken.includes(&["f32", "bf16", "with gaps", "a leaf", "recorded"]);
     with_each_kind("a function's output", |tensor| {
         let input = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
         let given = tensor.shallow_clone();
@@ -70,7 +70,7 @@ fn outputs_inputs_and_gradients_of_grad() {
         let y = x.f_add(&x)?;
         grad(&[y], &[&x], &GradConfig { grad_outputs: &[Some(&tensor)], ..config }).map(drop)
     });
-    println!("grad takes {taken:?} as gradients");
+    println!("grad takes {:?} as gradients", taken.kinds);
     assert!(!x.grad().defined());
 }
 

@@ -8,7 +8,7 @@ use tch_amp::insight::{HealthReport, ScaleHealth, ScaleHistory};
 use tch_amp::optim::Sgd;
 use tch_amp::scaler::SpikeConfig;
 
-use crate::tensors::{assert_takes, with_each_kind};
+use crate::tensors::with_each_kind;
 use testkit::rows::rows;
 
 /// The number of elements that were counted.
@@ -69,7 +69,7 @@ fn counted_gradients() {
             "infinite",
             "NaN",
         ];
-        assert_takes(&what, &taken, wanted);
+        taken.includes(wanted);
     }
 }
 
@@ -88,5 +88,5 @@ fn losses_of_a_history() {
         assert!(rows::<Value>(&history.report()?, "steps")[0]["loss"].is_f64());
         Ok(())
     });
-    assert_takes("a loss in a history", &taken, &["of no dimensions"]);
+    taken.includes(&["of no dimensions"]);
 }

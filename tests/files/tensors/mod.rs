@@ -11,17 +11,32 @@ mod values;
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
 
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
+use tch_amp::distributed::{GroupConfig, ProcessGroup, Store};
 
 use kinds::KINDS;
 
-/// Calls `function` with each kind of tensor, and returns the names of the kinds that it accepted.
-fn with_each_kind(
-    what: &str,
-    function: impl Fn(Tensor) -> tch_amp::Result<()>,
-) -> Vec<&'static str> {
-    let (mut taken, mut wrong) = (Vec::new(), Vec::new());
+/// The names of the kinds of tensors that a function has accepted.
+struct Taken<'a> {
+    what: &'a str,
+    kinds: Vec<&'static str>,
+}
+
+impl Taken<'_> {
+    /// Asserts that the kinds that the function has to accept are among them.
+    fn includes(&self, wanted: &[&str]) {
+        let Self { what, kinds } = self;
+        for kind in wanted {
+            assert!(kinds.contains(kind), "{what} refused a tensor that is {kind}");
+        }
+    }
+}
+
+/// Calls a function with each kind of tensor.
+fn with_each_kind(what: &str, function: impl Fn(Tensor) -> tch_amp::Result<()>) -> Taken<'_> {
+    let (mut kinds, mut wrong) = (Vec::new(), Vec::new());
     for kind in KINDS {
         let Some(tensor) = kind.make() else {
             println!("{what}: this libtorch cannot create a tensor that is {}", kind.name);
@@ -30,7 +45,7 @@ fn with_each_kind(
         let called = catch_unwind(AssertUnwindSafe(|| function(tensor)));
         match called {
             Err(panic) => wrong.push(format!("{}: panic, {}", kind.name, message(&*panic))),
-            Ok(Ok(())) => taken.push(kind.name),
+            Ok(Ok(())) => kinds.push(kind.name),
             Ok(Err(error)) => {
                 let text = error.to_string();
                 // The dtype of an undefined tensor is none that tch knows.
@@ -42,7 +57,7 @@ fn with_each_kind(
         }
     }
     assert!(wrong.is_empty(), "{what}: {wrong:#?}");
-    taken
+    Taken { what, kinds }
 }
 
 fn message(panic: &(dyn Any + Send)) -> &str {
@@ -50,19 +65,13 @@ fn message(panic: &(dyn Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
 }
 
-/// Asserts that the kinds that every function has to accept are among those that were accepted.
-fn assert_takes(what: &str, taken: &[&str], wanted: &[&str]) {
-    for kind in wanted {
-        assert!(taken.contains(kind), "{what} refused a tensor that is {kind}");
-    }
+/// A group of one rank, or of several threads, that fails soon.
+fn group(store: &Store, rank: usize, size: usize) -> ProcessGroup {
+    let config = GroupConfig { timeout: Duration::from_secs(20), ..Default::default() };
+    config.join(store, rank, size).unwrap()
 }
 
 /// Another parameter beside the tensor under test, which no error may change.
 fn witness() -> Tensor {
     Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true)
-}
-
-fn numbers(tensor: &Tensor) -> Vec<f64> {
-    let plain = tensor.detach().to_device(Device::Cpu).to_kind(Kind::Double);
-    Vec::try_from(plain.contiguous().view(-1)).unwrap()
 }

@@ -4,7 +4,7 @@ use ::half::{bf16, f16};
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::buffers::{BufferSnapshot, check_buffers_finite};
-use tch_amp::checkpoint::{Checkpoint, Format, save_weights};
+use tch_amp::checkpoint::{Checkpoint, save_weights};
 use tch_amp::loss_scale::LossScale as _;
 use tch_amp::loss_scale::{
     DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite, select_tree,
@@ -12,7 +12,8 @@ use tch_amp::loss_scale::{
 use tch_amp::policy::{KeepF32, run_in_f32};
 use tch_amp::{GradScaler, Policy, half};
 
-use crate::tensors::{assert_takes, with_each_kind};
+use crate::tensors::with_each_kind;
+use testkit::files::Folder;
 
 /// The kinds whose numbers are in memory, in any order.
 const PLAIN: &[&str] = &[
@@ -47,8 +48,8 @@ fn finiteness() {
         assert!(!both.f_is_nonzero()?, "{tensor:?}");
         Ok(())
     });
-    assert_takes("all_finite", &taken, PLAIN);
-    assert_takes("all_finite", &taken, &["sparse COO", "complex64", "conjugate"]);
+    taken.includes(PLAIN);
+    taken.includes(&["sparse COO", "complex64", "conjugate"]);
     // Zeros are finite, and negative views are finite if the numbers that they negate are.
     let size = [2, 3];
     let zero = Tensor::internal_efficientzerotensor(size, (Kind::Float, Device::Cpu));
@@ -62,7 +63,7 @@ fn selection() {
     let yes = Tensor::from(true);
     let taken =
         with_each_kind("select_tree", |tensor| select_tree(&yes, &tensor, &tensor).map(drop));
-    assert_takes("select_tree", &taken, PLAIN);
+    taken.includes(PLAIN);
     with_each_kind("select_tree's condition", |tensor| {
         select_tree(&tensor, &Tensor::from(1f32), &Tensor::from(2f32)).map(drop)
     });
@@ -83,45 +84,43 @@ fn casts() {
     ];
     for (what, cast) in casts {
         let taken = with_each_kind(what, |tensor| cast(&tensor).map(drop));
-        assert_takes(what, &taken, PLAIN);
-        assert_takes(what, &taken, &["i64", "bool", "complex64"]);
+        taken.includes(PLAIN);
+        taken.includes(&["i64", "bool", "complex64"]);
+    }
+}
+
+/// Asserts that a tensor has the numbers of another one, if these are finite.
+fn assert_has_numbers_of(what: &str, loaded: &Tensor, saved: &Tensor) {
+    if saved.f_isfinite().is_ok_and(|finite| finite.all().is_nonzero()) {
+        let plain = saved.detach().contiguous();
+        let plain = if plain.is_complex() { plain.resolve_conj() } else { plain };
+        assert_eq!(loaded.size(), saved.size(), "{what}");
+        let same = loaded.eq_tensor(&plain.resolve_neg().to_device(Device::Cpu));
+        assert!(same.all().is_nonzero(), "{what}: {saved:?}");
     }
 }
 
 #[test]
 fn checkpoints() {
-    for (format, end) in [(Format::Safetensors, "safetensors"), (Format::Torch, "pt")] {
-        let name = format!("tch-amp-kinds-{}.{end}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        let what = format!("a checkpoint as {format:?}");
+    for end in ["safetensors", "pt"] {
+        let (_folder, path) = Folder::with(&format!("x.{end}"));
+        let what = format!("a checkpoint as {end}");
         let taken = with_each_kind(&what, |tensor| {
             let mut checkpoint = Checkpoint::new();
             checkpoint.add_tensor("t", &tensor)?;
             checkpoint.save(&path)?;
-            let loaded = Checkpoint::load(&path)?.tensor("t")?;
-            let finite = tensor.f_isfinite();
-            if finite.is_ok_and(|finite| finite.all().is_nonzero()) {
-                let plain = tensor.detach().contiguous();
-                let plain = if plain.is_complex() { plain.resolve_conj() } else { plain };
-                assert_eq!(loaded.size(), tensor.size());
-                assert!(
-                    loaded.eq_tensor(&plain.resolve_neg()).all().is_nonzero(),
-                    "{what}: {tensor:?}"
-                );
-            }
+            assert_has_numbers_of(&what, &Checkpoint::load(&path)?.tensor("t")?, &tensor);
             Ok(())
         });
-        std::fs::remove_file(&path).unwrap();
-        assert_takes(&what, &taken, PLAIN);
-        assert_takes(&what, &taken, &["i64", "bool", "complex64", "conjugate"]);
+        taken.includes(PLAIN);
+        taken.includes(&["i64", "bool", "complex64", "conjugate"]);
     }
 }
 
 #[test]
 fn weights() {
     for end in ["safetensors", "pt", "ot"] {
-        let name = format!("tch-amp-kinds-of-weights-{}.{end}", std::process::id());
-        let path = std::env::temp_dir().join(name);
+        let (_folder, path) = Folder::with(&format!("x.{end}"));
         let what = format!("weights as {end}");
         let taken = with_each_kind(&what, |tensor| {
             save_weights(&path, [("t", &tensor)])?;
@@ -133,28 +132,20 @@ fn weights() {
             // tch cannot read some of the dtypes in a safetensors file.
             let Ok(loaded) = loaded else { return Ok(()) };
             assert_eq!((loaded.len(), loaded[0].0.as_str()), (1, "t"), "{what}");
-            let finite = tensor.f_isfinite();
-            if finite.is_ok_and(|finite| finite.all().is_nonzero()) {
-                let plain = tensor.detach().contiguous();
-                let plain = if plain.is_complex() { plain.resolve_conj() } else { plain };
-                assert_eq!(loaded[0].1.size(), tensor.size(), "{what}");
-                let same = loaded[0].1.eq_tensor(&plain.resolve_neg().to_device(Device::Cpu));
-                assert!(same.all().is_nonzero(), "{what}: {tensor:?}");
-            }
+            assert_has_numbers_of(&what, &loaded[0].1, &tensor);
             Ok(())
         });
-        std::fs::remove_file(&path).unwrap();
-        assert_takes(&what, &taken, PLAIN);
-        assert_takes(&what, &taken, &["i64", "bool", "complex64", "conjugate"]);
+        taken.includes(PLAIN);
+        taken.includes(&["i64", "bool", "complex64", "conjugate"]);
     }
 }
 
 #[test]
 fn numbers_of_halves() {
     let taken = with_each_kind("half::to_vec of f16", |t| half::to_vec::<f16>(&t).map(drop));
-    assert_eq!(taken, ["f16"]);
+    assert_eq!(taken.kinds, ["f16"]);
     let taken = with_each_kind("half::to_vec of bf16", |t| half::to_vec::<bf16>(&t).map(drop));
-    assert_eq!(taken, ["bf16"]);
+    assert_eq!(taken.kinds, ["bf16"]);
 }
 
 #[test]
@@ -164,7 +155,7 @@ fn functional_loss_scales() {
         fixed.unscale(&fixed.scale(&tensor)?).map(drop)?;
         NoOpLossScale.scale(&tensor).map(drop)
     });
-    assert_takes("a loss scale", &taken, &["f32", "bf16", "with gaps", "negative", "i64"]);
+    taken.includes(&["f32", "bf16", "with gaps", "negative", "i64"]);
     let taken = with_each_kind("adjust", |tensor| {
         let mut scale = DynamicLossScale::new(Device::Cpu)?;
         let before = scale.value()?;
@@ -174,7 +165,7 @@ fn functional_loss_scales() {
         }
         adjusted
     });
-    assert_takes("adjust", &taken, &["of no dimensions"]);
+    taken.includes(&["of no dimensions"]);
 }
 
 /// The variables of a VarStore, with any kind of tensor in their place.
@@ -182,7 +173,7 @@ fn functional_loss_scales() {
 fn variables() {
     for trainable in [false, true] {
         let what = format!("variables, trainable: {trainable}");
-        let path = std::env::temp_dir().join(format!("tch-amp-kinds-{}.vs.pt", std::process::id()));
+        let (_folder, path) = Folder::with("x.pt");
         let taken = with_each_kind(&what, |tensor| {
             let mut vs = VarStore::new(Device::Cpu);
             let root = vs.root();
@@ -205,12 +196,7 @@ fn variables() {
             let policy = Policy::MIXED_BF16;
             policy.cast_variables(&mut vs, KeepF32::Nothing).map(drop)
         });
-        drop(std::fs::remove_file(&path));
-        assert_takes(
-            &what,
-            &taken,
-            &["f32", "f64", "bf16", "empty", "transposed", "copy-on-write"],
-        );
+        taken.includes(&["f32", "f64", "bf16", "empty", "transposed", "copy-on-write"]);
     }
 }
 
@@ -221,12 +207,12 @@ fn modules() {
     let policy = Policy::MIXED_BF16;
     let module = policy.apply_to(layer()).unwrap();
     let taken = with_each_kind("a module's input", |tensor| module.f_forward(&tensor).map(drop));
-    assert_takes("a module's input", &taken, PLAIN);
+    taken.includes(PLAIN);
     let kept = run_in_f32(layer());
     let taken = with_each_kind("the input of a module that stays f32", |tensor| {
         kept.f_forward(&tensor).map(drop)
     });
-    assert_takes("the input of a module that stays f32", &taken, PLAIN);
+    taken.includes(PLAIN);
     let taken = with_each_kind("Policy::run", |tensor| policy.run(&tensor, |t| t).map(drop));
-    assert_takes("Policy::run", &taken, PLAIN);
+    taken.includes(PLAIN);
 }

@@ -1,8 +1,8 @@
 //! Ranks on two hosts: network namespaces that a pair of virtual interfaces joins. This takes root, and `ip`.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::path::Path;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use tch::nn::{self, Module, VarStore};
@@ -14,8 +14,10 @@ use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, Result};
 
 use super::ranks;
+use super::system::Running;
 use testkit::bits::hex;
 use testkit::files::Folder;
+use testkit::programs::this_test_by;
 use testkit::skipped;
 
 /// The rank of a process, and the file of its checkpoint.
@@ -100,19 +102,11 @@ impl Hosts {
         assert!(ip(&format!("-n {} link set {INTERFACE} {state}", self.0[1])));
     }
 
-    fn start(&self, rank: usize, file: &Path) -> Rank {
-        let mut child = Command::new("ip")
-            .args(["netns", "exec", &self.0[rank]])
-            .arg(std::env::current_exe().unwrap())
-            .args(["--exact", "distributed::hosts::rank", "--ignored", "--nocapture"])
-            .env(FILE, file)
-            .env("RANK", rank.to_string())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap());
-        Rank { child, lines }
+    fn start(&self, rank: usize, file: &Path) -> Running {
+        let words = ["ip", "netns", "exec", &self.0[rank]];
+        let mut command = this_test_by(&words, "distributed::hosts::rank");
+        command.env(FILE, file).env("RANK", rank.to_string()).stdin(Stdio::piped());
+        Running::start(&mut command)
     }
 }
 
@@ -124,34 +118,9 @@ impl Drop for Hosts {
     }
 }
 
-struct Rank {
-    child: Child,
-    lines: BufReader<ChildStdout>,
-}
-
-impl Rank {
-    /// The rest of the next line that has this word.
-    fn after(&mut self, word: &str) -> String {
-        let mut line = String::new();
-        loop {
-            line.clear();
-            assert!(self.lines.read_line(&mut line).unwrap() > 0, "a rank ended before {word:?}");
-            if let Some((_, rest)) = line.split_once(word) {
-                return rest.trim().to_owned();
-            }
-        }
-    }
-
-    fn go_on(&mut self) {
-        writeln!(self.child.stdin.as_mut().unwrap(), "go on").unwrap();
-    }
-}
-
-impl Drop for Rank {
-    fn drop(&mut self) {
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
+/// Lets a rank go on that waits.
+fn let_go_on(rank: &mut Running) {
+    writeln!(rank.child.stdin.as_mut().unwrap(), "go on").unwrap();
 }
 
 fn group(rank: usize, port: u16) -> Result<ProcessGroup> {
@@ -209,15 +178,9 @@ fn a_cut_link_is_an_error_on_both_hosts_and_a_new_group_resumes() {
     };
     let (_folder, file) = Folder::with("training.safetensors");
     let mut both = [0, 1].map(|rank| hosts.start(rank, &file));
-    for rank in &mut both {
-        rank.after("rank: loaded");
-    }
-    for rank in &mut both {
-        rank.go_on();
-    }
-    for rank in &mut both {
-        rank.after("rank: trained");
-    }
+    both.iter_mut().for_each(|rank| drop(rank.after("rank: loaded")));
+    both.iter_mut().for_each(let_go_on);
+    both.iter_mut().for_each(|rank| drop(rank.after("rank: trained")));
     hosts.set_link("down");
     for rank in &mut both {
         let failed = rank.after("rank: failed after ");
@@ -228,9 +191,7 @@ fn a_cut_link_is_an_error_on_both_hosts_and_a_new_group_resumes() {
         assert!(error.contains("failed on rank"), "{failed}");
     }
     hosts.set_link("up");
-    for rank in &mut both {
-        rank.go_on();
-    }
+    both.iter_mut().for_each(let_go_on);
     let undisturbed = ranks(2, |group| {
         let mut training = Training::new(&group, None).unwrap();
         (0..2 * STEPS).for_each(|step| training.step(step).unwrap());

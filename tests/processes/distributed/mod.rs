@@ -37,23 +37,48 @@ mod sync_batch_norm;
 mod system;
 mod training;
 
-use std::time::Duration;
+use tch::{Device, Tensor};
+use tch_amp::distributed::{DistributedError, ProcessGroup, ReduceOp};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Error, GradScaler, Result};
 
-use tch_amp::distributed::{GroupConfig, ProcessGroup, Store};
+use testkit::ranks::{TIMEOUT, ranks, threads};
 
-/// Long enough for a busy machine, and short enough for a test that fails.
-const TIMEOUT: Duration = Duration::from_secs(60);
+/// What the ranks have called that disagree.
+#[track_caller]
+fn calls(error: Error) -> Vec<String> {
+    match error {
+        Error::Distributed(DistributedError::Mismatch { calls }) => calls,
+        other => panic!("{other}"),
+    }
+}
 
-/// Runs `rank` on threads that form a group, and returns the results in the order of the ranks.
-fn ranks<T: Send>(size: usize, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    let options = GroupConfig { timeout: TIMEOUT, ..Default::default() };
-    let store = Store::in_process().unwrap();
-    std::thread::scope(|scope| {
-        let spawn = |number| {
-            let (store, rank, options) = (&store, &rank, &options);
-            scope.spawn(move || rank(options.join(store, number, size).unwrap()))
-        };
-        let threads: Vec<_> = (0..size).map(spawn).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
+fn is_mismatch(error: &Error) -> bool {
+    matches!(error, Error::Distributed(DistributedError::Mismatch { .. }))
+}
+
+/// The sum of a one of each rank.
+fn sum(group: &ProcessGroup) -> Result<i64> {
+    let mut one = Tensor::from(1i64);
+    group.all_reduce(&mut one, ReduceOp::Sum)?;
+    Ok(one.int64_value(&[]))
+}
+
+/// Asserts that a group can still be used.
+#[track_caller]
+fn assert_open(group: &ProcessGroup) {
+    assert_eq!(sum(group).unwrap(), group.size() as i64);
+}
+
+/// A scaler that begins with this scale.
+fn scaler(init_scale: f64) -> GradScaler {
+    GradScalerConfig { init_scale, ..Default::default() }.build(Device::Cpu).unwrap()
+}
+
+/// Small numbers, the same in every process, and as in tests/oracle/distributed.py.
+fn numbers(shape: &[i64], seed: i64) -> Tensor {
+    let numbers: Vec<f32> = (0..shape.iter().product())
+        .map(|i| ((i * 37 + seed * 101 + i * i * 11).rem_euclid(211) - 105) as f32 / 256.0)
+        .collect();
+    Tensor::from_slice(&numbers).view(shape)
 }

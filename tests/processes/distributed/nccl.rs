@@ -8,7 +8,7 @@ use tch_amp::distributed::{DistributedDataParallel, ProcessGroup};
 use tch_amp::optim::AdamW;
 use tch_amp::scaler::{GradScalerConfig, StepCounter};
 
-use super::processes::{free_port, spawn};
+use super::processes::{free_port, spawn_rank};
 use super::ranks;
 use testkit::simulation::is_model;
 use testkit::{gpus, to_f64};
@@ -55,10 +55,9 @@ fn train(group: &ProcessGroup, device: Device) -> Vec<f64> {
 
 /// NCCL refuses two ranks with one GPU of a host, so each says that it is a host of its own.
 fn rank(number: usize, size: usize, port: &str, fault: &str) -> Child {
-    let [number, size] = [number, size].map(|number| number.to_string());
-    let group = [("WORLD_SIZE", &size[..]), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", port)];
-    let own = [("RANK", &number[..]), ("NCCL_HOSTID", &number), ("NCCL_SOCKET_IFNAME", "lo")];
-    spawn(TASK, &[&group[..], &own[..], &[("TCH_AMP_PLANTED_FAULT", fault)]].concat())
+    let (host, fault) = (number.to_string(), ("TCH_AMP_PLANTED_FAULT", fault));
+    let own = [("NCCL_HOSTID", &host[..]), ("NCCL_SOCKET_IFNAME", "lo"), fault];
+    spawn_rank(TASK, number, size, port, &own)
 }
 
 /// Trains over NCCL with a planted fault, on as many ranks, and over Gloo on the CPU.

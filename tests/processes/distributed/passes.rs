@@ -12,18 +12,12 @@ use tch_amp::distributed::{
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 use tch_amp::gradients::GradientError;
 use tch_amp::optim::{MasterWeights, Sgd};
-use tch_amp::scaler::GradScalerConfig;
-
 use tch_amp::{Error, GradScaler};
 
-use super::{TIMEOUT, ranks};
+use super::{TIMEOUT, is_mismatch, ranks, scaler, threads};
 
 /// So small that each weight has a bucket of its own.
 const SMALL: Option<f64> = Some(0.000_01);
-
-fn is_mismatch(error: &Error) -> bool {
-    matches!(error, Error::Distributed(DistributedError::Mismatch { .. }))
-}
 
 fn weights(vs: &VarStore) -> Vec<Tensor> {
     (0..3).map(|i| vs.root().var(&format!("w{i}"), &[4 + i], nn::Init::Const(1.0))).collect()
@@ -255,40 +249,33 @@ fn a_rank_that_does_not_come_to_a_pass_is_named_by_all_that_did() {
     for has_gradients in [false, true] {
         let store = Store::in_process().unwrap();
         let options = GroupConfig { timeout: Duration::from_secs(30), ..Default::default() };
-        std::thread::scope(|scope| {
-            for rank in 0..3 {
-                let (store, options) = (&store, &options);
-                scope.spawn(move || {
-                    let group = options.join(store, rank, 3).unwrap();
-                    let vs = VarStore::new(Device::Cpu);
-                    let weights = weights(&vs);
-                    let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
-                    let mut optimizer = Sgd::default().build(&vs, 0.1).unwrap();
-                    let mut backward = || {
-                        let loss = ddp.forward(|| loss(&weights, 1.0))?;
-                        ddp.backward(&loss)
-                    };
-                    backward().unwrap();
-                    backward().unwrap();
-                    if rank == 2 {
-                        return;
-                    }
-                    // One of the two may know that nothing can be undone.
-                    if !has_gradients || rank == 0 {
-                        optimizer.zero_grad().unwrap();
-                    }
-                    let error = backward().unwrap_err();
-                    let Error::Distributed(DistributedError::Communication { missing, .. }) = error
-                    else {
-                        panic!("{error}");
-                    };
-                    assert_eq!(missing, [2]);
-                    let again = backward().unwrap_err();
-                    let is_closed =
-                        matches!(again, Error::Distributed(DistributedError::Failed { .. }));
-                    assert!(is_closed, "{again}");
-                });
+        threads(3, |rank| {
+            let group = options.join(&store, rank, 3).unwrap();
+            let vs = VarStore::new(Device::Cpu);
+            let weights = weights(&vs);
+            let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+            let mut optimizer = Sgd::default().build(&vs, 0.1).unwrap();
+            let mut backward = || {
+                let loss = ddp.forward(|| loss(&weights, 1.0))?;
+                ddp.backward(&loss)
+            };
+            backward().unwrap();
+            backward().unwrap();
+            if rank == 2 {
+                return;
             }
+            // One of the two may know that nothing can be undone.
+            if !has_gradients || rank == 0 {
+                optimizer.zero_grad().unwrap();
+            }
+            let error = backward().unwrap_err();
+            let Error::Distributed(DistributedError::Communication { missing, .. }) = error else {
+                panic!("{error}");
+            };
+            assert_eq!(missing, [2]);
+            let again = backward().unwrap_err();
+            let is_closed = matches!(again, Error::Distributed(DistributedError::Failed { .. }));
+            assert!(is_closed, "{again}");
         });
     }
 }
@@ -300,8 +287,7 @@ fn a_sum_of_one_rank_alone_is_not_stepped_after_a_mismatch() {
         let weights = weights(&vs);
         let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
         let mut optimizer = Sgd::default().build(&vs, 0.5).unwrap();
-        let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
-        let mut scaler = config.build(Device::Cpu).unwrap();
+        let mut scaler = scaler(8.0);
         let own = 1.0 + 2.0 * group.rank() as f64;
         let is_unsynced = |refused: Error| {
             assert!(matches!(refused, Error::Gradient(GradientError::Unsynced)), "{refused}");

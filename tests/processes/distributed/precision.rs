@@ -4,21 +4,10 @@ use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::autocast::{Plan, Rule, RunAs};
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::distributed::{DistributedDataParallel, DistributedError, ProcessGroup};
-use tch_amp::{Amp, Autocast, Error, MixedPrecision};
+use tch_amp::distributed::DistributedDataParallel;
+use tch_amp::{Amp, Autocast, MixedPrecision};
 
-use super::ranks;
-
-fn calls(error: Error) -> Vec<String> {
-    match error {
-        Error::Distributed(DistributedError::Mismatch { calls }) => calls,
-        other => panic!("{other}"),
-    }
-}
-
-fn still_works(group: &ProcessGroup) {
-    assert_eq!(group.all_gather(&Tensor::from(1i64)).unwrap().len(), group.size());
-}
+use super::{assert_open, calls, ranks};
 
 #[test]
 fn precisions_that_the_ranks_have_named_differently_are_refused_on_all() {
@@ -40,7 +29,7 @@ fn precisions_that_the_ranks_have_named_differently_are_refused_on_all() {
             let mut amp = precisions[group.rank()].clone();
             let error = amp.agree_over(&group).unwrap_err();
             assert_eq!(amp, precisions[group.rank()]);
-            still_works(&group);
+            assert_open(&group);
             calls(error)
         });
         for calls in refused {

@@ -1,6 +1,5 @@
 //! Ranks that are processes, which find each other through the environment.
 
-use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
@@ -11,6 +10,7 @@ use std::time::{Duration, Instant};
 use tch::Tensor;
 use tch_amp::distributed::{GroupConfig, ReduceOp};
 
+use testkit::programs::{this_test, this_test_by};
 use testkit::python::Oracle;
 
 /// The timeout of the group in seconds, if it is not 30.
@@ -25,9 +25,8 @@ pub fn spawn(task: &str, variables: &[(&str, &str)]) -> Child {
 }
 
 fn command(task: &str, variables: &[(&str, &str)]) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    let mut command = this_test("distributed::processes::rank");
     command
-        .args(["--exact", "distributed::processes::rank", "--ignored", "--nocapture"])
         .env(TASK, task)
         .envs(variables.iter().copied())
         .stdout(Stdio::piped())
@@ -35,9 +34,23 @@ fn command(task: &str, variables: &[(&str, &str)]) -> Command {
     command
 }
 
-pub fn spawn_rank(task: &str, rank: &str, size: &str, port: &str) -> Child {
-    let address = ("MASTER_ADDR", "localhost");
-    spawn(task, &[("RANK", rank), ("WORLD_SIZE", size), address, ("MASTER_PORT", port)])
+/// A rank with these variables, and with others that add to them or replace them.
+pub fn spawn_rank(
+    task: &str,
+    rank: usize,
+    size: usize,
+    port: &str,
+    others: &[(&str, &str)],
+) -> Child {
+    let [rank, size] = &[rank, size].map(|number| number.to_string());
+    let numbers = [("RANK", rank.as_str()), ("WORLD_SIZE", size.as_str()), ("MASTER_PORT", port)];
+    spawn(task, &[&numbers[..], &[("MASTER_ADDR", "localhost")], others].concat())
+}
+
+/// All ranks of a group.
+pub fn spawn_ranks(task: &str, size: usize) -> Vec<Child> {
+    let port = free_port();
+    (0..size).map(|rank| spawn_rank(task, rank, size, &port, &[])).collect()
 }
 
 /// Waits until a rank is about to join its group.
@@ -77,14 +90,10 @@ fn rank() {
         Err(error) => return println!("rank: {error}"),
     };
     let mut sum = Tensor::from(group.rank() as i64 + 1);
-    if let Some(line) = super::saves::run(&group, &task) {
-        return println!("rank: {line}");
-    }
-    if let Some(line) = super::resuming::run(&group, &task) {
-        return println!("rank: {line}");
-    }
-    if let Some(line) = super::nccl::run(&group, &task) {
-        return println!("rank: {line}");
+    for run in [super::saves::run, super::resuming::run, super::nccl::run] {
+        if let Some(line) = run(&group, &task) {
+            return println!("rank: {line}");
+        }
     }
     match task.as_str() {
         "sum" => {
@@ -115,19 +124,15 @@ fn rank() {
 
 #[test]
 fn the_environment_forms_a_group() {
-    let port = free_port();
-    let children: Vec<_> =
-        ["0", "1", "2"].map(|rank| spawn_rank("sum", rank, "3", &port)).into_iter().collect();
-    let lines: Vec<_> = children.into_iter().map(only_line).collect();
+    let lines: Vec<_> = spawn_ranks("sum", 3).into_iter().map(only_line).collect();
     assert_eq!(lines, ["0 of 6", "1 of 6", "2 of 6"]);
 }
 
 #[test]
 fn a_killed_rank_is_named_at_once() {
     for killed in [0, 1] {
-        let port = free_port();
-        let mut children = ["0", "1"].map(|rank| spawn_rank("spin", rank, "2", &port));
-        let mut output = children.each_mut().map(lines);
+        let mut children = spawn_ranks("spin", 2);
+        let mut output: Vec<_> = children.iter_mut().map(lines).collect();
         for lines in &mut output {
             assert_eq!(lines.next().unwrap(), "begins");
         }
@@ -159,7 +164,7 @@ fn a_wrong_environment_is_an_error_that_names_the_variable() {
         }
     }
     let too_large = "RANK is 2, but must be less than WORLD_SIZE".to_owned();
-    started.push((too_large, spawn_rank("sum", "2", "2", "1")));
+    started.push((too_large, spawn_rank("sum", 2, 2, "1", &[])));
     for (expected, child) in started {
         let line = only_line(child);
         assert!(line.starts_with(&expected), "{expected}: {line}");
@@ -178,20 +183,12 @@ fn values_that_no_group_can_have_are_errors_that_name_the_variable() {
         ("WORLD_SIZE", "99999999999"),
         ("WORLD_SIZE", "99999999999999999999999"),
     ];
-    for rank in ["0", "1"] {
+    for rank in [0, 1] {
         let start = Instant::now();
         // At once, since rank 0 waits for others to tell them.
         let wrong = values.map(|(name, value)| {
-            let port = free_port();
-            let mut variables = HashMap::from([
-                ("RANK", rank),
-                ("WORLD_SIZE", "2"),
-                ("MASTER_ADDR", "127.0.0.1"),
-                ("MASTER_PORT", port.as_str()),
-                (TIMEOUT, "300"),
-            ]);
-            variables.insert(name, value);
-            (name, value, spawn("sum", &Vec::from_iter(variables)))
+            let others = [(TIMEOUT, "300"), (name, value)];
+            (name, value, spawn_rank("sum", rank, 2, &free_port(), &others))
         });
         for (name, value, child) in wrong {
             let line = only_line(child);
@@ -216,18 +213,9 @@ fn a_rank_whose_variables_are_wrong_does_not_keep_the_others_waiting() {
     ] {
         let port = free_port();
         let begin = |rank: usize| {
-            let number = rank.to_string();
-            let mut variables = HashMap::from([
-                ("RANK", number.as_str()),
-                ("WORLD_SIZE", "3"),
-                ("MASTER_ADDR", "localhost"),
-                ("MASTER_PORT", port.as_str()),
-                (TIMEOUT, "300"),
-            ]);
-            if rank == guilty {
-                variables.insert(name, value);
-            }
-            let mut child = spawn("sum", &Vec::from_iter(variables));
+            let others = [(TIMEOUT, "300"), (name, value)];
+            let others = if rank == guilty { &others[..] } else { &others[..1] };
+            let mut child = spawn_rank("sum", rank, 3, &port, others);
             await_coming(&mut child);
             child
         };
@@ -279,24 +267,18 @@ fn values_that_are_not_utf_8_are_errors_that_name_the_variable() {
 fn a_port_in_use_is_an_error_of_rank_0() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
-    let line = only_line(spawn_rank("sum", "0", "1", &port.to_string()));
+    let line = only_line(spawn_rank("sum", 0, 1, &port.to_string(), &[]));
     assert!(line.contains(&format!("127.0.0.1:{port} cannot be used")), "{line}");
 }
 
 #[test]
 fn torchrun_starts_the_ranks_and_restarts_them_after_a_failure() {
     let Some(oracle) = Oracle::find("distributed.py") else { return };
-    let mut command = Command::new(oracle.command().get_program());
-    let torchrun = ["-m", "torch.distributed.run", "--no-python", "--standalone"];
-    let output = command
-        .args(torchrun)
-        .args(["--nproc-per-node=2", "--max-restarts=1"])
-        .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "distributed::processes::rank", "--ignored", "--nocapture"])
-        .env(TASK, "restart")
-        .env("OMP_NUM_THREADS", "1")
-        .output()
-        .unwrap();
+    let python = oracle.command().get_program().to_str().unwrap().to_owned();
+    let torchrun = [python.as_str(), "-m", "torch.distributed.run", "--no-python", "--standalone"];
+    let words = [&torchrun[..], &["--nproc-per-node=2", "--max-restarts=1"]].concat();
+    let mut command = this_test_by(&words, "distributed::processes::rank");
+    let output = command.env(TASK, "restart").env("OMP_NUM_THREADS", "1").output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     for line in ["rank: 0 of 3", "rank: 1 of 3"] {
         assert_eq!(text.matches(line).count(), 1, "{text}");

@@ -11,7 +11,7 @@ use tch_amp::distributed::{DistributedError, ProcessGroup};
 use tch_amp::{Error, Result};
 use torch_files::{Value, Writer};
 
-use super::ranks;
+use super::{assert_open, calls, ranks};
 use testkit::files::Folder;
 
 /// The message of the error that the other ranks get.
@@ -20,10 +20,6 @@ fn message(error: Error) -> String {
         Error::Distributed(DistributedError::Rank { rank: 0, message }) => message,
         other => panic!("{other}"),
     }
-}
-
-fn still_works(group: &ProcessGroup) {
-    assert_eq!(group.all_gather(&Tensor::from(1i64)).unwrap().len(), group.size());
 }
 
 #[test]
@@ -50,7 +46,7 @@ fn every_rank_gets_what_rank_0_has_made() {
         let refused = || Err::<u64, _>(Error::Torch("no number".to_owned()));
         let error = group.from_rank_0(refused).unwrap_err();
         assert!(error.to_string().contains("no number"), "{error}");
-        still_works(&group);
+        assert_open(&group);
     });
 }
 
@@ -66,14 +62,14 @@ fn a_failed_save_is_an_error_on_every_rank() {
         } else {
             assert!(message(error).contains("/no/such/folder"));
         }
-        still_works(&group);
+        assert_open(&group);
         // Errors of other types.
         let full =
             || Err::<(), _>(anyhow::Error::from(io::Error::from(io::ErrorKind::StorageFull)));
         let error = group.on_rank_0(full).unwrap_err();
         assert!(format!("{error:#}").contains("no storage space"), "{error:#}");
         assert_eq!(error.is::<io::Error>(), group.rank() == 0);
-        still_works(&group);
+        assert_open(&group);
     });
 }
 
@@ -86,7 +82,7 @@ fn a_panic_of_rank_0_reaches_the_others_as_an_error() {
             0 => assert_eq!(*done.unwrap_err().downcast::<&str>().unwrap(), "planned"),
             _ => assert_eq!(message(done.unwrap().unwrap_err()), "a panic: planned"),
         }
-        still_works(&group);
+        assert_open(&group);
     });
 }
 
@@ -101,13 +97,8 @@ fn nothing_is_done_if_the_ranks_disagree() {
                 0 => group.on_rank_0(never).map(drop),
                 _ => other(&group),
             };
-            let refused = refused.unwrap_err();
-            let is_named = matches!(
-                &refused,
-                Error::Distributed(DistributedError::Mismatch { calls }) if calls[0] == "on_rank_0"
-            );
-            assert!(is_named, "{refused}");
-            still_works(&group);
+            assert_eq!(calls(refused.unwrap_err())[0], "on_rank_0");
+            assert_open(&group);
         });
     }
 }
@@ -128,7 +119,7 @@ fn work_that_uses_the_group_is_an_error_of_all_ranks_at_once() {
             let is_named = error.contains("rank 1 calls the end of on_rank_0")
                 || group.rank() == 0 && error.contains("work has used the group");
             assert!(is_named, "{error}");
-            still_works(&group);
+            assert_open(&group);
         });
         assert!(start.elapsed() < super::TIMEOUT / 2);
     }
@@ -164,7 +155,7 @@ fn all_ranks_get_the_checkpoint_of_rank_0() {
             assert_eq!(checkpoint.contains("later"), name == "run.pt");
             let tensor = checkpoint.tensor("large").unwrap();
             assert_eq!(tensor, large());
-            still_works(&group);
+            assert_open(&group);
         });
     }
 }
@@ -198,6 +189,6 @@ fn no_checkpoint_and_a_failed_load_reach_every_rank() {
             0 => assert!(matches!(error, Error::Checkpoint(CheckpointError::Io { .. }))),
             _ => assert!(message(error).contains("missing.pt")),
         }
-        still_works(&group);
+        assert_open(&group);
     });
 }

@@ -2,18 +2,17 @@
 
 use std::process::Child;
 use std::sync::Barrier;
-use std::thread;
 use std::time::{Duration, Instant};
 
+use tch::Device;
 use tch::nn::VarStore;
-use tch::{Device, Tensor};
 use tch_amp::distributed::{
-    DistributedDataParallel, DistributedError, GroupConfig, ProcessGroup, ReduceOp, Store,
+    DistributedDataParallel, DistributedError, GroupConfig, ProcessGroup, Store,
 };
 use tch_amp::{Error, Result};
 
-use super::processes::{free_port, only_line, spawn};
-use super::{TIMEOUT, ranks};
+use super::processes::{free_port, only_line, spawn_rank};
+use super::{TIMEOUT, assert_open, ranks, threads};
 
 /// Far less than the timeout of the groups.
 const SECONDS: Duration = Duration::from_secs(20);
@@ -22,19 +21,12 @@ fn options() -> GroupConfig {
     GroupConfig { timeout: TIMEOUT, ..Default::default() }
 }
 
-fn sum(group: &ProcessGroup) -> i64 {
-    let mut one = Tensor::from(1i64);
-    group.all_reduce(&mut one, ReduceOp::Sum).unwrap();
-    one.int64_value(&[])
-}
-
 /// What the ranks and sizes get that join a store at the same time.
 fn join(store: &Store, members: &[(usize, usize)]) -> Vec<Result<ProcessGroup>> {
     let start = Instant::now();
-    let joined = thread::scope(|scope| {
-        let join = |&(rank, size)| scope.spawn(move || options().join(store, rank, size));
-        let threads: Vec<_> = members.iter().map(join).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    let joined = threads(members.len(), |number| {
+        let (rank, size) = members[number];
+        options().join(store, rank, size)
     });
     assert!(start.elapsed() < SECONDS, "{:?}", start.elapsed());
     joined
@@ -59,14 +51,9 @@ fn two_processes_of_one_rank_are_refused_before_the_group_is_complete() {
     let named = GroupConfig { name: Some("a".to_owned()), ..options() };
     let store = Store::in_process().unwrap();
     let start = Instant::now();
-    thread::scope(|scope| {
-        for rank in [0, 1, 1] {
-            let (store, named) = (&store, &named);
-            scope.spawn(move || {
-                let refused = named.join(store, rank, 3).unwrap_err().to_string();
-                assert!(refused.contains("rank 1 has already used this name"), "{refused}");
-            });
-        }
+    threads(3, |number| {
+        let refused = named.join(&store, [0, 1, 1][number], 3).unwrap_err().to_string();
+        assert!(refused.contains("rank 1 has already used this name"), "{refused}");
     });
     assert!(start.elapsed() < SECONDS);
 }
@@ -76,22 +63,17 @@ fn a_name_that_was_used_is_refused_on_all_ranks_and_the_group_goes_on() {
     let store = Store::in_process().unwrap();
     let named = GroupConfig { name: Some("a".to_owned()), ..options() };
     let start = Instant::now();
-    thread::scope(|scope| {
-        for rank in 0..2 {
-            let (store, named) = (&store, &named);
-            scope.spawn(move || {
-                let first = named.join(store, rank, 2).unwrap();
-                for _ in 0..2 {
-                    let refused = named.join(store, rank, 2).unwrap_err();
-                    let is_name = matches!(refused, Error::InvalidArgument { name: "name", .. });
-                    assert!(is_name && refused.to_string().contains("\"a\""), "{refused}");
-                }
-                assert_eq!(sum(&first), 2);
-                drop(first);
-                // Not when the group is gone, either.
-                assert!(named.join(store, rank, 2).is_err());
-            });
+    threads(2, |rank| {
+        let first = named.join(&store, rank, 2).unwrap();
+        for _ in 0..2 {
+            let refused = named.join(&store, rank, 2).unwrap_err();
+            let is_name = matches!(refused, Error::InvalidArgument { name: "name", .. });
+            assert!(is_name && refused.to_string().contains("\"a\""), "{refused}");
         }
+        assert_open(&first);
+        drop(first);
+        // Not when the group is gone, either.
+        assert!(named.join(&store, rank, 2).is_err());
     });
     assert!(start.elapsed() < SECONDS);
 }
@@ -123,7 +105,7 @@ fn names_of_groups_do_not_meet_those_of_models_and_of_unnamed_groups() {
             let _weight = vs.root().ones("weight", &[1]);
             drop(DistributedDataParallel::new(group, &vs).unwrap());
         }
-        assert!(others.iter().all(|group| sum(group) == 2));
+        others.iter().for_each(assert_open);
         let loss = ddp.forward(|| &weight * (group.rank() as f64)).unwrap();
         ddp.backward(&loss).unwrap();
         assert_eq!(weight.grad().double_value(&[0]), 0.5);
@@ -136,14 +118,9 @@ fn ranks_that_leave_at_once_do_not_disturb_those_that_are_still_joining() {
         let store = Store::in_process().unwrap();
         for _ in 0..20 {
             let together = Barrier::new(size);
-            thread::scope(|scope| {
-                for rank in 0..size {
-                    let (store, together) = (&store, &together);
-                    scope.spawn(move || {
-                        together.wait();
-                        drop(options().join(store, rank, size).unwrap());
-                    });
-                }
+            threads(size, |rank| {
+                together.wait();
+                drop(options().join(&store, rank, size).unwrap());
             });
         }
     }
@@ -171,40 +148,30 @@ fn absurd_numbers_of_ranks_cost_neither_time_nor_memory() {
 fn an_interface_that_one_rank_lacks_is_named_on_all() {
     for lacking in 0..3 {
         let (store, start) = (Store::in_process().unwrap(), Instant::now());
-        thread::scope(|scope| {
-            for rank in 0..3 {
-                let interface = (rank == lacking).then(|| "lacking0".to_owned());
-                let (store, options) = (&store, GroupConfig { interface, ..options() });
-                scope.spawn(move || {
-                    let error = options.join(store, rank, 3).unwrap_err().to_string();
-                    assert!(error.contains("lacking0") && !error.contains("answer"), "{error}");
-                });
-            }
+        threads(3, |rank| {
+            let interface = (rank == lacking).then(|| "lacking0".to_owned());
+            let options = GroupConfig { interface, ..options() };
+            let error = options.join(&store, rank, 3).unwrap_err().to_string();
+            assert!(error.contains("lacking0") && !error.contains("answer"), "{error}");
         });
         assert!(start.elapsed() < SECONDS);
     }
 }
 
 /// A rank of a job, as a process.
-fn rank_of(job: Option<&str>, rank: &str, size: &str, port: &str) -> Child {
-    let mut variables = vec![
-        ("RANK", rank),
-        ("WORLD_SIZE", size),
-        ("MASTER_ADDR", "localhost"),
-        ("MASTER_PORT", port),
-    ];
-    variables.extend(job.map(|job| ("TORCHELASTIC_RUN_ID", job)));
-    spawn("sum", &variables)
+fn rank_of(job: Option<&str>, rank: usize, size: usize, port: &str) -> Child {
+    let job = job.map(|job| ("TORCHELASTIC_RUN_ID", job));
+    spawn_rank("sum", rank, size, port, job.as_slice())
 }
 
 #[test]
 fn a_rank_of_another_job_on_the_same_port_is_refused_alone() {
     for (job, other) in [(Some("one"), Some("other")), (Some("one"), None), (None, Some("other"))] {
         let (port, start) = (free_port(), Instant::now());
-        let first = rank_of(job, "0", "2", &port);
-        let stranger = only_line(rank_of(other, "1", "2", &port));
+        let first = rank_of(job, 0, 2, &port);
+        let stranger = only_line(rank_of(other, 1, 2, &port));
         assert!(stranger.contains("it is that of another job"), "{stranger}");
-        let second = rank_of(job, "1", "2", &port);
+        let second = rank_of(job, 1, 2, &port);
         let lines = [only_line(first), only_line(second)];
         assert_eq!(lines, ["0 of 3", "1 of 3"]);
         assert!(start.elapsed() < SECONDS);
@@ -214,7 +181,7 @@ fn a_rank_of_another_job_on_the_same_port_is_refused_alone() {
 #[test]
 fn two_jobs_without_names_on_the_same_port_do_not_mix() {
     let (port, start) = (free_port(), Instant::now());
-    let ranks = ["0", "1", "1", "0"].map(|rank| rank_of(None, rank, "3", &port));
+    let ranks = [0, 1, 1, 0].map(|rank| rank_of(None, rank, 3, &port));
     let lines = ranks.map(only_line);
     let [in_use, already] = ["cannot be used", "rank 1 has already come to this group"];
     let is_named = |line: &String| line.contains(in_use) || line.contains(already);

@@ -11,7 +11,7 @@ use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler, autocast};
 
-use super::processes::{free_port, only_line, spawn_rank};
+use super::processes::{only_line, spawn_ranks};
 use super::ranks;
 use testkit::bits::hex;
 use testkit::files::Folder;
@@ -139,10 +139,7 @@ pub fn run(group: &ProcessGroup, task: &str) -> Option<String> {
 }
 
 fn two_ranks(task: &str) -> Vec<String> {
-    let port = free_port();
-    let children: Vec<_> =
-        ["0", "1"].map(|rank| spawn_rank(task, rank, "2", &port)).into_iter().collect();
-    children.into_iter().map(only_line).collect()
+    spawn_ranks(task, 2).into_iter().map(only_line).collect()
 }
 
 #[test]
@@ -155,7 +152,7 @@ fn a_resumed_run_has_the_bits_of_the_whole_one_on_each_rank() {
     assert!(words[0][1] != words[1][1], "the ranks draw the same numbers");
     assert!(words[0][0] != "65536", "the scale has not changed");
     // Other ranks than those that saved it.
-    assert_eq!(only_line(spawn_rank(&task("others"), "0", "1", &free_port())), "done");
+    assert_eq!(only_line(spawn_ranks(&task("others"), 1).remove(0)), "done");
 }
 
 /// Restores the random numbers of two ranks on other numbers of ranks. The process is alone: nothing else draws

@@ -1,7 +1,7 @@
 //! Checkpoints that the ranks of a group save together.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Barrier;
 use std::time::{Duration, SystemTime};
 
@@ -10,13 +10,13 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::average::{AveragedWeights, Averaging, Ema};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder, Format, Rng};
 use tch_amp::distributed::{DistributedError, ProcessGroup, Store};
-use tch_amp::optim::{AdamW, Algorithm, MasterWeights, MomentDtype, Muon, Optimizer, Sgd};
+use tch_amp::optim::{AdamW, MasterWeights, MomentDtype, Muon, Optimizer, Sgd};
 use tch_amp::schedule::{CosineAnnealingLr, Scheduler};
 use tch_amp::{Error, GradScaler, Result};
 
-use super::processes::{free_port, only_line, spawn_rank};
-use super::ranks;
-use super::sharded::{Model, build, sharded, state_bits};
+use super::processes::{only_line, spawn_ranks};
+use super::sharded::{Mode, Model, build, state_bits};
+use super::{calls, ranks};
 use testkit::files::{Folder, names_in, run_on_small_disk, small_disk};
 use testkit::programs::number;
 use testkit::python::Oracle;
@@ -32,12 +32,8 @@ struct Run {
 
 impl Run {
     fn new(mode: Mode, group: Option<&ProcessGroup>) -> Self {
-        let (algorithm, kind, masters) = mode;
-        let model = Model::new(kind);
-        let opt = match group {
-            Some(group) => sharded(&model, group, algorithm, masters),
-            None => build(&model, algorithm, masters),
-        };
+        let model = Model::new(mode);
+        let opt = build(&model, mode, group);
         Self { model, opt, scaler: GradScaler::new(Device::Cpu).unwrap() }
     }
 
@@ -63,17 +59,14 @@ impl Run {
     }
 }
 
-type Mode = (Algorithm, Kind, MasterWeights);
-
 fn modes() -> [Mode; 6] {
-    let adamw: Algorithm = AdamW::default().into();
     [
-        (adamw, Kind::Float, MasterWeights::None),
-        (adamw, Kind::BFloat16, MasterWeights::Float),
-        (adamw, Kind::BFloat16, MasterWeights::Remainder),
-        (Muon::default().into(), Kind::BFloat16, MasterWeights::StochasticRounding { seed: 3 }),
-        (Sgd { momentum: 0.9, ..Default::default() }.into(), Kind::Half, MasterWeights::Float),
-        (Sgd::default().into(), Kind::Float, MasterWeights::None),
+        Mode::new(AdamW::default(), Kind::Float, MasterWeights::None),
+        Mode::new(AdamW::default(), Kind::BFloat16, MasterWeights::Float),
+        Mode::new(AdamW::default(), Kind::BFloat16, MasterWeights::Remainder),
+        Mode::new(Muon::default(), Kind::BFloat16, MasterWeights::StochasticRounding { seed: 3 }),
+        Mode::new(Sgd { momentum: 0.9, ..Default::default() }, Kind::Half, MasterWeights::Float),
+        Mode::new(Sgd::default(), Kind::Float, MasterWeights::None),
     ]
 }
 
@@ -232,8 +225,7 @@ fn shares_are_together_what_one_rank_saves_and_each_writes_its_part() {
             group.on_rank_0(|| checkpoint.save_as(&plain, format)).unwrap();
         });
         assert!(content(&shared) == content(&plain), "{size} {is_sharded}");
-        let mut files = names_in(&shared);
-        files.sort();
+        let files = names_in(&shared);
         let own = (0..size).map(|rank| file_of(format, rank));
         let index = [index_of(format).to_owned()];
         assert_eq!(files, index.into_iter().chain(own).collect::<Vec<_>>());
@@ -345,14 +337,9 @@ fn ranks_that_save_different_checkpoints_are_told_what_differs() {
             let mut folder = open(&path, format);
             let own = group.rank() as u64;
             let disagree = |saved: Result<_>, texts: [&str; 2]| {
-                let error = saved.map(|_: std::path::PathBuf| ()).unwrap_err();
-                let Error::Distributed(DistributedError::Mismatch { calls }) = error else {
-                    panic!("{error}")
-                };
-                assert!(
-                    calls.iter().zip(texts).all(|(call, text)| call.contains(text)),
-                    "{calls:?}"
-                );
+                let calls = calls(saved.map(|_: PathBuf| ()).unwrap_err());
+                let is_named = calls.iter().zip(texts).all(|(call, text)| call.contains(text));
+                assert!(is_named, "{calls:?}");
             };
             // Another step, another name of a part, another shape, and one rank that cannot even begin.
             let steps = [0, 1].map(|step| format!("step-0000000{step}.{ending}"));
@@ -591,9 +578,7 @@ fn kill_a_rank(seed: u64) {
     let mut rng = testkit::rng::Rng::new(seed);
     let (format, ending) = FORMATS[seed as usize % 2];
     let temporary = Folder::new();
-    let (task, port) = (format!("saves {ending} {}", temporary.0.display()), free_port());
-    let mut children: Vec<_> =
-        ["0", "1", "2"].map(|rank| spawn_rank(&task, rank, "3", &port)).into();
+    let mut children = spawn_ranks(&format!("saves {ending} {}", temporary.0.display()), 3);
     while steps_there(&temporary.0, format) < 1 + seed as usize / 2 % 2 {
         assert!(children[0].try_wait().unwrap().is_none(), "seed {seed}: rank 0 has ended");
         std::thread::sleep(Duration::from_millis(1));

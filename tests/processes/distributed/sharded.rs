@@ -4,17 +4,49 @@ use std::sync::Mutex;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::distributed::{DistributedError, ProcessGroup};
+use tch_amp::distributed::ProcessGroup;
 use tch_amp::optim::{
     Adafactor, Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, NAdam,
     Optimizer, OptimizerState, RmsProp, Sgd,
 };
 use tch_amp::{Error, GradScaler};
 
-use super::ranks;
+use super::{calls, ranks};
 use testkit::bits::bits;
 
-const SHAPES: [&[i64]; 5] = [&[3], &[8, 5], &[4], &[7, 3], &[1]];
+type Shapes = &'static [&'static [i64]];
+
+const SHAPES: Shapes = &[&[3], &[8, 5], &[4], &[7, 3], &[1]];
+
+/// Large enough for low-bit moments; one has a last block of 5 elements.
+const LARGE: Shapes = &[&[4101], &[70, 60], &[20], &[80, 80]];
+
+/// What is trained, and how.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Mode {
+    algorithm: Algorithm,
+    kind: Kind,
+    masters: MasterWeights,
+    moments: MomentDtype,
+    shapes: Shapes,
+}
+
+impl Mode {
+    pub(super) fn new(algorithm: impl Into<Algorithm>, kind: Kind, masters: MasterWeights) -> Self {
+        let (moments, shapes) = (MomentDtype::F32, SHAPES);
+        Self { algorithm: algorithm.into(), kind, masters, moments, shapes }
+    }
+
+    /// In f32.
+    fn plain(algorithm: impl Into<Algorithm>) -> Self {
+        Self::new(algorithm, Kind::Float, MasterWeights::None)
+    }
+
+    /// In f32, with such moments.
+    fn low_bit(algorithm: impl Into<Algorithm>, moments: MomentDtype) -> Self {
+        Self { moments, shapes: LARGE, ..Self::plain(algorithm) }
+    }
+}
 
 pub(super) struct Model {
     pub(super) vs: VarStore,
@@ -22,13 +54,13 @@ pub(super) struct Model {
 }
 
 impl Model {
-    pub(super) fn new(kind: Kind) -> Self {
+    pub(super) fn new(mode: Mode) -> Self {
         let mut vs = VarStore::new(Device::Cpu);
         let weight = |(i, shape): (usize, &&[i64])| {
             vs.root().var(&format!("w{i}"), shape, nn::Init::Const(0.25 * (i as f64 + 1.0)))
         };
-        let weights = SHAPES.iter().enumerate().map(weight).collect();
-        vs.set_kind(kind);
+        let weights = mode.shapes.iter().enumerate().map(weight).collect();
+        vs.set_kind(mode.kind);
         Self { vs, weights }
     }
 
@@ -74,6 +106,13 @@ pub(super) fn state_bits(state: &OptimizerState) -> Vec<(String, String, Vec<u8>
     tensors.collect()
 }
 
+/// Each algorithm with each of these dtypes and master weights.
+fn modes(masters: &[(Kind, MasterWeights)]) -> impl Iterator<Item = Mode> {
+    let mode =
+        move |algorithm| masters.iter().map(move |(kind, it)| Mode::new(algorithm, *kind, *it));
+    algorithms().into_iter().flat_map(mode)
+}
+
 fn algorithms() -> [Algorithm; 10] {
     [
         AdamW::default().into(),
@@ -89,72 +128,69 @@ fn algorithms() -> [Algorithm; 10] {
     ]
 }
 
-pub(super) fn build(model: &Model, algorithm: Algorithm, masters: MasterWeights) -> Optimizer {
-    let mut opt = algorithm.master_weights(masters).build(&model.vs, 0.05).unwrap();
+/// An optimizer whose state is divided among the ranks of a group, if there is one.
+pub(super) fn build(model: &Model, mode: Mode, group: Option<&ProcessGroup>) -> Optimizer {
+    let builder = mode.algorithm.master_weights(mode.masters).moments(mode.moments);
+    let mut opt = builder.build(&model.vs, 0.05).unwrap();
     assert_eq!(opt.assign_group(1, &["w3", "w0"]).unwrap(), 2);
     opt.set_lr_group(1, 0.025).unwrap();
+    if let Some(group) = group {
+        opt.shard_over(group).unwrap();
+    }
     opt
 }
 
-pub(super) fn sharded(
-    model: &Model,
-    group: &ProcessGroup,
-    algorithm: Algorithm,
-    masters: MasterWeights,
-) -> Optimizer {
-    let mut opt = build(model, algorithm, masters);
-    opt.shard_over(group).unwrap();
-    opt
+/// What [`Model::train`] makes of a model, and the states of its optimizer.
+type Trained = (Vec<Vec<u8>>, Vec<(String, String, Vec<u8>)>);
+
+fn trained(model: &Model, opt: &mut Optimizer, steps: std::ops::Range<i64>) -> Trained {
+    model.train(opt, &mut GradScaler::new(Device::Cpu).unwrap(), steps);
+    (model.bits(), state_bits(&opt.state_dict().unwrap()))
 }
 
 #[test]
 fn sharded_training_is_the_same_and_resumes_with_another_number_of_ranks() {
-    let modes = [
+    let masters = [
         (Kind::Float, MasterWeights::None),
         (Kind::BFloat16, MasterWeights::Float),
         (Kind::BFloat16, MasterWeights::Remainder),
         (Kind::BFloat16, MasterWeights::StochasticRounding { seed: 3 }),
     ];
-    for algorithm in algorithms() {
-        for (kind, masters) in modes {
-            let scaler = || GradScaler::new(Device::Cpu).unwrap();
-            let alone = Model::new(kind);
-            let mut opt = build(&alone, algorithm, masters);
-            let mut alone_scaler = scaler();
-            alone.train(&mut opt, &mut alone_scaler, 0..4);
-            let half = (alone.bits(), state_bits(&opt.state_dict().unwrap()));
-            alone.train(&mut opt, &mut alone_scaler, 4..7);
-            let whole = (alone.bits(), state_bits(&opt.state_dict().unwrap()));
-            let mut results = ranks(3, |group| {
-                let model = Model::new(kind);
-                let mut opt = sharded(&model, &group, algorithm, masters);
-                model.train(&mut opt, &mut scaler(), 0..4);
-                (model, opt.state_dict().unwrap())
-            });
-            for (model, _) in &results {
-                assert_eq!(model.bits(), half.0, "{algorithm:?} {kind:?} {masters:?}");
-            }
-            let (saved, state) = results.remove(0);
-            assert_eq!(state_bits(&state), half.1, "{algorithm:?} {kind:?} {masters:?}");
-            let saved = Mutex::new((saved.weights, state));
-            for size in [1, 2] {
-                let resumed = ranks(size, |group| {
-                    let model = Model::new(kind);
-                    let mut opt = sharded(&model, &group, algorithm, masters);
-                    {
-                        let saved = saved.lock().unwrap();
-                        let weights = model.weights.iter().zip(&saved.0);
-                        tch::no_grad(|| {
-                            weights.for_each(|(w, saved)| w.shallow_clone().copy_(saved))
-                        });
-                        opt.load_state_dict(&saved.1).unwrap();
+    let low_bit = [
+        Mode::low_bit(AdamW::default(), MomentDtype::EightBit),
+        Mode::low_bit(AdamW::default(), MomentDtype::BFloat16),
+        Mode::low_bit(Muon::default(), MomentDtype::BFloat16),
+    ];
+    for mode in modes(&masters).chain(low_bit) {
+        let alone = Model::new(mode);
+        let mut opt = build(&alone, mode, None);
+        let half = trained(&alone, &mut opt, 0..4);
+        let whole = trained(&alone, &mut opt, 4..7);
+        let mut results = ranks(3, |group| {
+            let model = Model::new(mode);
+            let mut opt = build(&model, mode, Some(&group));
+            let found = trained(&model, &mut opt, 0..4);
+            assert_eq!(found.0, half.0, "{mode:?}");
+            (found.1, model.weights, opt.state_dict().unwrap())
+        });
+        let (found, weights, state) = results.remove(0);
+        assert_eq!(found, half.1, "{mode:?}");
+        let saved = Mutex::new((weights, state));
+        for size in [1, 2] {
+            let resumed = ranks(size, |group| {
+                let model = Model::new(mode);
+                let mut opt = build(&model, mode, Some(&group));
+                {
+                    let saved = saved.lock().unwrap();
+                    for (weight, saved) in model.weights.iter().zip(&saved.0) {
+                        tch::no_grad(|| weight.shallow_clone().copy_(saved));
                     }
-                    model.train(&mut opt, &mut scaler(), 4..7);
-                    (model.bits(), state_bits(&opt.state_dict().unwrap()))
-                });
-                assert_eq!(resumed[0], whole, "{algorithm:?} {kind:?} {masters:?}, {size} ranks");
-                assert!(resumed.iter().all(|(bits, _)| *bits == whole.0));
-            }
+                    opt.load_state_dict(&saved.1).unwrap();
+                }
+                trained(&model, &mut opt, 4..7)
+            });
+            assert_eq!(resumed[0], whole, "{mode:?}, {size} ranks");
+            assert!(resumed.iter().all(|(bits, _)| *bits == whole.0));
         }
     }
 }
@@ -187,8 +223,9 @@ fn each_rank_keeps_its_share_of_the_bytes() {
 #[test]
 fn a_step_that_fails_on_one_rank_is_taken_on_none() {
     ranks(2, |group| {
-        let model = Model::new(Kind::Float);
-        let mut opt = sharded(&model, &group, AdamW::default().into(), MasterWeights::None);
+        let mode = Mode::plain(AdamW::default());
+        let model = Model::new(mode);
+        let mut opt = build(&model, mode, Some(&group));
         let mut scaler = GradScaler::disabled();
         model.train(&mut opt, &mut scaler, 0..2);
         let before = model.bits();
@@ -197,10 +234,7 @@ fn a_step_that_fails_on_one_rank_is_taken_on_none() {
         if group.rank() == 1 {
             opt.set_lr(0.5).unwrap();
         }
-        let error = opt.step().unwrap_err();
-        let Error::Distributed(DistributedError::Mismatch { calls }) = error else {
-            panic!("{error}")
-        };
+        let calls = calls(opt.step().unwrap_err());
         assert!(calls[0].contains("0.05") && calls[1].contains("0.5"), "{calls:?}");
         opt.set_lr(0.05).unwrap();
         // The largest parameter belongs to rank 0.
@@ -227,46 +261,36 @@ fn a_step_that_fails_on_one_rank_is_taken_on_none() {
 /// The ranks disagree before the first step, where states are made, and before later ones.
 #[test]
 fn a_step_after_a_mismatch_is_that_of_a_run_without_one() {
-    let modes = [
+    let masters = [
         (Kind::Float, MasterWeights::None),
         (Kind::BFloat16, MasterWeights::Float),
         (Kind::BFloat16, MasterWeights::StochasticRounding { seed: 3 }),
     ];
-    for algorithm in algorithms() {
-        for (kind, masters) in modes {
-            let scaler = || GradScaler::new(Device::Cpu).unwrap();
-            let alone = Model::new(kind);
-            let mut opt = build(&alone, algorithm, masters);
-            alone.train(&mut opt, &mut scaler(), 0..5);
-            let expected = (alone.bits(), state_bits(&opt.state_dict().unwrap()));
-            let found = ranks(2, |group| {
-                let model = Model::new(kind);
-                let mut opt = sharded(&model, &group, algorithm, masters);
-                let mut scaler = scaler();
-                for step in 0..5 {
-                    opt.zero_grad().unwrap();
-                    model.backward(&mut scaler, step);
-                    let before = model.bits();
-                    if group.rank() == 1 {
-                        opt.set_lr_group(1, 0.5).unwrap();
-                    }
-                    let error = opt.step().unwrap_err();
-                    let is_mismatch =
-                        matches!(error, Error::Distributed(DistributedError::Mismatch { .. }));
-                    assert!(is_mismatch, "{error}");
-                    opt.set_lr_group(1, 0.025).unwrap();
-                    assert_eq!(model.bits(), before, "{algorithm:?} {kind:?} {masters:?}");
-                    let outcome = scaler.step_clip_norm(&mut opt, 2.0).unwrap();
-                    assert_eq!(outcome.is_stepped().unwrap(), step != 2);
-                    scaler.update().unwrap();
+    for mode in modes(&masters) {
+        let alone = Model::new(mode);
+        let expected = trained(&alone, &mut build(&alone, mode, None), 0..5);
+        let found = ranks(2, |group| {
+            let model = Model::new(mode);
+            let mut opt = build(&model, mode, Some(&group));
+            let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+            for step in 0..5 {
+                opt.zero_grad().unwrap();
+                model.backward(&mut scaler, step);
+                let before = model.bits();
+                if group.rank() == 1 {
+                    opt.set_lr_group(1, 0.5).unwrap();
                 }
-                let state = opt.state_dict().unwrap();
-                (model.bits(), (group.rank() == 0).then(|| state_bits(&state)))
-            });
-            let what = format!("{algorithm:?} {kind:?} {masters:?}");
-            assert!(found.iter().all(|(bits, _)| *bits == expected.0), "{what}");
-            assert_eq!(found[0].1.as_ref(), Some(&expected.1), "{what}");
-        }
+                let _calls = calls(opt.step().unwrap_err());
+                opt.set_lr_group(1, 0.025).unwrap();
+                assert_eq!(model.bits(), before, "{mode:?}");
+                let outcome = scaler.step_clip_norm(&mut opt, 2.0).unwrap();
+                assert_eq!(outcome.is_stepped().unwrap(), step != 2);
+                scaler.update().unwrap();
+            }
+            (model.bits(), state_bits(&opt.state_dict().unwrap()))
+        });
+        assert!(found.iter().all(|(bits, _)| *bits == expected.0), "{mode:?}");
+        assert_eq!(found[0].1, expected.1, "{mode:?}");
     }
 }
 
@@ -286,9 +310,9 @@ fn ranks_that_differ_in_one_thing_alone_take_no_step() {
     ];
     for (change, expected) in changes {
         ranks(2, |group| {
-            let model = Model::new(Kind::Float);
-            let mut opt = sharded(&model, &group, Sgd::default().into(), MasterWeights::None);
-            let mut scaler = GradScaler::disabled();
+            let (mode, mut scaler) = (Mode::plain(Sgd::default()), GradScaler::disabled());
+            let model = Model::new(mode);
+            let mut opt = build(&model, mode, Some(&group));
             model.train(&mut opt, &mut scaler, 0..2);
             opt.zero_grad().unwrap();
             if group.rank() == 1 {
@@ -296,10 +320,7 @@ fn ranks_that_differ_in_one_thing_alone_take_no_step() {
             }
             let before = model.bits();
             model.backward(&mut scaler, 3);
-            let error = opt.step().unwrap_err();
-            let Error::Distributed(DistributedError::Mismatch { calls }) = error else {
-                panic!("{error}")
-            };
+            let calls = calls(opt.step().unwrap_err());
             assert!(calls[1].contains(expected), "{calls:?}");
             assert_eq!(model.bits(), before);
         });
@@ -309,13 +330,12 @@ fn ranks_that_differ_in_one_thing_alone_take_no_step() {
 #[test]
 fn only_the_same_parameters_are_divided_and_only_once() {
     ranks(2, |group| {
-        let model = Model::new(Kind::Float);
+        let model = Model::new(Mode::plain(AdamW::default()));
         if group.rank() == 1 {
             drop(model.vs.root().zeros("more", &[2]));
         }
         let mut opt = AdamW::default().build(&model.vs, 0.1).unwrap();
-        let error = opt.shard_over(&group).unwrap_err();
-        assert!(matches!(error, Error::Distributed(DistributedError::Mismatch { .. })), "{error}");
+        let _calls = calls(opt.shard_over(&group).unwrap_err());
         if group.rank() == 0 {
             drop(model.vs.root().zeros("more", &[2]));
         }
@@ -338,11 +358,9 @@ fn only_the_same_parameters_are_divided_and_only_once() {
 fn what_is_written_to_parameters_without_gradients_is_not_lost() {
     for masters in [MasterWeights::Float, MasterWeights::Remainder] {
         let run = |group: Option<&ProcessGroup>| {
-            let model = Model::new(Kind::BFloat16);
-            let mut opt = build(&model, Sgd::default().into(), masters);
-            if let Some(group) = group {
-                opt.shard_over(group).unwrap();
-            }
+            let mode = Mode::new(Sgd::default(), Kind::BFloat16, masters);
+            let model = Model::new(mode);
+            let mut opt = build(&model, mode, group);
             let mut scaler = GradScaler::disabled();
             model.train(&mut opt, &mut scaler, 0..2);
             // The next step leaves these out.
@@ -377,9 +395,9 @@ fn ranks_whose_parameters_have_come_to_differ_take_no_step() {
     ];
     for (change, expected) in changes {
         ranks(2, |group| {
-            let model = Model::new(Kind::Float);
-            let mut opt = sharded(&model, &group, AdamW::default().into(), MasterWeights::None);
-            let mut scaler = GradScaler::disabled();
+            let (mode, mut scaler) = (Mode::plain(AdamW::default()), GradScaler::disabled());
+            let model = Model::new(mode);
+            let mut opt = build(&model, mode, Some(&group));
             model.train(&mut opt, &mut scaler, 0..2);
             opt.zero_grad().unwrap();
             if group.rank() == 1 {
@@ -393,67 +411,5 @@ fn ranks_whose_parameters_have_come_to_differ_take_no_step() {
             assert!(error.contains(expected) || error.contains("which fails there"), "{error}");
             assert_eq!(model.bits(), before);
         });
-    }
-}
-
-/// Parameters that are large enough for low-bit moments, one with a last block of 5 elements.
-#[test]
-fn moments_of_few_bits_are_divided_and_gathered() {
-    let train = |opt: &mut Optimizer, weights: &[Tensor], steps: std::ops::Range<i64>| {
-        for step in steps {
-            opt.zero_grad().unwrap();
-            for (index, weight) in weights.iter().enumerate() {
-                let places = Tensor::arange(weight.numel() as i64, (Kind::Float, Device::Cpu));
-                let factors: Tensor = (places * 0.7 + (step * 5 + index as i64) as f64).sin();
-                (weight * factors.view_as(weight)).sum(Kind::Float).backward();
-            }
-            opt.step().unwrap();
-        }
-    };
-    let made = || {
-        [vec![4101i64], vec![70, 60], vec![20], vec![80, 80]]
-            .map(|size| Tensor::ones(size, (Kind::Float, Device::Cpu)).set_requires_grad(true))
-    };
-    let (adamw, muon) = (Algorithm::from(AdamW::default()), Algorithm::from(Muon::default()));
-    for (algorithm, states) in [
-        (adamw, MomentDtype::EightBit),
-        (adamw, MomentDtype::BFloat16),
-        (muon, MomentDtype::BFloat16),
-    ] {
-        let builder = algorithm.master_weights(MasterWeights::None).moments(states);
-        let build = |weights: &[Tensor]| builder.build(weights, 0.05).unwrap();
-        let alone = made();
-        let mut opt = build(&alone);
-        train(&mut opt, &alone, 0..3);
-        let mut saved = opt.state_dict().unwrap();
-        // Later steps change the optimizer's own tensors.
-        for tensor in saved.state.values_mut().flat_map(|tensors| tensors.values_mut()) {
-            *tensor = tensor.copy();
-        }
-        let half = (alone.each_ref().map(bits), state_bits(&saved));
-        let saved = Mutex::new((alone.each_ref().map(|weight| weight.detach().copy()), saved));
-        train(&mut opt, &alone, 3..5);
-        let whole = (alone.each_ref().map(bits), state_bits(&opt.state_dict().unwrap()));
-        for (size, steps, expected) in [(3, 0..3, &half), (2, 3..5, &whole)] {
-            let results = ranks(size, |group| {
-                let weights = made();
-                let mut opt = build(&weights);
-                opt.shard_over(&group).unwrap();
-                if steps.start > 0 {
-                    let saved = saved.lock().unwrap();
-                    for (weight, saved) in weights.iter().zip(&saved.0) {
-                        tch::no_grad(|| weight.shallow_clone().copy_(saved));
-                    }
-                    opt.load_state_dict(&saved.1).unwrap();
-                }
-                train(&mut opt, &weights, steps.clone());
-                (weights.each_ref().map(bits), state_bits(&opt.state_dict().unwrap()))
-            });
-            assert!(
-                results.iter().all(|(weights, _)| *weights == expected.0),
-                "{states:?} on {size}"
-            );
-            assert!(results[0].1 == expected.1, "{states:?} on {size}");
-        }
     }
 }

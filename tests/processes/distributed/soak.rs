@@ -2,7 +2,6 @@
 //!
 //! `TCH_AMP_RANK_STEPS` sets the number of steps, such as 20,000 for a run of minutes.
 
-use std::process::Command;
 use std::sync::Barrier;
 
 use tch::nn::{self, Module, VarStore};
@@ -12,6 +11,7 @@ use tch_amp::optim::AdamW;
 use tch_amp::scaler::GradScalerConfig;
 
 use super::ranks;
+use testkit::programs::this_test;
 use testkit::resident_bytes;
 use testkit::rng::Rng;
 
@@ -24,10 +24,7 @@ const GROWTH: u64 = 4 << 20;
 #[test]
 fn ranks_train_with_flat_memory_and_descriptors() {
     // In a process of its own, because the memory and the descriptors are those of the whole process.
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "distributed::soak::process", "--ignored", "--nocapture"])
-        .output()
-        .unwrap();
+    let output = this_test("distributed::soak::process").output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     print!("{text}");

@@ -1,15 +1,15 @@
 //! Ranks that a program starts itself.
 
-use std::io::{BufRead, BufReader, Lines};
 use std::os::unix::process::parent_id;
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use tch::Tensor;
 use tch_amp::Error;
 use tch_amp::distributed::{self, GroupConfig, ProcessGroup, ReduceOp};
 
-use super::system::{children, ignores, is_alive, is_stopped, kill, wait_until};
+use super::system::{Running, children, ignores, is_alive, is_stopped, kill, wait_until};
+use testkit::programs::this_test_by;
 
 /// What [`program`] is to do.
 const TASK: &str = "TCH_AMP_TEST_TASK";
@@ -18,11 +18,9 @@ const GRACE: &str = "TCH_AMP_TEST_GRACE";
 
 /// A program that calls `spawn`, through a shell that runs `before` first.
 fn command(task: &str, before: &str) -> Command {
-    let mut command = Command::new("sh");
+    let words = ["sh", "-c", &format!("{before} exec \"$0\" \"$@\"")];
+    let mut command = this_test_by(&words, "distributed::spawn::program");
     command
-        .args(["-c", &format!("{before} exec \"$0\" \"$@\"")])
-        .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "distributed::spawn::program", "--ignored", "--nocapture"])
         .env(TASK, task)
         .env(GRACE, "3600000")
         .env_remove("OMP_NUM_THREADS")
@@ -90,35 +88,11 @@ fn sum(group: &ProcessGroup) -> ! {
     std::process::exit(0)
 }
 
-/// What the processes of a program print, while it runs.
-struct Running(Child, Lines<BufReader<ChildStdout>>);
-
-impl Running {
-    fn start(before: &str) -> Self {
-        let mut program = command("wait", before).spawn().unwrap();
-        let lines = BufReader::new(program.stdout.take().unwrap()).lines();
-        Self(program, lines)
-    }
-
-    /// What a process prints next after `: `.
-    fn next(&mut self, who: &str) -> String {
-        let start = format!("{who}: ");
-        let mut lines = self.1.by_ref().map_while(Result::ok);
-        let line = lines.find_map(|line| line.split_once(&start).map(|(_, line)| line.to_owned()));
-        line.unwrap()
-    }
-
-    /// The ranks, when they have started.
-    fn ranks(&mut self) -> [u32; 2] {
-        [(); 2].map(|()| self.next("process").parse().unwrap())
-    }
-}
-
-impl Drop for Running {
-    /// A test that fails leaves no process behind.
-    fn drop(&mut self) {
-        drop((self.0.kill(), self.0.wait()));
-    }
+/// A program whose ranks wait, and the ranks.
+fn waiting(before: &str) -> (Running, [u32; 2]) {
+    let mut program = Running::start(&mut command("wait", before));
+    let ranks = [(); 2].map(|()| program.after("process: ").parse().unwrap());
+    (program, ranks)
 }
 
 #[test]
@@ -170,32 +144,29 @@ fn signals_are_passed_on() {
     let is_ignored = |number| ignores(std::process::id(), number);
     for (signal, number) in [("INT", 2), ("TERM", 15)].into_iter().filter(|(_, n)| !is_ignored(*n))
     {
-        let mut program = Running::start("");
-        let ranks = program.ranks();
-        kill(signal, program.0.id());
+        let (mut program, ranks) = waiting("");
+        kill(signal, program.child.id());
         let error = format!("signal {number} has interrupted the ranks");
-        assert_eq!([(); 2].map(|()| program.next("parent")), [error, "0 left".to_owned()]);
+        assert_eq!([(); 2].map(|()| program.after("parent: ")), [error, "0 left".to_owned()]);
         assert!(!ranks.into_iter().any(is_alive));
-        assert!(program.0.wait().unwrap().success());
+        assert!(program.child.wait().unwrap().success());
     }
 }
 
 #[test]
 fn an_ignored_signal_remains_ignored() {
-    let mut program = Running::start("trap '' HUP;");
-    let ranks = program.ranks();
-    let processes = [program.0.id(), ranks[0], ranks[1]];
+    let (mut program, ranks) = waiting("trap '' HUP;");
+    let processes = [program.child.id(), ranks[0], ranks[1]];
     assert!(processes.into_iter().all(|process| ignores(process, 1)));
-    kill("TERM", program.0.id());
-    assert!(program.0.wait().unwrap().success());
+    kill("TERM", program.child.id());
+    assert!(program.child.wait().unwrap().success());
 }
 
 #[test]
 fn ranks_are_killed_with_the_process_that_has_started_them() {
-    let mut program = Running::start("");
-    let ranks = program.ranks();
-    kill("KILL", program.0.id());
-    program.0.wait().unwrap();
+    let (mut program, ranks) = waiting("");
+    kill("KILL", program.child.id());
+    program.child.wait().unwrap();
     wait_until(|| !ranks.into_iter().any(is_alive));
 }
 

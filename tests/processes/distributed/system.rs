@@ -1,7 +1,8 @@
 //! The processes of this machine, in `/proc`.
 
 use std::fs;
-use std::process::Command;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// The state of a process, such as `T` for a stopped one, and its parent.
@@ -34,6 +35,39 @@ pub fn children(parent: u32) -> Vec<u32> {
 pub fn kill(signal: &str, number: u32) {
     let command = format!("kill -{signal} {number} 2> /dev/null || true");
     assert!(Command::new("sh").args(["-c", &command]).status().unwrap().success());
+}
+
+/// A process that prints lines while it runs. It does not outlive its test.
+pub struct Running {
+    pub child: Child,
+    lines: BufReader<ChildStdout>,
+}
+
+impl Running {
+    pub fn start(command: &mut Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap());
+        Self { child, lines }
+    }
+
+    /// The rest of the next line that has this word.
+    pub fn after(&mut self, word: &str) -> String {
+        let mut line = String::new();
+        loop {
+            line.clear();
+            let read = self.lines.read_line(&mut line).unwrap();
+            assert!(read > 0, "the process has ended before {word:?}");
+            if let Some((_, rest)) = line.split_once(word) {
+                return rest.trim().to_owned();
+            }
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        drop((self.child.kill(), self.child.wait()));
+    }
 }
 
 pub fn wait_until(holds: impl Fn() -> bool) {

@@ -8,8 +8,8 @@ use tch_amp::optim::Sgd;
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler};
 
-use super::ranks;
-use testkit::bits::bits;
+use super::{numbers, ranks};
+use testkit::bits::hex;
 use testkit::python::Oracle;
 
 const WIDTH: i64 = 24;
@@ -73,14 +73,6 @@ impl Config {
     }
 }
 
-/// Small numbers that both sides compute exactly.
-fn numbers(shape: &[i64], seed: i64) -> Tensor {
-    let numbers: Vec<f32> = (0..shape.iter().product())
-        .map(|i| ((i * 37 + seed * 101 + i * i * 11).rem_euclid(211) - 105) as f32 / 256.0)
-        .collect();
-    Tensor::from_slice(&numbers).view(shape)
-}
-
 struct Net {
     vs: VarStore,
     parameters: Vec<Tensor>,
@@ -116,10 +108,6 @@ impl Net {
         let xs = xs.batch_norm(Some(bn), None::<&Tensor>, mean, var, true, 0.1, 1e-5, true);
         xs.relu().linear(w2, None::<&Tensor>)
     }
-}
-
-fn hex(tensor: &Tensor) -> String {
-    bits(tensor).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn train(group: &ProcessGroup, config: Config) -> (f64, Vec<String>) {

@@ -11,29 +11,13 @@ use tch_amp::optim::{AmpOptimizer, Parameters, Step};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler, optim};
 
-use crate::autocast::{alone, for_each_device_alone};
+use crate::autocast::{add_one, sum_of_product, weight};
 use testkit::files::Folder;
-use testkit::{resident_bytes, to_f64};
-
-fn weight(device: Device) -> Tensor {
-    Tensor::ones([2, 2], (Kind::Float, device)).set_requires_grad(true)
-}
-
-fn sum_of_product(w: &Tensor) -> f64 {
-    let product = w.detach().ones_like().mm(w);
-    to_f64(&product.sum(Kind::Float))[0]
-}
-
-fn add_one(w: &mut Tensor) {
-    no_grad(|| {
-        let _updated = w.f_add_scalar_(1.0).unwrap();
-    });
-}
+use testkit::{for_each_device, resident_bytes, to_f64};
 
 /// The premise of the tests below, which could not fail without it.
 #[test]
 fn libtorch_serves_a_stale_weight_inside_a_region() {
-    let _alone = alone();
     let mut w = weight(Device::Cpu);
     let _guard = AutocastGuard::new(Device::Cpu).unwrap();
     assert_eq!(sum_of_product(&w), 8.0);
@@ -49,7 +33,7 @@ fn libtorch_serves_a_stale_weight_inside_a_region() {
 
 #[test]
 fn a_region_with_the_cache_off_uses_the_updated_weight() {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         let mut w = weight(device);
         let _guard = Autocast::new(device).cache(false).enter().unwrap();
         assert_eq!(sum_of_product(&w), 8.0);
@@ -60,7 +44,7 @@ fn a_region_with_the_cache_off_uses_the_updated_weight() {
 
 #[test]
 fn leaving_the_outermost_region_clears_the_cache() {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         let mut w = weight(device);
         for round in 1..4 {
             let _guard = AutocastGuard::new(device).unwrap();
@@ -74,7 +58,7 @@ fn leaving_the_outermost_region_clears_the_cache() {
 #[case::enabled(true)]
 #[case::disabled(false)]
 fn a_step_inside_a_region_forgets_the_casts(#[case] enabled: bool) {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         let vs = nn::VarStore::new(device);
         let w = vs.root().ones("w", &[2, 2]);
         let mut opt = nn::Sgd::default().build(&vs, 1.0).unwrap();
@@ -90,7 +74,7 @@ fn a_step_inside_a_region_forgets_the_casts(#[case] enabled: bool) {
 
 #[test]
 fn a_step_of_a_fused_optimizer_inside_a_region_clears_the_cache() {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         let w = weight(device);
         let mut opt = optim::Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
         let mut scaler = GradScaler::new(device).unwrap();
@@ -116,7 +100,7 @@ fn a_step_of_a_fused_optimizer_inside_a_region_clears_the_cache() {
 
 #[test]
 fn a_restore_inside_a_region_clears_the_cache() {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         let vs = nn::VarStore::new(device);
         let mut w = vs.root().ones("w", &[2, 2]);
         let mut checkpoint = Checkpoint::new();
@@ -149,7 +133,7 @@ impl AmpOptimizer for Evaluates {
 
 #[test]
 fn casts_that_a_step_makes_are_forgotten_after_it() {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         let w = weight(device);
         let mut scaler = GradScaler::new(device).unwrap();
         let _guard = AutocastGuard::new(device).unwrap();
@@ -185,7 +169,7 @@ fn a_step_that_panics_inside_a_region_forgets_the_casts(
     #[values(false, true)] scales: bool,
     #[values(false, true)] enabled: bool,
 ) {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         let w = weight(device);
         let config = GradScalerConfig { enabled, ..Default::default() };
         let mut scaler = config.build(device).unwrap();
@@ -200,7 +184,7 @@ fn a_step_that_panics_inside_a_region_forgets_the_casts(
 
 #[test]
 fn a_nested_region_of_another_dtype_casts_again_in_both_directions() {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         let w = weight(device);
         let region = |dtype| Autocast::new(device).dtype(dtype);
         let product = || w.detach().ones_like().mm(&w).kind();
@@ -218,7 +202,7 @@ fn a_nested_region_of_another_dtype_casts_again_in_both_directions() {
 
 #[test]
 fn a_captured_state_of_another_dtype_casts_again() {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         let w = weight(device);
         let product = || w.detach().ones_like().mm(&w).kind();
         let half = Autocast::new(device).dtype(Kind::Half);
@@ -232,7 +216,7 @@ fn a_captured_state_of_another_dtype_casts_again() {
 
 #[test]
 fn a_weight_first_used_under_no_grad_still_gets_its_gradient() {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         let w = weight(device);
         let _guard = AutocastGuard::new(device).unwrap();
         let _seen = no_grad(|| sum_of_product(&w));
@@ -243,7 +227,6 @@ fn a_weight_first_used_under_no_grad_still_gets_its_gradient() {
 
 #[test]
 fn weights_used_in_regions_are_freed() {
-    let _alone = alone();
     // One row: the weight is what is cast, and the product takes no time where bf16 is emulated.
     let row = Tensor::ones([1, 512], (Kind::Float, Device::Cpu));
     let cycle = |rounds| {
@@ -280,7 +263,6 @@ fn gradient_of_two_uses(region: Autocast, between: fn()) -> Tensor {
 /// As in libtorch: with one cast the two gradients of the weight are added in half precision, and with two in f32.
 #[test]
 fn a_region_or_a_step_that_ends_on_another_thread_empties_the_cache_of_all() {
-    let _alone = alone();
     let cached = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
     let uncached = cached.cache(false);
     let once = gradient_of_two_uses(cached, || ());

@@ -85,6 +85,17 @@ fn mixture(out: &[Tensor], shares: &Tensor) -> Tensor {
     shares + z.square() * -0.5 - log_std - half_log_2_pi()
 }
 
+fn ratio(out: &[Tensor], kind: Option<Kind>) -> Tensor {
+    let action = (constant(&out[0], &[32, 1], 1.7) * 4.99 + 5.0).to_kind(Kind::Int64);
+    let log = |x: &Tensor| x.log_softmax(-1, kind).gather(-1, &action, false);
+    (log(&out[0]) - log(&out[1].detach())).exp()
+}
+
+fn distillation(out: &[Tensor], kind: Option<Kind>) -> Tensor {
+    let [r, q] = [&out[0], &out[1]].map(|x| x.log_softmax(-1, kind));
+    sum(&(q.exp() * (&q - r)))
+}
+
 fn logits() -> Vec<Tensor> {
     vec![wave(&[32, 10], 0.83) * 9.0]
 }
@@ -208,16 +219,8 @@ const LOSSES: &[Loss] = &[
             let old = wave(&[32, 10], 0.83) * 6.0;
             vec![&old + wave(&[32, 10], 0.59) * 0.1, old]
         },
-        by_hand: |out| {
-            let action = (constant(&out[0], &[32, 1], 1.7) * 4.99 + 5.0).to_kind(Kind::Int64);
-            let log = |x: &Tensor| x.log_softmax(-1, None::<Kind>).gather(-1, &action, false);
-            (log(&out[0]) - log(&out[1].detach())).exp()
-        },
-        instead: Some(("`log_softmax(-1, Kind::Float)`", |out| {
-            let action = (constant(&out[0], &[32, 1], 1.7) * 4.99 + 5.0).to_kind(Kind::Int64);
-            let log = |x: &Tensor| x.log_softmax(-1, F32).gather(-1, &action, false);
-            (log(&out[0]) - log(&out[1].detach())).exp()
-        })),
+        by_hand: |out| ratio(out, None),
+        instead: Some(("`log_softmax(-1, Kind::Float)`", |out| ratio(out, Some(F32)))),
     },
     Loss {
         name: "KL divergence of two classifiers, as of distillation",
@@ -226,14 +229,8 @@ const LOSSES: &[Loss] = &[
             let teacher = wave(&[32, 10], 0.83) * 3.0;
             vec![&teacher + wave(&[32, 10], 0.59) * 0.3, teacher]
         },
-        by_hand: |out| {
-            let [r, q] = [&out[0], &out[1]].map(|x| x.log_softmax(-1, None::<Kind>));
-            sum(&(q.exp() * (&q - r)))
-        },
-        instead: Some(("`log_softmax(-1, Kind::Float)`", |out| {
-            let [r, q] = [&out[0], &out[1]].map(|x| x.log_softmax(-1, F32));
-            sum(&(q.exp() * (&q - r)))
-        })),
+        by_hand: |out| distillation(out, None),
+        instead: Some(("`log_softmax(-1, Kind::Float)`", |out| distillation(out, Some(F32)))),
     },
     Loss {
         name: "KL divergence of a variational autoencoder",
@@ -430,7 +427,6 @@ fn is_like(shown: f64, found: f64) -> bool {
 /// part.
 #[test]
 fn the_page_has_the_errors_and_says_what_is_safe() {
-    let _alone = crate::autocast::alone();
     let path = python::root().join(PAGE);
     let mut page = fs::read_to_string(&path).unwrap();
     let tables = tables();

@@ -8,16 +8,12 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::autocast::{AutocastError, AutocastState, LOG_PROBABILITIES, Plan, Rule, RunAs};
 
 use tch_amp::function::{GradConfig, grad};
-use tch_amp::recompute::checkpointed;
 use tch_amp::{Amp, Autocast, Error};
 
-use crate::autocast::{OUTSIDE, alone, for_each_device_alone, seen};
+use crate::autocast::{BF16, F32, OUTSIDE, gradient, refusal, seen};
 use testkit::python::Oracle;
 use testkit::simulation::lacks_libraries;
 use testkit::{for_each_device, to_f64};
-
-const BF16: Kind = Kind::BFloat16;
-const F32: Kind = Kind::Float;
 
 fn region() -> Autocast {
     Autocast::new(Device::Cpu)
@@ -28,9 +24,7 @@ fn random(seed: i64) -> Tensor {
 }
 
 fn random_on(device: Device, seed: i64) -> Tensor {
-    tch::manual_seed(seed);
-    let numbers = Tensor::randn([4, 4], (F32, Device::Cpu));
-    numbers.to_device(device).set_requires_grad(true)
+    crate::autocast::random(device, seed, &[4, 4])
 }
 
 type Operator = fn(&Tensor, &Tensor) -> Tensor;
@@ -58,7 +52,6 @@ fn computed(device: Device, f: impl Fn(&Tensor, &Tensor) -> Tensor) -> [Tensor; 
     let (a, b) = (random_on(device, 1), random_on(device, 2));
     let result = f(&a, &b);
     result.to_kind(F32).square().sum(F32).backward();
-    let gradient = |x: &Tensor| if x.grad().defined() { x.grad() } else { x.zeros_like() };
     [result.detach(), gradient(&a), gradient(&b)]
 }
 
@@ -69,7 +62,6 @@ fn halved(x: &Tensor) -> Tensor {
 
 #[test]
 fn operators_stay_in_f32_forward_and_backward() {
-    let _alone = alone();
     for_each_device(|device| {
         for (name, operator) in OPERATORS {
             let region = Autocast::new(device).dtype(BF16).keep_in_f32([name]);
@@ -108,7 +100,6 @@ fn differentiated(
 /// a custom function. This holds for second derivatives, too.
 #[test]
 fn operators_stay_in_f32_in_a_backward_pass_inside_of_the_region() {
-    let _alone = alone();
     let products: [(&str, Operator); 6] = [
         ("matmul", |a, b| a.matmul(b)),
         ("linear", |a, b| a.linear(b, Some(b.select(0, 0)))),
@@ -144,7 +135,7 @@ fn operators_stay_in_f32_in_a_backward_pass_inside_of_the_region() {
 /// Its backward runs an operator that another rule of the region would cast.
 #[test]
 fn a_rule_for_half_precision_does_not_reach_the_backward_of_one_in_f32() {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         let gradient = |region: Autocast| {
             let x = random_on(device, 1);
             region.run(|| x.exp().sum(F32).backward()).unwrap();
@@ -157,7 +148,7 @@ fn a_rule_for_half_precision_does_not_reach_the_backward_of_one_in_f32() {
 
 #[test]
 fn operators_run_in_half_precision_forward_and_backward() {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         for (name, operator) in OPERATORS {
             let region = Autocast::new(device).dtype(BF16).prefer_half([format!("aten::{name}")]);
             let found = computed(device, |a, b| region.run(|| operator(a, b)).unwrap());
@@ -170,7 +161,6 @@ fn operators_run_in_half_precision_forward_and_backward() {
 
 #[test]
 fn other_operators_and_dtypes_are_untouched() {
-    let _alone = alone();
     let x = random(3);
     let overridden = region().prefer_half(["exp", "add"]).keep_in_f32(["softmax"]);
     let kinds = |f: &dyn Fn() -> Tensor| {
@@ -194,7 +184,6 @@ fn kind_of_exp(x: &Tensor) -> Kind {
 /// The last call wins, regions inside inherit, and each is restored when it ends.
 #[test]
 fn regions_inside_inherit_and_override() {
-    let _alone = alone();
     let x = random(4);
     let half = region().keep_in_f32(["exp"]).prefer_half(["exp", "sin"]);
     assert_eq!(kind_of_exp(&x), F32);
@@ -236,7 +225,6 @@ type Call = fn(Autocast) -> Autocast;
 
 #[test]
 fn no_call_of_the_builder_forgets_the_rules_of_another() {
-    let _alone = alone();
     let calls: [(Call, Function, Kind); 5] = [
         (|region| region.keep_in_f32(["exp"]), Tensor::exp, F32),
         (|region| region.prefer_half(["sin"]), Tensor::sin, BF16),
@@ -258,7 +246,6 @@ fn no_call_of_the_builder_forgets_the_rules_of_another() {
 
 #[test]
 fn the_last_call_for_an_operator_wins_whichever_it_is() {
-    let _alone = alone();
     let calls: [(Call, Kind); 4] = [
         (|region| region.keep_in_f32(["exp"]), F32),
         (|region| region.prefer_half(["exp"]), BF16),
@@ -287,7 +274,6 @@ fn the_last_call_for_an_operator_wins_whichever_it_is() {
 
 #[test]
 fn guards_in_any_order_and_panics_restore_the_lists() {
-    let _alone = alone();
     let x = random(5);
     let outer = region().prefer_half(["exp"]).enter().unwrap();
     let inner = region().keep_in_f32(["exp"]).enter().unwrap();
@@ -305,7 +291,6 @@ fn guards_in_any_order_and_panics_restore_the_lists() {
 
 #[test]
 fn other_threads_are_unaffected_and_can_enter_the_state() {
-    let _alone = alone();
     let region = region().prefer_half(["exp"]);
     region
         .run(|| {
@@ -327,7 +312,6 @@ fn other_threads_are_unaffected_and_can_enter_the_state() {
 /// others they are as they were.
 #[test]
 fn operators_that_are_named_elsewhere_meanwhile_are_unaffected() {
-    let _alone = alone();
     const NAMES: [&str; 6] = ["erfinv", "cosh", "sinh", "lgamma", "digamma", "erfc"];
     let operators = |x: &Tensor| {
         [x.erfinv(), x.cosh(), x.sinh(), x.lgamma(), x.digamma(), x.erfc()].map(|y| y.kind())
@@ -363,30 +347,9 @@ fn operators_that_are_named_elsewhere_meanwhile_are_unaffected() {
     region().prefer_half(["exp"]).run(|| assert_eq!(operators(&share()), [F32; 6])).unwrap();
 }
 
-/// What is computed again in the backward pass has the lists of the forward pass, inside of the region and outside.
-#[test]
-fn recomputed_parts_have_the_lists_of_the_forward_pass() {
-    let _alone = alone();
-    let part = |x: &Tensor| x.exp().sin();
-    let region = region().prefer_half(["exp"]).keep_in_f32(["sin"]);
-    let gradient = |f: &dyn Fn(&Tensor) -> Tensor| {
-        let x = random(7);
-        region.run(|| f(&x)).unwrap().sum(F32).backward();
-        x.grad()
-    };
-    let recomputed = gradient(&|x| checkpointed(&[x], move |inputs| Ok(part(inputs[0]))).unwrap());
-    assert_eq!(recomputed, gradient(&part));
-    assert_ne!(recomputed, {
-        let x = random(7);
-        part(&x).sum(F32).backward();
-        x.grad()
-    });
-}
-
 /// A weight is cast once for all its uses in a region.
 #[test]
 fn casts_of_weights_are_cached() {
-    let _alone = alone();
     let weight = random(8);
     let x = random(9).detach();
     let region = region().prefer_half(["mul"]);
@@ -402,11 +365,7 @@ fn casts_of_weights_are_cached() {
 
 #[test]
 fn what_cannot_be_overridden_is_refused() {
-    let _alone = alone();
-    let error = |name: &str| match region().keep_in_f32([name]).enter().map(drop) {
-        Err(Error::Autocast(error)) => error,
-        other => panic!("{name}: {other:?}"),
-    };
+    let error = |name: &str| refusal(region().keep_in_f32([name]));
     for name in ["no_such_operator", "add.Tensor", "", "extension::scan", "a\0b"] {
         let error = error(name);
         assert!(matches!(error, AutocastError::UnknownOperator { .. }), "{name}: {error}");
@@ -506,7 +465,7 @@ fn statistics_of(batches: &[Tensor], per_instance: bool) -> [Vec<f64>; 2] {
 /// The running statistics of an overridden normalization are those of its input.
 #[test]
 fn running_statistics_are_kept() {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         tch::manual_seed(11);
         let batch = |_| Tensor::randn([4, 3, 5], (F32, Device::Cpu)) + 10.0;
         let batches: Vec<_> = (0..50).map(|i| batch(i).to_device(device)).collect();
@@ -565,7 +524,7 @@ fn running_statistics_are_kept() {
 /// Statistics in half precision are computed in f32, and rounded where they are kept, as with casts by hand.
 #[test]
 fn running_statistics_in_half_precision_are_written_back() {
-    for_each_device_alone(|device| {
+    for_each_device(|device| {
         for (name, call) in NORMALIZATIONS {
             if *name == "batch_norm_update_stats" && device != Device::Cpu {
                 continue;
@@ -601,16 +560,10 @@ fn running_statistics_in_half_precision_are_written_back() {
 /// What an operator does to its inputs would be done to copies.
 #[test]
 fn operators_that_write_without_saying_so_are_refused() {
-    let _alone = alone();
     for name in ["_copy_from", "_copy_from_and_resize", "_backward", "_propagate_xla_data"] {
-        let refused = region().prefer_half([name]).enter().map(drop);
-        let is_named = |error: &AutocastError| error.to_string().contains(name);
-        match refused {
-            Err(Error::Autocast(error @ AutocastError::NotOverridable { .. })) => {
-                assert!(is_named(&error));
-            }
-            other => panic!("{name}: {other:?}"),
-        }
+        let error = refusal(region().prefer_half([name]));
+        assert!(matches!(error, AutocastError::NotOverridable { .. }), "{name}: {error}");
+        assert!(error.to_string().contains(name), "{error}");
     }
 }
 
@@ -618,7 +571,6 @@ fn operators_that_write_without_saying_so_are_refused() {
 /// half-precision output of a layer, and what a likelihood of a Bernoulli adds.
 #[test]
 fn log_probabilities_by_hand_are_those_of_f32() {
-    let _alone = alone();
     let squashed = |x: &Tensor| (1i64 - x.tanh().square() + 1e-6).log();
     let complement = |x: &Tensor| (1i64 - x.sigmoid() + 1e-6).log() - x.softplus() * x.exp();
     let losses: [&dyn Fn(&Tensor) -> Tensor; 2] = [&squashed, &complement];
@@ -663,7 +615,6 @@ const LOGS: [(&str, Function); 18] = [
 /// `softmax` alone is left in half precision, by the switch of a run and with a plan as well.
 #[test]
 fn the_switch_of_a_run_keeps_every_log_probability_in_f32_on_the_cpu() {
-    let _alone = alone();
     assert_eq!(LOGS.map(|(name, _)| name), LOG_PROBABILITIES);
     let shares = Tensor::arange(12, (F32, Device::Cpu)).view([3, 4]) / 13.0 + 0.05;
     for (amp, dtype) in [(Amp::Bf16, BF16), (Amp::Fp16, Kind::Half)] {
@@ -674,23 +625,15 @@ fn the_switch_of_a_run_keeps_every_log_probability_in_f32_on_the_cpu() {
         let after_off = Amp::Off.on(Device::Cpu).unwrap().plan(&plan).unwrap();
         for amp in [plain, planned, after_off] {
             for (name, operator) in LOGS {
-                let compute = |within: &dyn Fn(&dyn Fn() -> Tensor) -> Tensor| {
+                let compute = |f: &dyn Fn(&Tensor) -> Tensor| {
                     let x = shares.to_kind(dtype).set_requires_grad(true);
-                    let result = within(&|| operator(&x));
+                    let result = f(&x);
                     result.to_kind(F32).square().sum(F32).backward();
                     (result.detach(), x.grad())
                 };
-                let found = compute(&|f| amp.autocast(f).unwrap());
-                let expected = match name {
-                    "softmax" => compute(&|f| f()),
-                    _ => {
-                        let x = shares.to_kind(dtype).set_requires_grad(true);
-                        let result = operator(&x.to_kind(F32));
-                        result.square().sum(F32).backward();
-                        (result.detach(), x.grad())
-                    }
-                };
                 let kind = if name == "softmax" { dtype } else { F32 };
+                let found = compute(&|x| amp.autocast(|| operator(x)).unwrap());
+                let expected = compute(&|x| operator(&x.to_kind(kind)));
                 assert_eq!((found.0.kind(), &found), (kind, &expected), "{name}: {amp}");
             }
         }

@@ -13,18 +13,16 @@ use tch_amp::loss_scale::{
     DynamicLossScale, LossScale as _, StaticLossScale, all_finite, select_tree,
 };
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, Optimizer, RmsProp,
-    Sgd,
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, RmsProp, Sgd,
 };
 use tch_amp::policy::KeepF32;
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, SpikeConfig};
 use tch_amp::{GradScaler, Policy, function, half, jit};
 
-use crate::autocast::alone;
 use testkit::descent::Descent;
 use testkit::files::Folder;
 use testkit::own_arithmetic::{
-    Job, assert_obeys_no_region, backward_of, job, large, leaves, loss_of, sum_of,
+    Job, assert_obeys_no_region, backward_of, inside, job, large, leaves, loss_of, sum_of,
 };
 use testkit::{for_each_device, to_f64};
 
@@ -148,11 +146,11 @@ const JOBS: &[Job] = &[
             "tamp_arrival_poll",
         ],
         |device, within, results| {
-            for algorithm in 0..7 {
-                for masters in 0..4 {
-                    let kind = if masters == 0 { F32 } else { Kind::BFloat16 };
+            for algorithm in algorithms() {
+                for masters in MASTERS {
+                    let kind = if masters == MasterWeights::None { F32 } else { Kind::BFloat16 };
                     let list = leaves(device, kind);
-                    let mut opt = build(algorithm, &list, masters);
+                    let mut opt = algorithm.master_weights(masters).build(&list, 0.1).unwrap();
                     let mut scaler = scaler(device, 1.0 / 1024.0);
                     for step in 0..3 {
                         within(&mut || {
@@ -168,15 +166,14 @@ const JOBS: &[Job] = &[
                             let _written = no_grad(|| list[0].shallow_clone().fill_(0.3));
                         }
                     }
-                    let mut saved = None;
-                    within(&mut || {
+                    let saved = inside(within, || {
                         let state = opt.state_dict().unwrap();
                         opt.load_state_dict(&state).unwrap();
                         opt.step().unwrap();
-                        saved = Some(opt.state_dict().unwrap());
+                        opt.state_dict().unwrap()
                     });
                     results.tensors(&list);
-                    for (name, entry) in &saved.unwrap().state {
+                    for (name, entry) in &saved.state {
                         for (key, tensor) in entry {
                             results.value((name, key));
                             results.tensor(tensor);
@@ -295,9 +292,7 @@ const JOBS: &[Job] = &[
             let mut ema = Ema { decay: 0.9, warmup: true, debias: true, ..Ema::default() }
                 .build(&vs)
                 .unwrap();
-            let mut swa = None;
-            within(&mut || swa = Some(Swa::default().build(&vs).unwrap()));
-            let mut swa = swa.unwrap();
+            let mut swa = inside(within, || Swa::default().build(&vs).unwrap());
             for _ in 0..3 {
                 (&w * 100.0).sum(kind).backward();
                 within(&mut || {
@@ -378,9 +373,7 @@ const JOBS: &[Job] = &[
             let mut window = Accumulation::of_weights([1.0, 2.0, 4.0]).unwrap();
             for _ in 0..3 {
                 let loss = loss_of([&list[0], &list[1]], &large(device, kind));
-                let mut weighed = None;
-                within(&mut || weighed = Some(window.weigh(&loss).unwrap()));
-                weighed.unwrap().backward();
+                inside(within, || window.weigh(&loss).unwrap()).backward();
             }
             results.tensors(&gradients(&list));
         }
@@ -431,9 +424,7 @@ const JOBS: &[Job] = &[
             let scaler = scaler(device, 1e-3);
             for factor in [1.1, 2.3] {
                 let loss = loss_of([a, b], &Tensor::full([6], factor, (F32, device)));
-                let mut scaled = None;
-                within(&mut || scaled = Some(scaler.scale(&loss).unwrap()));
-                scaled.unwrap().backward();
+                inside(within, || scaler.scale(&loss).unwrap()).backward();
             }
             within(&mut || {
                 let mut unscaled = scaler.unscale(&mut opt).unwrap();
@@ -453,9 +444,7 @@ const JOBS: &[Job] = &[
                 let _zeroed = w.grad().zero_();
             }
             let loss = loss_of([a, b], &Tensor::full([6], 1.1, (F32, device)));
-            let mut scaled = None;
-            within(&mut || scaled = Some(scaler.scale(&loss).unwrap()));
-            scaled.unwrap().backward();
+            inside(within, || scaler.scale(&loss).unwrap()).backward();
             within(&mut || drop(scaler.step(opt).unwrap()));
         }
         results.tensors(&list);
@@ -505,16 +494,15 @@ const JOBS: &[Job] = &[
                         scaler.update().unwrap();
                     });
                 }
-                let mut saved = None;
-                within(&mut || {
+                let saved = inside(within, || {
                     let mut plain = build(MomentDtype::F32).unwrap();
                     plain.load_state_dict(&opt.state_dict().unwrap()).unwrap();
                     opt.load_state_dict(&plain.state_dict().unwrap()).unwrap();
-                    saved = Some(opt.state_dict().unwrap());
                     results.value(opt.memory_usage().unwrap());
+                    opt.state_dict().unwrap()
                 });
-                results.tensors(&[weights.shallow_clone()]);
-                for (key, tensor) in &saved.unwrap().state["0"] {
+                results.tensor(&weights);
+                for (key, tensor) in &saved.state["0"] {
                     results.value(key);
                     results.tensor(tensor);
                 }
@@ -569,9 +557,8 @@ const JOBS: &[Job] = &[
                 for kind in [F32, Kind::Double, Kind::BFloat16] {
                     let mut checkpoint = Checkpoint::new();
                     checkpoint.add_tensor("tensor", &large(device, kind).tr()).unwrap();
-                    let mut pending = None;
-                    within(&mut || pending = Some(folder.save_async(step, &checkpoint).unwrap()));
-                    let saved = Checkpoint::load(pending.unwrap().wait().unwrap()).unwrap();
+                    let pending = inside(within, || folder.save_async(step, &checkpoint).unwrap());
+                    let saved = Checkpoint::load(pending.wait().unwrap()).unwrap();
                     results.tensor(&saved.tensor("tensor").unwrap());
                 }
             }
@@ -614,19 +601,17 @@ const JOBS: &[Job] = &[
                 seed.backward();
             });
             results.tensor(&x.grad());
-            let mut cast = None;
-            within(&mut || {
+            let cast = inside(within, || {
                 let double = function(|_, x| Ok(x[0] * 1.0), |_, g| Ok(&g[0] * 1.0));
-                cast = Some(double.cast_inputs(Kind::Double).apply(&[&x]).unwrap());
+                double.cast_inputs(Kind::Double).apply(&[&x]).unwrap()
             });
             // Outside of all regions nothing is cast.
-            results.value(to_f64(&cast.unwrap()));
+            results.value(to_f64(&cast));
         },
     ),
     job("a module that is frozen", &["tamp_jit_freeze"], |device, within, results| {
         let file = traced(device);
-        let mut frozen = Vec::new();
-        within(&mut || frozen = jit::freeze(&file).unwrap());
+        let frozen = inside(within, || jit::freeze(&file).unwrap());
         let module = CModule::load_data_on_device(&mut frozen.as_slice(), device).unwrap();
         results.tensor(&module.forward_ts(&[large(device, F32)]).unwrap());
     }),
@@ -636,12 +621,9 @@ const JOBS: &[Job] = &[
             let f = |x: &[&Tensor]| Ok::<_, tch_amp::Error>([x[0].sin()]);
             let closer = tch_amp::gradcheck::GradCheck { eps: 1e-4, ..Default::default() };
             results.value(closer.gradcheck(f, &[&x]).is_ok());
-            results.value(
-                gradcheck(|x: &[&Tensor]| Ok::<_, tch_amp::Error>([x[0].tr()]), &[&x]).is_ok(),
-            );
-            results.value(
-                gradgradcheck(|x: &[&Tensor]| Ok::<_, tch_amp::Error>([x[0].tr()]), &[&x]).is_ok(),
-            );
+            let transposed = |x: &[&Tensor]| Ok::<_, tch_amp::Error>([x[0].tr()]);
+            results.value(gradcheck(transposed, &[&x]).is_ok());
+            results.value(gradgradcheck(transposed, &[&x]).is_ok());
         });
     }),
 ];
@@ -656,31 +638,26 @@ fn traced(device: Device) -> Vec<u8> {
     std::fs::read(file).unwrap()
 }
 
-fn build(algorithm: usize, list: &[Tensor], masters: usize) -> Optimizer {
-    let masters = match masters {
-        0 => MasterWeights::None,
-        1 => MasterWeights::Float,
-        2 => MasterWeights::Remainder,
-        _ => MasterWeights::StochasticRounding { seed: 1 },
-    };
-    let built = match algorithm {
-        0 => AdamW { amsgrad: true, ..Default::default() }.master_weights(masters).build(list, 0.1),
-        1 => Adam::default().master_weights(masters).build(list, 0.1),
-        2 => Sgd { momentum: 0.9, dampening: 0.1, ..Default::default() }
-            .master_weights(masters)
-            .build(list, 0.1),
-        3 => Adagrad::default().master_weights(masters).build(list, 0.1),
-        4 => RmsProp { momentum: 0.9, centered: true, ..Default::default() }
-            .master_weights(masters)
-            .build(list, 0.1),
-        5 => Lion::default().master_weights(masters).build(list, 0.1),
-        _ => Muon::default().master_weights(masters).build(list, 0.1),
-    };
-    built.unwrap()
+const MASTERS: [MasterWeights; 4] = [
+    MasterWeights::None,
+    MasterWeights::Float,
+    MasterWeights::Remainder,
+    MasterWeights::StochasticRounding { seed: 1 },
+];
+
+fn algorithms() -> [Algorithm; 7] {
+    [
+        AdamW { amsgrad: true, ..Default::default() }.into(),
+        Adam::default().into(),
+        Sgd { momentum: 0.9, dampening: 0.1, ..Default::default() }.into(),
+        Adagrad::default().into(),
+        RmsProp { momentum: 0.9, centered: true, ..Default::default() }.into(),
+        Lion::default().into(),
+        Muon::default().into(),
+    ]
 }
 
 #[test]
 fn obeys_no_region() {
-    let _alone = alone();
     for_each_device(|device| assert_obeys_no_region(device, JOBS));
 }

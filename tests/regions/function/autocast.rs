@@ -1,34 +1,14 @@
 //! The counterpart of PyTorch's `custom_fwd` and `custom_bwd`: the autocast state of a function.
 
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::channel;
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::autocast::{AutocastGuard, AutocastState, is_autocast_enabled};
-use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
+use tch_amp::function::Function;
 use tch_amp::{Autocast, autocast, function};
 
 use crate::function::{MyMm, backward_below, double_, random_leaf};
 use testkit::for_each_device;
-
-/// Records the autocast state of its forward and of its backward.
-struct Probe {
-    seen: Sender<AutocastState>,
-}
-
-impl Function for Probe {
-    type Outputs = Tensor;
-    type Gradients = Tensor;
-
-    fn forward(&self, _: &mut ForwardContext, x: &[&Tensor]) -> FunctionResult<Tensor> {
-        self.seen.send(AutocastState::current()?)?;
-        Ok(x[0] * 2.0)
-    }
-
-    fn backward(&self, _: &BackwardContext<'_>, g: &GradOutputs<'_>) -> FunctionResult<Tensor> {
-        self.seen.send(AutocastState::current()?)?;
-        Ok(&g[0] * 2.0)
-    }
-}
 
 #[test]
 fn backward_runs_in_the_state_of_forward() {
@@ -62,12 +42,23 @@ fn check_state(
     depth: usize,
 ) {
     let (seen, receive) = channel();
+    let seen_again = seen.clone();
+    let probe = function(
+        move |_, x| {
+            seen.send(AutocastState::current()?)?;
+            Ok(x[0] * 2.0)
+        },
+        move |_, g| {
+            seen_again.send(AutocastState::current()?)?;
+            Ok(&g[0] * 2.0)
+        },
+    );
     let x = random_leaf(device, Kind::Float, &[1]);
     let before = AutocastState::current().unwrap();
     let (expected, y) = {
         let _region = forward.map(|region| region.enter().unwrap());
         let state = AutocastState::current().unwrap();
-        (state, Probe { seen }.apply(&[&x]).unwrap())
+        (state, probe.apply(&[&x]).unwrap())
     };
     {
         let _region = backward.map(|region| region.enter().unwrap());
@@ -83,37 +74,26 @@ fn check_state(
 /// PyTorch's `test_custom_enabled`.
 #[test]
 fn custom_enabled() {
-    struct Enabled;
-
-    impl Function for Enabled {
-        type Outputs = Tensor;
-        type Gradients = [Tensor; 2];
-
-        fn forward(&self, ctx: &mut ForwardContext, x: &[&Tensor]) -> FunctionResult<Tensor> {
-            assert_eq!([x[0].kind(), x[1].kind()], [Kind::Float; 2]);
-            assert!(is_autocast_enabled(x[0].device()));
-            ctx.save_for_backward(x);
-            Ok(x[0].f_mm(x[1])?)
-        }
-
-        fn backward(
-            &self,
-            ctx: &BackwardContext<'_>,
-            g: &GradOutputs<'_>,
-        ) -> FunctionResult<[Tensor; 2]> {
-            let [a, b] = ctx.saved_tensors()?;
-            assert!(is_autocast_enabled(a.device()));
-            let grads = [g[0].mm(&b.tr()), a.tr().mm(&g[0])];
-            assert_eq!([grads[0].kind(), grads[1].kind()], [g[0].kind(); 2]);
-            Ok(grads)
-        }
-    }
-
     for_each_device(|device| {
         for dtype in [Kind::BFloat16, Kind::Half] {
+            let enabled = function(
+                |ctx, x| {
+                    assert_eq!([x[0].kind(), x[1].kind()], [Kind::Float; 2]);
+                    assert!(is_autocast_enabled(x[0].device()));
+                    ctx.save_for_backward(x);
+                    Ok(x[0].f_mm(x[1])?)
+                },
+                |ctx, g| {
+                    let [a, b] = ctx.saved_tensors()?;
+                    assert!(is_autocast_enabled(a.device()));
+                    let grads = [g[0].mm(&b.tr()), a.tr().mm(&g[0])];
+                    assert_eq!([grads[0].kind(), grads[1].kind()], [g[0].kind(); 2]);
+                    Ok(grads)
+                },
+            );
             let [x, y] = [(); 2].map(|()| random_leaf(device, Kind::Float, &[8, 8]));
             let region = Autocast::new(device).dtype(dtype);
-            let out = region.run(|| Enabled.apply(&[&x, &y])).unwrap().unwrap();
+            let out = region.run(|| enabled.apply(&[&x, &y])).unwrap().unwrap();
             assert_eq!(out.kind(), dtype);
             out.sum(None).backward();
             assert_eq!([x.grad().kind(), y.grad().kind()], [Kind::Float; 2]);
@@ -207,29 +187,27 @@ fn only_the_devices_that_are_named_are_cast() {
 
 #[test]
 fn each_device_has_its_own_cast() {
-    testkit::gpus().into_iter().for_each(check_casts);
-}
-
-/// The dtypes to which inputs are cast on the CPU and on `gpu`.
-fn check_casts(gpu: Device) {
-    let both = |expected: [Kind; 2]| {
-        function(
-            move |_, x| {
-                assert_eq!([x[0].kind(), x[1].kind()], expected);
-                let on = [Device::Cpu, gpu].map(is_autocast_enabled);
-                assert_eq!(on, [false, expected[1] == Kind::Half]);
-                Ok([x[0] * 2.0, x[1] * 2.0])
-            },
-            |_, g| Ok([&g[0] * 2.0, &g[1] * 2.0]),
-        )
-        .cast_inputs_on(Device::Cpu, Kind::Float)
-    };
-    let inputs = [Device::Cpu, gpu].map(|device| random_leaf(device, Kind::Half, &[2]));
-    let _cpu = AutocastGuard::new(Device::Cpu).unwrap();
-    let _cuda = AutocastGuard::new(gpu).unwrap();
-    drop(both([Kind::Float, Kind::Half]).apply(&inputs).unwrap());
-    let cast = both([Kind::Float, Kind::Float]).cast_inputs_on(gpu, Kind::Float);
-    drop(cast.apply(&inputs).unwrap());
+    for gpu in testkit::gpus() {
+        // The dtypes to which inputs are cast on the CPU and on the GPU.
+        let both = |expected: [Kind; 2]| {
+            function(
+                move |_, x| {
+                    assert_eq!([x[0].kind(), x[1].kind()], expected);
+                    let on = [Device::Cpu, gpu].map(is_autocast_enabled);
+                    assert_eq!(on, [false, expected[1] == Kind::Half]);
+                    Ok([x[0] * 2.0, x[1] * 2.0])
+                },
+                |_, g| Ok([&g[0] * 2.0, &g[1] * 2.0]),
+            )
+            .cast_inputs_on(Device::Cpu, Kind::Float)
+        };
+        let inputs = [Device::Cpu, gpu].map(|device| random_leaf(device, Kind::Half, &[2]));
+        let _cpu = AutocastGuard::new(Device::Cpu).unwrap();
+        let _cuda = AutocastGuard::new(gpu).unwrap();
+        drop(both([Kind::Float, Kind::Half]).apply(&inputs).unwrap());
+        let cast = both([Kind::Float, Kind::Float]).cast_inputs_on(gpu, Kind::Float);
+        drop(cast.apply(&inputs).unwrap());
+    }
 }
 
 #[test]

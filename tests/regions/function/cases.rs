@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::function::{Function, GradConfig, grad};
 use tch_amp::{Autocast, autocast, function};
 
-use testkit::bits::{bits, kind_named};
+use testkit::bits::{bits, hex, kind_named};
 use testkit::functions::MyMm;
 use testkit::python::Oracle;
 use testkit::rng::Rng;
@@ -261,8 +261,7 @@ fn encode(tensor: &Tensor) -> Value {
         Kind::Half => "float16",
         other => panic!("no case has a {other:?} tensor"),
     };
-    let hex: String = bits(tensor).iter().map(|byte| format!("{byte:02x}")).collect();
-    json!({ "kind": kind, "shape": tensor.size(), "bits": hex })
+    json!({ "kind": kind, "shape": tensor.size(), "bits": hex(tensor) })
 }
 
 #[test]

@@ -2,43 +2,35 @@
 //! backward.
 
 use tch::{Device, Kind, Tensor, with_grad};
-use tch_amp::Autocast;
-use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
+use tch_amp::{Autocast, function};
 
 use crate::function::random_leaf;
 use testkit::bits::bits;
 use testkit::for_each_device;
 
-/// Layers whose activations are recomputed in backward.
-struct Checkpoint {
-    weights: Vec<Tensor>,
-}
-
 fn layers(x: &Tensor, weights: &[Tensor]) -> Tensor {
     weights.iter().fold(x.shallow_clone(), |x, w| x.mm(w).tanh())
 }
 
-impl Function for Checkpoint {
-    type Outputs = Tensor;
-    type Gradients = Tensor;
-
-    fn forward(&self, ctx: &mut ForwardContext, x: &[&Tensor]) -> FunctionResult<Tensor> {
-        ctx.save_for_backward(x);
-        Ok(layers(x[0], &self.weights))
-    }
-
-    fn backward(&self, ctx: &BackwardContext<'_>, g: &GradOutputs<'_>) -> FunctionResult<Tensor> {
-        let [x] = ctx.saved_tensors()?;
-        let x = x.detach().set_requires_grad(true);
-        let again = with_grad(|| (layers(&x, &self.weights) * &g[0]).sum(None));
-        // Computes the gradients of the weights as well, which are not inputs.
-        again.f_backward()?;
-        Ok(x.grad())
-    }
-}
-
-fn clones(tensors: &[Tensor]) -> Vec<Tensor> {
-    tensors.iter().map(Tensor::shallow_clone).collect()
+/// Layers whose activations are recomputed in backward.
+fn checkpoint(x: &Tensor, weights: &[Tensor]) -> Tensor {
+    let clones = || weights.iter().map(Tensor::shallow_clone).collect::<Vec<_>>();
+    let (first, second) = (clones(), clones());
+    let checkpoint = function(
+        move |ctx, x| {
+            ctx.save_for_backward(x);
+            Ok(layers(x[0], &first))
+        },
+        move |ctx, g| {
+            let [x] = ctx.saved_tensors()?;
+            let x = x.detach().set_requires_grad(true);
+            let again = with_grad(|| (layers(&x, &second) * &g[0]).sum(None));
+            // Computes the gradients of the weights as well, which are not inputs.
+            again.f_backward()?;
+            Ok(x.grad())
+        },
+    );
+    checkpoint.apply(&[x]).unwrap()
 }
 
 /// The gradients of the input and the weights.
@@ -66,9 +58,7 @@ fn a_checkpoint_recomputes_the_forward() {
             leaves.extend((0..4).map(|_| random_leaf(device, Kind::Float, &[8, 8])));
             let plain = gradients(device, dtype, &leaves, layers);
             let checkpointed = gradients(device, dtype, &leaves, |x, weights| {
-                weights.chunks(2).fold(x.shallow_clone(), |x, weights| {
-                    Checkpoint { weights: clones(weights) }.apply(&[x]).unwrap()
-                })
+                weights.chunks(2).fold(x.shallow_clone(), |x, weights| checkpoint(&x, weights))
             });
             assert_eq!(checkpointed, plain, "{device:?} {dtype:?}");
         }

@@ -2,9 +2,9 @@
 
 use tch::{Kind, Tensor, no_grad};
 use tch_amp::Error;
-use tch_amp::function::FunctionError;
+use tch_amp::function::{ForwardContext, FunctionError};
 
-use crate::function::{apply, double_, for_each_leaf, message, square, to_f64};
+use crate::function::{apply, double_, for_each_leaf, square, to_f64};
 use testkit::tensors::leaf;
 use testkit::{assert_says, for_each_device};
 
@@ -203,7 +203,7 @@ fn a_leaf_that_requires_a_gradient_cannot_be_dirty() {
 #[test]
 fn wrong_marks_are_refused() {
     for_each_leaf(&[1.0], |_, x| {
-        let try_marks = |mark: fn(&mut tch_amp::function::ForwardContext, &Tensor, &Tensor)| {
+        let try_marks = |mark: fn(&mut ForwardContext, &Tensor, &Tensor)| {
             let forward = move |ctx: &mut _, x: &[&Tensor]| {
                 let y = x[0] * 2.0;
                 mark(ctx, x[0], &y);
@@ -223,13 +223,13 @@ fn wrong_marks_are_refused() {
             input,
             "Marks: mark_non_differentiable was given a tensor that is not an output"
         );
-        let twice = |ctx: &mut tch_amp::function::ForwardContext, x: &[&Tensor]| {
+        let twice = |ctx: &mut ForwardContext, x: &[&Tensor]| {
             ctx.mark_dirty(x);
             let y = x[0].shallow_clone().f_mul_scalar_(2.0)?;
             Ok([y.shallow_clone(), y])
         };
-        let error = apply(&[&(&x * 1.0)], twice, |_, g| Ok(&g[0] + &g[1])).unwrap_err();
-        assert!(error.to_string().ends_with("must be returned, and only once"), "{error}");
+        let refused = apply(&[&(&x * 1.0)], twice, |_, g| Ok(&g[0] + &g[1]));
+        assert_says(refused, "must be returned, and only once");
     });
 }
 
@@ -293,22 +293,17 @@ fn indexing_a_missing_gradient_is_an_error() {
                 move |_, grads| Ok(&grads[index] * 3.0),
             )
             .unwrap();
-            message(b.f_backward())
+            b.f_backward()
         };
-        let error = index(0);
-        assert!(
-            error.contains("there is no gradient of output 0 of 2: look with get()"),
-            "{error}"
-        );
-        let error = index(2);
-        assert!(error.contains("there is no output 2: the function has 2"), "{error}");
+        assert_says(index(0), "there is no gradient of output 0 of 2: look with get()");
+        assert_says(index(2), "there is no output 2: the function has 2");
     });
 }
 
 #[test]
 fn later_marks_replace_earlier_ones() {
     for_each_leaf(&[2.0], |_, x| {
-        let forward = |ctx: &mut tch_amp::function::ForwardContext, x: &[&Tensor]| {
+        let forward = |ctx: &mut ForwardContext, x: &[&Tensor]| {
             let [one, other] = [1.0, 2.0].map(|factor| x[0] * factor);
             ctx.mark_non_differentiable(&[&one]);
             ctx.mark_non_differentiable(&[&other]);
@@ -323,14 +318,13 @@ fn later_marks_replace_earlier_ones() {
 
 #[test]
 fn an_input_that_was_changed_in_place_can_be_marked_as_not_differentiable() {
-    for_each_device(|device| {
-        let forward = |ctx: &mut tch_amp::function::ForwardContext, x: &[&Tensor]| {
+    for_each_leaf(&[3.0], |_, x| {
+        let forward = |ctx: &mut ForwardContext, x: &[&Tensor]| {
             ctx.mark_dirty(x);
             ctx.mark_non_differentiable(x);
             Ok(x[0].shallow_clone().f_mul_scalar_(2.0)?)
         };
-        let x = &leaf(&[3.0], Kind::Double, device) * 1.0;
-        let y = apply(&[&x], forward, |_, g| Ok(&g[0] * 2.0)).unwrap();
+        let y = apply(&[&(&x * 1.0)], forward, |_, g| Ok(&g[0] * 2.0)).unwrap();
         assert_eq!((to_f64(&y), y.requires_grad()), (vec![6.0], false));
     });
 }

@@ -6,14 +6,13 @@ use std::process::Command;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::function::{FunctionError, FunctionResult, GradConfig, grad};
-use tch_amp::recompute::checkpointed;
 use tch_amp::{Error, Result, autocast};
 
 use crate::function::{apply, for_each_leaf, square};
 use testkit::bits::bits;
 use testkit::python::Oracle;
 use testkit::tensors::leaf;
-use testkit::{for_each_device, to_f64};
+use testkit::to_f64;
 
 const F32: Kind = Kind::Float;
 const DEFAULT: GradConfig<'static> =
@@ -266,8 +265,7 @@ fn an_input_for_which_a_function_returns_no_gradient_is_unused() {
 
 #[test]
 fn a_panic_of_a_backward_is_an_error_of_the_call() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0], F32, device);
+    for_each_leaf(&[1.0], |_, x| {
         let y = apply(
             &[&x],
             |_, x| Ok(x[0] * 1.0),
@@ -281,9 +279,9 @@ fn a_panic_of_a_backward_is_an_error_of_the_call() {
 }
 
 #[test]
-fn gradients_can_be_computed_within_a_backward_and_a_recomputed_part() {
+fn gradients_can_be_computed_within_a_backward() {
     for_each_leaf(&[0.5, 2.0], |_, x| {
-        // In a backward: the derivative of x³, by way of a graph of its own.
+        // The derivative of x³, by way of a graph of its own.
         let cube = apply(
             &[&x],
             |ctx, x| {
@@ -299,28 +297,7 @@ fn gradients_can_be_computed_within_a_backward_and_a_recomputed_part() {
         );
         let found = grad(&[sum(&cube.unwrap())], &[&x], &DEFAULT).unwrap();
         assert_eq!(to_f64(found[0].as_ref().unwrap()), [0.75, 12.0]);
-
-        // In a part that runs twice.
-        let y: Tensor = checkpointed(&[&x], |x| {
-            let inner = x[0].detach().set_requires_grad(true);
-            let y = tch::with_grad(|| sum(&inner.pow_tensor_scalar(3)));
-            let slope = grad(&[y], &[&inner], &DEFAULT)?.remove(0).unwrap();
-            Ok(x[0] * slope)
-        })
-        .unwrap();
-        sum(&y).backward();
-        assert_eq!(to_f64(&x.grad()), [0.75, 12.0]);
     });
-}
-
-#[test]
-fn a_weight_that_only_a_recomputed_part_uses_has_a_gradient() {
-    let [w, x] = [(); 2].map(|()| self::x());
-    let weight = w.shallow_clone();
-    let y: Tensor = checkpointed(&[&x], move |x| Ok(x[0] * &weight)).unwrap();
-    let found = grad(&[&sum(&y)], &[&w, &x], &KEPT).unwrap();
-    assert_eq!(found, [Some(x.detach()), Some(w.detach())]);
-    assert!(!w.grad().defined());
 }
 
 /// Why there is `grad`. If this fails, tch has been corrected, and docs/differences.md is to be.

@@ -5,7 +5,6 @@ use tch_amp::Error;
 use tch_amp::function::FunctionError;
 
 use crate::function::{apply, for_each_leaf, to_f64};
-use testkit::for_each_device;
 use testkit::tensors::leaf;
 
 #[test]
@@ -36,9 +35,8 @@ fn undefined_inputs_are_allowed_anywhere() {
                 move |ctx, x| {
                     ctx.save_for_backward(x);
                     assert_eq!(x.iter().position(|t| t.defined()), Some(place));
-                    assert!(
-                        ctx.needs_input_grad(place)? && !ctx.needs_input_grad((place + 1) % 3)?
-                    );
+                    let next = (place + 1) % 3;
+                    assert!(ctx.needs_input_grad(place)? && !ctx.needs_input_grad(next)?);
                     Ok(x[place] * 2.0)
                 },
                 move |ctx, g| {
@@ -88,8 +86,8 @@ fn one_tensor_may_be_several_inputs() {
 
 #[test]
 fn a_missing_gradient_is_none() {
-    for_each_device(|device| {
-        let (x, y) = (leaf(&[1.0], Kind::Double, device), leaf(&[1.0], Kind::Double, device));
+    for_each_leaf(&[1.0], |device, x| {
+        let y = leaf(&[1.0], Kind::Double, device);
         let z =
             apply(&[&x, &y], |_, x| Ok(x[0] + x[1]), |_, g| Ok([Some(g[0].shallow_clone()), None]));
         z.unwrap().backward();
@@ -122,12 +120,8 @@ fn no_such_input(answer: tch_amp::Result<bool>) {
 
 #[test]
 fn backward_can_query_which_gradients_are_needed() {
-    for_each_device(|device| {
-        let (x, y, z) = (
-            leaf(&[1.0], Kind::Double, device),
-            leaf(&[1.0], Kind::Double, device),
-            leaf(&[1.0], Kind::Double, device).detach(),
-        );
+    for_each_leaf(&[1.0], |device, x| {
+        let (y, z) = (leaf(&[1.0], Kind::Double, device), x.detach());
         let needs = |wanted: &[&Tensor]| {
             let (send, receive) = std::sync::mpsc::channel();
             let out = apply(

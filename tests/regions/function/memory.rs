@@ -7,26 +7,24 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs};
 
 use crate::function::{Counted, Owning, apply, for_each_leaf, to_f64};
-use testkit::for_each_device;
 use testkit::tensors::leaf;
+use testkit::{assert_says, for_each_device};
+
+/// How a forward keeps its input and its output, with a value that is counted.
+type Keep = fn(&mut ForwardContext, &Tensor, &Tensor, Counted);
 
 /// The number of values left after the forward, and after forward and backward, of a function that keeps tensors with
 /// `keep`.
-fn left(
-    device: Device,
-    keep: impl Fn(&mut ForwardContext, &Tensor, &Tensor, Counted) + Send + 'static,
-) -> [usize; 2] {
+fn left(device: Device, keep: Keep) -> [usize; 2] {
     let count = Arc::new(AtomicUsize::new(0));
-    let keep = Arc::new(Mutex::new(keep));
     [false, true].map(|backward| {
-        let (keep, inner, counted) =
-            (Arc::clone(&keep), Arc::clone(&count), Owning(Counted::new(&count)));
+        let (inner, counted) = (Arc::clone(&count), Owning(Counted::new(&count)));
         let x = leaf(&[0.5], Kind::Double, device);
         let y = apply(
             &[&(&x * 1.0)],
             move |ctx, x| {
                 let y = x[0].exp();
-                keep.lock().unwrap()(ctx, x[0], &y, Counted::new(&inner));
+                keep(ctx, x[0], &y, Counted::new(&inner));
                 counted.hold();
                 Ok(y)
             },
@@ -44,43 +42,30 @@ fn left(
 
 #[test]
 fn a_saved_value_may_hold_anything() {
-    for_each_device(|device| {
-        assert_eq!(left(device, |ctx, _, _, c| ctx.save_value(c)), [0, 0]);
-        assert_eq!(
-            left(device, |ctx, x, _, c| ctx.save_value((c, x.shallow_clone()))),
-            [0, 0],
-            "the input"
-        );
-        assert_eq!(
-            left(device, |ctx, _, y, c| ctx.save_value((c, y.shallow_clone()))),
-            [0, 0],
-            "the output"
-        );
-        assert_eq!(
-            left(device, |ctx, _, y, c| ctx.save_value((c, vec![y.view(-1)]))),
-            [0, 0],
-            "a view of it"
-        );
-        assert_eq!(
-            left(device, |ctx, _, y, c| ctx.save_value((c, y.detach()))),
-            [0, 0],
-            "its memory"
-        );
-        let both = left(device, |ctx, x, y, c| {
+    let ways: [(&str, Keep); 6] = [
+        ("no tensor", |ctx, _, _, c| ctx.save_value(c)),
+        ("the input", |ctx, x, _, c| ctx.save_value((c, x.shallow_clone()))),
+        ("the output", |ctx, _, y, c| ctx.save_value((c, y.shallow_clone()))),
+        ("a view of the output", |ctx, _, y, c| ctx.save_value((c, vec![y.view(-1)]))),
+        ("the memory of the output", |ctx, _, y, c| ctx.save_value((c, y.detach()))),
+        ("both, saved both ways", |ctx, x, y, c| {
             ctx.save_for_backward(&[x, y]);
             ctx.save_value((c, y.shallow_clone()));
-        });
-        assert_eq!(both, [0, 0], "saved both ways");
+        }),
+    ];
+    for_each_device(|device| {
+        for (what, keep) in ways {
+            assert_eq!(left(device, keep), [0, 0], "{what}");
+        }
     });
 }
 
 #[test]
 fn a_captured_cell_may_hold_the_output() {
-    for_each_device(|device| {
+    for_each_leaf(&[0.5], |_, x| {
         let count = Arc::new(AtomicUsize::new(0));
         let counted = Owning(Counted::new(&count));
         let cell: Mutex<Option<Tensor>> = Mutex::new(None);
-        let x = leaf(&[0.5], Kind::Double, device);
         let y = apply(
             &[&x],
             move |_, x| {
@@ -117,8 +102,7 @@ fn a_dirty_input_that_forward_keeps_is_refused() {
             keeps(|ctx, x| ctx.save_value(x.shallow_clone())),
             keeps(|ctx, x| ctx.save_value(x.view(-1))),
         ] {
-            let error = kept.unwrap_err().to_string();
-            assert!(error.contains("input 0 is marked dirty and kept by forward"), "{error}");
+            assert_says(kept, "input 0 is marked dirty and kept by forward");
         }
         assert_eq!(to_f64(&x.grad()), [6.0]);
     });
@@ -126,10 +110,9 @@ fn a_dirty_input_that_forward_keeps_is_refused() {
 
 #[test]
 fn saved_values_are_freed_by_the_last_backward() {
-    for_each_device(|device| {
+    for_each_leaf(&[1.0], |_, x| {
         let count = Arc::new(AtomicUsize::new(0));
         let inner = Arc::clone(&count);
-        let x = leaf(&[1.0], Kind::Double, device);
         let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
             ctx.save_value(Counted::new(&inner));
             Ok(x[0] * 2.0)
@@ -138,11 +121,7 @@ fn saved_values_are_freed_by_the_last_backward() {
         Tensor::run_backward(&[&y], &[&x], true, false);
         assert_eq!(count.load(Ordering::SeqCst), 1, "the graph is retained");
         y.backward();
-        assert_eq!(
-            count.load(Ordering::SeqCst),
-            0,
-            "backward frees it, although the output still exists"
-        );
+        assert_eq!(count.load(Ordering::SeqCst), 0, "freed although the output still exists");
     });
 }
 

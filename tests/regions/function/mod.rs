@@ -28,7 +28,7 @@ use testkit::tensors::{leaf, random_leaf};
 use testkit::{for_each_device, to_f64};
 
 /// Runs `test` on each device with an f64 leaf of these values.
-fn for_each_leaf(values: &[f64], test: impl Fn(Device, Tensor)) {
+pub fn for_each_leaf(values: &[f64], test: impl Fn(Device, Tensor)) {
     for_each_device(|device| test(device, leaf(values, Kind::Double, device)));
 }
 

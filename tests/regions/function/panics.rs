@@ -10,9 +10,10 @@ use tch_amp::Autocast;
 use tch_amp::autocast::{AutocastState, autocast_dtype, is_autocast_enabled};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
+use crate::OnDrop;
 use crate::function::{Counted, Owning, apply, for_each_leaf, message, to_f64};
-use testkit::for_each_device;
 use testkit::tensors::leaf;
+use testkit::{assert_says, for_each_device};
 
 /// libtorch runs backwards that are nested more deeply than this on threads of a pool.
 const SAME_THREAD: usize = 60;
@@ -149,11 +150,7 @@ fn sweep(device: Device, first_payload: usize) {
 
 #[test]
 fn a_panic_in_backward_is_an_error_at_every_depth() {
-    for_each_device(|device| {
-        for first in 0..PAYLOADS.len() {
-            sweep(device, first);
-        }
-    });
+    for_each_device(|device| (0..PAYLOADS.len()).for_each(|first| sweep(device, first)));
 }
 
 #[test]
@@ -197,23 +194,16 @@ fn a_panic_in_forward_reaches_the_caller() {
 #[test]
 fn a_panic_in_a_destructor_is_contained() {
     for_each_device(|device| {
-        struct Fragile(Payload);
-
-        impl Drop for Fragile {
-            fn drop(&mut self) {
-                blow(self.0);
-            }
-        }
-
         for payload in PAYLOADS {
+            let fragile = move || OnDrop(move || blow(payload));
             // Panics when the function and the value that it saved are dropped.
-            let fragile = Owning(Fragile(payload));
+            let owned = Owning(fragile());
             let x = leaf(&[1.0], Kind::Double, device);
             let y = apply(
                 &[&x],
                 move |ctx, x| {
-                    fragile.hold();
-                    ctx.save_value(Fragile(payload));
+                    owned.hold();
+                    ctx.save_value(fragile());
                     Ok(x[0] * 2.0)
                 },
                 |_, g| Ok(&g[0] * 2.0),
@@ -223,18 +213,18 @@ fn a_panic_in_a_destructor_is_contained() {
             drop(y);
             assert_eq!(to_f64(&x.grad()), [2.0]);
             // Several values at once, if no backward has freed any.
-            let fragile = Owning(Fragile(payload));
+            let owned = Owning(fragile());
             let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
-                fragile.hold();
-                ctx.save_value(Fragile(payload));
-                ctx.save_value(Some(Fragile(payload)));
+                owned.hold();
+                ctx.save_value(fragile());
+                ctx.save_value(Some(fragile()));
                 Ok(x[0] * 2.0)
             };
             drop(apply(&[&x], forward, |_, g| Ok(&g[0] * 2.0)).unwrap());
             // Immediately, if nothing is recorded.
-            let fragile = Owning(Fragile(payload));
+            let owned = Owning(fragile());
             let forward = move |_: &mut ForwardContext, x: &[&Tensor]| {
-                fragile.hold();
+                owned.hold();
                 Ok(x[0] * 2.0)
             };
             drop(apply(&[&x.detach()], forward, |_, g| Ok(&g[0] * 2.0)).unwrap());
@@ -259,7 +249,6 @@ fn an_error_with_a_nul_in_its_message_is_reported_completely() {
             Err("one\0two".into())
         };
         let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), backward).unwrap();
-        let error = message(y.f_backward());
-        assert!(error.contains("one two"), "{error}");
+        assert_says(y.f_backward(), "one two");
     });
 }

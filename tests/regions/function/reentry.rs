@@ -7,6 +7,7 @@ use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::autocast::{AutocastGuard, clear_autocast_cache};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
+use crate::OnDrop;
 use crate::function::{apply, backward_below, for_each_leaf, in_time, message, square, to_f64};
 use testkit::for_each_device;
 use testkit::tensors::leaf;
@@ -114,15 +115,6 @@ fn a_function_can_be_used_again_after_the_error() {
         Nested { depth: 70 }.apply(&[&x]).unwrap().backward();
         assert_eq!(to_f64(&x.grad()), [6.0]);
     });
-}
-
-/// Runs a closure when it is dropped.
-struct OnDrop<F: FnMut()>(F);
-
-impl<F: FnMut()> Drop for OnDrop<F> {
-    fn drop(&mut self) {
-        (self.0)();
-    }
 }
 
 #[test]

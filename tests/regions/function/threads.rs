@@ -34,19 +34,15 @@ fn one_function_runs_in_many_threads_at_once() {
 
 #[test]
 fn one_call_never_runs_twice_concurrently() {
-    for_each_device(|device| {
+    for_each_leaf(&[1.0], |_, x| {
         let running = Arc::new(AtomicBool::new(false));
         let runs = Arc::new(AtomicUsize::new(0));
-        let x = leaf(&[1.0], Kind::Double, device);
         let (inside, counted) = (Arc::clone(&running), Arc::clone(&runs));
         let y = apply(
             &[&x],
             |_, x| Ok(x[0] * 2.0),
             move |_, g| {
-                assert!(
-                    !inside.swap(true, Ordering::SeqCst),
-                    "two threads run the backward at once"
-                );
+                assert!(!inside.swap(true, Ordering::SeqCst), "two threads run it at once");
                 std::thread::sleep(std::time::Duration::from_millis(2));
                 counted.fetch_add(1, Ordering::SeqCst);
                 inside.store(false, Ordering::SeqCst);
@@ -74,9 +70,8 @@ fn one_call_never_runs_twice_concurrently() {
 
 #[test]
 fn a_graph_may_be_dropped_on_another_thread() {
-    for_each_device(|device| {
+    for_each_leaf(&[1.0], |_, x| {
         let count = Arc::new(AtomicUsize::new(0));
-        let x = leaf(&[1.0], Kind::Double, device);
         let counted = Counted::new(&count);
         let y = apply(
             &[&x],

@@ -10,6 +10,7 @@ use tch_amp::function::{Function, FunctionError};
 use tch_amp::gradcheck::{GradCheck, gradcheck, gradgradcheck};
 use tch_amp::{Error, Result, function};
 
+use crate::function::for_each_leaf;
 use testkit::functions::MyMm;
 use testkit::tensors::{leaf, random_leaf};
 use testkit::{assert_says, for_each_device};
@@ -30,24 +31,21 @@ fn mismatch<T: std::fmt::Debug>(checked: Result<T>) -> (usize, f64) {
 
 #[test]
 fn correct_derivatives_pass() {
-    for_each_device(check_right_derivatives);
-}
-
-fn check_right_derivatives(device: Device) {
-    tch::manual_seed(3);
-    let (a, b) = (matrix(device, 2, 3), matrix(device, 3, 4));
-    gradcheck(|x| MyMm::default().apply(x), &[&a, &b]).unwrap();
-    gradgradcheck(|x| MyMm::default().apply(x), &[&a, &b]).unwrap();
-    // Also for plain operations, non-contiguous inputs, several outputs, and inputs that require no gradient.
-    gradcheck(|x| x[0].f_softmax(1, Kind::Double), &[a.tr()]).unwrap();
-    gradgradcheck(|x| x[0].f_tanh(), &[&b]).unwrap();
-    let frozen = b.detach();
-    gradcheck(|x| Ok::<_, tch::TchError>([x[0].f_mm(x[1])?, x[0].f_sin()?]), &[&a, &frozen])
-        .unwrap();
-    gradgradcheck(|x| Ok::<_, tch::TchError>([x[0].f_mm(x[1])?, x[0].f_sin()?]), &[&a, &frozen])
-        .unwrap();
-    gradcheck(|x| x[0].f_sin(), &[Tensor::from(0.5).to_device(device).set_requires_grad(true)])
-        .unwrap();
+    for_each_device(|device| {
+        tch::manual_seed(3);
+        let (a, b) = (matrix(device, 2, 3), matrix(device, 3, 4));
+        gradcheck(|x| MyMm::default().apply(x), &[&a, &b]).unwrap();
+        gradgradcheck(|x| MyMm::default().apply(x), &[&a, &b]).unwrap();
+        // Also for plain operations, non-contiguous inputs, several outputs, and inputs that require no gradient.
+        gradcheck(|x| x[0].f_softmax(1, Kind::Double), &[a.tr()]).unwrap();
+        gradgradcheck(|x| x[0].f_tanh(), &[&b]).unwrap();
+        let frozen = b.detach();
+        let both = |x: &[&Tensor]| Ok::<_, tch::TchError>([x[0].f_mm(x[1])?, x[0].f_sin()?]);
+        gradcheck(both, &[&a, &frozen]).unwrap();
+        gradgradcheck(both, &[&a, &frozen]).unwrap();
+        let number = Tensor::from(0.5).to_device(device).set_requires_grad(true);
+        gradcheck(|x| x[0].f_sin(), &[number]).unwrap();
+    });
 }
 
 #[test]
@@ -63,8 +61,7 @@ fn the_inputs_are_unchanged() {
 
 #[test]
 fn only_one_element_changes_at_a_time() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0, 2.0, 3.0], Kind::Double, device);
+    for_each_leaf(&[1.0, 2.0, 3.0], |_, x| {
         let moved = Cell::new(0);
         let f = |inputs: &[&Tensor]| {
             let count = inputs[0].detach().ne_tensor(&x.detach()).sum(None).int64_value(&[]);
@@ -115,10 +112,8 @@ fn a_wrong_derivative_is_named() {
                 Ok([&g[0] * b, &g[0] * a * sign])
             },
         );
-        let a = leaf(&[1.0, 2.0, 3.0, 4.0], Kind::Double, device)
-            .view([2, 2])
-            .detach()
-            .set_requires_grad(true);
+        let a = leaf(&[1.0, 2.0, 3.0, 4.0], Kind::Double, device).detach();
+        let a = a.view([2, 2]).set_requires_grad(true);
         let error = gradcheck(|x| wrong.apply(x), &[&a, &a]).unwrap_err();
         let Error::Function(FunctionError::GradientMismatch {
             input,
@@ -175,7 +170,7 @@ fn gradgradcheck_checks_the_derivative_with_respect_to_the_incoming_gradient() {
 
 #[test]
 fn a_wrong_second_derivative_is_found() {
-    for_each_device(|device| {
+    for_each_leaf(&[1.0, 2.0], |_, x| {
         // The backward hides x from autograd: the first derivative is correct, but the second is 0.
         let hidden = function(
             |ctx, x| {
@@ -184,7 +179,6 @@ fn a_wrong_second_derivative_is_found() {
             },
             |ctx, g| Ok(&g[0] * ctx.saved_value::<Tensor>()? * 2.0),
         );
-        let x = leaf(&[1.0, 2.0], Kind::Double, device);
         gradcheck(|x| hidden.apply(x), &[&x]).unwrap();
         assert_eq!(mismatch(gradgradcheck(|x| hidden.apply(x), &[&x])), (0, 0.0));
         let once = hidden.once_differentiable();
@@ -200,18 +194,17 @@ fn a_wrong_second_derivative_is_found() {
 
 #[test]
 fn a_dependence_that_backward_omits_is_found() {
-    for_each_device(|device| {
+    for_each_leaf(&[1.0], |_, x| {
         let constant = function(|_, x| Ok(x[0] * 2.0), |_, _| Ok(None));
-        let x = [leaf(&[1.0], Kind::Double, device)];
-        assert_eq!(mismatch(gradcheck(|x| constant.apply(x), &x)).1, 0.0);
+        assert_eq!(mismatch(gradcheck(|x| constant.apply(x), &[&x])).1, 0.0);
         // An output that does not require a gradient must not depend on the input.
-        assert_eq!(mismatch(gradcheck(|x| x[0].detach().f_exp(), &x)).1, 0.0);
+        assert_eq!(mismatch(gradcheck(|x| x[0].detach().f_exp(), &[&x])).1, 0.0);
     });
 }
 
 #[test]
 fn non_differentiable_outputs_are_not_compared() {
-    for_each_device(|device| {
+    for_each_leaf(&[1.0, 2.0], |_, x| {
         let with_norm = function(
             |ctx, x| {
                 let norm = x[0].norm();
@@ -220,45 +213,39 @@ fn non_differentiable_outputs_are_not_compared() {
             },
             |_, g| Ok(&g[0] * 2.0),
         );
-        gradcheck(|x| with_norm.apply(x), &[leaf(&[1.0, 2.0], Kind::Double, device)]).unwrap();
-        gradgradcheck(|x| with_norm.apply(x), &[leaf(&[1.0, 2.0], Kind::Double, device)]).unwrap();
+        gradcheck(|x| with_norm.apply(x), &[&x]).unwrap();
+        gradgradcheck(|x| with_norm.apply(x), &[&x]).unwrap();
     });
 }
 
 #[test]
 fn empty_inputs_and_outputs_pass() {
-    for_each_device(|device| {
-        let x = leaf(&[1.0], Kind::Double, device).narrow(0, 0, 0).detach().set_requires_grad(true);
-        gradcheck(|x| x[0].f_exp(), &[&x]).unwrap();
-        gradgradcheck(|x| x[0].f_exp(), &[&x]).unwrap();
-        gradcheck(
-            |x| Ok::<_, tch::TchError>([x[0].f_exp()?, x[1].f_exp()?]),
-            &[&x, &leaf(&[1.0], Kind::Double, device)],
-        )
-        .unwrap();
+    for_each_leaf(&[1.0], |_, x| {
+        let empty = x.narrow(0, 0, 0).detach().set_requires_grad(true);
+        gradcheck(|x| x[0].f_exp(), &[&empty]).unwrap();
+        gradgradcheck(|x| x[0].f_exp(), &[&empty]).unwrap();
+        let both = |x: &[&Tensor]| Ok::<_, tch::TchError>([x[0].f_exp()?, x[1].f_exp()?]);
+        gradcheck(both, &[&empty, &x]).unwrap();
     });
 }
 
 #[test]
 fn nan_is_never_close() {
-    for_each_device(|device| {
+    for_each_leaf(&[1.0], |_, x| {
         let nan = function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * f64::NAN));
-        let checked = gradcheck(|x| nan.apply(x), &[leaf(&[1.0], Kind::Double, device)]);
-        assert!(mismatch(checked).1.is_nan());
+        assert!(mismatch(gradcheck(|x| nan.apply(x), &[&x])).1.is_nan());
     });
 }
 
 #[test]
 fn the_callers_tolerances_are_used() {
-    for_each_device(|device| {
+    for_each_leaf(&[1.0], |_, x| {
         let off = function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.01));
-        let x = [leaf(&[1.0], Kind::Double, device)];
-        assert!(gradcheck(|x| off.apply(x), &x).is_err());
-        GradCheck { rtol: 0.01, ..Default::default() }.gradcheck(|x| off.apply(x), &x).unwrap();
-        GradCheck { atol: 0.011, ..Default::default() }.gradcheck(|x| off.apply(x), &x).unwrap();
-        assert!(
-            GradCheck { eps: 1e-3, ..Default::default() }.gradcheck(|x| off.apply(x), &x).is_err()
-        );
+        let passes = |check: GradCheck| check.gradcheck(|x| off.apply(x), &[&x]).is_ok();
+        assert!(!passes(GradCheck::default()));
+        assert!(passes(GradCheck { rtol: 0.01, ..Default::default() }));
+        assert!(passes(GradCheck { atol: 0.011, ..Default::default() }));
+        assert!(!passes(GradCheck { eps: 1e-3, ..Default::default() }));
     });
 }
 
@@ -272,19 +259,19 @@ fn the_relative_tolerance_is_relative_to_the_numeric_gradient(
     #[case] analytic: f64,
     #[case] passes: bool,
 ) {
-    for_each_device(|device| {
+    for_each_leaf(&[1.0], |_, x| {
         let off = function(move |_, x| Ok(x[0] * numeric), move |_, g| Ok(&g[0] * analytic));
-        let x = [leaf(&[1.0], Kind::Double, device)];
-        let checked = GradCheck { rtol: 0.6, ..Default::default() }.gradcheck(|x| off.apply(x), &x);
+        let check = GradCheck { rtol: 0.6, ..Default::default() };
+        let checked = check.gradcheck(|x| off.apply(x), &[&x]);
         assert_eq!(checked.is_ok(), passes, "{checked:?}");
     });
 }
 
 #[test]
 fn tolerances_outside_of_their_ranges_are_refused() {
+    let x = [leaf(&[1.0], Kind::Double, Device::Cpu)];
     let refused = |check: GradCheck, field: &str| {
         let never = |_: &[&Tensor]| -> Result<Tensor> { panic!("it must not run") };
-        let x = [leaf(&[1.0], Kind::Double, Device::Cpu)];
         for checked in [check.gradcheck(never, &x), check.gradgradcheck(never, &x)] {
             let is_named =
                 matches!(checked, Err(Error::InvalidArgument { name, .. }) if name == field);
@@ -299,33 +286,27 @@ fn tolerances_outside_of_their_ranges_are_refused() {
     }
     refused(GradCheck { eps: 0.0, ..default() }, "eps");
     let exact = GradCheck { eps: 0.5, atol: 0.0, rtol: 0.0 };
-    exact
-        .gradcheck(|x| x[0].f_mul_scalar(2.0), &[leaf(&[1.0], Kind::Double, Device::Cpu)])
-        .unwrap();
+    exact.gradcheck(|x| x[0].f_mul_scalar(2.0), &x).unwrap();
 }
 
 #[test]
 fn inputs_that_cannot_be_checked_are_refused() {
-    for_each_device(|device| {
+    for_each_leaf(&[1.0], |device, x| {
         let single = random_leaf(device, Kind::Float, &[1]);
-        let error = gradcheck(|x| x[0].f_exp(), &[single]).unwrap_err().to_string();
-        assert_eq!(
-            error,
-            "cannot check the gradient: input 0 is Float; finite differences need f64"
-        );
         assert_says(
-            gradcheck(|x| x[0].f_exp(), &[leaf(&[1.0], Kind::Double, device).detach()]),
-            "none of the inputs requires one",
+            gradcheck(|x| x[0].f_exp(), &[single]),
+            "cannot check the gradient: input 0 is Float; finite differences need f64",
         );
-        let to_single =
-            gradcheck(|x| x[0].f_to_kind(Kind::Float), &[leaf(&[1.0], Kind::Double, device)]);
+        let constant = gradcheck(|x| x[0].f_exp(), &[x.detach()]);
+        assert_says(constant, "none of the inputs requires one");
+        let to_single = gradcheck(|x| x[0].f_to_kind(Kind::Float), &[x]);
         assert_says(to_single, "output 0 is Float");
     });
 }
 
 #[test]
 fn a_nondeterministic_backward_is_found() {
-    for_each_device(|device| {
+    for_each_leaf(&[1.0], |_, x| {
         static CALLS: AtomicUsize = AtomicUsize::new(0);
         CALLS.store(0, Ordering::SeqCst);
         let fickle = function(
@@ -335,8 +316,7 @@ fn a_nondeterministic_backward_is_found() {
                 Ok(&g[0] * (2.0 + 1e-9 * call as f64))
             },
         );
-        let x = [leaf(&[1.0], Kind::Double, device)];
-        let error = gradcheck(|x| fickle.apply(x), &x).unwrap_err();
+        let error = gradcheck(|x| fickle.apply(x), &[x]).unwrap_err();
         assert_eq!(CALLS.load(Ordering::SeqCst), 2, "the first two results already differ");
         let Error::Function(FunctionError::NondeterministicBackward { output: 0 }) = error else {
             panic!("{error}")
@@ -347,17 +327,13 @@ fn a_nondeterministic_backward_is_found() {
 
 #[test]
 fn errors_of_the_function_are_returned() {
-    for_each_device(|device| {
-        assert_says(
-            gradcheck(|x| x[0].f_reshape([7]), &[leaf(&[1.0], Kind::Double, device)]),
-            "shape '[7]'",
-        );
+    for_each_leaf(&[1.0], |_, x| {
+        assert_says(gradcheck(|x| x[0].f_reshape([7]), &[&x]), "shape '[7]'");
         let refused = function(
             |_, x| Ok(x[0] * 2.0),
             |_, g| Ok([g[0].shallow_clone(), g[0].shallow_clone()]),
         );
-        let error =
-            gradcheck(|x| refused.apply(x), &[leaf(&[1.0], Kind::Double, device)]).unwrap_err();
+        let error = gradcheck(|x| refused.apply(x), &[x]).unwrap_err();
         assert!(matches!(error, Error::Function(FunctionError::Misuse { .. })), "{error}");
     });
 }

@@ -9,9 +9,11 @@ mod options;
 mod refused;
 
 use tch::{Device, Kind, Reduction, Tensor, no_grad};
-use tch_amp::Autocast;
 use tch_amp::lean::{LinearCrossEntropyConfig, linear_cross_entropy};
+use tch_amp::optim::AdamW;
+use tch_amp::{Autocast, Error, GradScaler};
 
+use testkit::bits::bits;
 use testkit::rng::Rng;
 
 /// Operands of a loss, in f32 unless they are cast.
@@ -63,6 +65,12 @@ impl Operands {
             targets: self.targets.shallow_clone(),
         }
         .leaves()
+    }
+
+    /// The same tensors with another input.
+    fn with_hidden(&self, hidden: Tensor) -> Self {
+        let [weight, targets] = [&self.weight, &self.targets].map(Tensor::shallow_clone);
+        Self { hidden, weight, bias: self.bias.as_ref().map(Tensor::shallow_clone), targets }
     }
 
     fn loss(&self, config: &LinearCrossEntropyConfig) -> Tensor {
@@ -120,6 +128,41 @@ fn region(device: Device, kind: Kind) -> Autocast {
     let is_half = matches!(kind, Kind::Half | Kind::BFloat16);
     let region = Autocast::new(device).enabled(is_half);
     if is_half { region.dtype(kind) } else { region }
+}
+
+/// Why a call is refused.
+fn refusal(result: Result<Tensor, Error>) -> String {
+    match result {
+        Err(error @ Error::InvalidArgument { .. }) => error.to_string(),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn assert_same_bits(ours: &[Tensor], theirs: &[Tensor], what: &str) {
+    assert_eq!(ours.len(), theirs.len(), "{what}");
+    for (place, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
+        assert_eq!(bits(ours), bits(theirs), "{what}: {place}");
+    }
+}
+
+/// Asserts that the relative difference of each tensor is less than `most`.
+fn assert_near(ours: &[Tensor], theirs: &[Tensor], most: f64, what: &str) {
+    assert_eq!(ours.len(), theirs.len(), "{what}");
+    for (place, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
+        let apart = relative(ours, theirs);
+        assert!(apart < most, "{what}: {place}: {apart}");
+    }
+}
+
+/// Asserts that a loss makes gradients with which an optimizer of the weight takes no step.
+fn assert_skipped(loss: &Tensor, weight: &Tensor, what: &str) {
+    let mut scaler = GradScaler::new(weight.device()).unwrap();
+    let mut optimizer = AdamW::default().build(&[weight.shallow_clone()], 0.1).unwrap();
+    let before = weight.detach().copy();
+    scaler.backward(loss).unwrap();
+    assert!(scaler.step(&mut optimizer).unwrap().is_skipped().unwrap(), "{what}");
+    scaler.update().unwrap();
+    assert_eq!(bits(weight), bits(&before), "{what}");
 }
 
 /// The relative difference of two tensors in the norm of the second; 0 if both are 0.

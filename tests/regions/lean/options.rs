@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Reduction, Tensor, no_grad};
 use tch_amp::lean::{LinearCrossEntropyConfig, linear_cross_entropy, token_log_probs};
 
-use super::{Operands, relative, usual};
+use super::{Operands, assert_near, relative, usual};
 
 const REDUCTIONS: [Reduction; 3] = [Reduction::Mean, Reduction::Sum, Reduction::None];
 
@@ -59,10 +59,7 @@ fn every_option_computes_what_pytorchs_operators_do() {
                     assert!(relative(&loss, &exact) < most, "{what}: {loss} {exact}");
                     weighed(&loss).backward();
                     weighed(&exact).backward();
-                    for (ours, theirs) in ours.gradients().iter().zip(theirs.gradients()) {
-                        let apart = relative(ours, &theirs);
-                        assert!(apart < most, "{what}: {apart}");
-                    }
+                    assert_near(&ours.gradients(), &theirs.gradients(), most, &what);
                 }
             }
         }
@@ -78,9 +75,8 @@ fn log_probabilities_of_tokens_are_those_of_a_log_softmax() {
             let [ours, theirs] = [operands.to(Kind::Double), operands.to(Kind::Double)];
             let config = LinearCrossEntropyConfig { max_bytes, ..Default::default() };
             let hidden = ours.hidden.view([3, 4, 8]);
-            let found =
-                token_log_probs(&hidden, &ours.weight, ours.bias.as_ref(), &targets, &config);
-            let found = found.unwrap();
+            let bias = ours.bias.as_ref();
+            let found = token_log_probs(&hidden, &ours.weight, bias, &targets, &config).unwrap();
             let logs =
                 theirs.hidden.linear(&theirs.weight, theirs.bias.as_ref()).log_softmax(-1, None);
             let index = targets.clamp_min(0).view([-1, 1]);
@@ -88,9 +84,7 @@ fn log_probabilities_of_tokens_are_those_of_a_log_softmax() {
             assert!(relative(&found, &expected) < 1e-12, "{found} {expected}");
             weighed(&found).backward();
             weighed(&expected).backward();
-            for (ours, theirs) in ours.gradients().iter().zip(theirs.gradients()) {
-                assert!(relative(ours, &theirs) < 1e-12);
-            }
+            assert_near(&ours.gradients(), &theirs.gradients(), 1e-12, "gradients");
         }
     });
 }
@@ -137,19 +131,13 @@ fn operands_may_be_views_or_frozen_or_tied() {
             let wide = Tensor::cat(&[&own.hidden, &(&own.hidden * 2.0)], 1);
             let every_second = wide.slice(1, 0, 10, 2);
             let transposed = own.weight.tr().contiguous().tr();
-            let own = Operands {
-                hidden: every_second,
-                weight: transposed,
-                bias: own.bias.as_ref().map(|bias| bias.expand([20], false)),
-                targets: own.targets.shallow_clone(),
-            };
+            let bias = own.bias.as_ref().map(|bias| bias.expand([20], false));
+            let own = Operands { weight: transposed, bias, ..own.with_hidden(every_second) };
             if is_lean { own.loss(&config) } else { usual(&own, &config) }
         };
         loss(&ours, true).backward();
         loss(&theirs, false).backward();
-        for (ours, theirs) in ours.gradients().iter().zip(theirs.gradients()) {
-            assert!(relative(ours, &theirs) < 1e-12);
-        }
+        assert_near(&ours.gradients(), &theirs.gradients(), 1e-12, "of views");
         // Only the bias is trained.
         let frozen = operands.to(Kind::Float);
         let (hidden, weight) = (frozen.hidden.detach(), frozen.weight.detach());
@@ -161,13 +149,8 @@ fn operands_may_be_views_or_frozen_or_tied() {
         // One weight that looks up rows and scores them.
         let [ours, theirs] = [operands.to(Kind::Double), operands.to(Kind::Double)];
         for (own, is_lean) in [(&ours, true), (&theirs, false)] {
-            let hidden = own.weight.index_select(0, &own.targets);
-            let tied = Operands {
-                hidden,
-                weight: own.weight.shallow_clone(),
-                bias: None,
-                targets: own.targets.flip([0]),
-            };
+            let rows = own.with_hidden(own.weight.index_select(0, &own.targets));
+            let tied = Operands { bias: None, targets: own.targets.flip([0]), ..rows };
             (if is_lean { tied.loss(&config) } else { usual(&tied, &config) }).backward();
         }
         assert!(relative(&ours.weight.grad(), &theirs.weight.grad()) < 1e-12);

@@ -1,24 +1,17 @@
 //! What is refused, and that nothing has been computed then.
 
 use tch::{Device, Kind, Reduction, Tensor};
+use tch_amp::autocast;
 use tch_amp::lean::{LinearCrossEntropyConfig, linear_cross_entropy, token_log_probs};
-use tch_amp::{Error, autocast};
 
-use super::Operands;
-
-fn message(result: Result<Tensor, Error>) -> String {
-    match result {
-        Err(error @ Error::InvalidArgument { .. }) => error.to_string(),
-        other => panic!("{other:?}"),
-    }
-}
+use super::{Operands, refusal};
 
 #[test]
 fn arguments_that_do_not_fit_are_refused_by_name() {
     let own = Operands::random(Device::Cpu, [6, 4, 10], true);
     let config = LinearCrossEntropyConfig::default();
     let with = |hidden: &Tensor, weight: &Tensor, bias: Option<&Tensor>, targets: &Tensor| {
-        message(linear_cross_entropy(hidden, weight, bias, targets, &config))
+        refusal(linear_cross_entropy(hidden, weight, bias, targets, &config))
     };
     let (h, w, b, t) = (&own.hidden, &own.weight, own.bias.as_ref(), &own.targets);
     for (said, start) in [
@@ -42,7 +35,7 @@ fn arguments_that_do_not_fit_are_refused_by_name() {
     assert!(mixed.unwrap().is_ok());
     let wide =
         autocast(Device::Cpu, || linear_cross_entropy(&h.to_kind(Kind::Double), w, b, t, &config));
-    assert!(message(wide.unwrap()).contains("casts all but f64"));
+    assert!(refusal(wide.unwrap()).contains("casts all but f64"));
 }
 
 #[test]
@@ -51,7 +44,7 @@ fn a_target_that_is_no_class_is_refused_by_its_place() {
     let config = LinearCrossEntropyConfig::default();
     for wrong in [10, -1, i64::MAX, i64::MIN, -99] {
         let targets = Tensor::from_slice(&[0, -100, 9, wrong, 3, 99]);
-        let said = message(linear_cross_entropy(&own.hidden, &own.weight, None, &targets, &config));
+        let said = refusal(linear_cross_entropy(&own.hidden, &own.weight, None, &targets, &config));
         assert!(
             said.contains("classes from 0 to 9") && said.contains("number 3 of them"),
             "{said}"
@@ -82,7 +75,7 @@ fn a_target_out_of_range_on_a_device_makes_the_loss_nan() {
 fn options_out_of_range_are_refused_by_name() {
     let own = Operands::random(Device::Cpu, [6, 4, 10], false);
     let with = |config: LinearCrossEntropyConfig| {
-        message(linear_cross_entropy(&own.hidden, &own.weight, None, &own.targets, &config))
+        refusal(linear_cross_entropy(&own.hidden, &own.weight, None, &own.targets, &config))
     };
     let new = LinearCrossEntropyConfig::default;
     let floats = |count| Some(Tensor::ones([count], (Kind::Float, Device::Cpu)));
@@ -109,7 +102,7 @@ fn options_out_of_range_are_refused_by_name() {
         LinearCrossEntropyConfig { z_loss: 0.1, ..new() },
         LinearCrossEntropyConfig { class_weights: floats(10), ..new() },
     ] {
-        let said = message(token_log_probs(&own.hidden, &own.weight, None, &own.targets, &config));
+        let said = refusal(token_log_probs(&own.hidden, &own.weight, None, &own.targets, &config));
         assert!(said.contains("is an option of a loss"), "{said}");
     }
 }

@@ -72,19 +72,6 @@ fn the_first_defined_tensor_determines_the_device() {
 }
 
 #[test]
-fn a_closure_computes_the_same_as_a_module() {
-    for_each_device(|device| {
-        let vs = VarStore::new(device);
-        let linear = nn::linear(vs.root(), 8, 8, Default::default());
-        let xs = Tensor::randn([4, 8], (Kind::Float, device));
-        let policy = Policy { compute: half_dtype(device), ..Policy::FULL };
-        let closure = policy.run(&xs, |xs| linear.forward(&xs)).unwrap();
-        let module = policy.apply_to(linear).unwrap().forward(&xs);
-        assert_eq!((closure.kind(), to_f64(&closure)), (Kind::Float, to_f64(&module)));
-    });
-}
-
-#[test]
 fn a_closure_is_not_run_under_a_policy_that_autocast_cannot_follow() {
     let mut ran = false;
     let policy = Policy { compute: Kind::Half, ..Policy::DOUBLE };

@@ -3,18 +3,19 @@
 use std::fs;
 
 use tch::{Device, Kind};
-use tch_amp::insight::BudgetFile;
-use tch_amp::{Autocast, Error};
+use tch_amp::insight::{Budget, BudgetFile, BudgetReport};
+use tch_amp::{Autocast, Error, Result};
 
 use crate::budget::alone;
 use crate::budget::models::Model;
 use crate::budget::program::Program;
+use testkit::assert_refused;
 use testkit::rng::Rng;
 
 /// The noise of this model, measured with libtorch 2.11. `TCH_AMP_WRITE_GOLDEN=1` writes it anew.
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/reports/budget/golden.json");
 
-fn check(program: &Program, file: &BudgetFile) -> tch_amp::Result<tch_amp::insight::BudgetReport> {
+fn check(program: &Program, file: &BudgetFile) -> Result<BudgetReport> {
     let optimizer = || program.optimizer();
     program.budget().check(file, optimizer, |run, optimizer| program.iterate(run, optimizer))
 }
@@ -56,12 +57,11 @@ fn a_file_of_another_program_is_refused() {
         (other_dtype, "is of bf16 on cpu, and the region has fp16 on cpu: measure again"),
         (other_model, "so fix the seed or measure again"),
     ] {
-        match check(&other, &file) {
-            Err(Error::InvalidArgument { problem: told, .. }) => {
-                assert!(told.ends_with(problem), "{told}")
-            }
-            other => panic!("{other:?}"),
-        }
+        let refused = check(&other, &file);
+        let Err(Error::InvalidArgument { problem: told, .. }) = refused else {
+            panic!("{refused:?}")
+        };
+        assert!(told.ends_with(problem), "{told}");
     }
 }
 
@@ -71,7 +71,7 @@ fn reports_are_data() {
     for fault in ["none", "layer_is_detached", "unscale_is_skipped"] {
         let report = Program::new("mlp", Kind::BFloat16, fault, 0).measure().unwrap();
         let text = serde_json::to_string(&report).unwrap();
-        let read: tch_amp::insight::BudgetReport = serde_json::from_str(&text).unwrap();
+        let read: BudgetReport = serde_json::from_str(&text).unwrap();
         // NaN is not equal to itself.
         assert_eq!(format!("{read:?}"), format!("{report:?}"));
     }
@@ -82,13 +82,9 @@ fn a_scale_that_rounds_is_refused() {
     let _alone = alone();
     let program = Program::new("mlp", Kind::BFloat16, "none", 0);
     for scale in [0.0, -2.0, 3.0, f64::NAN, f64::INFINITY] {
-        let budget = tch_amp::insight::Budget::new(&program.model.vs, Autocast::new(Device::Cpu))
-            .scale(scale);
+        let budget = Budget::new(&program.model.vs, Autocast::new(Device::Cpu)).scale(scale);
         let measured = budget
             .measure(|| program.optimizer(), |run, optimizer| program.iterate(run, optimizer));
-        assert!(
-            matches!(measured, Err(Error::InvalidArgument { name: "scale", .. })),
-            "{scale}: {measured:?}"
-        );
+        assert_refused!(measured, Error::InvalidArgument { name: "scale", .. });
     }
 }

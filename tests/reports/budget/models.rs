@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::budget::context::Context;
 use testkit::rng::Rng;
+use testkit::tensors::variables;
 
 pub(crate) const MODELS: [&str; 8] =
     ["mlp", "conv", "lstm", "encoder", "gpt", "vae", "wide", "rows"];
@@ -237,9 +238,7 @@ impl Model {
     }
 
     pub(crate) fn parameters(&self) -> Vec<Tensor> {
-        let mut named: Vec<_> = self.vs.variables().into_iter().collect();
-        named.sort_by(|a, b| a.0.cmp(&b.0));
-        named.into_iter().map(|(_, tensor)| tensor).filter(Tensor::requires_grad).collect()
+        variables(&self.vs).into_values().filter(Tensor::requires_grad).collect()
     }
 
     /// A tied weight.

@@ -63,6 +63,16 @@ impl Net {
         self.budget(dtype).measure(make, |run, optimizer| self.step(run, optimizer)).unwrap()
     }
 
+    /// Measures an iteration whose parameters AdamW steps.
+    fn measured(
+        &self,
+        dtype: Kind,
+        iteration: impl FnMut(&mut BudgetRun, &mut Optimizer) -> Result<Tensor>,
+    ) -> BudgetReport {
+        let optimizer = || AdamW::default().build(&self.vs, 1e-3);
+        self.budget(dtype).measure(optimizer, iteration).unwrap()
+    }
+
     /// The same loss, with the hidden layers computed again in the backward pass.
     fn recomputed_loss(&self, run: &BudgetRun) -> Result<Tensor> {
         let (xs, ys) = &self.batches[0];
@@ -207,30 +217,23 @@ fn parameters_in_half_precision_need_master_weights() {
 #[test]
 fn accumulation_and_clipping_are_within_the_budget() {
     let _alone = alone();
-    let is_forgotten = [false, true];
-    for forgotten in is_forgotten {
+    for forgotten in [false, true] {
         let net = Net::new();
-        let report = net
-            .budget(Kind::BFloat16)
-            .measure(
-                || AdamW::default().build(&net.vs, 1e-3),
-                |run, optimizer| {
+        let report = net.measured(Kind::BFloat16, |run, optimizer| {
+            optimizer.zero_grad()?;
+            let mut total = Tensor::from(0f32);
+            for batch in 0..2 {
+                if forgotten && run.is_half() && batch == 1 {
                     optimizer.zero_grad()?;
-                    let mut total = Tensor::from(0f32);
-                    for batch in 0..2 {
-                        if forgotten && run.is_half() && batch == 1 {
-                            optimizer.zero_grad()?;
-                        }
-                        let loss = run.region(|| net.loss(run, batch) / 2.0)?;
-                        run.scaler().backward(&loss)?;
-                        total += loss.detach().to_kind(Kind::Float);
-                    }
-                    let _outcome = run.scaler().step_clip_norm(optimizer, 0.1)?;
-                    run.scaler().update()?;
-                    Ok(total)
-                },
-            )
-            .unwrap();
+                }
+                let loss = run.region(|| net.loss(run, batch) / 2.0)?;
+                run.scaler().backward(&loss)?;
+                total += loss.detach().to_kind(Kind::Float);
+            }
+            let _outcome = run.scaler().step_clip_norm(optimizer, 0.1)?;
+            run.scaler().update()?;
+            Ok(total)
+        });
         assert_eq!(report.is_within(), !forgotten, "{report}");
     }
 }
@@ -241,17 +244,11 @@ fn regions_of_the_program_follow_the_run() {
     let _alone = alone();
     let net = Net::new();
     let region = Autocast::new(Device::Cpu);
-    let report = net
-        .budget(Kind::BFloat16)
-        .measure(
-            || AdamW::default().build(&net.vs, 1e-3),
-            |run, optimizer| {
-                let loss = region.run(|| net.loss(run, 0))?;
-                optimizer.backward_step(&loss)?;
-                Ok(loss)
-            },
-        )
-        .unwrap();
+    let report = net.measured(Kind::BFloat16, |run, optimizer| {
+        let loss = region.run(|| net.loss(run, 0))?;
+        optimizer.backward_step(&loss)?;
+        Ok(loss)
+    });
     report.assert();
     assert_eq!((report.iterations, report.scale), (8, 1.0));
 }
@@ -267,13 +264,9 @@ fn operators_that_the_region_keeps_in_f32_are_emulated_so() {
         Autocast::new(Device::Cpu).keep_in_f32(["log_softmax"]).cache(false),
     ] {
         let budget = Budget::new(&net.vs, region);
-        let report = budget
-            .measure(
-                || AdamW::default().build(&net.vs, 1e-3),
-                |run, optimizer| net.step(run, optimizer),
-            )
-            .unwrap();
-        report.assert();
+        let optimizer = || AdamW::default().build(&net.vs, 1e-3);
+        let report = budget.measure(optimizer, |run, optimizer| net.step(run, optimizer));
+        report.unwrap().assert();
     }
 }
 

@@ -9,6 +9,7 @@ use tch_amp::{Error, Result};
 use crate::budget::alone;
 use crate::budget::models::Model;
 use crate::budget::program::Program;
+use testkit::tensors::variables;
 
 /// What a budget has to leave as it was.
 #[derive(Debug, PartialEq)]
@@ -25,13 +26,12 @@ struct State {
 impl State {
     /// Takes a random number.
     fn of(model: &Model) -> Self {
-        let mut variables: Vec<_> = model.vs.variables().into_iter().collect();
-        variables.sort_by(|a, b| a.0.cmp(&b.0));
+        let variables = variables(&model.vs);
         let numbers = |t: &Tensor| Vec::try_from(t.flatten(0, -1).to_kind(Kind::Float)).unwrap();
         let gradient = |t: &Tensor| t.grad().defined().then(|| numbers(&t.grad()));
         Self {
-            places: variables.iter().map(|(_, t)| t.data_ptr() as usize).collect(),
-            gradients: variables.iter().map(|(_, t)| gradient(t)).collect(),
+            places: variables.values().map(|t| t.data_ptr() as usize).collect(),
+            gradients: variables.values().map(gradient).collect(),
             variables: variables.into_iter().map(|(name, t)| (name, numbers(&t))).collect(),
             random: Tensor::rand([], tch::kind::DOUBLE_CPU).double_value(&[]),
         }

@@ -6,10 +6,9 @@ use serde::Deserialize;
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{Audit, Dtype, audit, named};
-use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, Error, GradScaler};
 
-use crate::insight::alone;
+use crate::insight::{alone, region, scaler};
 use testkit::rows::rows;
 use testkit::tensors::{TIES, tied};
 
@@ -42,39 +41,40 @@ fn parts(audit: &Audit) -> Vec<Part> {
     rows(audit, "parts")
 }
 
-/// Two linear layers of 32, with what is planted between them.
-fn audited(kind: Kind, scale: f64, planted: impl Fn(&Tensor) -> Tensor) -> Audit {
+/// Audits two linear layers of 32, with what is planted between them.
+pub(crate) fn audited(kind: Kind, scale: f64, planted: impl Fn(&Tensor) -> Tensor) -> Audit {
+    let _alone = alone();
     tch::manual_seed(3);
     let vs = VarStore::new(Device::Cpu);
     let first = nn::linear(vs.root() / "first", 32, 32, Default::default());
     let last = nn::linear(vs.root() / "last", 32, 32, Default::default());
     let x = Tensor::randn([16, 32], (Kind::Float, Device::Cpu));
-    let region = Autocast::new(Device::Cpu).dtype(kind).enabled(kind != Kind::Float);
-    let scaler =
-        GradScalerConfig { init_scale: scale, ..Default::default() }.build(Device::Cpu).unwrap();
     let loss = |region: Autocast| {
         region.run(|| {
             let hidden = named("planted", || planted(&x.apply(&first)));
             hidden.apply(&last).to_kind(Kind::Float).square().mean(None)
         })
     };
-    audit(&vs, &region, &scaler, loss).unwrap()
+    audit(&vs, &region(kind), &scaler(scale), loss).unwrap()
 }
 
-/// The suspicions of a part, whose numbers may be infinite.
+/// A part of an audit whose numbers may be infinite.
+#[derive(Deserialize)]
+pub(crate) struct Suspected {
+    pub(crate) path: String,
+    pub(crate) suspicions: Vec<String>,
+}
+
+pub(crate) fn suspected(audit: &Audit) -> Vec<Suspected> {
+    rows(audit, "parts")
+}
+
 fn suspicions(audit: &Audit, path: &str) -> Vec<String> {
-    #[derive(Deserialize)]
-    struct Suspected {
-        path: String,
-        suspicions: Vec<String>,
-    }
-    let mut parts = rows::<Suspected>(audit, "parts").into_iter();
-    parts.find(|part| part.path == path).unwrap().suspicions
+    suspected(audit).into_iter().find(|part| part.path == path).unwrap().suspicions
 }
 
 #[test]
 fn f32_beside_f32_is_exactly_zero() {
-    let _alone = alone();
     let audit = audited(Kind::Float, 65536.0, |x| x.softmax(-1, None).dropout(0.5, true));
     assert!(audit.suspicious().is_empty(), "{audit}");
     assert_eq!(audit.losses[0], audit.losses[1]);
@@ -94,7 +94,6 @@ fn f32_beside_f32_is_exactly_zero() {
 
 #[test]
 fn healthy_models_are_clean() {
-    let _alone = alone();
     for kind in [Kind::BFloat16, Kind::Half] {
         let audit = audited(kind, 65536.0, |x| x.gelu("none").dropout(0.1, true));
         assert!(audit.suspicious().is_empty(), "{audit}");
@@ -106,10 +105,8 @@ fn healthy_models_are_clean() {
     }
 }
 
-/// Convolutions with batch norms, and the blocks of a transformer with attention and layer norms, 8 deep.
 #[test]
 fn results_in_half_precision_have_less_than_their_noise() {
-    let _alone = alone();
     for kind in [Kind::BFloat16, Kind::Half] {
         let audit = audited(kind, 1.0, Tensor::tanh);
         let dtype = Dtype::from(kind);
@@ -125,11 +122,12 @@ fn results_in_half_precision_have_less_than_their_noise() {
     }
 }
 
+/// Convolutions with batch norms, and the blocks of a transformer with attention and layer norms, 8 deep.
 #[test]
 fn deeper_models_are_clean() {
     let _alone = alone();
     tch::manual_seed(4);
-    let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+    let region = region(Kind::BFloat16);
     let scaler = GradScaler::disabled();
     let vs = VarStore::new(Device::Cpu);
     let mut net = nn::seq_t();
@@ -176,7 +174,7 @@ fn a_loss_near_zero_is_not_suspicious() {
     let vs = VarStore::new(Device::Cpu);
     let weight = vs.root().ones("w", &[8]);
     let x = Tensor::from_slice(&[1.0f32, -1.001, 2.0, -2.003, 3.0, -3.001, 0.7, -0.6949]);
-    let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+    let region = region(Kind::BFloat16);
     let loss = |region: Autocast| {
         region.run(|| (&weight * &x).unsqueeze(0).mm(&x.ones_like().unsqueeze(1)).sum(None))
     };
@@ -187,7 +185,6 @@ fn a_loss_near_zero_is_not_suspicious() {
 
 #[test]
 fn a_norm_of_numbers_with_a_large_mean_is_found() {
-    let _alone = alone();
     let audit = audited(Kind::BFloat16, 1.0, |x| {
         let x = x + 1000.0;
         x.layer_norm([32], None::<&Tensor>, None::<&Tensor>, 1e-5, false)
@@ -199,7 +196,6 @@ fn a_norm_of_numbers_with_a_large_mean_is_found() {
 
 #[test]
 fn a_softmax_over_large_logits_is_found() {
-    let _alone = alone();
     let audit = audited(Kind::BFloat16, 1.0, |x| (x * 2000.0).softmax(-1, None));
     assert_eq!(suspicions(&audit, "planted")[0], "MagnifiesRounding", "{audit}");
     assert!(suspicions(&audit, "first").iter().all(|s| s == "Gradient"), "{audit}");
@@ -207,7 +203,6 @@ fn a_softmax_over_large_logits_is_found() {
 
 #[test]
 fn a_long_sum_is_found() {
-    let _alone = alone();
     let audit = audited(Kind::BFloat16, 1.0, |x| {
         let one = x.abs() + 1;
         (0..1000).fold(one.shallow_clone(), |sum, _| sum + &one) / 1000
@@ -218,7 +213,6 @@ fn a_long_sum_is_found() {
 
 #[test]
 fn the_logarithm_of_numbers_that_fp16_rounds_to_zero_is_found() {
-    let _alone = alone();
     let audit = audited(Kind::Half, 1.0, |x| (x.square() * 1e-9 + 1e-9).log());
     assert_eq!(suspicions(&audit, "planted")[0], "NotFinite", "{audit}");
     assert_eq!(audit.suspicious()[0], "planted", "{audit}");
@@ -226,7 +220,6 @@ fn the_logarithm_of_numbers_that_fp16_rounds_to_zero_is_found() {
 
 #[test]
 fn gradients_that_become_zero_are_counted_at_both_scales() {
-    let _alone = alone();
     // Gradients of about 1e-8, of which fp16 rounds many to zero without a scale.
     let planted = |x: &Tensor| x.tanh() * 1e-3;
     let unscaled = audited(Kind::Half, 1.0, planted);
@@ -242,7 +235,6 @@ fn gradients_that_become_zero_are_counted_at_both_scales() {
 /// As behind a ReLU whose units are dead.
 #[test]
 fn gradients_that_are_zero_in_f32_as_well_do_not_underflow() {
-    let _alone = alone();
     let half_of_the_features = Tensor::from_slice(&[0f32, 1.0]).repeat([16]);
     for kind in [Kind::Half, Kind::BFloat16] {
         let audit = audited(kind, 65536.0, |x| x * half_of_the_features.to_kind(x.kind()));
@@ -260,7 +252,6 @@ fn gradients_that_are_zero_in_f32_as_well_do_not_underflow() {
 /// do not vanish; what vanishes in it does in f32, too.
 #[test]
 fn underflow_is_suspicious_in_fp16_only() {
-    let _alone = alone();
     let planted = |x: &Tensor| x.tanh() * 1e-4;
     let [fp16, bf16] = [Kind::Half, Kind::BFloat16].map(|kind| audited(kind, 1.0, planted));
     let found = |audit: &Audit| suspicions(audit, "first").contains(&"Underflow".to_owned());
@@ -281,7 +272,6 @@ fn underflow_is_suspicious_in_fp16_only() {
 /// The time of a part in f32 is that of its operators, forward and backward.
 #[test]
 fn the_time_of_what_should_stay_in_f32_is_measured() {
-    let _alone = alone();
     let audit = audited(Kind::BFloat16, 1.0, |x| {
         let x = x + 1000.0;
         x.layer_norm([32], None::<&Tensor>, None::<&Tensor>, 1e-5, false)
@@ -305,7 +295,7 @@ fn what_cannot_be_compared_is_refused() {
     let _alone = alone();
     let mut vs = VarStore::new(Device::Cpu);
     let weight = vs.root().ones("w", &[4]);
-    let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+    let region = region(Kind::BFloat16);
     let scaler = GradScaler::disabled();
     let mut calls = 0;
     let other = audit(&vs, &region, &scaler, |_| {
@@ -325,7 +315,7 @@ fn a_tied_weight_is_audited_once() {
     for way in TIES {
         let (vs, w) = tied(way, &[0.5, -0.25], Kind::Float, Device::Cpu);
         let scaler = GradScaler::new(Device::Cpu).unwrap();
-        let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+        let region = region(Kind::BFloat16);
         let loss = |region: Autocast| region.run(|| (&w * &w).sum(Kind::Float));
         let audit = audit(&vs, &region, &scaler, loss).unwrap();
         let parts = parts(&audit);

@@ -3,7 +3,7 @@
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
 
-use crate::insight::{Model, explain};
+use crate::insight::explain_planted;
 
 /// Numbers that are 1, -1 or 0, and ones and zeros: their quotients are finite, infinite and NaN.
 fn operands(elements: i64, kind: Kind) -> [Tensor; 2] {
@@ -13,20 +13,12 @@ fn operands(elements: i64, kind: Kind) -> [Tensor; 2] {
 }
 
 #[rstest]
-#[case(Kind::Float)]
-#[case(Kind::Double)]
-#[case(Kind::Half)]
-#[case(Kind::BFloat16)]
-fn numbers_are_counted_as_by_a_loop(#[case] kind: Kind) {
-    let (model, x) = Model::with_batch();
+fn numbers_are_counted_as_by_a_loop(
+    #[values(Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16)] kind: Kind,
+) {
     for elements in [1000, 16384, 40003] {
         let [a, b] = operands(elements, kind);
-        let explanation = explain(&model.vs, Kind::Float, 1.0, || {
-            let quotient = (&a / &b).sum(Kind::Float);
-            model.loss(&x, |x| x * &quotient)
-        })
-        .unwrap();
-        let culprit = explanation.culprit.unwrap();
+        let culprit = explain_planted(|x| x * (&a / &b).sum(Kind::Float)).culprit.unwrap();
         assert_eq!(culprit.operator, "aten::div");
         let (mut positive, mut negative, mut nan) = (0, 0, 0);
         let [a, b] = [a, b].map(|tensor| Vec::<f64>::try_from(tensor).unwrap());
@@ -44,22 +36,15 @@ fn numbers_are_counted_as_by_a_loop(#[case] kind: Kind) {
 }
 
 #[rstest]
-#[case(Kind::Float)]
-#[case(Kind::Double)]
-#[case(Kind::Half)]
-#[case(Kind::BFloat16)]
-fn the_largest_finite_number_beside_a_mask_is_found(#[case] kind: Kind) {
-    let (model, x) = Model::with_batch();
+fn the_largest_finite_number_beside_a_mask_is_found(
+    #[values(Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16)] kind: Kind,
+) {
     let numbers = Tensor::randn([40003], (Kind::Float, Device::Cpu)).to_kind(kind);
     let mask = numbers.gt(1.0);
     let largest = numbers.masked_fill(&mask, 0).abs().max().double_value(&[]);
     let masked = numbers.masked_fill(&mask, f64::NEG_INFINITY);
-    let explanation = explain(&model.vs, Kind::Float, 1.0, || {
-        let nothing = (&masked - masked.view_as(&masked)).sum(Kind::Float);
-        model.loss(&x, |x| x * &nothing)
-    })
-    .unwrap();
-    let culprit = explanation.culprit.unwrap();
+    let planted = |x: &Tensor| x * (&masked - masked.view_as(&masked)).sum(Kind::Float);
+    let culprit = explain_planted(planted).culprit.unwrap();
     assert_eq!(culprit.operator, "aten::sub");
     assert_eq!(culprit.largest_inputs, [largest, largest]);
 }

@@ -9,10 +9,11 @@ use tch_amp::optim::Sgd;
 use tch_amp::scaler::{GradScalerConfig, ScalerError};
 use tch_amp::{Error, GradScaler};
 
-use testkit::for_each_device;
+use testkit::assert_refused;
 use testkit::rng::Rng;
 use testkit::rows::rows;
 use testkit::tensors::{TIES, tie};
+use testkit::{for_each_device, to_f64};
 
 #[derive(Debug, Deserialize)]
 struct Layer {
@@ -75,10 +76,6 @@ fn give_gradient(w: &Tensor, gradient: &Tensor) {
 
 fn of_slice(values: &[f64], kind: Kind, device: Device) -> Tensor {
     Tensor::from_slice(values).to_kind(kind).to_device(device)
-}
-
-fn numbers(tensor: &Tensor) -> Vec<f64> {
-    Vec::try_from(tensor.to_device(Device::Cpu).to_kind(Kind::Double)).unwrap()
 }
 
 fn scaler(scale: f64, device: Device) -> GradScaler {
@@ -165,7 +162,7 @@ fn counts_and_shares_are_those_of_a_plain_loop() {
             for layer in 0..4 {
                 let size = *rng.pick(&[1, 7, 300, 2000]);
                 let gradient = of_slice(&random(&mut rng, size, kind), kind, device);
-                gradients.push(numbers(&gradient));
+                gradients.push(to_f64(&gradient));
                 let _w = with_gradient(&vs, &format!("layers.{layer}.w"), &gradient);
             }
             let mut health = ScaleHealth::new(&vs);
@@ -323,8 +320,7 @@ fn what_cannot_be_counted_is_refused_and_nothing_is_counted() {
     let w = variable(&vs, "layer.w", &[2]);
     let mut health = ScaleHealth::new(&vs);
     let mut scaler = scaler(8.0, Device::Cpu);
-    let none = health.observe(&scaler);
-    assert!(matches!(none, Err(Error::InvalidArgument { name: "health", .. })), "{none:?}");
+    assert_refused!(health.observe(&scaler), Error::InvalidArgument { name: "health", .. });
     assert_eq!(
         health.report().unwrap().to_string(),
         "at 1: no gradient that is neither zero nor infinite: nothing to judge"
@@ -385,7 +381,7 @@ fn planted_cases_get_their_advice() {
 
     // These have been fp16: what underflowed is zero.
     let rounded = of_slice(&normal(&mut rng, 20_000, 2f64.powi(-22)), Kind::Half, Device::Cpu);
-    let rounded = report(&numbers(&rounded), scale);
+    let rounded = report(&to_f64(&rounded), scale);
     let Layer { zeros, now, .. } = model(&rounded);
     assert_eq!(now.lost, 0.0);
     assert!(zeros > 0.05 && now.edge > 0.05, "{rounded}");

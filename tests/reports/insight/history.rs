@@ -1,13 +1,15 @@
 //! The history of the scale: what it remembers, how long, and that a checkpoint has it.
 
+use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::{Checkpoint, Prepared, SaveState, SavedState, Stateful};
+use tch_amp::checkpoint::{Checkpoint, Prepared, Restored, SaveState, SavedState, Stateful};
 use tch_amp::insight::{HistoryReport, ScaleHistory, SkipCause};
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector};
 use tch_amp::{Error, GradScaler, Result};
 
-use testkit::files::Folder;
+use testkit::assert_refused;
+use testkit::checkpoints::{checkpoint_of, reloaded};
 use testkit::for_each_device;
 use testkit::rows::{Step, rows, steps_of};
 
@@ -44,6 +46,18 @@ impl Training {
         history.record(&self.scaler, &outcome, rate(gradient))?;
         self.scaler.update()
     }
+}
+
+/// Restores a history from what has been saved in its place.
+fn restore(history: &mut ScaleHistory, saved: &mut dyn Stateful) -> Result<Restored> {
+    checkpoint_of([("history", saved)]).restore().add("history", history).apply()
+}
+
+/// Restores a history from a value that has been saved in its place.
+fn restore_value(history: &mut ScaleHistory, saved: &Value) -> Result<Restored> {
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_value("history", saved)?;
+    checkpoint.restore().add("history", history).apply()
 }
 
 /// Another learning rate for each gradient.
@@ -135,12 +149,16 @@ fn a_step_that_is_recorded_too_late_is_refused() {
     training.scaler.backward(&training.w.sum(None)).unwrap();
     let outcome = training.scaler.step(&mut training.opt).unwrap();
     training.scaler.update().unwrap();
-    let late = history.record(&training.scaler, &outcome, 0.1);
-    assert!(matches!(late, Err(Error::InvalidArgument { name: "history", .. })), "{late:?}");
+    assert_refused!(
+        history.record(&training.scaler, &outcome, 0.1),
+        Error::InvalidArgument { name: "history", .. }
+    );
     assert_eq!(history.report().unwrap().total, 0);
     for capacity in [0, (1 << 20) + 1] {
-        let refused = ScaleHistory::new(capacity);
-        assert!(matches!(refused, Err(Error::InvalidArgument { name: "capacity", .. })));
+        assert_refused!(
+            ScaleHistory::new(capacity),
+            Error::InvalidArgument { name: "capacity", .. }
+        );
     }
 }
 
@@ -154,12 +172,10 @@ fn a_resumed_history_continues() {
             for gradient in &gradients[..3] {
                 training.iterate(&mut history, *gradient, None).unwrap();
             }
-            let mut checkpoint = Checkpoint::new();
-            checkpoint.add("history", &mut history).unwrap();
             let mut resumed = ScaleHistory::new(capacity).unwrap();
             // It is replaced.
             training.iterate(&mut resumed, 5.0, None).unwrap();
-            checkpoint.restore().add("history", &mut resumed).apply().unwrap();
+            restore(&mut resumed, &mut history).unwrap();
             for gradient in &gradients[3..] {
                 training.iterate(&mut resumed, *gradient, None).unwrap();
             }
@@ -178,7 +194,6 @@ fn a_resumed_history_continues() {
 /// A file holds 2 million single values, and a history may be far longer.
 #[test]
 fn a_history_of_any_length_is_saved_and_resumed() {
-    let folder = Folder::new();
     let mut training = Training::new(Device::Cpu);
     let mut history = ScaleHistory::new(1 << 20).unwrap();
     for gradient in [1.0, INFINITE, 2.0, 1.0, 1.0, 1.0, 90.0] {
@@ -195,19 +210,14 @@ fn a_history_of_any_length_is_saved_and_resumed() {
         assert_eq!(wanted.skips(cause), 1);
     }
     for name in ["x.safetensors", "x.pt"] {
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("history", &mut history).unwrap();
-        checkpoint.save(folder.file(name)).unwrap();
-        let checkpoint = Checkpoint::load(folder.file(name)).unwrap();
+        let checkpoint = reloaded(&checkpoint_of([("history", &mut history)]), name);
         let mut resumed = ScaleHistory::new(1 << 20).unwrap();
         let restored = checkpoint.restore().add("history", &mut resumed).apply().unwrap();
         assert_eq!(restored, Default::default());
         assert!(resumed.report().unwrap() == wanted, "{name}");
     }
     let mut empty = ScaleHistory::new(10).unwrap();
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("history", &mut empty).unwrap();
-    checkpoint.restore().add("history", &mut history).apply().unwrap();
+    restore(&mut history, &mut empty).unwrap();
     assert_eq!(history.report().unwrap(), empty.report().unwrap());
 }
 
@@ -220,10 +230,8 @@ fn a_history_of_records_is_still_resumed() {
         training.iterate(&mut history, gradient, None).unwrap();
     }
     let report = history.report().unwrap();
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add_value("history", &serde_json::to_value(&report).unwrap()).unwrap();
     let mut resumed = ScaleHistory::new(4).unwrap();
-    checkpoint.restore().add("history", &mut resumed).apply().unwrap();
+    restore_value(&mut resumed, &serde_json::to_value(&report).unwrap()).unwrap();
     assert_eq!(resumed.report().unwrap(), report);
 }
 
@@ -265,15 +273,11 @@ fn damaged_columns_are_refused_and_change_nothing() {
         Columns(2, vec![("loss", doubles(&[0.0, 0.0]).to_kind(Kind::Float))]),
     ];
     for (case, mut columns) in wrong.into_iter().enumerate() {
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("history", &mut columns).unwrap();
-        let refused = checkpoint.restore().add("history", &mut history).apply();
+        let refused = restore(&mut history, &mut columns);
         assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{case}: {refused:?}");
         assert_eq!(history.report().unwrap(), before);
     }
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("history", &mut Columns(7, vec![])).unwrap();
-    checkpoint.restore().add("history", &mut history).apply().unwrap();
+    restore(&mut history, &mut Columns(7, vec![])).unwrap();
     let steps = steps_of(&history.report().unwrap());
     assert_eq!(steps.iter().map(|step| step.step).collect::<Vec<_>>(), [6, 7]);
 }
@@ -284,13 +288,11 @@ fn a_damaged_history_is_refused_and_changes_nothing() {
     let mut history = ScaleHistory::new(4).unwrap();
     training.iterate(&mut history, 1.0, None).unwrap();
     let before = history.report().unwrap();
-    let one = rows::<serde_json::Value>(&before, "steps");
+    let one = rows::<Value>(&before, "steps");
     let two = [one.clone(), one.clone()].concat();
     for (total, steps) in [(0, one.clone()), (2, one), (u64::MAX, vec![]), (2, two)] {
-        let mut checkpoint = Checkpoint::new();
-        let saved = serde_json::json!({ "total": total, "steps": steps });
-        checkpoint.add_value("history", &saved).unwrap();
-        let refused = checkpoint.restore().add("history", &mut history).apply();
+        let saved = json!({ "total": total, "steps": steps });
+        let refused = restore_value(&mut history, &saved);
         assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{total}: {refused:?}");
         assert_eq!(history.report().unwrap(), before);
     }
@@ -323,13 +325,13 @@ fn the_lowest_scale_is_named_if_it_is_neither_the_first_nor_the_last() {
         (&[2.0, 1.0, 4.0], "3 steps, 0 skipped, scale 2^1 → 2^2, lowest 1"),
     ] {
         let step = |(index, scale): (usize, &f64)| {
-            serde_json::json!({
+            json!({
                 "step": index + 1, "scale": scale, "skipped": null,
                 "norm": null, "loss": null, "learning_rate": 0.1,
             })
         };
         let steps: Vec<_> = scales.iter().enumerate().map(step).collect();
-        let report = serde_json::json!({ "total": scales.len(), "steps": steps });
+        let report = json!({ "total": scales.len(), "steps": steps });
         let report: HistoryReport = serde_json::from_value(report).unwrap();
         assert_eq!(report.to_string(), text);
         assert_eq!(report.lowest_scale(), scales.iter().copied().reduce(f64::min));

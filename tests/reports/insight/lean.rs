@@ -2,7 +2,7 @@
 
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor, no_grad};
-use tch_amp::Autocast;
+use tch_amp::Result;
 use tch_amp::insight::Budget;
 use tch_amp::lean::{
     Activation, LinearCrossEntropyConfig, NormConfig, activation_linear, linear_cross_entropy,
@@ -10,7 +10,7 @@ use tch_amp::lean::{
 };
 use tch_amp::optim::AdamW;
 
-use crate::insight::{alone, explain};
+use crate::insight::{alone, explain, region};
 
 /// A layer, and the head whose products are the logits.
 struct Head {
@@ -32,7 +32,7 @@ impl Head {
         Self { vs, body, head, xs, targets }
     }
 
-    fn loss(&self, size: f64, max_bytes: Option<usize>) -> tch_amp::Result<Tensor> {
+    fn loss(&self, size: f64, max_bytes: Option<usize>) -> Result<Tensor> {
         let hidden = self.body.forward(&self.xs).to_kind(Kind::Float) * size;
         let config = LinearCrossEntropyConfig {
             max_bytes,
@@ -64,7 +64,7 @@ impl Feed {
         Self { vs, norm, up, down, xs }
     }
 
-    fn loss(&self) -> tch_amp::Result<Tensor> {
+    fn loss(&self) -> Result<Tensor> {
         let (config, Self { norm, up, down, .. }) = (NormConfig::layer(&[8]), self);
         let (ws, bs) = (norm.ws.as_ref(), norm.bs.as_ref());
         let hidden = norm_linear(&self.xs, &config, ws, bs, &up.ws, up.bs.as_ref())?;
@@ -83,10 +83,21 @@ fn an_overflow_of_a_layer_is_explained_by_its_place() {
             "up" => model.up.ws *= 1e6,
             _ => model.down.ws *= 1e6,
         });
-        let explanation =
-            explain(&model.vs, Kind::Half, 1.0, || model.loss().unwrap()).unwrap().to_string();
+        let explanation = explain(&model.vs, Kind::Half, 1.0, || model.loss().unwrap()).to_string();
         assert!(explanation.contains(&format!("Culprit: {name}  aten::")), "{explanation}");
     }
+}
+
+#[track_caller]
+fn assert_is_within_budget(vs: &VarStore, dtype: Kind, loss: impl Fn() -> Result<Tensor>) {
+    let optimizer = || AdamW::default().build(vs, 1e-3);
+    let budget = Budget::new(vs, region(dtype)).scale(1024.0);
+    let report = budget.measure(optimizer, |run, optimizer| {
+        let loss = run.region(&loss)??;
+        let _outcome = run.scaler().backward_step(optimizer, &loss)?;
+        Ok(loss)
+    });
+    report.unwrap().assert();
 }
 
 /// Half precision differs from f32 by rounding alone.
@@ -95,21 +106,7 @@ fn layers_of_a_correct_program_are_within_their_budget() {
     let _alone = alone();
     for dtype in [Kind::BFloat16, Kind::Half] {
         let model = Feed::new();
-        let report = Budget::new(&model.vs, Autocast::new(Device::Cpu).dtype(dtype))
-            .scale(1024.0)
-            .measure(
-                || AdamW::default().build(&model.vs, 1e-3),
-                |run, optimizer| {
-                    optimizer.zero_grad()?;
-                    let loss = run.region(|| model.loss())??;
-                    run.scaler().backward(&loss)?;
-                    let _outcome = run.scaler().step(optimizer)?;
-                    run.scaler().update()?;
-                    Ok(loss)
-                },
-            )
-            .unwrap();
-        assert!(report.is_within(), "{dtype:?}: {report}");
+        assert_is_within_budget(&model.vs, dtype, || model.loss());
     }
 }
 
@@ -122,9 +119,8 @@ fn an_infinite_logit_is_explained_by_the_product() {
     for max_bytes in BLOCKS {
         let mut model = Head::new();
         no_grad(|| model.head.ws *= 50.0);
-        let explanation =
-            explain(&model.vs, Kind::Half, 1.0, || model.loss(3e3, max_bytes).unwrap()).unwrap();
-        let text = explanation.to_string();
+        let loss = || model.loss(3e3, max_bytes).unwrap();
+        let text = explain(&model.vs, Kind::Half, 1.0, loss).to_string();
         assert!(text.contains("Culprit: head  aten::addmm in aten::linear"), "{text}");
         assert!(text.contains("advice: keep head in f32, or use bf16"), "{text}");
     }
@@ -137,22 +133,7 @@ fn a_correct_program_is_within_its_budget() {
     for dtype in [Kind::BFloat16, Kind::Half] {
         for max_bytes in BLOCKS {
             let model = Head::new();
-            let region = Autocast::new(Device::Cpu).dtype(dtype);
-            let report = Budget::new(&model.vs, region)
-                .scale(1024.0)
-                .measure(
-                    || AdamW::default().build(&model.vs, 1e-3),
-                    |run, optimizer| {
-                        optimizer.zero_grad()?;
-                        let loss = run.region(|| model.loss(1.0, max_bytes))??;
-                        run.scaler().backward(&loss)?;
-                        let _outcome = run.scaler().step(optimizer)?;
-                        run.scaler().update()?;
-                        Ok(loss)
-                    },
-                )
-                .unwrap();
-            assert!(report.is_within(), "{dtype:?}, {max_bytes:?}: {report}");
+            assert_is_within_budget(&model.vs, dtype, || model.loss(1.0, max_bytes));
         }
     }
 }

@@ -30,7 +30,7 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{Explanation, Tracer};
 use tch_amp::scaler::GradScalerConfig;
-use tch_amp::{Autocast, Result};
+use tch_amp::{Autocast, GradScaler};
 
 /// The random number generator and autocast's cache, which tests share: the end of any thread's region clears the cache.
 static RANDOM: Mutex<()> = Mutex::new(());
@@ -72,17 +72,32 @@ pub(crate) fn batch() -> Tensor {
     Tensor::arange(8, (Kind::Float, Device::Cpu)).reshape([2, 4]) / 8 + 0.5
 }
 
+/// A scaler on the CPU with this scale.
+pub(crate) fn scaler(init_scale: f64) -> GradScaler {
+    GradScalerConfig { init_scale, ..Default::default() }.build(Device::Cpu).unwrap()
+}
+
+/// A region on the CPU, which is off in f32.
+pub(crate) fn region(kind: Kind) -> Autocast {
+    Autocast::new(Device::Cpu).dtype(kind).enabled(kind != Kind::Float)
+}
+
 /// Explains an iteration in `kind` at a scale.
 pub(crate) fn explain(
     vs: &VarStore,
     kind: Kind,
     scale: f64,
     loss: impl Fn() -> Tensor,
-) -> Result<Explanation> {
-    let scaler = GradScalerConfig { init_scale: scale, ..Default::default() }.build(Device::Cpu)?;
-    let mut tracer = Tracer::new(vs)?;
-    tracer.begin(&scaler)?;
-    let region = Autocast::new(Device::Cpu).dtype(kind).enabled(kind != Kind::Float);
-    let explanation = tracer.explain(&scaler, || region.run(&loss))?;
-    Ok(explanation.expect("the limit is not reached"))
+) -> Explanation {
+    let scaler = scaler(scale);
+    let mut tracer = Tracer::new(vs).unwrap();
+    tracer.begin(&scaler).unwrap();
+    let explanation = tracer.explain(&scaler, || region(kind).run(&loss)).unwrap();
+    explanation.expect("the limit is not reached")
+}
+
+/// Explains an iteration in f32 of a model with something planted.
+pub(crate) fn explain_planted(planted: impl Fn(&Tensor) -> Tensor) -> Explanation {
+    let (model, x) = Model::with_batch();
+    explain(&model.vs, Kind::Float, 1.0, || model.loss(&x, &planted))
 }

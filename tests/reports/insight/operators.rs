@@ -4,7 +4,7 @@ use rstest::rstest;
 use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{Cause, Explanation, Pass, named};
 
-use crate::insight::{Model, batch, explain};
+use crate::insight::{Model, batch, explain, explain_planted};
 
 type Planted = fn(&Tensor) -> Tensor;
 
@@ -116,9 +116,7 @@ const BACKWARD: &[(&str, &str, Planted)] = &[
 ];
 
 fn explained(planted: Planted) -> Explanation {
-    let (model, x) = Model::with_batch();
-    let loss = || model.loss(&x, |x| named("bad", || planted(x)));
-    explain(&model.vs, Kind::Float, 1.0, loss).unwrap()
+    explain_planted(|x| named("bad", || planted(x)))
 }
 
 /// The planted operator and its part are named in every case.
@@ -162,7 +160,6 @@ fn a_module_is_known_by_its_parameters() {
     let model = Model::new();
     let x = batch() * 1e6;
     let explanation = explain(&model.vs, Kind::Half, 1.0, || model.loss(&x, |x| x.shallow_clone()));
-    let explanation = explanation.unwrap();
     let culprit = explanation.culprit.as_ref().unwrap();
     // The input is cast for the first layer.
     assert_eq!(culprit.path.as_deref(), Some("layers.0"), "{explanation}");
@@ -172,12 +169,10 @@ fn a_module_is_known_by_its_parameters() {
 
 #[test]
 fn the_same_product_is_repeated_in_f32() {
-    let (model, x) = Model::with_batch();
-    let planted = |x: &Tensor| {
+    let explanation = explain_planted(|x| {
         let b = half(&all(x, 300.0)).unsqueeze(0);
         b.bmm(&b.transpose(1, 2)).sum(None) + x
-    };
-    let explanation = explain(&model.vs, Kind::Float, 1.0, || model.loss(&x, planted)).unwrap();
+    });
     let culprit = explanation.culprit.unwrap();
     assert_eq!(culprit.largest_in_f32, Some(360_000.0));
     assert_eq!(culprit.largest_inputs, [300.0, 300.0]);
@@ -187,14 +182,12 @@ fn the_same_product_is_repeated_in_f32() {
 
 #[test]
 fn a_mask_is_no_culprit() {
-    let (model, x) = Model::with_batch();
     let mask = Tensor::from_slice(&[0.0, f64::NEG_INFINITY, 0.0, 0.0]).to_kind(Kind::Float);
-    let planted = |x: &Tensor| {
+    let explanation = explain_planted(|x| {
         let weights = (x + &mask).softmax(1, None);
         let filled = x.masked_fill(&x.gt(1.0), f64::NEG_INFINITY).softmax(1, None);
         named("bad", || (weights + filled) * 0.0 + 100).exp()
-    };
-    let explanation = explain(&model.vs, Kind::Float, 1.0, || model.loss(&x, planted)).unwrap();
+    });
     assert_eq!(explanation.culprit.unwrap().operator, "aten::exp");
 }
 
@@ -219,7 +212,7 @@ fn an_overflow_beside_a_mask_is_the_culprit() {
             let bad = |x: &Tensor| named("bad", || all(x, 100.0).exp());
             model.loss(&x, |x| (bad(x) + &mask).softmax(-1, None))
         };
-        let explanation = explain(&model.vs, Kind::Float, 1.0, loss).unwrap();
+        let explanation = explain(&model.vs, Kind::Float, 1.0, loss);
         let operator = explanation.culprit.as_ref().map(|culprit| culprit.operator.as_str());
         assert_eq!(operator, Some("aten::exp"), "{explanation}");
     }
@@ -227,12 +220,10 @@ fn an_overflow_beside_a_mask_is_the_culprit() {
 
 #[test]
 fn numbers_that_cannot_be_counted_are_passed_over() {
-    let (model, x) = Model::with_batch();
-    let planted = |x: &Tensor| {
+    let explanation = explain_planted(|x| {
         let _small = tch::no_grad(|| x.to_kind(Kind::Float8e4m3fn).to_kind(Kind::Float));
         named("bad", || all(x, 100.0).exp())
-    };
-    let explanation = explain(&model.vs, Kind::Float, 1.0, || model.loss(&x, planted)).unwrap();
+    });
     assert_eq!(explanation.culprit.unwrap().operator, "aten::exp");
 }
 
@@ -241,7 +232,7 @@ fn what_was_not_finite_before_is_said() {
     let (model, x) = Model::with_batch();
     let loss = |x: &Tensor| model.loss(x, Tensor::shallow_clone);
     let bad = &x * f64::NAN;
-    let explanation = explain(&model.vs, Kind::Float, 1.0, || loss(&bad)).unwrap();
+    let explanation = explain(&model.vs, Kind::Float, 1.0, || loss(&bad));
     let Cause::Input { operator, path, place, values } = &explanation.cause else {
         panic!("{explanation}");
     };
@@ -253,7 +244,7 @@ fn what_was_not_finite_before_is_said() {
     );
 
     let convolved = || loss(&x) + f64_conv(&bad, 1.0);
-    let explanation = explain(&model.vs, Kind::Float, 1.0, convolved).unwrap();
+    let explanation = explain(&model.vs, Kind::Float, 1.0, convolved);
     assert!(
         matches!(explanation.cause, Cause::Input { values, .. } if values.elements == 8),
         "{explanation}"
@@ -261,7 +252,7 @@ fn what_was_not_finite_before_is_said() {
 
     let mut weight = model.vs.variables().remove("layers.1.weight").unwrap();
     let _same = tch::no_grad(|| weight.fill_diagonal_(f64::INFINITY, false));
-    let explanation = explain(&model.vs, Kind::Float, 1.0, || loss(&x)).unwrap();
+    let explanation = explain(&model.vs, Kind::Float, 1.0, || loss(&x));
     let name = "layers.1.weight".to_owned();
     assert_eq!(explanation.cause, Cause::Parameter { name }, "{explanation}");
 }
@@ -274,9 +265,9 @@ fn the_largest_finite_scale_is_right(#[case] kind: Kind, #[case] scale: f64) {
     let model = Model::new();
     let x = batch() * 100;
     let loss = || model.loss(&x, Tensor::shallow_clone);
-    let explanation = explain(&model.vs, kind, scale, loss).unwrap();
+    let explanation = explain(&model.vs, kind, scale, loss);
     let Cause::Scale { largest_finite } = explanation.cause else { panic!("{explanation}") };
-    let finite = |scale| explain(&model.vs, kind, scale, loss).unwrap().cause == Cause::Finite;
+    let finite = |scale| explain(&model.vs, kind, scale, loss).cause == Cause::Finite;
     assert!(finite(largest_finite), "{explanation}");
     assert!(!finite(largest_finite * 2.0), "{explanation}");
 }
@@ -284,8 +275,8 @@ fn the_largest_finite_scale_is_right(#[case] kind: Kind, #[case] scale: f64) {
 #[test]
 fn a_finite_iteration_has_no_culprit() {
     let (model, x) = Model::with_batch();
-    let explanation =
-        explain(&model.vs, Kind::BFloat16, 8.0, || model.loss(&x, Tensor::shallow_clone)).unwrap();
+    let loss = || model.loss(&x, Tensor::shallow_clone);
+    let explanation = explain(&model.vs, Kind::BFloat16, 8.0, loss);
     assert_eq!(explanation.cause, Cause::Finite);
     assert_eq!(explanation.culprit, None);
 }

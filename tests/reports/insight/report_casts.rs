@@ -59,7 +59,7 @@ impl Model {
         Self { vs, layer, x: Tensor::ones([4, 8], (Kind::Float, Device::Cpu)), _alone: alone }
     }
 
-    fn profiled(&self, f: impl Fn() -> tch_amp::Result<()>) -> OperatorReport {
+    fn profiled(&self, f: impl FnMut() -> tch_amp::Result<()>) -> OperatorReport {
         Profiler::new(&self.vs).run(f).unwrap()
     }
 }
@@ -126,7 +126,7 @@ fn a_region_for_each_layer_casts_a_shared_weight_again() {
 fn a_tensor_that_was_written_is_not_cast_again() {
     let model = Model::new();
     let mut x = Tensor::ones([4], (Kind::Float, Device::Cpu));
-    let report = Profiler::new(&model.vs).run(|| {
+    let report = model.profiled(|| {
         let _first = x.to_kind(Kind::BFloat16);
         let _second = x.to_kind(Kind::BFloat16);
         drop(x.fill_(2));
@@ -134,7 +134,6 @@ fn a_tensor_that_was_written_is_not_cast_again() {
         let _other = x.to_kind(Kind::Half);
         Ok(())
     });
-    let report = report.unwrap();
     assert_eq!((calls(&report, "Program"), casts(&report).len()), (4, 2), "{report}");
     assert_eq!((sum(&report, |row| row.repeats), sum(&report, |row| row.cacheable)), (1, 0));
 }
@@ -255,7 +254,7 @@ fn a_parameter_that_a_step_changed_is_not_cast_again() {
     let region = Autocast::new(Device::Cpu);
     let mut opt = AdamW::default().build(&model.vs, 1e-3).unwrap();
     let mut scaler = GradScalerConfig::default().build(Device::Cpu).unwrap();
-    let report = Profiler::new(&model.vs).run(|| {
+    let report = model.profiled(|| {
         for _ in 0..2 {
             let loss = region.run(|| model.layer.forward(&model.x).sum(Kind::Float))?;
             scaler.backward(&loss)?;
@@ -265,7 +264,6 @@ fn a_parameter_that_a_step_changed_is_not_cast_again() {
         }
         Ok(())
     });
-    let report = report.unwrap();
     let of_parameters = |row: &Cast| if row.parameter.is_some() { row.calls } else { 0 };
     assert_eq!(sum(&report, of_parameters), 4, "{report}");
     assert_eq!(sum(&report, |row| row.cacheable), 0, "{report}");

@@ -7,28 +7,8 @@ use tch_amp::insight::{OperatorReport, Pass, Profiler, named};
 use tch_amp::{Autocast, autocast};
 
 use crate::insight::alone;
+use crate::insight::report_times::{self, ones, operators, products};
 use testkit::rows::rows;
-
-const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
-
-#[derive(Deserialize)]
-struct Operator {
-    operator: String,
-    pass: Pass,
-    calls: u64,
-    seconds: f64,
-    bytes_read: u64,
-    flops: u64,
-}
-
-#[derive(Deserialize)]
-struct Product {
-    operator: String,
-    kind: String,
-    pass: Pass,
-    seconds: f64,
-    flops: u64,
-}
 
 #[derive(Deserialize)]
 struct Padding {
@@ -38,25 +18,16 @@ struct Padding {
     share: f64,
 }
 
-fn operators(report: &OperatorReport) -> Vec<Operator> {
-    rows(report, "operators")
-}
-
-fn products(report: &OperatorReport) -> Vec<Product> {
-    rows(report, "products")
-}
-
 fn padding(report: &OperatorReport) -> Vec<Padding> {
     rows(report, "padding")
 }
 
 /// Reports one run without a model.
 fn profiled(f: impl Fn()) -> OperatorReport {
-    let run = || {
+    report_times::profiled(|| {
         f();
         Ok(())
-    };
-    Profiler::new(&VarStore::new(Device::Cpu)).warm_up(0).run(run).unwrap()
+    })
 }
 
 fn forward(report: &OperatorReport) -> u64 {
@@ -73,10 +44,6 @@ fn of(report: &OperatorReport, pass: Pass) -> u64 {
     let products = products(report).into_iter().filter(|row| row.pass == pass);
     assert_eq!(products.map(|row| row.flops).sum::<u64>(), flops, "{report}");
     flops
-}
-
-fn ones(sizes: &[i64]) -> Tensor {
-    Tensor::ones(sizes, F32)
 }
 
 #[test]

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
 use serde_json::Value;
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
@@ -10,14 +9,8 @@ use tch_amp::insight::{OperatorReport, Profiler};
 use tch_amp::{Result, autocast};
 
 use crate::insight::alone;
+use crate::insight::report_times::operators;
 use testkit::python::Oracle;
-use testkit::rows::rows;
-
-#[derive(Deserialize)]
-struct Operator {
-    operator: String,
-    calls: u64,
-}
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
@@ -69,7 +62,7 @@ fn operators_are_called_as_often_as_in_python() {
     for (name, run) in programs {
         let report = run().unwrap();
         let mut calls: BTreeMap<String, u64> = BTreeMap::new();
-        for row in rows::<Operator>(&report, "operators") {
+        for row in operators(&report) {
             *calls.entry(row.operator).or_default() += row.calls;
         }
         assert!(calls.len() > 4, "{name}: {report}");

@@ -8,29 +8,38 @@ use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{Dtype, OperatorReport, Pass, Profiler, named};
 use tch_amp::recompute::checkpointed;
-use tch_amp::{Autocast, Error};
+use tch_amp::{Autocast, Error, Result};
 
 use crate::insight::alone;
 use testkit::rows::rows;
 
 #[derive(Deserialize)]
-struct Operator {
-    operator: String,
-    dtype: Dtype,
-    pass: Pass,
-    calls: u64,
-    bytes_read: u64,
-    bytes_written: u64,
-    flops: u64,
+pub(crate) struct Operator {
+    pub(crate) operator: String,
+    pub(crate) dtype: Dtype,
+    pub(crate) pass: Pass,
+    pub(crate) calls: u64,
+    pub(crate) seconds: f64,
+    pub(crate) bytes_read: u64,
+    pub(crate) bytes_written: u64,
+    pub(crate) flops: u64,
 }
 
 #[derive(Deserialize)]
-struct Product {
-    seconds: f64,
+pub(crate) struct Product {
+    pub(crate) operator: String,
+    pub(crate) kind: String,
+    pub(crate) pass: Pass,
+    pub(crate) seconds: f64,
+    pub(crate) flops: u64,
 }
 
-fn operators(report: &OperatorReport) -> Vec<Operator> {
+pub(crate) fn operators(report: &OperatorReport) -> Vec<Operator> {
     rows(report, "operators")
+}
+
+pub(crate) fn products(report: &OperatorReport) -> Vec<Product> {
+    rows(report, "products")
 }
 
 fn row(report: &OperatorReport, operator: &str, dtype: &str) -> Operator {
@@ -43,7 +52,12 @@ fn profiler() -> Profiler {
     Profiler::new(&VarStore::new(Device::Cpu)).warm_up(0)
 }
 
-fn ones(sizes: &[i64]) -> Tensor {
+/// Reports one run without a model.
+pub(crate) fn profiled<T>(f: impl FnMut() -> Result<T>) -> OperatorReport {
+    profiler().run(f).unwrap()
+}
+
+pub(crate) fn ones(sizes: &[i64]) -> Tensor {
     Tensor::ones(sizes, (Kind::Float, Device::Cpu))
 }
 
@@ -51,14 +65,13 @@ fn ones(sizes: &[i64]) -> Tensor {
 fn bytes_are_those_of_the_tensors_that_are_read_and_written() {
     let (a, b) = (ones(&[8, 16]), ones(&[16, 4]));
     let mut c = ones(&[100]);
-    let report = profiler().run(|| {
+    let report = profiled(|| {
         let _product = a.mm(&b);
         let _half = a.to_kind(Kind::BFloat16);
         let _square = &c * &c;
         drop(c.relu_());
         Ok(())
     });
-    let report = report.unwrap();
     let bytes = |operator, dtype| {
         let row = row(&report, operator, dtype);
         (row.calls, row.bytes_read, row.bytes_written)
@@ -73,11 +86,10 @@ fn bytes_are_those_of_the_tensors_that_are_read_and_written() {
 #[test]
 fn bytes_of_parts_of_a_tensor_add_up() {
     let x = ones(&[4, 8]);
-    let report = profiler().run(|| {
+    let report = profiled(|| {
         let parts = x.chunk(2, 0);
         Ok(&parts[0] * &parts[1])
     });
-    let report = report.unwrap();
     let product = row(&report, "aten::mul", "fp32");
     assert_eq!((product.bytes_read, product.bytes_written), (4 * 32, 4 * 16), "{report}");
 }
@@ -112,8 +124,7 @@ fn own_times_add_up_to_no_more_than_the_time_of_the_run() {
     // Three gradients: the first layer needs none of its input.
     assert_eq!(row(&report, "aten::mm", "bf16").pass, Pass::Backward, "{report}");
     assert_eq!(row(&report, "aten::mm", "bf16").calls, 3 * 3, "{report}");
-    let products: Vec<Product> = rows(&report, "products");
-    let products: f64 = products.iter().map(|row| row.seconds).sum();
+    let products: f64 = products(&report).iter().map(|row| row.seconds).sum();
     assert!(products <= report.own_seconds(), "{report}");
 }
 
@@ -121,7 +132,7 @@ fn own_times_add_up_to_no_more_than_the_time_of_the_run() {
 #[test]
 fn time_between_operators_does_not_count() {
     let x = ones(&[4]);
-    let report = profiler().run(|| {
+    let report = profiled(|| {
         let y = &x + &x;
         std::thread::sleep(Duration::from_millis(30));
         Ok(named("part", || {
@@ -129,7 +140,6 @@ fn time_between_operators_does_not_count() {
             y * &x
         }))
     });
-    let report = report.unwrap();
     assert!(report.seconds >= 0.06, "{report}");
     assert!(report.own_seconds() <= report.seconds - 0.06, "{report}");
 }
@@ -137,11 +147,10 @@ fn time_between_operators_does_not_count() {
 #[test]
 fn a_recomputed_part_belongs_to_the_backward_pass() {
     let x = ones(&[8, 8]).set_requires_grad(true);
-    let report = profiler().run(|| {
+    let report = profiled(|| {
         let y = checkpointed(&[&x], |x| Ok(x[0].mm(x[0])))?;
         Ok(y.sum(Kind::Float).f_backward()?)
     });
-    let report = report.unwrap();
     let product = 2 * 8 * 8 * 8;
     assert_eq!(report.flops(), (1 + 1 + 2) * product, "{report}");
     let forward = operators(&report).into_iter().filter(|row| row.pass == Pass::Forward);
@@ -155,7 +164,7 @@ fn a_panic_or_an_error_leaves_no_callback_behind() {
     // More often than there are places for recordings.
     for _ in 0..20 {
         let panicked = catch_unwind(AssertUnwindSafe(|| {
-            let result = profiler().run(|| -> tch_amp::Result<()> {
+            let result = profiler().run(|| -> Result<()> {
                 let _y = x.mm(&x);
                 panic!("planted");
             });
@@ -169,7 +178,7 @@ fn a_panic_or_an_error_leaves_no_callback_behind() {
         });
         assert!(failed.is_err());
     }
-    let report = profiler().run(|| Ok(x.mm(&x))).unwrap();
+    let report = profiled(|| Ok(x.mm(&x)));
     assert_eq!(row(&report, "aten::mm", "fp32").calls, 1);
     assert!(profiler().runs(0).run(|| Ok(())).is_err());
 }
@@ -177,12 +186,12 @@ fn a_panic_or_an_error_leaves_no_callback_behind() {
 #[test]
 fn recordings_nest_and_the_outer_one_sees_all() {
     let x = ones(&[4, 4]);
-    let outer = profiler().run(|| {
-        let inner = profiler().run(|| Ok(x.mm(&x)))?;
+    let outer = profiled(|| {
+        let inner = profiled(|| Ok(x.mm(&x)));
         assert_eq!(row(&inner, "aten::mm", "fp32").calls, 1);
         Ok(x.mm(&x))
     });
-    assert_eq!(row(&outer.unwrap(), "aten::mm", "fp32").calls, 2);
+    assert_eq!(row(&outer, "aten::mm", "fp32").calls, 2);
 }
 
 /// Each report has the operators of its own thread.
@@ -193,8 +202,7 @@ fn threads_are_reported_apart() {
             scope.spawn(move || {
                 for _ in 0..20 {
                     let x = ones(&[size, size]).set_requires_grad(true);
-                    let report = profiler().run(|| Ok(x.mm(&x).sum(Kind::Float).f_backward()?));
-                    let report = report.unwrap();
+                    let report = profiled(|| Ok(x.mm(&x).sum(Kind::Float).f_backward()?));
                     let product = 2 * u64::try_from(size * size * size).unwrap();
                     assert_eq!(report.flops(), 3 * product, "{report}");
                 }

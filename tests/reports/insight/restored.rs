@@ -8,6 +8,8 @@ use tch_amp::insight::{Cause, Tracer};
 use tch_amp::{Error, GradScaler};
 
 use crate::insight::{Model, alone, batch};
+use testkit::assert_refused;
+use testkit::tensors::variables;
 
 #[test]
 fn gradients_buffers_and_random_numbers_are_put_back() {
@@ -27,9 +29,7 @@ fn gradients_buffers_and_random_numbers_are_put_back() {
     tracer.begin(&scaler).unwrap();
     scaler.backward(&loss()).unwrap();
     let state = || {
-        let mut variables: Vec<_> = vs.variables().into_iter().collect();
-        variables.sort_by(|a, b| a.0.cmp(&b.0));
-        let tensors = variables.into_iter().flat_map(|(_, tensor)| {
+        let tensors = variables(&vs).into_values().flat_map(|tensor| {
             let gradient = tensor.grad();
             [Some(tensor.copy()), gradient.defined().then(|| gradient.copy())]
         });
@@ -88,8 +88,7 @@ fn a_limit_is_kept_and_an_iteration_must_have_begun() {
     let x = batch();
     let loss = || Ok(model.loss(&x, Tensor::shallow_clone));
     let mut tracer = Tracer::new(&model.vs).unwrap().limit(1);
-    let refused = tracer.explain(&scaler, loss);
-    assert!(matches!(refused, Err(Error::InvalidArgument { name: "tracer", .. })));
+    assert_refused!(tracer.explain(&scaler, loss), Error::InvalidArgument { name: "tracer", .. });
     tracer.begin(&scaler).unwrap();
     // An error of the closure does not count.
     let failed = tracer.explain(&scaler, || Err(Error::Torch("mine".to_owned())));

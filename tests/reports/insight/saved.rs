@@ -12,6 +12,8 @@ use tch_amp::recompute::Recomputed;
 use tch_amp::{Autocast, GradScaler, Result, autocast};
 
 use crate::insight::alone;
+use testkit::bits::bits;
+use testkit::tensors::variables;
 
 /// The bytes that are freed when the graph of a loss is dropped. The loss itself stays.
 fn freed(loss: impl Fn() -> Result<Tensor>) -> u64 {
@@ -122,10 +124,8 @@ impl Model {
     }
 }
 
-/// The rows of a report, as serde writes them: the text of a key of each.
 fn rows(report: &SavedReport) -> Vec<serde_json::Value> {
-    let value = serde_json::to_value(report).unwrap();
-    value["rows"].as_array().unwrap().clone()
+    testkit::rows::rows(report, "rows")
 }
 
 #[test]
@@ -143,9 +143,8 @@ fn rows_name_the_part_the_operator_and_the_form() {
     assert_eq!(gelu["path"], "activation");
     assert_eq!((&gelu["dtype"], &gelu["bytes"]), (&"bf16".into(), &(128 * 256 * 2).into()));
     assert_eq!(gelu["in_region"], true);
-    let linear = rows(&report);
-    let down =
-        linear.iter().find(|row| row["path"] == "down" && row["what"] == "Activation").unwrap();
+    let all = rows(&report);
+    let down = all.iter().find(|row| row["path"] == "down" && row["what"] == "Activation").unwrap();
     assert_eq!(
         (&down["operator"], &down["bytes"]),
         (&"aten::linear".into(), &(128 * 256 * 2).into())
@@ -271,11 +270,9 @@ fn training_goes_on_as_without_a_report() {
             drop(saved_tensors(&vs, loss).unwrap());
         }
         loss().unwrap().backward();
-        let mut all: Vec<_> = vs.variables().into_iter().collect();
-        all.sort_by(|a, b| a.0.cmp(&b.0));
-        let gradients = all.iter().filter(|(_, w)| w.requires_grad()).map(|(_, w)| w.grad());
-        let all: Vec<_> = all.iter().map(|(_, w)| w.shallow_clone()).chain(gradients).collect();
-        all.iter().map(testkit::bits::bits).collect::<Vec<_>>()
+        let all = variables(&vs);
+        let gradients = all.values().filter(|w| w.requires_grad()).map(|w| bits(&w.grad()));
+        all.values().map(bits).chain(gradients).collect::<Vec<_>>()
     };
     assert_eq!(train(true), train(false));
 }

@@ -13,6 +13,7 @@ use tch_amp::{Autocast, Error, GradScaler};
 
 use crate::insight::alone;
 use testkit::rows::rows;
+use testkit::tensors::variables;
 use testkit::{skipped, to_f64};
 
 fn region() -> Autocast {
@@ -50,15 +51,9 @@ impl Model {
 
     /// Everything that an iteration could change, as numbers.
     fn state(&self) -> Vec<Vec<f64>> {
-        let mut variables: Vec<_> = self.vs.variables().into_iter().collect();
-        variables.sort_by(|a, b| a.0.cmp(&b.0));
-        let mut state = Vec::new();
-        for (_, variable) in variables {
-            state.push(to_f64(&variable));
-            let gradient = variable.grad();
-            state.push(if gradient.defined() { to_f64(&gradient) } else { Vec::new() });
-        }
-        state
+        let numbers = |t: &Tensor| if t.defined() { to_f64(t) } else { Vec::new() };
+        let variables = variables(&self.vs).into_values();
+        variables.flat_map(|variable| [numbers(&variable), numbers(&variable.grad())]).collect()
     }
 }
 

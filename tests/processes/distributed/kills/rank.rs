@@ -4,14 +4,14 @@ use std::process::{Command, Stdio, exit};
 use std::time::Duration;
 
 use tch::nn::{self, Module};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind};
 use tch_amp::distributed::{DistributedDataParallel, DistributedError, GroupConfig, ProcessGroup};
 use tch_amp::optim::Sgd;
 use tch_amp::{Error, GradScaler, Result, autocast};
 
-use super::super::system::children;
+use super::super::{numbers, system::children};
 use testkit::bits::hex;
-use testkit::programs::number;
+use testkit::programs::{number, this_test};
 
 /// The number of ranks that a process starts, or 0 if it is a rank itself.
 const SPAWN: &str = "TCH_AMP_TEST_SPAWN";
@@ -24,8 +24,7 @@ const STEPS: i64 = 250;
 
 /// A process that starts this many ranks, or that is one.
 pub fn command(timeout: Duration, spawns: usize) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "distributed::kills::rank::process", "--ignored", "--nocapture"]);
+    let mut command = this_test("distributed::kills::rank::process");
     command.env(TIMEOUT, timeout.as_millis().to_string()).env(SPAWN, spawns.to_string());
     command.env("OMP_NUM_THREADS", "1").stdout(Stdio::piped()).stderr(Stdio::piped());
     command
@@ -96,12 +95,4 @@ fn train(group: &ProcessGroup) -> Result<String> {
     }
     group.barrier()?;
     Ok(vs.trainable_variables().iter().map(hex).collect())
-}
-
-/// Small numbers, the same in every process.
-fn numbers(shape: &[i64], seed: i64) -> Tensor {
-    let numbers: Vec<f32> = (0..shape.iter().product())
-        .map(|i| ((i * 37 + seed * 101 + i * i * 11).rem_euclid(211) - 105) as f32 / 256.0)
-        .collect();
-    Tensor::from_slice(&numbers).view(shape)
 }

@@ -71,16 +71,8 @@ fn cudnn_convolution(a: &Args) -> Outputs {
     let [padding, stride, dilation] = [2, 3, 4].map(|i| a.ints(i).unwrap());
     let [benchmark, deterministic, tf32] = [6, 7, 8].map(|i| a.flag(i).unwrap());
     let groups = a.int(5).unwrap();
-    one(a.t(0).f_cudnn_convolution(
-        a.t(1),
-        padding,
-        stride,
-        dilation,
-        groups,
-        benchmark,
-        deterministic,
-        tf32,
-    ))
+    let (x, w) = (a.t(0), a.t(1));
+    one(x.f_cudnn_convolution(w, padding, stride, dilation, groups, benchmark, deterministic, tf32))
 }
 
 fn cudnn_convolution_transpose(a: &Args) -> Outputs {

@@ -69,6 +69,14 @@ pub fn list(answers: &Answers, op: &str) -> Option<List> {
     })
 }
 
+/// The cases of the lists of CUDA that tch can call.
+fn callable(answers: &Answers) -> impl Iterator<Item = (&Case, List, fn(&Args) -> table::Outputs)> {
+    answers.cases.iter().filter_map(|case| {
+        let (list, (_, call)) = list(answers, case.op()).zip(table::find(case.op()))?;
+        Some((case, list, *call))
+    })
+}
+
 /// Whether autocast casts the tensor.
 fn is_eligible(tensor: &Tensor) -> bool {
     matches!(tensor.kind(), Kind::Float | Kind::Half | Kind::BFloat16)
@@ -162,13 +170,9 @@ fn every_op_of_cudas_lists_gives_the_results_of_inputs_cast_by_hand() {
     let mut failures = Vec::new();
     for device in gpus() {
         let (mut compared, mut runs) = (BTreeSet::new(), 0);
-        for case in &answers.cases {
-            let Some((list, (_, call))) = list(answers, case.op()).zip(table::find(case.op()))
-            else {
-                continue;
-            };
+        for (case, list, call) in callable(answers) {
             runs += 1;
-            let result = compare(device, list, case, *call);
+            let result = compare(device, list, case, call);
             match (result, why_not(case.op())) {
                 (Ok(()), None) => drop(compared.insert(case.op())),
                 (Ok(()), Some(_)) => failures.push(format!("{}: stale in NOT_HERE", case.name())),
@@ -205,10 +209,7 @@ fn every_op_of_cudas_lists_gives_pythons_results_on_the_same_gpu() {
     let gpu = Device::Cuda(0);
     let (mut failures, mut compared) = (Vec::new(), BTreeSet::new());
     let mut histograms: BTreeMap<String, Histogram> = BTreeMap::new();
-    for case in &answers.cases {
-        let Some((_, (_, call))) = list(&answers, case.op()).zip(table::find(case.op())) else {
-            continue;
-        };
+    for (case, _, call) in callable(&answers) {
         let args = case.args().map(|tensor| tensor.to_device(gpu));
         let ours = Autocast::new(gpu).dtype(case.dtype()).run(|| call(&args)).unwrap();
         let (ours, theirs) = (without_backends(told(ours)), without_backends(case.expected()));
@@ -285,12 +286,9 @@ fn every_op_of_cudas_lists_obeys_a_plan() {
     let mut failures = Vec::new();
     for device in gpus() {
         let mut compared = BTreeSet::new();
-        for case in &answers.cases {
-            let Some((_, (_, call))) = list(answers, case.op()).zip(table::find(case.op())) else {
-                continue;
-            };
+        for (case, _, call) in callable(answers) {
             for run_as in [RunAs::F32, RunAs::Half] {
-                match compare_ruled(device, case, run_as, *call) {
+                match compare_ruled(device, case, run_as, call) {
                     None => println!("not compared: {}: it cannot have a rule", case.op()),
                     Some(Ok(())) => drop(compared.insert(case.op())),
                     Some(Err(what)) => {

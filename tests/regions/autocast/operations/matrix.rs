@@ -26,23 +26,13 @@ fn attention(a: &Args) -> Outputs {
 }
 
 fn scaled_dot_product_attention(a: &Args) -> Outputs {
-    let (mask, causal) = (a.opt(3), a.flag(5).unwrap());
-    let (dropout, gqa) = (a.float(4).unwrap(), false);
-    one(Tensor::f_scaled_dot_product_attention(
-        a.t(0),
-        a.t(1),
-        a.t(2),
-        mask,
-        dropout,
-        causal,
-        None,
-        gqa,
-    ))
+    let [q, k, v] = [0, 1, 2].map(|i: usize| a.t(i));
+    let (mask, dropout, causal) = (a.opt(3), a.float(4).unwrap(), a.flag(5).unwrap());
+    one(Tensor::f_scaled_dot_product_attention(q, k, v, mask, dropout, causal, None, false))
 }
 
 /// The ops by name.
 pub const OPS: &[Entry] = &[
-    ("__matmul__", |a| one(a.t(0).f_matmul(a.t(1)))),
     ("_native_multi_head_attention", attention),
     ("addbmm", |a| one(a.t(0).f_addbmm(a.t(1), a.t(2)))),
     ("addmm", |a| one(a.t(0).f_addmm(a.t(1), a.t(2)))),

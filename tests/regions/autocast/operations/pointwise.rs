@@ -15,15 +15,6 @@ pub const COMPARISONS: &[Entry] = &[
     ("add", |a| one(a.t(0).f_add(a.t(1)))),
     ("div", |a| one(a.t(0).f_div(a.t(1)))),
     ("mul", |a| one(a.t(0).f_mul(a.t(1)))),
-    ("__eq__", |a| one(a.t(0).f_eq_tensor(a.t(1)))),
-    ("__ge__", |a| one(a.t(0).f_ge_tensor(a.t(1)))),
-    ("__gt__", |a| one(a.t(0).f_gt_tensor(a.t(1)))),
-    ("__le__", |a| one(a.t(0).f_le_tensor(a.t(1)))),
-    ("__lt__", |a| one(a.t(0).f_lt_tensor(a.t(1)))),
-    ("__ne__", |a| one(a.t(0).f_ne_tensor(a.t(1)))),
-    ("__add__", |a| one(a.t(0).f_add(a.t(1)))),
-    ("__div__", |a| one(a.t(0).f_div(a.t(1)))),
-    ("__mul__", |a| one(a.t(0).f_mul(a.t(1)))),
     ("equal", |a| one(a.t(0).f_equal(a.t(1)).map(Tensor::from))),
 ];
 
@@ -49,7 +40,6 @@ pub const UNARY: &[Entry] = &[
 
 /// The other ops.
 pub const OTHERS: &[Entry] = &[
-    ("__pow__", |a| one(a.t(0).f_pow_tensor_scalar(a.float(1).unwrap()))),
     ("pow", |a| match a.is_tensor(1) {
         true => one(a.t(0).f_pow(a.t(1))),
         false => one(a.t(0).f_pow_tensor_scalar(a.float(1).unwrap())),

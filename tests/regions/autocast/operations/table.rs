@@ -34,10 +34,12 @@ pub fn entries() -> impl Iterator<Item = &'static Entry> {
     TABLES.into_iter().flatten()
 }
 
-/// The entry of `op`: the one for its overload if there is one, otherwise the one for its name.
+/// The entry of `op`: the one for its overload if there is one, otherwise the one for its name, without the underscores
+/// that Python has around the names of its operators.
 pub fn find(op: &str) -> Option<&'static Entry> {
     let named = |name: &str| entries().find(|entry| entry.0 == name);
-    named(op).or_else(|| named(op.split('.').next().unwrap_or(op)))
+    let plain = op.strip_prefix("__").and_then(|op| op.strip_suffix("__")).unwrap_or(op);
+    named(plain).or_else(|| named(plain.split('.').next().unwrap_or(plain)))
 }
 
 /// The output of an op with one.

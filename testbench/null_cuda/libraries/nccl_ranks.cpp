@@ -1,4 +1,4 @@
-#include "ranks.h"
+#include "nccl_ranks.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-#include "reductions.h"
+#include "nccl_reductions.h"
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
