@@ -7,6 +7,13 @@ use tch_amp::optim::{AmpOptimizer, Parameters, Step};
 /// Plain gradient descent with a learning rate of 1 on a list of tensors.
 pub struct Descent(pub Vec<Tensor>);
 
+impl Descent {
+    /// Of these tensors.
+    pub fn of<'a>(list: impl IntoIterator<Item = &'a Tensor>) -> Self {
+        Self(list.into_iter().map(Tensor::shallow_clone).collect())
+    }
+}
+
 impl AmpOptimizer for Descent {
     fn parameters(&self) -> Parameters<'_> {
         self.0.as_slice().into()

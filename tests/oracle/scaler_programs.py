@@ -1,6 +1,6 @@
-"""Runs GradScaler programs: one program a line on stdin, one line an operation on stdout.
+"""Runs GradScaler programs: one JSON program a line on stdin, one line an operation on stdout.
 
-tests/steps/scaler/programs/text.rs writes the programs, and program.rs beside it says what each operation means.
+tests/steps/scaler/programs/program.rs says what a program is and what each operation means.
 Each answer is the outcome of the operation, then the whole state after it, or "=" where the state is as it was.
 All is computed on the CPU. Clipping, which rounds otherwise on a GPU, is computed here as there for a program on
 GPUs. With `--cuda` all is computed by PyTorch on the first GPU, and without a GPU nothing is printed.
@@ -8,6 +8,7 @@ GPUs. With `--cuda` all is computed by PyTorch on the first GPU, and without a G
 
 import ctypes
 import functools
+import json
 import math
 import operator
 import struct
@@ -20,7 +21,7 @@ import cuda  # noqa: E402
 from scaler_deviations import Refused, Scaler  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if sys.argv[1:] == ["--cuda"] else torch.device("cpu")
-DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
+DTYPES = {"Float": torch.float32, "Double": torch.float64, "BFloat16": torch.bfloat16}
 
 # PyTorch's message, and the word for it that both sides print.
 ERRORS = (
@@ -89,6 +90,10 @@ def clip_value(params, limit):
         torch.nn.utils.clip_grad_value_(params, limit)
 
 
+def of_eighths(numbers, dtype):
+    return torch.tensor([number / 8 for number in numbers], dtype=dtype, device=DEVICE)
+
+
 def count_calls(optimizer):
     # Without the profiler's wrapper around it, which costs more than the step.
     step = type(optimizer).step.__wrapped__
@@ -104,50 +109,42 @@ def count_calls(optimizer):
 class Machine:
     """A model, its optimizers and a scaler."""
 
-    def __init__(self, header, optimizers):
-        device, enabled, *config = header.split()
-        self.is_cuda = device == "cuda"
-        self.enabled = enabled == "1"
-        self.scaler = self.new_scaler(config)
+    def __init__(self, is_cuda, program):
+        self.is_cuda = is_cuda
+        self.enabled = program["enabled"]
+        self.scaler = self.new_scaler(program["config"])
         self.params, self.owned, self.optimizers = [], [], []
-        for text in optimizers:
-            self.add_optimizer(*text.split("|"))
+        for optimizer in program["optimizers"]:
+            self.add_optimizer(**optimizer)
         self.before = None
 
     def new_scaler(self, config):
-        init_scale, growth, backoff, interval = config
-        return Scaler(DEVICE.type, float(init_scale), float(growth), float(backoff), int(interval), enabled=self.enabled)
+        return Scaler(DEVICE.type, **config, enabled=self.enabled)
 
-    def add_optimizer(self, rule, *params):
-        owned = []
-        for text in params:
-            dtype, *eighths = text.split()
-            if dtype == "shared":
-                owned.append(self.params[int(eighths[0])])
-                continue
-            values = [int(eighth) / 8 for eighth in eighths]
-            owned.append(torch.tensor(values, dtype=DTYPES[dtype], device=DEVICE, requires_grad=True))
-            self.params.append(owned[-1])
-        name, *numbers = rule.split()
-        numbers = [float(number) for number in numbers]
-        if name == "sgd":
-            lr, momentum, dampening, decay, nesterov = numbers
-            optimizer = torch.optim.SGD(
-                owned, lr, momentum, dampening, decay, nesterov == 1.0, foreach=False, fused=False
-            )
+    def add_optimizer(self, rule, params):
+        owned = [self.param(**param) for param in params]
+        [(name, options)] = rule.items()
+        if name == "Sgd":
+            optimizer = torch.optim.SGD(owned, **options, foreach=False, fused=False)
         else:
-            lr, beta1, beta2, decay = numbers
-            optimizer = torch.optim.AdamW(
-                owned, lr, (beta1, beta2), weight_decay=decay, foreach=False, fused=False
-            )
+            betas = options.pop("beta1"), options.pop("beta2")
+            optimizer = torch.optim.AdamW(owned, betas=betas, **options, foreach=False, fused=False)
         count_calls(optimizer)
         self.optimizers.append(optimizer)
         self.owned.append(owned)
 
+    def param(self, New=None, Shared=None):
+        """A new parameter, or one of an optimizer before."""
+        if New is None:
+            return self.params[Shared]
+        values = of_eighths(New["eighths"], DTYPES[New["dtype"]])
+        self.params.append(values.requires_grad_())
+        return self.params[-1]
+
     def answer(self, op):
-        name, *args = op.split()
+        name = op.pop("op")
         try:
-            outcome = getattr(self, "op_" + name)(*args)
+            outcome = getattr(self, "op_" + name)(**op)
         except Refused as error:
             outcome = str(error)
         except (RuntimeError, AssertionError) as error:
@@ -173,9 +170,9 @@ class Machine:
     def op_start(self):
         return "ok"
 
-    def op_backward(self, how, *terms):
-        losses = [self.loss(term) for term in terms]
-        if how == "each":
+    def op_backward(self, how, terms):
+        losses = [self.loss(**term) for term in terms]
+        if how == "Each":
             first, rest = self.scaler.scale((losses[0], losses[1:]))
             for loss in [first, *rest]:
                 loss.backward()
@@ -185,69 +182,65 @@ class Machine:
             total = total + loss
         self.scaler.scale(total).backward()
 
-    def loss(self, term):
-        index, factors = term.split(":")
-        param = self.params[int(index)]
-        factors = torch.tensor([int(factor) / 8 for factor in factors.split(",")], dtype=param.dtype, device=DEVICE)
-        return (param * factors).sum()
+    def loss(self, param, eighths):
+        param = self.params[param]
+        return (param * of_eighths(eighths, param.dtype)).sum()
 
-    def op_plant(self, index, element, value):
-        grad = self.params[int(index)].grad
+    def op_plant(self, param, element, value):
+        grad = self.params[param].grad
         if grad is not None:
-            grad[int(element)] = float(value)
+            grad[element] = float(value)
 
-    def op_drop(self, index):
-        self.params[int(index)].grad = None
+    def op_drop(self, param):
+        self.params[param].grad = None
 
-    def op_zero(self, index):
-        for param in self.owned[int(index)]:
+    def op_zero_grad(self, optimizer):
+        for param in self.owned[optimizer]:
             param.grad = None
 
-    def op_zeros(self, index):
-        for param in self.owned[int(index)]:
+    def op_zeros(self, optimizer):
+        for param in self.owned[optimizer]:
             if param.grad is not None:
                 param.grad.zero_()
 
-    def op_unscale(self, index):
-        self.scaler.unscale_(self.optimizers[int(index)])
+    def op_unscale(self, optimizer):
+        self.scaler.unscale_(self.optimizers[optimizer])
 
-    def op_norm(self, index, max_norm):
+    def op_clip_norm(self, optimizer, max_norm):
         """As tch's Optimizer::clip_grad_norm does it, which differs from PyTorch's in the last bits."""
-        grads = [param.grad for param in self.owned[int(index)] if param.grad is not None]
+        grads = [param.grad for param in self.owned[optimizer] if param.grad is not None]
         if not grads:
             return
         total = torch.stack([grad.norm() for grad in grads]).norm().item()
-        coefficient = float(max_norm) / (total + 1e-6)
+        coefficient = max_norm / (total + 1e-6)
         if coefficient < 1.0:
             for grad in grads:
                 # tch calls the Scalar overload, which rounds bf16 in another place than `grad.mul_(coefficient)`.
                 torch.ops.aten.mul_.Scalar(grad, coefficient)
 
-    def op_value(self, index, limit):
-        clip_value(self.owned[int(index)], float(limit))
+    def op_clip_value(self, optimizer, max):
+        clip_value(self.owned[optimizer], max)
 
-    def op_step(self, index):
-        return self.scaler.step_outcome(self.optimizers[int(index)])
+    def op_step(self, optimizer):
+        return self.scaler.step_outcome(self.optimizers[optimizer])
 
-    def op_transaction(self, *parts):
+    def op_transaction(self, parts):
         """Each part is an optimizer and how to clip; all are open at once."""
-        parts = [part.split(":") for part in parts]
-        for index, *_ in parts:
-            self.scaler.unscale_(self.optimizers[int(index)])
-        outcomes = [self.transact(int(index), clip, limit) for index, clip, limit in parts]
-        return "+".join(outcomes)
+        for index, _ in parts:
+            self.scaler.unscale_(self.optimizers[index])
+        return "+".join(self.transact(index, clip) for index, clip in parts)
 
-    def transact(self, index, clip, limit):
+    def transact(self, index, clip):
         owned, norm, total = self.owned[index], None, ""
-        if clip != "not":
-            self.scaler.check_unchanged(self.optimizers[index])
-        if clip == "norm":
-            norm = clip_norm(owned, float(limit), self.is_cuda)
+        if clip == "Not":
+            return self.scaler.step_outcome(self.optimizers[index])
+        self.scaler.check_unchanged(self.optimizers[index])
+        if "Norm" in clip:
+            norm = clip_norm(owned, clip["Norm"], self.is_cuda)
             total = "/" + bits(norm)
-        if clip == "value":
-            clip_value(owned, float(limit))
-        if clip != "not":
-            self.scaler.note_clipped(self.optimizers[index], norm)
+        else:
+            clip_value(owned, clip["Value"])
+        self.scaler.note_clipped(self.optimizers[index], norm)
         return self.scaler.step_outcome(self.optimizers[index]) + total
 
     def op_move(self):
@@ -256,22 +249,22 @@ class Machine:
     def op_update(self):
         self.scaler.update()
 
-    def op_update_with(self, new_scale):
-        self.scaler.update(float(new_scale))
+    def op_update_with(self, scale):
+        self.scaler.update(scale)
 
-    def op_update_with_tensor(self, new_scale):
-        self.scaler.update(torch.tensor(float(new_scale), device=DEVICE))
+    def op_update_with_tensor(self, scale):
+        self.scaler.update(torch.tensor(scale, device=DEVICE))
 
-    def op_growth(self, factor):
-        self.scaler.set_growth_factor(float(factor))
+    def op_set_growth_factor(self, factor):
+        self.scaler.set_growth_factor(factor)
 
-    def op_backoff(self, factor):
-        self.scaler.set_backoff_factor(float(factor))
+    def op_set_backoff_factor(self, factor):
+        self.scaler.set_backoff_factor(factor)
 
-    def op_interval(self, interval):
-        self.scaler.set_growth_interval(int(interval))
+    def op_set_growth_interval(self, interval):
+        self.scaler.set_growth_interval(interval)
 
-    def op_reload(self, *config):
+    def op_reload(self, config):
         state = self.scaler.state_dict()
         scaler = self.new_scaler(config)
         if state:
@@ -284,10 +277,9 @@ def main():
     if DEVICE.type == "cuda" and not torch.cuda.is_available():
         return
     for line in sys.stdin:
-        header, count, *rest = line.rstrip("\n").split(";")
-        count = int(count)
-        machine = Machine(header, rest[:count])
-        answers = [machine.answer(op) for op in ["start", *rest[count:]]]
+        is_cuda, program = json.loads(line)
+        machine = Machine(is_cuda, program)
+        answers = [machine.answer(op) for op in [{"op": "start"}, *program["ops"]]]
         sys.stdout.write("\n".join(answers) + "\n")
         sys.stdout.flush()
 

@@ -4,7 +4,7 @@ use tch_amp::graph::Captured;
 use tch_amp::optim::{AdamW, Algorithm, Lion, Muon, RmsProp, Sgd};
 
 use crate::graph::gpu;
-use crate::graph::training::{Program, Training, Way, overflows};
+use crate::graph::training::{Program, Training, Way, adamw, overflows};
 use testkit::simulation::{self, Counts, Simulation};
 
 /// The counts of one replay, with the copy of its batch, for each iteration that does not overflow.
@@ -35,7 +35,7 @@ fn a_replay_of_lean_functions_neither_waits_nor_allocates() {
         return;
     }
     for lean in [None, Some(32)] {
-        let program = Program { lean: Some(lean), ..Program::new(AdamW::default()) };
+        let program = Program { lean: Some(lean), ..adamw() };
         for counts in costs(program, 30) {
             assert_eq!((counts.host_syncs, counts.allocations), (0, 0), "{program:?}");
             assert!(counts.launches <= 1, "{program:?}: {}", counts.launches);

@@ -12,6 +12,7 @@ mod training;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tch::Device;
+use tch_amp::graph::Captured;
 use tch_amp::{Error, Result};
 
 use testkit::simulation;
@@ -45,4 +46,24 @@ fn refusal<T>(result: Result<T>) -> String {
         Err(error) => panic!("another error: {error}"),
         Ok(_) => panic!("it was not refused"),
     }
+}
+
+/// Asserts that a call is refused in or by a graph, with this text.
+#[track_caller]
+fn assert_refuses<T>(result: Result<T>, text: &str) {
+    let said = refusal(result);
+    assert!(said.contains(text), "`{text}` is not in: {said}");
+}
+
+/// Asserts that a graph refuses the fourth iteration, the first that it captures, with this text.
+#[track_caller]
+fn assert_refuses_capture(
+    device: Device,
+    text: &str,
+    mut iteration: impl FnMut(usize) -> Result<()>,
+) {
+    let mut graph = Captured::new(device).unwrap();
+    let mut take = |i| graph.replay(|| iteration(i)).map(drop);
+    (0..3).for_each(|i| take(i).unwrap());
+    assert_refuses(take(3), text);
 }

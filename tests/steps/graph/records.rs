@@ -12,9 +12,11 @@ use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepCounter,
 use tch_amp::{Error, GradScaler, Result};
 
 use crate::graph::training::{
-    Program, Records, Training, Way, lr, overflows, take, take_all, take_fed, warm_up_and_cosine,
+    Program, Records, Training, Way, adamw, lr, overflows, take, take_all, take_fed,
+    warm_up_and_cosine,
 };
-use crate::graph::{gpu, refusal};
+use crate::graph::{assert_refuses, assert_refuses_capture, gpu};
+use testkit::assert_refused;
 use testkit::rows::steps_of;
 use testkit::simulation::Simulation;
 
@@ -47,20 +49,14 @@ fn records(training: &Training) -> Records {
     }
 }
 
-fn recorded(program: Program, device: Device) -> Training {
-    let mut training = Training::new(program, device);
-    training.records = Some(records(&training));
-    training
-}
-
 /// A recorded training, and a graph that has taken so many of its iterations.
 fn recorded_by_graph(
     program: Program,
     device: Device,
     iterations: usize,
 ) -> (Training, Captured<Tensor>) {
-    let mut training = recorded(program, device);
-    let mut graph = Captured::new(device).unwrap();
+    let (mut training, mut graph) = Training::by_graph(program, device, 0);
+    training.records = Some(records(&training));
     take_all(&mut training, &mut graph, 0..iterations);
     (training, graph)
 }
@@ -89,8 +85,7 @@ fn read(training: &mut Training) -> Read {
 
 /// The records after each iteration of a graph that is captured or, if not `captures`, runs each time.
 fn train(program: Program, device: Device, iterations: usize, captures: bool) -> Vec<Read> {
-    let mut training = recorded(program, device);
-    let mut graph = Captured::new(device).unwrap();
+    let (mut training, mut graph) = recorded_by_graph(program, device, 0);
     let mut take = |i| {
         if !captures {
             graph.recapture();
@@ -105,7 +100,7 @@ fn train(program: Program, device: Device, iterations: usize, captures: bool) ->
 
 fn same_records(way: Way, iterations: usize) -> Vec<Read> {
     let Some(gpu) = gpu() else { return Vec::new() };
-    let program = Program { way, ..Program::new(AdamW::default()) };
+    let program = Program { way, ..adamw() };
     let [eager, replayed] =
         [false, true].map(|captures| train(program, gpu.device, iterations, captures));
     for (i, (one, other)) in eager.iter().zip(&replayed).enumerate() {
@@ -137,8 +132,7 @@ fn a_thousand_replays_record_what_iterations_record() {
 #[test]
 fn replays_record_overflows_scales_and_rates() {
     let Some(gpu) = gpu() else { return };
-    let (mut training, mut graph) =
-        recorded_by_graph(Program::new(AdamW::default()), gpu.device, 0);
+    let (mut training, mut graph) = recorded_by_graph(adamw(), gpu.device, 0);
     let (mut scale, mut tracker, mut scales) = (1024.0, 0, Vec::new());
     for i in 0..60 {
         take(&mut training, &mut graph, i).unwrap();
@@ -169,9 +163,8 @@ fn replays_record_overflows_scales_and_rates() {
 #[test]
 fn the_rates_of_a_schedule_are_recorded() {
     let Some(gpu) = gpu() else { return };
-    let mut training = recorded(Program::new(Lion::default()), gpu.device);
-    training.scheduler = Some(warm_up_and_cosine().build(&mut training.opt).unwrap());
-    let mut graph = Captured::new(gpu.device).unwrap();
+    let program = Program { is_scheduled: true, ..Program::new(Lion::default()) };
+    let (mut training, mut graph) = recorded_by_graph(program, gpu.device, 0);
     let mut plain = Training::new(Program::new(Lion::default()), gpu.device);
     let mut scheduler = warm_up_and_cosine().build(&mut plain.opt).unwrap();
     let mut lrs = Vec::new();
@@ -190,9 +183,8 @@ fn the_rates_of_a_schedule_are_recorded() {
 #[test]
 fn whoever_takes_an_iteration_it_is_recorded_once() {
     let Some(gpu) = gpu() else { return };
-    let program = Program { way: Way::ClipNorm, ..Program::new(AdamW::default()) };
-    let mut training = recorded(program, gpu.device);
-    let mut one = Captured::new(gpu.device).unwrap();
+    let program = Program { way: Way::ClipNorm, ..adamw() };
+    let (mut training, mut one) = recorded_by_graph(program, gpu.device, 0);
     let mut other = Captured::new(gpu.device).unwrap();
     for i in 0..60 {
         training.feed(i);
@@ -206,10 +198,8 @@ fn whoever_takes_an_iteration_it_is_recorded_once() {
         }
         let Read { steps, in_a_row, history, health } = read(&mut training);
         let skips = (0..=i).filter(|&i| overflows(i)).count();
-        assert!(
-            steps.starts_with(&format!("{} steps taken, {skips} skipped", 101 + i - skips)),
-            "{steps}"
-        );
+        let counts = format!("{} steps taken, {skips} skipped", 101 + i - skips);
+        assert!(steps.starts_with(&counts), "{steps}");
         assert_eq!(in_a_row, u64::from(overflows(i)));
         assert_eq!((history.total, health.observed), (i as u64 + 1, i as u64 + 1));
         let first = (i + 1).saturating_sub(CAPACITY);
@@ -222,8 +212,7 @@ fn whoever_takes_an_iteration_it_is_recorded_once() {
 #[test]
 fn steps_before_the_graph_are_counted_with_those_of_replays() {
     let Some(gpu) = gpu() else { return };
-    let (mut training, mut graph) =
-        recorded_by_graph(Program::new(AdamW::default()), gpu.device, 0);
+    let (mut training, mut graph) = recorded_by_graph(adamw(), gpu.device, 0);
     for i in 4..8 {
         training.feed(i);
         drop(training.iteration().unwrap());
@@ -244,8 +233,7 @@ fn steps_before_the_graph_are_counted_with_those_of_replays() {
 fn a_capture_that_fails_records_nothing() {
     let Some(gpu) = gpu() else { return };
     for panics in [false, true] {
-        let (mut training, mut graph) =
-            recorded_by_graph(Program::new(AdamW::default()), gpu.device, 0);
+        let (mut training, mut graph) = recorded_by_graph(adamw(), gpu.device, 0);
         for i in 0..4 {
             training.feed(i);
             let fails = i == 3;
@@ -279,8 +267,7 @@ fn records_that_begin_with_the_capture_are_refused() {
     let refused =
         ["the first step of a counter", "the first step of a history", "the first observation"];
     for (case, text) in refused.into_iter().enumerate() {
-        let (mut training, mut graph) =
-            recorded_by_graph(Program::new(AdamW::default()), gpu.device, 3);
+        let (mut training, mut graph) = recorded_by_graph(adamw(), gpu.device, 3);
         let (old, new) = (training.records.take().unwrap(), records(&training));
         // What is left of the old ones lives on: if it was dropped, another iteration would be run.
         training.records = Some(match case {
@@ -288,8 +275,7 @@ fn records_that_begin_with_the_capture_are_refused() {
             1 => Records { history: new.history, ..old },
             _ => Records { health: new.health, ..old },
         });
-        let said = refusal(take(&mut training, &mut graph, 3));
-        assert!(said.contains(text), "{said}");
+        assert_refuses(take(&mut training, &mut graph, 3), text);
         let (taken, skipped, _) = count(&mut training.records.as_mut().unwrap().steps);
         assert_eq!((taken, skipped), (if case == 0 { 100 } else { 103 }, 0));
         graph.recapture();
@@ -301,8 +287,7 @@ fn records_that_begin_with_the_capture_are_refused() {
 #[test]
 fn a_loaded_history_is_noticed_and_cleared_counts_go_on() {
     let Some(gpu) = gpu() else { return };
-    let (mut training, mut graph) =
-        recorded_by_graph(Program::new(AdamW::default()), gpu.device, 6);
+    let (mut training, mut graph) = recorded_by_graph(adamw(), gpu.device, 6);
     let records = training.records.as_mut().unwrap();
     let mut checkpoint = Checkpoint::new();
     checkpoint.add("history", &mut records.history).unwrap();
@@ -312,7 +297,7 @@ fn a_loaded_history_is_noticed_and_cleared_counts_go_on() {
     let records = training.records.as_mut().unwrap();
     assert_eq!(records.health.report().unwrap().observed, 3);
     checkpoint.restore().add("history", &mut records.history).apply().unwrap();
-    assert!(refusal(take(&mut training, &mut graph, 9)).contains("a history"));
+    assert_refuses(take(&mut training, &mut graph, 9), "a history");
     graph.recapture();
     take_all(&mut training, &mut graph, 9..14);
     let history = read(&mut training).history;
@@ -323,8 +308,7 @@ fn a_loaded_history_is_noticed_and_cleared_counts_go_on() {
 #[test]
 fn records_make_the_host_neither_wait_nor_allocate() {
     let (Some(gpu), Some(simulation)) = (gpu(), Simulation::find()) else { return };
-    let (mut training, mut graph) =
-        recorded_by_graph(Program::new(AdamW::default()), gpu.device, 0);
+    let (mut training, mut graph) = recorded_by_graph(adamw(), gpu.device, 0);
     for i in 0..20 {
         training.feed(i);
         let is_captured = graph.is_captured();
@@ -346,8 +330,7 @@ fn records_make_the_host_neither_wait_nor_allocate() {
 #[test]
 fn a_count_that_fails_is_told_and_changes_nothing() {
     let (Some(gpu), Some(simulation)) = (gpu(), Simulation::find()) else { return };
-    let mut training = Training::new(Program::new(AdamW::default()), gpu.device);
-    let mut graph = Captured::new(gpu.device).unwrap();
+    let (mut training, mut graph) = Training::by_graph(adamw(), gpu.device, 0);
     let mut steps = StepCounter::default();
     training.feed(0);
     let mut inside = |steps: &mut StepCounter, fails: bool| {
@@ -364,7 +347,7 @@ fn a_count_that_fails_is_told_and_changes_nothing() {
         result
     };
     inside(&mut steps, false).unwrap();
-    assert!(matches!(inside(&mut steps, true), Err(Error::Torch(_))));
+    assert_refused!(inside(&mut steps, true), Error::Torch(_));
     inside(&mut steps, false).unwrap();
     assert_eq!(count(&mut steps), (2, 0, 0));
     training.feed(5);
@@ -372,7 +355,7 @@ fn a_count_that_fails_is_told_and_changes_nothing() {
     simulation.fail_allocation(1);
     steps.record(training.last.as_ref().unwrap());
     simulation.fail_allocation(0);
-    assert!(matches!(steps.count(), Err(Error::Torch(_))));
+    assert_refused!(steps.count(), Error::Torch(_));
     assert_eq!(count(&mut steps), (2, 0, 0));
     steps.record(training.last.as_ref().unwrap());
     assert_eq!(count(&mut steps), (2, 1, 1));
@@ -381,7 +364,7 @@ fn a_count_that_fails_is_told_and_changes_nothing() {
 /// On the CPU the same program records the same.
 #[test]
 fn on_the_cpu_the_host_records() {
-    let (mut training, _graph) = recorded_by_graph(Program::new(AdamW::default()), Device::Cpu, 8);
+    let (mut training, _graph) = recorded_by_graph(adamw(), Device::Cpu, 8);
     // Exact before anybody counts.
     let steps = &training.records.as_ref().unwrap().steps;
     assert_eq!(steps.to_string(), "107 steps taken, 1 skipped (at most 1 in a row)");
@@ -395,7 +378,7 @@ fn step(
     training: &mut Training,
     record: impl FnOnce(&GradScaler, &StepOutcome) -> Result<()>,
 ) -> Result<()> {
-    let loss = training.vs.variables()["a.bias"].sum(Kind::Float);
+    let loss = training.bias().sum(Kind::Float);
     training.opt.zero_grad()?;
     training.scaler.backward(&loss)?;
     let outcome = training.scaler.step(&mut training.opt)?;
@@ -405,7 +388,7 @@ fn step(
 }
 
 fn plain(device: Device) -> (Training, Captured<()>) {
-    let training = Training::new(Program::new(AdamW::default()), device);
+    let training = Training::new(adamw(), device);
     (training, Captured::new(device).unwrap())
 }
 
@@ -413,7 +396,7 @@ fn plain(device: Device) -> (Training, Captured<()>) {
 #[test]
 fn replays_record_what_a_loop_without_graphs_records() {
     let Some(gpu) = gpu() else { return };
-    let program = Program { way: Way::ClipNorm, ..Program::new(AdamW::default()) };
+    let program = Program { way: Way::ClipNorm, ..adamw() };
     let train = |captures: bool| {
         let (mut training, mut graph) = recorded_by_graph(program, gpu.device, 0);
         training.lr = Some(0.015625);
@@ -433,20 +416,15 @@ fn replays_record_what_a_loop_without_graphs_records() {
 #[test]
 fn a_history_that_was_in_no_warm_up_is_refused() {
     let Some(gpu) = gpu() else { return };
-    let (mut training, mut graph) = plain(gpu.device);
+    let mut training = Training::new(adamw(), gpu.device);
     let mut history = ScaleHistory::new(4).unwrap();
     step(&mut training, |scaler, outcome| history.record(scaler, outcome, 0.1)).unwrap();
-    for i in 0..4 {
-        let result = graph.replay(|| {
-            step(&mut training, |scaler, outcome| match i {
-                3 => history.record(scaler, outcome, 0.1),
-                _ => Ok(()),
-            })
-        });
-        if i == 3 {
-            assert!(refusal(result).contains("the first step of a history"));
-        }
-    }
+    assert_refuses_capture(gpu.device, "the first step of a history", |i| {
+        step(&mut training, |scaler, outcome| match i {
+            3 => history.record(scaler, outcome, 0.1),
+            _ => Ok(()),
+        })
+    });
     assert_eq!(history.report().unwrap().total, 1);
 }
 
@@ -462,8 +440,7 @@ fn a_history_of_another_device_is_refused_and_stays_there() {
     let mut record =
         |scaler: &GradScaler, outcome: &StepOutcome| history.record(scaler, outcome, 0.1);
     step(&mut other, &mut record).unwrap();
-    let said = refusal(graph.replay(|| step(&mut training, &mut record)));
-    assert!(said.contains("another device"), "{said}");
+    assert_refuses(graph.replay(|| step(&mut training, &mut record)), "another device");
     step(&mut other, &mut record).unwrap();
     step(&mut training, &mut record).unwrap();
     assert_eq!(history.report().unwrap().total, 3);
@@ -475,8 +452,8 @@ fn a_record_that_fails_leaves_the_history_as_it_was() {
     let (Some(gpu), Some(simulation)) = (gpu(), Simulation::find()) else { return };
     for enabled in [false, true] {
         let (mut training, mut graph) = plain(gpu.device);
-        training.scaler =
-            GradScalerConfig { enabled, ..Default::default() }.build(gpu.device).unwrap();
+        let config = GradScalerConfig { enabled, ..Default::default() };
+        training.scaler = config.build(gpu.device).unwrap();
         let mut history = ScaleHistory::new(2).unwrap();
         let (mut done, mut failures) = (0, 0);
         for at in 1..20 {
@@ -517,18 +494,15 @@ fn the_outcome_and_the_loss_of_another_iteration_are_refused() {
         (LOSS, |t, r, _, _| step(t, |scaler, outcome| r.history.record(scaler, outcome, 0.1))),
         (LOSS, |t, _, spikes, _| {
             t.opt.zero_grad()?;
-            t.scaler.backward(&t.vs.variables()["a.bias"].sum(Kind::Float))?;
+            t.scaler.backward(&t.bias().sum(Kind::Float))?;
             drop(t.scaler.step_unless_spike(&mut t.opt, 1.0, spikes)?);
             t.scaler.update()
         }),
     ];
     for (case, (text, record)) in records.into_iter().enumerate() {
         let averaging = Some(Swa::default().into());
-        let (mut training, mut graph) = recorded_by_graph(
-            Program { averaging, ..Program::new(AdamW::default()) },
-            gpu.device,
-            0,
-        );
+        let program = Program { averaging, ..adamw() };
+        let (mut training, mut graph) = recorded_by_graph(program, gpu.device, 0);
         let mut spikes = SpikeConfig::default().build().unwrap();
         take(&mut training, &mut graph, 0).unwrap();
         let mut records = training.records.take().unwrap();
@@ -545,10 +519,7 @@ fn the_outcome_and_the_loss_of_another_iteration_are_refused() {
                 training.iteration()
             });
             match i {
-                3 => {
-                    let said = refusal(result);
-                    assert!(said.contains(text), "{case}: {said}");
-                }
+                3 => assert_refuses(result, text),
                 _ => drop(result.unwrap()),
             }
         }
@@ -560,17 +531,16 @@ fn the_outcome_and_the_loss_of_another_iteration_are_refused() {
 fn a_captured_outcome_is_counted_by_nobody_outside() {
     let Some(gpu) = gpu() else { return };
     let averaging = Some(Swa::default().into());
-    let (mut training, _graph) =
-        recorded_by_graph(Program { averaging, ..Program::new(AdamW::default()) }, gpu.device, 5);
+    let (mut training, _graph) = recorded_by_graph(Program { averaging, ..adamw() }, gpu.device, 5);
     let outcome = training.last.take().unwrap();
     let steps = &mut training.records.as_mut().unwrap().steps;
     steps.record(&outcome);
-    assert!(refusal(steps.count()).contains("Replay::outcomes"));
+    assert_refuses(steps.count(), "Replay::outcomes");
     assert_eq!(count(steps), (105, 0, 0));
-    assert!(refusal(training.average.as_mut().unwrap().update(&outcome)).contains("outcomes"));
+    assert_refuses(training.average.as_mut().unwrap().update(&outcome), "outcomes");
     let mut history = ScaleHistory::new(4).unwrap();
-    let said = refusal(step(&mut training, |scaler, _| history.record(scaler, &outcome, 0.1)));
-    assert!(said.contains("Replay::outcomes"), "{said}");
+    let recorded = step(&mut training, |scaler, _| history.record(scaler, &outcome, 0.1));
+    assert_refuses(recorded, "Replay::outcomes");
 }
 
 #[test]
@@ -587,13 +557,12 @@ fn what_an_iteration_uses_and_the_program_drops_is_noticed() {
         |t| t.scaler = GradScaler::new(t.vs.device()).unwrap(),
     ];
     for (case, replace) in replaced.into_iter().enumerate() {
+        println!("case {case}");
         let averaging = Some(Swa::default().into());
-        let program =
-            Program { averaging, way: Way::UnlessSpike, ..Program::new(AdamW::default()) };
+        let program = Program { averaging, way: Way::UnlessSpike, ..adamw() };
         let (mut training, mut graph) = recorded_by_graph(program, gpu.device, 5);
         replace(&mut training);
-        let said = refusal(take(&mut training, &mut graph, 6));
-        assert!(said.contains("was dropped"), "{case}: {said}");
+        assert_refuses(take(&mut training, &mut graph, 6), "was dropped");
         graph.recapture();
         take_all(&mut training, &mut graph, 6..10);
         assert!(graph.is_captured());
@@ -645,8 +614,7 @@ fn several_steps_of_an_iteration_are_recorded_in_their_order() {
 #[test]
 fn a_failure_is_told_although_other_steps_follow() {
     let (Some(gpu), Some(simulation)) = (gpu(), Simulation::find()) else { return };
-    let (mut training, mut graph) =
-        recorded_by_graph(Program::new(AdamW::default()), gpu.device, 0);
+    let (mut training, mut graph) = recorded_by_graph(adamw(), gpu.device, 0);
     take(&mut training, &mut graph, 0).unwrap();
     training.feed(1);
     drop(training.iteration().unwrap());
@@ -658,17 +626,16 @@ fn a_failure_is_told_although_other_steps_follow() {
     steps.record(&outcome);
     take(&mut training, &mut graph, 2).unwrap();
     let steps = &mut training.records.as_mut().unwrap().steps;
-    assert!(matches!(steps.count(), Err(Error::Torch(_))));
+    assert_refused!(steps.count(), Error::Torch(_));
     assert_eq!(count(steps), (104, 0, 0));
 }
 
 #[test]
 fn a_disabled_scaler_that_is_observed_does_not_hide_the_scale_of_replays() {
     let Some(gpu) = gpu() else { return };
-    let (mut training, mut graph) =
-        recorded_by_graph(Program::new(AdamW::default()), gpu.device, 5);
+    let (mut training, mut graph) = recorded_by_graph(adamw(), gpu.device, 5);
     training.opt.zero_grad().unwrap();
-    training.vs.variables()["a.bias"].sum(Kind::Float).backward();
+    training.bias().sum(Kind::Float).backward();
     let health = &mut training.records.as_mut().unwrap().health;
     health.observe(&GradScaler::disabled()).unwrap();
     assert_eq!(health.report().unwrap().scale, 1.0);
@@ -682,21 +649,15 @@ fn a_disabled_scaler_that_is_observed_does_not_hide_the_scale_of_replays() {
 #[test]
 fn a_known_outcome_of_another_iteration_is_refused_by_a_history() {
     let Some(gpu) = gpu() else { return };
-    let (mut training, mut graph) = plain(gpu.device);
+    let mut training = Training::new(adamw(), gpu.device);
     training.scaler = GradScaler::disabled();
     let mut history = ScaleHistory::new(4).unwrap();
     let mut last = None;
-    for i in 0..4 {
-        let result = graph.replay(|| {
-            step(&mut training, |scaler, outcome| {
-                let outcome = last.replace(outcome.clone()).unwrap_or_else(|| outcome.clone());
-                history.record(scaler, &outcome, 0.1)
-            })
-        });
-        match i {
-            3 => assert!(refusal(result).contains("the outcome of another iteration")),
-            _ => assert!(result.is_ok()),
-        }
-    }
+    assert_refuses_capture(gpu.device, "the outcome of another iteration", |_| {
+        step(&mut training, |scaler, outcome| {
+            let outcome = last.replace(outcome.clone()).unwrap_or_else(|| outcome.clone());
+            history.record(scaler, &outcome, 0.1)
+        })
+    });
     assert_eq!(history.report().unwrap().total, 3);
 }

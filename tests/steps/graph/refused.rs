@@ -16,8 +16,10 @@ use tch_amp::scaler::{GradScalerConfig, StepCounter};
 use tch_amp::schedule::ReduceLrOnPlateau;
 use tch_amp::{Amp, Autocast, Error, GradScaler, Result, autocast};
 
-use crate::graph::training::{Program, Training, Way, first_difference, overflows, take, take_all};
-use crate::graph::{Gpu, gpu, refusal};
+use crate::graph::training::{
+    Program, Training, Way, adamw, first_difference, overflows, take, take_all,
+};
+use crate::graph::{Gpu, assert_refuses, assert_refuses_capture, gpu};
 use testkit::files::Folder;
 use testkit::simulation::Simulation;
 
@@ -30,17 +32,15 @@ fn devices() -> Vec<(Device, Option<Gpu>)> {
 /// text.
 fn refused(text: &str, call: impl Fn(&mut Training) -> Result<()>) {
     for (device, _alone) in devices() {
-        let mut training = Training::new(Program::new(AdamW::default()), device);
-        let mut graph = Captured::new(device).unwrap();
+        let (mut training, mut graph) = Training::by_graph(adamw(), device, 0);
         let inside = graph.replay(|| {
-            drop(training.iteration()?);
-            call(&mut training)
+            let loss = training.iteration()?;
+            call(&mut training).map(|()| loss)
         });
-        let said = refusal(inside);
-        assert!(said.contains(text), "`{text}` is not in: {said}");
+        assert_refuses(inside, text);
         // The iteration can be begun anew.
         training.feed(0);
-        graph.replay(|| training.iteration().map(drop)).unwrap();
+        graph.replay(|| training.iteration()).unwrap();
     }
 }
 
@@ -84,7 +84,7 @@ fn what_waits_is_refused() {
     });
     refused("does not take scaled gradients", |t| {
         let mut adam = nn::Adam::default().build(&t.vs, 0.1)?;
-        t.scaler.backward(&t.vs.variables()["a.bias"].sum(None))?;
+        t.scaler.backward(&t.bias().sum(None))?;
         t.scaler.step(&mut adam).map(drop)
     });
     refused("timing products", |t| Amp::advice(t.vs.device()).map(drop));
@@ -134,11 +134,10 @@ fn limits_that_the_host_counts_are_refused() {
             GradScalerConfig { max_consecutive_skips: Some(3), ..Default::default() },
             GradScalerConfig { error_at_min_scale: true, ..Default::default() },
         ] {
-            let mut training = Training::new(Program::new(AdamW::default()), device);
+            let mut training = Training::new(adamw(), device);
             training.scaler = config.build(device).unwrap();
             let mut graph = Captured::new(device).unwrap();
-            let said = refusal(graph.replay(|| training.iteration()));
-            assert!(said.contains("max_consecutive_skips"), "{said}");
+            assert_refuses(graph.replay(|| training.iteration()), "max_consecutive_skips");
         }
     }
 }
@@ -148,18 +147,16 @@ fn an_open_region_and_another_graph_are_refused() {
     for (device, _alone) in devices() {
         let mut graph = Captured::new(device).unwrap();
         let open = autocast(device, || graph.replay(|| Ok(())).map(drop));
-        assert!(refusal(open.unwrap()).contains("a region of autocast"));
+        assert_refuses(open.unwrap(), "a region of autocast");
         let mut inner = Captured::new(device).unwrap();
         let nested = graph.replay(|| inner.replay(|| Ok(())).map(drop)).map(drop);
-        assert!(refusal(nested).contains("another graph"));
+        assert_refuses(nested, "another graph");
     }
 }
 
-/// Takes iterations until the graph is captured.
+/// A graph that has been captured.
 fn captured(program: Program, device: Device) -> (Training, Captured<Tensor>) {
-    let mut training = Training::new(program, device);
-    let mut graph = Captured::new(device).unwrap();
-    take_all(&mut training, &mut graph, 0..4);
+    let (training, graph) = Training::by_graph(program, device, 4);
     assert!(graph.is_captured());
     (training, graph)
 }
@@ -168,12 +165,10 @@ fn captured(program: Program, device: Device) -> (Training, Captured<Tensor>) {
 /// be captured anew.
 fn is_noticed(program: Program, text: &str, change: impl FnOnce(&mut Training)) {
     let Some(gpu) = gpu() else { return };
-    let device = gpu.device;
-    let (mut training, mut graph) = captured(program, device);
+    let (mut training, mut graph) = captured(program, gpu.device);
     change(&mut training);
     let before = training.state();
-    let said = refusal(take(&mut training, &mut graph, 6));
-    assert!(said.contains(text), "`{text}` is not in: {said}");
+    assert_refuses(take(&mut training, &mut graph, 6), text);
     let after = training.state();
     assert!(before.iter().zip(&after).all(|(one, other)| one.equal(other)), "{text}");
     graph.recapture();
@@ -183,7 +178,7 @@ fn is_noticed(program: Program, text: &str, change: impl FnOnce(&mut Training)) 
 
 #[test]
 fn changes_after_the_capture_are_noticed() {
-    let adamw = Program::new(AdamW::default());
+    let adamw = adamw();
     is_noticed(adamw, "the options of the optimizer", |t| t.opt.set_weight_decay(0.5).unwrap());
     let group = ParamGroup::new(0.1, AdamW { eps: 1e-3, ..AdamW::default() });
     is_noticed(adamw, "the options of the optimizer", |t| t.opt.set_param_group(0, group).unwrap());
@@ -197,11 +192,9 @@ fn changes_after_the_capture_are_noticed() {
         let state = t.opt.state_dict().unwrap();
         t.opt.load_state_dict(&state).unwrap();
     });
-    is_noticed(adamw, "which parameters are trained", |t| {
-        drop(t.vs.variables()["a.bias"].set_requires_grad(false))
-    });
+    is_noticed(adamw, "which parameters are trained", |t| drop(t.bias().set_requires_grad(false)));
     let moves = |t: &mut Training| {
-        let mut bias = t.vs.variables()["a.bias"].shallow_clone();
+        let mut bias = t.bias();
         let moved = bias.copy();
         bias.set_data(&moved);
     };
@@ -211,17 +204,16 @@ fn changes_after_the_capture_are_noticed() {
 #[test]
 fn weights_that_others_write_are_noticed_where_masters_do_not_follow() {
     let write = |t: &mut Training| {
-        let mut weights = t.vs.variables()["a.bias"].shallow_clone();
+        let mut weights = t.bias();
         tch::no_grad(|| drop(weights.fill_(0.5)));
     };
     for masters in [MasterWeights::Float, MasterWeights::Remainder] {
-        let program = Program { kind: Kind::BFloat16, masters, ..Program::new(AdamW::default()) };
+        let program = Program { kind: Kind::BFloat16, masters, ..adamw() };
         is_noticed(program, "the weights", write);
     }
     // Without masters the replay goes on with what was written.
     let Some(gpu) = gpu() else { return };
-    let device = gpu.device;
-    let (mut training, mut graph) = captured(Program::new(AdamW::default()), device);
+    let (mut training, mut graph) = captured(adamw(), gpu.device);
     write(&mut training);
     take(&mut training, &mut graph, 4).unwrap();
 }
@@ -229,13 +221,12 @@ fn weights_that_others_write_are_noticed_where_masters_do_not_follow() {
 #[test]
 fn a_rate_that_is_set_is_that_of_the_next_replay() {
     let Some(gpu) = gpu() else { return };
-    let device = gpu.device;
-    let (mut training, mut graph) = captured(Program::new(Sgd::default()), device);
+    let (mut training, mut graph) = captured(Program::new(Sgd::default()), gpu.device);
     training.feed(4);
     training.opt.set_lr(0.0).unwrap();
     let before = training.vs.variables()["a.weight"].copy();
     // Another place of the program.
-    assert!(refusal(graph.replay(|| training.iteration())).contains("another call"));
+    assert_refuses(graph.replay(|| training.iteration()), "another call");
     let mut replay = |training: &mut Training, lr: f64| {
         training.lr = Some(lr);
         take(training, &mut graph, 4).unwrap();
@@ -249,20 +240,12 @@ fn a_rate_that_is_set_is_that_of_the_next_replay() {
 #[test]
 fn gradients_of_another_iteration_are_not_added_to() {
     let Some(gpu) = gpu() else { return };
-    let device = gpu.device;
-    let w = Tensor::ones([3], (Kind::Float, device)).set_requires_grad(true);
+    let w = Tensor::ones([3], (Kind::Float, gpu.device)).set_requires_grad(true);
     let mut opt = AdamW::default().build(vec![w.shallow_clone()], 0.1).unwrap();
-    let mut graph = Captured::new(device).unwrap();
-    let mut last = Ok(());
-    for _ in 0..4 {
-        last = graph
-            .replay(|| {
-                w.sum(Kind::Float).f_backward()?;
-                opt.step()
-            })
-            .map(drop);
-    }
-    assert!(refusal(last).contains("zero_grad"));
+    assert_refuses_capture(gpu.device, "zero_grad", |_| {
+        w.sum(Kind::Float).f_backward()?;
+        opt.step()
+    });
 }
 
 #[test]
@@ -289,15 +272,13 @@ fn a_part_of_a_window_is_refused() {
         Ok(())
     };
     train(2).unwrap();
-    assert!(refusal(train(1)).contains("a whole window"));
+    assert_refuses(train(1), "a whole window");
 }
 
 #[test]
 fn the_outcome_of_the_capture_answers_for_no_replay() {
     let Some(gpu) = gpu() else { return };
-    let device = gpu.device;
-    let mut training = Training::new(Program::new(AdamW::default()), device);
-    let mut graph = Captured::new(device).unwrap();
+    let (mut training, mut graph) = Training::by_graph(adamw(), gpu.device, 0);
     let mut counter = StepCounter::default();
     for i in 0..8 {
         training.feed(i);
@@ -311,8 +292,8 @@ fn the_outcome_of_the_capture_answers_for_no_replay() {
     tch::Cuda::synchronize(0);
     assert_eq!((counter.count().unwrap(), counter.skipped().unwrap()), (7, 1));
     let inside = training.last.take().unwrap();
-    assert!(refusal(inside.is_stepped()).contains("Replay::outcomes"));
-    assert!(refusal(inside.poll()).contains("Replay::outcomes"));
+    assert_refuses(inside.is_stepped(), "Replay::outcomes");
+    assert_refuses(inside.poll(), "Replay::outcomes");
 }
 
 /// Each replay overwrites the flag of the captured step, from which an outcome has been copied.
@@ -320,9 +301,8 @@ fn the_outcome_of_the_capture_answers_for_no_replay() {
 fn outcomes_that_are_kept_stay_those_of_their_iterations() {
     let Some(gpu) = gpu() else { return };
     for way in [Way::Step, Way::ClipNorm, Way::UnscaleAndClip] {
-        let program = Program { way, ..Program::new(AdamW::default()) };
-        let mut training = Training::new(program, gpu.device);
-        let mut graph = Captured::new(gpu.device).unwrap();
+        let program = Program { way, ..adamw() };
+        let (mut training, mut graph) = Training::by_graph(program, gpu.device, 0);
         let mut kept = Vec::new();
         for i in 0..42 {
             training.feed(i);
@@ -349,31 +329,24 @@ fn outcomes_that_are_kept_stay_those_of_their_iterations() {
 fn a_capture_that_fails_leaves_a_training_that_goes_on() {
     let Some(gpu) = gpu() else { return };
     for panics in [false, true] {
-        let mut training = Training::new(Program::new(AdamW::default()), gpu.device);
-        let mut graph = Captured::new(gpu.device).unwrap();
+        let (mut training, mut graph) = Training::by_graph(adamw(), gpu.device, 0);
         for i in 0..4 {
             training.feed(i);
             let waits = i == 3;
-            let mut iterate = || {
-                let replay = graph.replay(|| {
-                    let loss = training.iteration()?;
-                    assert!(!(waits && panics), "a planted panic");
-                    if waits {
-                        let _read = loss.f_double_value(&[])?;
-                    }
-                    Ok(loss)
-                });
-                replay.map(drop)
+            let iteration = || {
+                let loss = training.iteration()?;
+                assert!(!(waits && panics), "a planted panic");
+                if waits {
+                    let _read = loss.f_double_value(&[])?;
+                }
+                Ok(loss)
             };
-            let result = catch_unwind(AssertUnwindSafe(&mut iterate));
+            let replay = || graph.replay(iteration).map(drop);
+            let result = catch_unwind(AssertUnwindSafe(replay));
             assert_eq!(matches!(result, Ok(Ok(()))), !waits, "{result:?}");
         }
-        let before = training.state();
-        assert!(
-            before
-                .iter()
-                .all(|t| !t.is_floating_point() || t.isfinite().all().equal(&Tensor::from(true)))
-        );
+        let is_finite = |t: &Tensor| t.isfinite().all().equal(&Tensor::from(true));
+        assert!(training.state().iter().all(is_finite));
         // Those that run, then a capture, then replays. The place of the call is another one.
         graph.recapture();
         take_all(&mut training, &mut graph, 4..12);
@@ -403,7 +376,7 @@ fn refused_at_its_end(training: &mut Training, graph: &mut Captured<Tensor>) {
 #[test]
 fn steps_go_on_after_a_capture_that_libtorch_refuses_at_its_end() {
     let Some(gpu) = gpu() else { return };
-    let (adamw, muon) = (Program::new(AdamW::default()), Program::new(Muon::default()));
+    let (adamw, muon) = (adamw(), Program::new(Muon::default()));
     let random = MasterWeights::StochasticRounding { seed: 3 };
     for program in [
         Program { moments: MomentDtype::EightBit, hidden: 256, ..adamw },
@@ -439,7 +412,7 @@ fn steps_go_on_after_a_capture_that_libtorch_refuses_at_its_end() {
 #[test]
 fn a_capture_that_libtorch_refuses_keeps_nothing_of_later_steps() {
     let (Some(gpu), Some(simulation)) = (gpu(), Simulation::find()) else { return };
-    let mut training = Training::new(Program::new(AdamW::default()), gpu.device);
+    let mut training = Training::new(adamw(), gpu.device);
     let program = Program { moments: MomentDtype::EightBit, hidden: 256, ..training.program };
     let mut low_bit = Training::new(program, gpu.device);
     let mut graph = Captured::new(gpu.device).unwrap();
@@ -459,9 +432,8 @@ fn parameters_elsewhere_are_refused() {
         if device == Device::Cuda(1) && tch::Cuda::device_count() < 2 {
             continue;
         }
-        let mut training = Training::new(Program::new(AdamW::default()), device);
+        let mut training = Training::new(adamw(), device);
         let mut graph = Captured::new(gpu.device).unwrap();
-        let said = refusal(graph.replay(|| training.iteration()));
-        assert!(said.contains("another device"), "{said}");
+        assert_refuses(graph.replay(|| training.iteration()), "another device");
     }
 }

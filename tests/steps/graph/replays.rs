@@ -9,7 +9,7 @@ use tch_amp::optim::{
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::graph::gpu;
-use crate::graph::training::{Program, Training, Way, first_difference, train};
+use crate::graph::training::{Program, Training, Way, adamw, first_difference, train};
 use testkit::{is_set, skipped};
 
 /// Every algorithm, with options that use all of its code.
@@ -39,7 +39,7 @@ fn assert_same(program: Program, iterations: usize) {
 
 #[test]
 fn adamw_replays_a_thousand_iterations() {
-    assert_same(Program::new(AdamW::default()), 1000);
+    assert_same(adamw(), 1000);
 }
 
 #[test]
@@ -52,7 +52,7 @@ fn every_algorithm_replays_what_it_steps() {
 #[test]
 fn every_way_of_stepping_is_replayed() {
     for way in [Way::ClipNorm, Way::UnscaleAndClip, Way::UnlessSpike] {
-        assert_same(Program { way, ..Program::new(AdamW::default()) }, 60);
+        assert_same(Program { way, ..adamw() }, 60);
     }
 }
 
@@ -62,21 +62,21 @@ fn averages_and_dropout_go_on_in_replays() {
     let averagings: [Averaging; 3] = [ema(false), ema(true), Swa::default().into()];
     for averaging in averagings {
         let averaging = Some(averaging);
-        let program = Program { dropout: true, averaging, ..Program::new(AdamW::default()) };
+        let program = Program { dropout: true, averaging, ..adamw() };
         assert_same(program, 60);
     }
 }
 
 #[test]
 fn recomputed_layers_draw_the_same_numbers_in_replays() {
-    let program = Program::new(AdamW::default());
+    let program = adamw();
     assert_same(Program { dropout: true, recomputes: true, ..program }, 40);
 }
 
 #[test]
 fn lean_losses_and_layers_are_replayed() {
     for lean in [None, Some(32)] {
-        assert_same(Program { lean: Some(lean), ..Program::new(AdamW::default()) }, 40);
+        assert_same(Program { lean: Some(lean), ..adamw() }, 40);
     }
 }
 
@@ -84,27 +84,27 @@ fn lean_losses_and_layers_are_replayed() {
 fn windows_are_replayed_whole() {
     for way in [Way::Step, Way::ClipNorm] {
         let micro_batches = Some(3);
-        assert_same(Program { way, micro_batches, ..Program::new(AdamW::default()) }, 40);
+        assert_same(Program { way, micro_batches, ..adamw() }, 40);
     }
 }
 
 #[test]
 fn every_mode_of_the_scale_is_replayed() {
-    let usual = Program::new(AdamW::default()).scaler;
+    let usual = adamw().scaler;
     let tolerant = GradScalerConfig { hysteresis: 2, tolerance: 0.1, ..usual };
     let low = GradScalerConfig { init_scale: 0.25, min_scale: 0.01, growth_interval: 5, ..usual };
     let fixed = GradScalerConfig { init_scale: 1.0, min_scale: 1.0, max_scale: 1.0, ..usual };
     let disabled = GradScalerConfig { enabled: false, ..usual };
     for scaler in [tolerant, low, fixed, disabled] {
         for way in [Way::Step, Way::ClipNorm] {
-            assert_same(Program { scaler, way, ..Program::new(AdamW::default()) }, 50);
+            assert_same(Program { scaler, way, ..adamw() }, 50);
         }
     }
 }
 
 #[test]
 fn low_bit_moments_are_replayed() {
-    let (adamw, muon) = (Program::new(AdamW::default()), Program::new(Muon::default()));
+    let (adamw, muon) = (adamw(), Program::new(Muon::default()));
     for (program, moments) in [
         (adamw, MomentDtype::BFloat16),
         (adamw, MomentDtype::EightBit),
@@ -137,7 +137,7 @@ fn masters_are_replayed() {
 fn on_the_cpu_every_call_runs_the_iteration() {
     for way in [Way::Step, Way::UnscaleAndClip, Way::UnlessSpike] {
         let averaging = Some(Ema { decay: 0.9, ..Ema::default() }.into());
-        let program = Program { way, averaging, ..Program::new(AdamW::default()) };
+        let program = Program { way, averaging, ..adamw() };
         let program = Program { is_scheduled: true, micro_batches: Some(2), ..program };
         let with_graph = train(program, Device::Cpu, 40, true);
         let mut plain = Training::new(program, Device::Cpu);

@@ -2,14 +2,16 @@
 
 use std::ops::Range;
 
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 use tch_amp::checkpoint::{Checkpoint, Stateful};
 use tch_amp::graph::Captured;
-use tch_amp::optim::{AdamW, Lion};
+use tch_amp::optim::Lion;
 use tch_amp::schedule::{LinearWithWarmup, MultiStepLr, OneCycleLr, Schedule};
 
-use crate::graph::training::{Program, Training, first_difference, overflows, warm_up_and_cosine};
-use crate::graph::{gpu, refusal};
+use crate::graph::training::{
+    Program, Training, adamw, first_difference, overflows, take, take_fed, warm_up_and_cosine,
+};
+use crate::graph::{assert_refuses, gpu};
 use testkit::files::Folder;
 
 fn weights(training: &Training) -> Vec<Tensor> {
@@ -25,15 +27,9 @@ fn on_device(
     iterations: usize,
     device: Device,
 ) -> (Training, Vec<Vec<Tensor>>) {
-    let mut training = Training::new(program, device);
+    let (mut training, mut graph) = Training::by_graph(program, device, 0);
     training.scheduler = Some(schedule.build(&mut training.opt).unwrap());
-    let mut graph = Captured::new(device).unwrap();
-    let mut out = Vec::new();
-    for i in 0..iterations {
-        training.feed(i);
-        graph.replay(|| training.iteration()).unwrap();
-        out.push(weights(&training));
-    }
+    let out = run(&mut training, &mut graph, 0..iterations);
     assert!(graph.is_captured());
     (training, out)
 }
@@ -45,9 +41,8 @@ fn on_host(
     iterations: usize,
     device: Device,
 ) -> (Training, Vec<Vec<Tensor>>) {
-    let mut training = Training::new(program, device);
+    let (mut training, mut graph) = Training::by_graph(program, device, 0);
     let mut scheduler = schedule.build(&mut training.opt).unwrap();
-    let mut graph = Captured::new(device).unwrap();
     let mut out = Vec::new();
     for i in 0..iterations {
         let lr = training.opt.lr(0).unwrap();
@@ -64,21 +59,22 @@ fn on_host(
     (training, out)
 }
 
+/// The steps that a schedule has followed and that were skipped, and its rates.
+fn end(training: &mut Training) -> (u64, u64, Vec<f64>) {
+    let scheduler = training.scheduler.as_mut().unwrap();
+    scheduler.catch_up().unwrap();
+    (scheduler.steps(), scheduler.skipped(), scheduler.lrs().to_vec())
+}
+
 fn same_for(program: Program, schedule: Schedule, iterations: usize) {
     let Some(gpu) = gpu() else { return };
     let (mut captured, there) = on_device(program, schedule.clone(), iterations, gpu.device);
     let (mut eager, here) = on_host(program, schedule.clone(), iterations, gpu.device);
-    let same = |one: &Vec<Tensor>, other: &Vec<Tensor>| {
-        one.iter().zip(other).all(|(a, b)| a.view_dtype(Kind::Int).equal(&b.view_dtype(Kind::Int)))
-    };
-    let different = (0..iterations).find(|&i| !same(&there[i], &here[i]));
-    assert_eq!(different, None, "{schedule:?}");
+    assert_eq!(first_difference(&there, &here), None, "{schedule:?}");
     let [one, other] = [&mut captured, &mut eager].map(|training| {
-        let scheduler = training.scheduler.as_mut().unwrap();
-        scheduler.catch_up().unwrap();
-        let ends = (scheduler.steps(), scheduler.skipped(), scheduler.lrs().to_vec());
+        let end = end(training);
         let groups = training.opt.state_dict().unwrap().param_groups;
-        (ends, groups.iter().map(|group| group.options.lr).collect::<Vec<_>>())
+        (end, groups.iter().map(|group| group.options.lr).collect::<Vec<_>>())
     });
     assert_eq!(one, other, "{schedule:?}");
     assert_eq!(one.0.1, (0..iterations).filter(|&i| overflows(i)).count() as u64);
@@ -87,35 +83,25 @@ fn same_for(program: Program, schedule: Schedule, iterations: usize) {
 /// More steps than the device's table has.
 #[test]
 fn a_schedule_follows_the_steps_that_were_taken() {
-    same_for(Program::new(AdamW::default()), warm_up_and_cosine(), 1500);
+    same_for(adamw(), warm_up_and_cosine(), 1500);
 }
 
 /// Nothing reads from the device, so that the host may learn how far it has come when the table has ended.
 #[test]
 fn a_schedule_follows_a_device_of_which_nothing_is_read() {
     let Some(gpu) = gpu() else { return };
-    let (program, iterations) = (Program::new(AdamW::default()), 2300);
-    let mut training = Training::new(program, gpu.device);
-    training.scheduler = Some(warm_up_and_cosine().build(&mut training.opt).unwrap());
-    let mut graph = Captured::new(gpu.device).unwrap();
+    let (program, iterations) = (adamw(), 2300);
+    let scheduled = Program { is_scheduled: true, ..program };
+    let (mut training, mut graph) = Training::by_graph(scheduled, gpu.device, 0);
     for i in 0..iterations {
-        training.feed(i);
         if i == 1500 {
             graph.recapture();
         }
-        let _replayed = graph.replay(|| training.iteration()).unwrap();
+        take(&mut training, &mut graph, i).unwrap();
     }
     let (mut eager, there) = on_host(program, warm_up_and_cosine(), iterations, gpu.device);
-    let same = |(one, other): (&Tensor, &Tensor)| {
-        one.view_dtype(Kind::Int).equal(&other.view_dtype(Kind::Int))
-    };
-    assert!(weights(&training).iter().zip(there.last().unwrap()).all(same));
-    let [one, other] = [&mut training, &mut eager].map(|training| {
-        let scheduler = training.scheduler.as_mut().unwrap();
-        scheduler.catch_up().unwrap();
-        (scheduler.steps(), scheduler.skipped(), scheduler.lrs().to_vec())
-    });
-    assert_eq!(one, other);
+    assert_eq!(first_difference(&[weights(&training)], &there[iterations - 1..]), None);
+    assert_eq!(end(&mut training), end(&mut eager));
 }
 
 #[test]
@@ -134,19 +120,16 @@ fn every_kind_of_schedule_and_rate_is_followed() {
 #[test]
 fn a_schedule_of_the_momentum_is_refused() {
     let Some(gpu) = gpu() else { return };
-    let mut training = Training::new(Program::new(AdamW::default()), gpu.device);
-    let schedule = OneCycleLr::new(0.1, 100);
-    training.scheduler = Some(schedule.build(&mut training.opt).unwrap());
-    let mut graph = Captured::new(gpu.device).unwrap();
-    assert!(refusal(graph.replay(|| training.iteration())).contains("momentum"));
+    let (mut training, mut graph) = Training::by_graph(adamw(), gpu.device, 0);
+    training.scheduler = Some(OneCycleLr::new(0.1, 100).build(&mut training.opt).unwrap());
+    assert_refuses(graph.replay(|| training.iteration()), "momentum");
 }
 
 #[test]
 fn a_schedule_that_a_graph_takes_is_taken_by_nobody_else() {
     let Some(gpu) = gpu() else { return };
-    let mut training = Training::new(Program::new(AdamW::default()), gpu.device);
-    training.scheduler = Some(warm_up_and_cosine().build(&mut training.opt).unwrap());
-    let mut graph = Captured::new(gpu.device).unwrap();
+    let program = Program { is_scheduled: true, ..adamw() };
+    let (mut training, mut graph) = Training::by_graph(program, gpu.device, 0);
     let take = |training: &mut Training, graph: &mut Captured<Tensor>, i: usize| {
         training.feed(i);
         let replay = graph.replay(|| training.iteration())?;
@@ -157,13 +140,13 @@ fn a_schedule_that_a_graph_takes_is_taken_by_nobody_else() {
     }
     let outcome = take(&mut training, &mut graph, 8).unwrap();
     let mut scheduler = training.scheduler.take().unwrap();
-    assert!(refusal(scheduler.step(&mut training.opt, &outcome)).contains("that a graph takes"));
+    assert_refuses(scheduler.step(&mut training.opt, &outcome), "that a graph takes");
     scheduler.catch_up().unwrap();
     assert_eq!((scheduler.steps(), scheduler.skipped()), (8, 1));
     training.scheduler = Some(scheduler);
     // A rate that the program sets would be lost.
     training.opt.set_lr(0.5).unwrap();
-    assert!(refusal(take(&mut training, &mut graph, 9)).contains("a schedule in the iteration"));
+    assert_refuses(take(&mut training, &mut graph, 9), "a schedule in the iteration");
     drop(graph);
     // Without the graph the schedule goes on from where it has come to.
     let mut scheduler = training.scheduler.take().unwrap();
@@ -175,30 +158,23 @@ fn a_schedule_that_a_graph_takes_is_taken_by_nobody_else() {
 #[test]
 fn a_schedule_that_was_dropped_is_noticed() {
     let Some(gpu) = gpu() else { return };
-    let mut training = Training::new(Program::new(AdamW::default()), gpu.device);
-    training.scheduler = Some(warm_up_and_cosine().build(&mut training.opt).unwrap());
-    let mut graph = Captured::new(gpu.device).unwrap();
-    for i in 0..6 {
-        if i == 5 {
-            training.scheduler = None;
-        }
-        let result = graph.replay(|| training.iteration());
-        match i {
-            5 => assert!(refusal(result).contains("the schedule, which was dropped")),
-            _ => assert!(result.is_ok()),
-        }
-    }
+    let program = Program { is_scheduled: true, ..adamw() };
+    let (mut training, mut graph) = Training::by_graph(program, gpu.device, 5);
+    training.scheduler = None;
+    assert_refuses(take_fed(&mut training, &mut graph), "the schedule, which was dropped");
 }
 
-fn run(training: &mut Training, iterations: Range<usize>) -> Vec<Vec<Tensor>> {
-    let mut graph = Captured::new(training.vs.device()).unwrap();
-    let mut out = Vec::new();
-    for i in iterations {
-        training.feed(i);
-        graph.replay(|| training.iteration()).unwrap();
-        out.push(weights(training));
-    }
-    out
+/// Takes iterations by a graph, and returns the weights after each.
+fn run(
+    training: &mut Training,
+    graph: &mut Captured<Tensor>,
+    iterations: Range<usize>,
+) -> Vec<Vec<Tensor>> {
+    let take = |i| {
+        take(training, graph, i).unwrap();
+        weights(training)
+    };
+    iterations.map(take).collect()
 }
 
 fn parts(training: &mut Training) -> [(&str, &mut dyn Stateful); 4] {
@@ -211,7 +187,10 @@ fn parts(training: &mut Training) -> [(&str, &mut dyn Stateful); 4] {
 #[test]
 fn a_schedule_that_is_resumed_after_a_skip_has_the_rates_of_an_uninterrupted_run() {
     let Some(gpu) = gpu() else { return };
-    let program = Program { is_scheduled: true, ..Program::new(AdamW::default()) };
+    let program = Program { is_scheduled: true, ..adamw() };
+    let run = |training: &mut Training, iterations: Range<usize>| {
+        run(training, &mut Captured::new(gpu.device).unwrap(), iterations)
+    };
     let whole = run(&mut Training::new(program, gpu.device), 0..40);
     for at in [1, 5, 6, 7, 12, 22, 23, 24] {
         let mut first = Training::new(program, gpu.device);

@@ -15,7 +15,7 @@ use tch_amp::lean::{
     Activation, LinearCrossEntropyConfig, NormConfig, activation_linear, linear_cross_entropy,
     norm_linear,
 };
-use tch_amp::optim::{Algorithm, MasterWeights, MomentDtype, Optimizer};
+use tch_amp::optim::{AdamW, Algorithm, MasterWeights, MomentDtype, Optimizer};
 use tch_amp::recompute::RecomputedT;
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector, StepCounter, StepOutcome};
 use tch_amp::schedule::{CosineAnnealingLr, LinearLr, Schedule, Scheduler, SequentialLr};
@@ -73,6 +73,11 @@ impl Program {
             is_scheduled: false,
         }
     }
+}
+
+/// AdamW, and everything else as usual.
+pub fn adamw() -> Program {
+    Program::new(AdamW::default())
 }
 
 /// What an iteration records.
@@ -176,6 +181,23 @@ impl Training {
             last: None,
             vs,
         }
+    }
+
+    /// A training, and a graph that has taken so many of its iterations.
+    pub fn by_graph(
+        program: Program,
+        device: Device,
+        iterations: usize,
+    ) -> (Self, Captured<Tensor>) {
+        let mut training = Self::new(program, device);
+        let mut graph = Captured::new(device).unwrap();
+        take_all(&mut training, &mut graph, 0..iterations);
+        (training, graph)
+    }
+
+    /// One of the weights.
+    pub fn bias(&self) -> Tensor {
+        self.vs.variables()["a.bias"].shallow_clone()
     }
 
     /// What comes before each iteration.

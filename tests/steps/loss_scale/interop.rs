@@ -1,27 +1,18 @@
 //! Dynamic loss scales and gradient scalers that are created from each other's states.
 
 use rstest::rstest;
-use tch::nn::{self, OptimizerConfig, VarStore};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 use tch_amp::loss_scale::{DynamicLossScaleState, LossScale};
-use tch_amp::scaler::{GradScalerConfig, GradScalerState, ScalerError};
+use tch_amp::scaler::ScalerError::{EmptyState, MissingKey};
+use tch_amp::scaler::{GradScalerConfig, GradScalerState};
 use tch_amp::{Error, GradScaler};
 
-use testkit::for_each_device;
+use crate::scaler::iterate;
 use testkit::rng::Rng;
+use testkit::{assert_refused, for_each_device};
 
 fn parse(json: &str) -> GradScalerState {
     serde_json::from_str(json).unwrap()
-}
-
-/// One iteration of a scaler with finite or non-finite gradients.
-fn iterate(scaler: &mut GradScaler, device: Device, finite: bool) {
-    let vs = VarStore::new(device);
-    let w = vs.root().ones("w", &[2]);
-    let mut opt = nn::Sgd::default().build(&vs, 1.0).unwrap();
-    (&w * if finite { 1.0 } else { f64::INFINITY }).sum(Kind::Float).backward();
-    scaler.step(&mut opt).unwrap();
-    scaler.update().unwrap();
 }
 
 #[test]
@@ -43,7 +34,7 @@ fn a_loss_scale_built_from_a_scaler_behaves_like_it() {
             let mut loss_scale = state.build(device).unwrap();
             for _ in 0..60 {
                 let finite = !rng.one_in(3);
-                iterate(&mut scaler, device, finite);
+                iterate(&mut scaler, device, !finite).unwrap();
                 loss_scale.adjust(&Tensor::from(finite).to_device(device)).unwrap();
                 let state = loss_scale.state().unwrap();
                 let want = (scaler.get_scale().unwrap(), scaler.get_growth_tracker().unwrap());
@@ -62,19 +53,20 @@ fn a_loss_scale_can_be_continued_as_a_scaler() {
     let state = DynamicLossScaleState { counter: 3, period: 4, ..Default::default() };
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
-    iterate(&mut scaler, Device::Cpu, true);
+    iterate(&mut scaler, Device::Cpu, false).unwrap();
     assert_eq!(scaler.get_scale().unwrap(), 65536.0);
     // The lower bound is loaded as well, although PyTorch has none.
     for _ in 0..20 {
-        iterate(&mut scaler, Device::Cpu, false);
+        iterate(&mut scaler, Device::Cpu, true).unwrap();
     }
     assert_eq!(scaler.get_scale().unwrap(), 1.0);
     let back = DynamicLossScaleState::try_from(&scaler.state_dict().unwrap()).unwrap();
     assert_eq!(back, DynamicLossScaleState { loss_scale: 1.0, counter: 0, ..state });
 }
 
-/// A scaler with the options that only scalers have, which loading a loss scale disables.
-fn with_other_options() -> GradScaler {
+/// Loading disables the options that only scalers have.
+#[test]
+fn a_scaler_with_any_options_continues_like_the_loss_scale() {
     let config = GradScalerConfig {
         max_scale: 65536.0,
         hysteresis: 3,
@@ -82,17 +74,15 @@ fn with_other_options() -> GradScaler {
         error_at_min_scale: true,
         ..Default::default()
     };
-    config.build(Device::Cpu).unwrap()
-}
-
-#[test]
-fn a_scaler_with_any_options_continues_like_the_loss_scale() {
-    let mut scaler = with_other_options();
+    let mut scaler = config.build(Device::Cpu).unwrap();
     let state = DynamicLossScaleState { period: 1, loss_scale: 65536.0, ..Default::default() };
     let mut loss_scale = state.build(Device::Cpu).unwrap();
     scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
+    let saved = scaler.state_dict().unwrap();
+    assert_eq!((saved.max_scale, saved.hysteresis), (None, None));
+    assert_eq!((saved.tolerance, saved.error_at_min_scale), (None, None));
     for finite in [[true; 20], [false; 20]].concat() {
-        iterate(&mut scaler, Device::Cpu, finite);
+        iterate(&mut scaler, Device::Cpu, !finite).unwrap();
         loss_scale.adjust(&Tensor::from(finite)).unwrap();
         assert_eq!(scaler.get_scale().unwrap(), loss_scale.value().unwrap());
     }
@@ -131,27 +121,14 @@ fn what_a_loss_scale_cannot_keep_is_refused(#[case] name: &str, #[case] change: 
     for (key, value) in change.as_object().unwrap() {
         state[key] = value.clone();
     }
-    let error = DynamicLossScaleState::try_from(&parse(&state.to_string())).unwrap_err();
-    assert!(
-        matches!(error, Error::InvalidArgument { name: field, .. } if field == name),
-        "{error}"
-    );
+    let converted = DynamicLossScaleState::try_from(&parse(&state.to_string()));
+    assert_refused!(converted, Error::InvalidArgument { name: field, .. } if field == name);
 }
 
 #[test]
 fn a_state_without_a_key_is_refused() {
     let empty = DynamicLossScaleState::try_from(&GradScalerState::default());
-    assert!(matches!(empty, Err(Error::Scaler(ScalerError::EmptyState))));
+    assert_refused!(empty, Error::Scaler(EmptyState));
     let part = DynamicLossScaleState::try_from(&parse(r#"{"scale": 2.0, "growth_factor": 2.0}"#));
-    assert!(matches!(part, Err(Error::Scaler(ScalerError::MissingKey { key: "backoff_factor" }))));
-}
-
-#[test]
-fn loading_a_loss_scale_disables_options_that_only_scalers_have() {
-    let mut scaler = with_other_options();
-    let state = DynamicLossScaleState::default();
-    scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
-    let saved = scaler.state_dict().unwrap();
-    assert_eq!((saved.max_scale, saved.hysteresis), (None, None));
-    assert_eq!((saved.tolerance, saved.error_at_min_scale), (None, None));
+    assert_refused!(part, Error::Scaler(MissingKey { key: "backoff_factor" }));
 }

@@ -7,7 +7,7 @@ use tch_amp::loss_scale::{LossScale, NoOpLossScale, StaticLossScale};
 
 use crate::loss_scale::{all_three, of};
 use testkit::rng::Rng;
-use testkit::{for_each_device, to_f64};
+use testkit::{assert_refused, for_each_device, to_f64};
 
 /// Promotes like jmp 0.0.4, except for integers and booleans, whose products are f32 in jmp.
 #[rstest]
@@ -129,6 +129,8 @@ fn a_tensor_on_another_device_is_scaled_on_its_device() {
 #[case(f64::NAN)]
 #[case(f64::INFINITY)]
 fn impossible_scales_are_refused(#[case] scale: f64) {
-    let error = StaticLossScale::new(Device::Cpu, scale).unwrap_err();
-    assert!(matches!(error, Error::InvalidArgument { name: "loss_scale", .. }), "{error}");
+    assert_refused!(
+        StaticLossScale::new(Device::Cpu, scale),
+        Error::InvalidArgument { name: "loss_scale", .. }
+    );
 }

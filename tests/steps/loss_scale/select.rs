@@ -9,7 +9,7 @@ use tch_amp::policy::PolicyError;
 
 use crate::loss_scale::{NAN, of};
 use testkit::bits::bits;
-use testkit::{devices, for_each_device, to_f64};
+use testkit::{assert_refused, devices, for_each_device, to_f64};
 
 const KINDS: [Kind; 12] = [
     Kind::Uint8,
@@ -133,7 +133,9 @@ fn each_tensor_is_selected_on_its_device() {
         assert!(chosen.iter().all(|tensor| to_f64(tensor) == [1.0]), "{home:?}");
     }
     for other in &tree(1.0)[1..] {
-        let error = select_tree(&Tensor::from(true), &tree(1.0)[0], other).unwrap_err();
-        assert!(matches!(error, Error::Policy(PolicyError::TreeMismatch { .. })), "{error}");
+        assert_refused!(
+            select_tree(&Tensor::from(true), &tree(1.0)[0], other),
+            Error::Policy(PolicyError::TreeMismatch { .. })
+        );
     }
 }

@@ -7,7 +7,7 @@ use tch_amp::scaler::{GradScalerState, ScalerError};
 use tch_amp::{Error, GradScaler};
 
 use crate::loss_scale::all_three;
-use testkit::for_each_device;
+use testkit::{assert_refused, for_each_device};
 
 fn saved() -> DynamicLossScaleState {
     DynamicLossScaleState {
@@ -125,22 +125,24 @@ fn impossible_states_are_refused(#[case] name: &str, #[case] state: DynamicLossS
     let mut loss_scale = saved().build(Device::Cpu).unwrap();
     let loaded = loss_scale.load_state_dict(&LossScaleState::Dynamic(state));
     for result in [state.build(Device::Cpu).map(drop), loaded] {
-        let error = result.unwrap_err();
-        assert!(
-            matches!(error, Error::InvalidArgument { name: field, .. } if field == name),
-            "{error}"
-        );
+        assert_refused!(result, Error::InvalidArgument { name: field, .. } if field == name);
     }
     assert_eq!(loss_scale.state().unwrap(), saved());
 }
 
+/// On its device; tensors and clones that were made before have the old scale.
 #[test]
 fn a_static_scale_is_loaded_or_refused() {
-    let mut loss_scale = StaticLossScale::new(Device::Cpu, 4.0).unwrap();
-    loss_scale.load_state_dict(&LossScaleState::Static { loss_scale: 16.0 }).unwrap();
-    let error = loss_scale.load_state_dict(&LossScaleState::Static { loss_scale: 0.0 });
-    assert!(matches!(error, Err(Error::InvalidArgument { name: "loss_scale", .. })));
-    assert_eq!(loss_scale.clone().value().unwrap(), 16.0);
+    for_each_device(|device| {
+        let mut scale = StaticLossScale::new(device, 4.0).unwrap();
+        let (clone, held) = (scale.clone(), scale.loss_scale().unwrap().shallow_clone());
+        scale.load_state_dict(&LossScaleState::Static { loss_scale: 16.0 }).unwrap();
+        let refused = scale.load_state_dict(&LossScaleState::Static { loss_scale: 0.0 });
+        assert_refused!(refused, Error::InvalidArgument { name: "loss_scale", .. });
+        assert_eq!(scale.value().unwrap(), 16.0);
+        assert_eq!(scale.loss_scale().unwrap().device(), device);
+        assert_eq!((clone.value().unwrap(), held.double_value(&[])), (4.0, 4.0));
+    });
 }
 
 #[test]
@@ -152,32 +154,7 @@ fn a_missing_device_is_refused() {
         LossScaleState::Dynamic(saved()).build(nowhere).map(drop),
     ];
     for result in results {
-        assert!(
-            matches!(result, Err(Error::DeviceUnavailable { device, .. }) if device == nowhere)
-        );
+        assert_refused!(result, Error::DeviceUnavailable { device, .. } if device == nowhere);
     }
     assert!(LossScaleState::NoOp.build(nowhere).is_ok());
-}
-
-#[test]
-fn a_loaded_scale_stays_on_its_device() {
-    for_each_device(|device| {
-        let on_device = |state: LossScaleState, loaded: LossScaleState| {
-            let mut scale = state.build(device).unwrap();
-            scale.load_state_dict(&loaded).unwrap();
-            assert_eq!(scale.loss_scale().unwrap().device(), device);
-        };
-        let fixed = |loss_scale| LossScaleState::Static { loss_scale };
-        on_device(fixed(8.0), fixed(4.0));
-        on_device(LossScaleState::Dynamic(saved()), LossScaleState::Dynamic(saved()));
-    });
-}
-
-#[test]
-fn loading_a_static_scale_leaves_tensors_and_clones_unchanged() {
-    let mut scale = StaticLossScale::new(Device::Cpu, 8.0).unwrap();
-    let (clone, held) = (scale.clone(), scale.loss_scale().unwrap().shallow_clone());
-    scale.load_state_dict(&LossScaleState::Static { loss_scale: 4.0 }).unwrap();
-    assert_eq!(scale.value().unwrap(), 4.0);
-    assert_eq!((clone.value().unwrap(), held.double_value(&[])), (8.0, 8.0));
 }

@@ -2,9 +2,20 @@
 
 use Ability::*;
 
-/// What a training can make use of. A new ability of the crate is a row here.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Ability {
+/// Declares the abilities, and a list of all.
+macro_rules! abilities {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// What a training can make use of. A new ability of the crate is a row here.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        pub enum Ability {
+            $($(#[$doc])* $name,)*
+        }
+
+        pub const ALL: &[Ability] = &[$($name),*];
+    };
+}
+
+abilities! {
     /// A region that is switched off inside of the one around the forward pass.
     OffInside,
     /// The region around the forward pass is switched off, before a plan if there is one.
@@ -84,48 +95,6 @@ pub enum Ability {
     /// Everything is saved in the middle and loaded into new objects.
     Restored,
 }
-
-pub const ALL: [Ability; 39] = [
-    OffInside,
-    OffBefore,
-    OtherDtypeInside,
-    PlanInF32,
-    Composed,
-    Kept,
-    CacheOff,
-    BackwardInside,
-    Penalty,
-    Disabled,
-    SkipOnly,
-    PerLoss,
-    ClipNorm,
-    ClipValue,
-    UnlessSpike,
-    UnscaleAndClip,
-    HostOptimizer,
-    SecondOptimizer,
-    Masters,
-    Remainders,
-    LowBit,
-    Muon,
-    NAdam,
-    Adafactor,
-    Accumulation,
-    Schedule,
-    Average,
-    Counter,
-    BatchNorm,
-    Recompute,
-    CustomFunction,
-    Hooks,
-    Lean,
-    LeanLayers,
-    Ranks,
-    NoSync,
-    Sharded,
-    Graph,
-    Restored,
-];
 
 /// Abilities that change no bit of the weights: a program without one of them trains the same.
 pub const NEUTRAL: [Ability; 7] =

@@ -162,7 +162,7 @@ fn fault(runner: &Runner, program: &Program) -> Option<String> {
 /// A program with two abilities, and often with a third.
 fn program_of(seed: u64, one: Ability, other: Ability) -> Program {
     let mut rng = Rng::new(seed);
-    let third = *rng.pick(&ALL);
+    let third = *rng.pick(ALL);
     let fits = |known: Ability| {
         third != known && cannot_meet(known, third).is_none() && refusal(known, third).is_none()
     };

@@ -176,13 +176,8 @@ pub fn region(program: &Program) -> Result<Autocast> {
 /// The dtype of a product in the region, as the program means it.
 fn wanted_kind(program: &Program) -> Kind {
     match program.is_on() {
-        false => {
-            if program.is_in_bf16() {
-                Kind::BFloat16
-            } else {
-                Kind::Float
-            }
-        }
+        false if program.is_in_bf16() => Kind::BFloat16,
+        false => Kind::Float,
         true if program.has_any(&[PlanInF32, Kept]) => Kind::Float,
         true => program.dtype,
     }

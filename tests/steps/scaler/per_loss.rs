@@ -6,22 +6,27 @@ use rstest::rstest;
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
-use tch_amp::gradients::GradientError;
+use tch_amp::gradients::GradientError::Unsupported;
 use tch_amp::optim::{AmpOptimizer, MasterWeights, Sgd, Step};
-use tch_amp::scaler::{GradScalerConfig, GradScalerState, PerLossScalers, ScalerError};
+use tch_amp::scaler::ScalerError::{AlreadyStepped, IterationOpen, NoInfChecks, NoSuchLoss};
+use tch_amp::scaler::{GradScalerConfig, GradScalerState, PerLossScalers};
 
-use crate::scaler::{Descent, INF, loss, model};
+use crate::scaler::{Descent, INF, loss, model, ones, rows, sgd, with_scale};
 use testkit::tensors::leaf;
-use testkit::{for_each_device, to_f64};
+use testkit::{assert_refused, for_each_device, to_f64};
 
 /// Two losses with scales of 8 and 1024.
 fn two(device: Device) -> PerLossScalers {
-    let configs = [8.0, 1024.0].map(|init_scale| GradScalerConfig {
-        init_scale,
-        growth_interval: 3,
-        ..Default::default()
-    });
+    let configs =
+        [8.0, 1024.0].map(|scale| GradScalerConfig { growth_interval: 3, ..with_scale(scale) });
     PerLossScalers::with_configs(device, &configs).unwrap()
+}
+
+/// A weight of ones, its optimizer and the two losses.
+fn begin(device: Device) -> (Tensor, Descent, PerLossScalers) {
+    let w = ones(Kind::Float, device);
+    let opt = Descent::of([&w]);
+    (w, opt, two(device))
 }
 
 fn scales(scalers: &PerLossScalers) -> [f64; 2] {
@@ -31,8 +36,7 @@ fn scales(scalers: &PerLossScalers) -> [f64; 2] {
 #[test]
 fn gradients_are_the_sum_of_the_unscaled_gradients() {
     for_each_device(|device| {
-        let (_vs, w, mut opt) = model(device);
-        let mut scalers = two(device);
+        let (w, mut opt, mut scalers) = begin(device);
         scalers.backward(0, &loss(&w, &[1.0, 2.0, 3.0]), &mut opt).unwrap();
         assert_eq!(to_f64(&w.grad()), [1.0, 2.0, 3.0]);
         scalers.backward(1, &loss(&w, &[10.0, 20.0, 30.0]), &mut opt).unwrap();
@@ -123,13 +127,12 @@ fn training_is_that_without_scales(#[values(false, true)] fused: bool) {
 #[rstest]
 fn the_loss_that_overflowed_backs_off_alone(#[values(false, true)] fused: bool) {
     for_each_device(|device| {
-        let (vs, w, mut plain) = model(device);
-        let mut own = Sgd::default().build(&vs, 1.0).unwrap();
-        let opt: &mut dyn AmpOptimizer = if fused { &mut own } else { &mut plain };
+        let (vs, w, _) = model(device);
+        let mut opt = sgd(&vs, fused);
         let mut scalers = two(device);
-        scalers.backward(0, &loss(&w, &[1.0; 3]), opt).unwrap();
-        scalers.backward(1, &loss(&w, &[1.0, INF, 1.0]), opt).unwrap();
-        assert!(scalers.step(opt).unwrap().is_skipped().unwrap());
+        scalers.backward(0, &loss(&w, &[1.0; 3]), &mut *opt).unwrap();
+        scalers.backward(1, &loss(&w, &[1.0, INF, 1.0]), &mut *opt).unwrap();
+        assert!(scalers.step(&mut *opt).unwrap().is_skipped().unwrap());
         scalers.update().unwrap();
         assert_eq!(scales(&scalers), [8.0, 512.0]);
         assert_eq!(scalers.get_growth_tracker(0).unwrap(), 1);
@@ -141,8 +144,7 @@ fn the_loss_that_overflowed_backs_off_alone(#[values(false, true)] fused: bool) 
 #[test]
 fn an_overflow_that_was_clamped_is_still_skipped() {
     for_each_device(|device| {
-        let (_vs, w, mut opt) = model(device);
-        let mut scalers = two(device);
+        let (w, mut opt, mut scalers) = begin(device);
         scalers.backward(0, &loss(&w, &[INF; 3]), &mut opt).unwrap();
         let _clamped = tch::no_grad(|| w.grad().clamp_(-1.0, 1.0));
         assert!(scalers.step(&mut opt).unwrap().is_skipped().unwrap());
@@ -154,8 +156,7 @@ fn an_overflow_that_was_clamped_is_still_skipped() {
 fn sums_that_overflow_are_skipped_and_back_no_scale_off() {
     for_each_device(|device| {
         let (_vs, w, mut opt) = model(device);
-        let one = GradScalerConfig { init_scale: 1.0, ..Default::default() };
-        let mut scalers = PerLossScalers::with_configs(device, &[one; 2]).unwrap();
+        let mut scalers = PerLossScalers::with_configs(device, &[with_scale(1.0); 2]).unwrap();
         for index in 0..2 {
             scalers.backward(index, &loss(&w, &[3e38; 3]), &mut opt).unwrap();
         }
@@ -166,28 +167,12 @@ fn sums_that_overflow_are_skipped_and_back_no_scale_off() {
 }
 
 #[test]
-fn each_optimizer_is_skipped_for_its_own_losses() {
-    for_each_device(|device| {
-        let ws = [0, 1].map(|_| leaf(&[1.0; 3], Kind::Float, device));
-        let [mut a, mut b] = ws.each_ref().map(|w| Descent(vec![w.shallow_clone()]));
-        let mut scalers = two(device);
-        scalers.backward(0, &loss(&ws[0], &[INF; 3]), &mut a).unwrap();
-        scalers.backward(1, &loss(&ws[1], &[1.0; 3]), &mut b).unwrap();
-        assert!(scalers.step(&mut a).unwrap().is_skipped().unwrap());
-        assert!(scalers.step(&mut b).unwrap().is_stepped().unwrap());
-        scalers.update().unwrap();
-        assert_eq!(scales(&scalers), [4.0, 1024.0]);
-    });
-}
-
-#[test]
 fn a_loss_without_a_backward_keeps_its_scale_and_tracker() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let mut scalers = two(Device::Cpu);
-    assert!(matches!(scalers.update(), Err(Error::Scaler(ScalerError::NoInfChecks))));
+    let (w, mut opt, mut scalers) = begin(Device::Cpu);
+    assert_refused!(scalers.update(), Error::Scaler(NoInfChecks));
     scalers.backward(1, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
     drop(scalers.step(&mut opt).unwrap());
-    assert!(matches!(scalers.step(&mut opt), Err(Error::Scaler(ScalerError::AlreadyStepped))));
+    assert_refused!(scalers.step(&mut opt), Error::Scaler(AlreadyStepped));
     scalers.update().unwrap();
     let tracker = |loss| scalers.get_growth_tracker(loss).unwrap();
     assert_eq!([tracker(0), tracker(1)], [0, 1]);
@@ -196,8 +181,7 @@ fn a_loss_without_a_backward_keeps_its_scale_and_tracker() {
 #[test]
 fn a_failed_backward_leaves_the_previous_gradients() {
     for_each_device(|device| {
-        let (_vs, w, mut opt) = model(device);
-        let mut scalers = two(device);
+        let (w, mut opt, mut scalers) = begin(device);
         scalers.backward(0, &loss(&w, &[1.0, 2.0, 3.0]), &mut opt).unwrap();
         let spent = loss(&w, &[5.0; 3]).square();
         spent.backward();
@@ -217,11 +201,13 @@ fn a_failed_backward_leaves_the_previous_gradients() {
 #[test]
 fn a_gradient_that_cannot_be_unscaled_is_refused_and_the_previous_gradients_stay() {
     let w = leaf(&[1.0, 1.0], Kind::Half, Device::Cpu);
-    let mut opt = Descent(vec![w.shallow_clone()]);
+    let mut opt = Descent::of([&w]);
     let mut scalers = two(Device::Cpu);
     loss(&w, &[3.0, 4.0]).backward();
-    let error = scalers.backward(0, &loss(&w, &[1.0, 1.0]), &mut opt).unwrap_err();
-    assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
+    assert_refused!(
+        scalers.backward(0, &loss(&w, &[1.0, 1.0]), &mut opt),
+        Error::Gradient(Unsupported { .. })
+    );
     assert_eq!(to_f64(&w.grad()), [3.0, 4.0]);
     assert!(scalers.state_dict().is_ok(), "no iteration has begun");
 }
@@ -230,12 +216,11 @@ fn a_gradient_that_cannot_be_unscaled_is_refused_and_the_previous_gradients_stay
 fn a_later_gradient_that_cannot_be_unscaled_leaves_the_sums_of_the_earlier_ones() {
     let first = leaf(&[1.0, 1.0], Kind::Float, Device::Cpu);
     let second = leaf(&[1.0, 1.0], Kind::Half, Device::Cpu);
-    let mut opt = Descent(vec![first.shallow_clone(), second.shallow_clone()]);
+    let mut opt = Descent::of([&first, &second]);
     let mut scalers = two(Device::Cpu);
     scalers.backward(0, &loss(&first, &[3.0, 4.0]), &mut opt).unwrap();
     let both = loss(&first, &[1.0, 1.0]) + loss(&second, &[1.0, 1.0]);
-    let error = scalers.backward(1, &both, &mut opt).unwrap_err();
-    assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
+    assert_refused!(scalers.backward(1, &both, &mut opt), Error::Gradient(Unsupported { .. }));
     assert_eq!(to_f64(&first.grad()), [3.0, 4.0]);
     assert!(!second.grad().defined());
     // The open iteration continues.
@@ -268,13 +253,12 @@ fn the_sum_is_clipped() {
 fn sparse_and_dense_gradients_add_up() {
     for first_is_sparse in [true, false] {
         let table = Tensor::zeros([3, 1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-        let mut opt = Descent(vec![table.shallow_clone()]);
+        let mut opt = Descent::of([&table]);
         let mut scalers = two(Device::Cpu);
-        let rows = Tensor::from_slice(&[1i64, 1]);
         for step in 0..2 {
             let sparse = (step == 0) == first_is_sparse;
             let value = match sparse {
-                true => Tensor::embedding(&table, &rows, -1, false, true).sum(None),
+                true => rows(&table, &[1, 1]).sum(None),
                 false => table.sum(None) * 10.0,
             };
             scalers.backward(step, &value, &mut opt).unwrap();
@@ -284,14 +268,13 @@ fn sparse_and_dense_gradients_add_up() {
 }
 
 #[rstest]
-#[case(Kind::BFloat16)]
-#[case(Kind::Half)]
-fn half_parameters_with_masters_take_both_losses_in_f32(#[case] kind: Kind) {
+fn half_parameters_with_masters_take_both_losses_in_f32(
+    #[values(Kind::BFloat16, Kind::Half)] kind: Kind,
+) {
     for_each_device(|device| {
         let w = leaf(&[1.0, 1.0], kind, device);
-        let masters = MasterWeights::Float;
-        let mut opt =
-            Sgd::default().master_weights(masters).build(vec![w.shallow_clone()], 1.0).unwrap();
+        let sgd = Sgd::default().master_weights(MasterWeights::Float);
+        let mut opt = sgd.build(vec![w.shallow_clone()], 1.0).unwrap();
         opt.accumulate_in_f32().unwrap();
         let mut scalers = two(device);
         let small = 2f64.powi(-20);
@@ -306,18 +289,17 @@ fn half_parameters_with_masters_take_both_losses_in_f32(#[case] kind: Kind) {
 
 #[test]
 fn states_are_restored_in_order() {
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let mut scalers = two(Device::Cpu);
+    let (w, mut opt, mut scalers) = begin(Device::Cpu);
     scalers.backward(0, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
-    assert!(matches!(scalers.state_dict(), Err(Error::Scaler(ScalerError::IterationOpen { .. }))));
+    assert_refused!(scalers.state_dict(), Error::Scaler(IterationOpen { .. }));
     let loading =
         scalers.load_state_dict(&[GradScalerState::default(), GradScalerState::default()]);
-    assert!(matches!(loading, Err(Error::Scaler(ScalerError::IterationOpen { .. }))));
+    assert_refused!(loading, Error::Scaler(IterationOpen { .. }));
     drop(scalers.step(&mut opt).unwrap());
     scalers.update().unwrap();
     let states = scalers.state_dict().unwrap();
     let mut loaded = PerLossScalers::new(Device::Cpu, 2).unwrap();
-    assert!(matches!(loaded.load_state_dict(&states[..1]), Err(Error::InvalidArgument { .. })));
+    assert_refused!(loaded.load_state_dict(&states[..1]), Error::InvalidArgument { .. });
     let mut broken = states.clone();
     broken[1].scale = Some(-1.0);
     assert!(loaded.load_state_dict(&broken).is_err());
@@ -328,8 +310,8 @@ fn states_are_restored_in_order() {
 
 #[test]
 fn a_loaded_scale_is_not_an_option() {
-    let small = GradScalerConfig { init_scale: 8.0, ..Default::default() };
-    let saved = PerLossScalers::with_configs(Device::Cpu, &[small]).unwrap().state_dict().unwrap();
+    let saved = PerLossScalers::with_configs(Device::Cpu, &[with_scale(8.0)]).unwrap();
+    let saved = saved.state_dict().unwrap();
     let mut scalers = PerLossScalers::new(Device::Cpu, 1).unwrap();
     scalers.load_state_dict(&saved).unwrap();
     assert_eq!(scalers.get_scale(0).unwrap(), 8.0);
@@ -338,12 +320,11 @@ fn a_loaded_scale_is_not_an_option() {
 
 #[test]
 fn invalid_loss_counts_and_ids_are_refused() {
-    assert!(matches!(PerLossScalers::new(Device::Cpu, 0), Err(Error::InvalidArgument { .. })));
+    assert_refused!(PerLossScalers::new(Device::Cpu, 0), Error::InvalidArgument { .. });
     let mut scalers = two(Device::Cpu);
     assert_eq!(scalers.loss_count(), 2);
-    let error = scalers.set_config(2, GradScalerConfig::default()).unwrap_err();
-    assert!(
-        matches!(error, Error::Scaler(ScalerError::NoSuchLoss { loss_id: 2, losses: 2 })),
-        "{error}"
+    assert_refused!(
+        scalers.set_config(2, GradScalerConfig::default()),
+        Error::Scaler(NoSuchLoss { loss_id: 2, losses: 2 })
     );
 }

@@ -2,47 +2,120 @@
 
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::{Adagrad, AdamW, Algorithm, MasterWeights, Muon, Optimizer, RmsProp, Sgd};
-use tch_amp::scaler::{GradScalerConfig, ScalerError};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::scaler::ScalerError::{ScaleAtMinimum, TooManySkips};
 use tch_amp::{Error, GradScaler};
 
-use crate::scaler::{Descent, INF, NAN, loss, model, step_and_update};
+use crate::scaler::{Descent, INF, NAN, iterate, loss, model, step_and_update, with_scale};
 use testkit::simulation::let_answers_come;
 use testkit::tensors::leaf;
-use testkit::{for_each_device, to_f64};
+use testkit::{assert_refused, for_each_device, to_f64};
 
-/// Runs one iteration, with or without an overflow, and returns the result of `update`.
-fn iterate(scaler: &mut GradScaler, device: Device, overflow: bool) -> tch_amp::Result<()> {
-    let (_vs, w, mut opt) = model(device);
-    loss(&w, &[if overflow { INF } else { 1.0 }; 3]).backward();
-    let outcome = scaler.step(&mut opt).unwrap();
-    assert_eq!(outcome.is_skipped().unwrap(), overflow);
-    scaler.update()
+/// A scale of 8 that grows after two iterations without an overflow.
+fn small() -> GradScalerConfig {
+    GradScalerConfig { growth_interval: 2, ..with_scale(8.0) }
 }
 
-fn scales(config: GradScalerConfig, device: Device, program: &str) -> Vec<f64> {
-    let mut scaler = config.build(device).unwrap();
-    let run = |c| {
-        iterate(&mut scaler, device, c == '!').unwrap();
-        scaler.get_scale().unwrap()
-    };
-    program.chars().map(run).collect()
-}
-
-const SMALL: fn() -> GradScalerConfig =
-    || GradScalerConfig { init_scale: 8.0, growth_interval: 2, ..Default::default() };
-
+/// Each has a name, options, iterations of which those with an exclamation mark overflow, and the scale after each.
 #[test]
-fn the_scale_grows_after_the_interval_and_backs_off_at_once() {
+fn the_scale_changes_after_each_iteration_as_in_these_examples() {
+    let bounded = GradScalerConfig { min_scale: 4.0, max_scale: 16.0, ..small() };
+    let top = 2f64.powi(127);
+    let highest = GradScalerConfig { growth_interval: 1, ..with_scale(top) };
+    let hysteresis = |hysteresis| GradScalerConfig { hysteresis, ..small() };
+    let both = GradScalerConfig {
+        hysteresis: 2,
+        consecutive_hysteresis: false,
+        tolerance: 0.5,
+        ..with_scale(8.0)
+    };
+    let examples: [(&str, GradScalerConfig, &str, &[f64]); 7] = [
+        (
+            "it grows after the interval and backs off at once",
+            small(),
+            "....!.!!..",
+            &[8.0, 16.0, 16.0, 32.0, 16.0, 16.0, 8.0, 4.0, 4.0, 8.0],
+        ),
+        ("it stays below its upper bound", bounded, "......", &[8.0, 16.0, 16.0, 16.0, 16.0, 16.0]),
+        ("it stays above its lower bound", bounded, "!!!!", &[4.0; 4]),
+        ("growth stops before infinity", highest, "...", &[top; 3]),
+        (
+            "the hysteresis tolerates consecutive overflows",
+            hysteresis(3),
+            "!!.!!!!.!!",
+            &[8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 2.0, 2.0, 2.0, 2.0],
+        ),
+        (
+            "a tolerated overflow resets the growth tracker",
+            hysteresis(2),
+            ".!..",
+            &[8.0, 8.0, 8.0, 16.0],
+        ),
+        // The second overflow exhausts the hysteresis, and two of three iterations have overflowed.
+        ("both options must be exhausted", both, ".!!..!", &[8.0, 8.0, 4.0, 4.0, 4.0, 4.0]),
+    ];
     for_each_device(|device| {
-        let got = scales(SMALL(), device, "....!.!!..");
-        assert_eq!(got, [8.0, 16.0, 16.0, 32.0, 16.0, 16.0, 8.0, 4.0, 4.0, 8.0]);
+        for (name, config, iterations, expected) in examples {
+            let mut scaler = config.build(device).unwrap();
+            for (overflow, expected) in iterations.chars().map(|c| c == '!').zip(expected) {
+                iterate(&mut scaler, device, overflow).unwrap();
+                assert_eq!(scaler.get_scale().unwrap(), *expected, "{name}");
+            }
+        }
+    });
+}
+
+/// Each has a name, options, iterations of which those with an exclamation mark overflow, the error that ends each, and
+/// the scale in the end: `m` says that the scale cannot sink, `s` that too many steps were skipped.
+#[test]
+fn a_limit_is_an_error_that_ends_the_iteration() {
+    let skips = |limit, config| GradScalerConfig { max_consecutive_skips: Some(limit), ..config };
+    let lowest = |init_scale, min_scale| GradScalerConfig { min_scale, ..with_scale(init_scale) };
+    let strict = |config| GradScalerConfig { error_at_min_scale: true, ..config };
+    let tolerant = GradScalerConfig { hysteresis: 2, growth_interval: 2, ..lowest(2.0, 1.0) };
+    let examples: [(&str, GradScalerConfig, &str, &str, f32); 5] = [
+        ("too many skips", skips(3, small()), "!!!.!", "..s..", 0.5),
+        // Tolerated; backs off to 1; cannot back off; restores the hysteresis; tolerated; cannot back off; grows again.
+        ("the smallest scale", strict(tolerant), "!!!.!!..", "..m..m..", 2.0),
+        // As an f32, 0.1 is more than the f64 of that name.
+        ("a smallest scale that is not an f32", strict(lowest(0.1, 0.1)), "!", "m", 0.1),
+        (
+            "the limit of skips takes precedence",
+            skips(2, strict(lowest(1.0, 1.0))),
+            "!!",
+            "ms",
+            1.0,
+        ),
+        ("it allows overflows at the smallest", skips(3, lowest(1.0, 1.0)), "!!!", "..s", 1.0),
+    ];
+    for_each_device(|device| {
+        for (name, config, iterations, errors, scale_in_the_end) in examples {
+            let mut scaler = config.build(device).unwrap();
+            let mut end = |overflow| {
+                let ended = iterate(&mut scaler, device, overflow);
+                let now = scaler.get_scale().unwrap() as f32;
+                match ended {
+                    Ok(()) => '.',
+                    Err(Error::Scaler(ScaleAtMinimum { scale })) if scale as f32 == now => 'm',
+                    Err(Error::Scaler(TooManySkips { skips, limit, scale }))
+                        if (skips, scale as f32) == (limit, now) =>
+                    {
+                        's'
+                    }
+                    other => panic!("{name}: {other:?}"),
+                }
+            };
+            let found: String = iterations.chars().map(|c| end(c == '!')).collect();
+            assert_eq!(found, errors, "{name}");
+            assert_eq!(scaler.get_scale().unwrap(), f64::from(scale_in_the_end), "{name}");
+        }
     });
 }
 
 #[test]
 fn inexact_factors_round_like_libtorchs_kernel() {
     for_each_device(|device| {
-        let config = GradScalerConfig { growth_factor: 1.37, backoff_factor: 0.3, ..SMALL() };
+        let config = GradScalerConfig { growth_factor: 1.37, backoff_factor: 0.3, ..small() };
         let mut scaler = config.build(device).unwrap();
         let (mut want, mut tracker) = (8.0f32, 0);
         for i in 0..60 {
@@ -65,7 +138,7 @@ fn inexact_factors_round_like_libtorchs_kernel() {
 #[test]
 fn the_scale_that_is_reported_is_the_scale_that_is_applied() {
     for_each_device(|device| {
-        let mut scaler = GradScalerConfig { growth_factor: 1.7, ..SMALL() }.build(device).unwrap();
+        let mut scaler = GradScalerConfig { growth_factor: 1.7, ..small() }.build(device).unwrap();
         for i in 0..40 {
             iterate(&mut scaler, device, i % 7 == 5).unwrap();
             let applied = scaler.scale(&Tensor::from(1.0f32).to_device(device)).unwrap();
@@ -79,7 +152,7 @@ fn an_optimizer_that_was_unscaled_but_not_stepped_counts() {
     for_each_device(|device| {
         for (value, want) in [(1.0, (8.0, 1)), (NAN, (4.0, 0))] {
             let (_vs, w, mut opt) = model(device);
-            let mut scaler = SMALL().build(device).unwrap();
+            let mut scaler = small().build(device).unwrap();
             loss(&w, &[value; 3]).backward();
             scaler.unscale_(&mut opt).unwrap();
             scaler.update().unwrap();
@@ -113,10 +186,9 @@ fn two_hundred_overflows_do_not_turn_the_weights_into_nan() {
 fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
     for_each_device(|device| {
         for size in [3, 70_000] {
-            let w = Tensor::ones([size], (tch::Kind::Float, device)).set_requires_grad(true);
-            let mut opt = crate::scaler::Descent(vec![w.shallow_clone()]);
-            let config = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
-            let mut scaler = config.build(device).unwrap();
+            let w = Tensor::ones([size], (Kind::Float, device)).set_requires_grad(true);
+            let mut opt = Descent::of([&w]);
+            let mut scaler = with_scale(2f64.powi(-100)).build(device).unwrap();
             (&w * 2f64.powi(30)).sum(None).backward();
             assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
             assert_eq!((w.min().double_value(&[]), w.max().double_value(&[])), (1.0, 1.0));
@@ -139,9 +211,8 @@ fn an_overflow_in_unscaling_is_found_in_every_layout() {
             let w = Tensor::ones([2], (gradient.kind(), device)).set_requires_grad(true);
             w.abs().sum(None).backward();
             no_grad(|| w.grad().set_data(&gradient));
-            let mut opt = Descent(vec![w.shallow_clone()]);
-            let config = GradScalerConfig { init_scale: 2f64.powi(-4), ..Default::default() };
-            let mut scaler = config.build(device).unwrap();
+            let mut opt = Descent::of([&w]);
+            let mut scaler = with_scale(2f64.powi(-4)).build(device).unwrap();
             assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap(), "{gradient:?}");
             assert_eq!(to_f64(&w.abs()), [1.0; 2], "{gradient:?}");
         }
@@ -149,75 +220,18 @@ fn an_overflow_in_unscaling_is_found_in_every_layout() {
 }
 
 #[test]
-fn the_scale_stays_within_its_bounds() {
-    for_each_device(|device| {
-        let config = GradScalerConfig { min_scale: 4.0, max_scale: 16.0, ..SMALL() };
-        assert_eq!(scales(config, device, "......")[5], 16.0);
-        assert_eq!(scales(config, device, "!!!!")[3], 4.0);
-    });
-}
-
-#[test]
-fn growth_stops_before_infinity() {
-    for_each_device(|device| {
-        let top = 2f64.powi(127);
-        let config = GradScalerConfig { init_scale: top, growth_interval: 1, ..Default::default() };
-        assert_eq!(scales(config, device, "...")[2], top);
-    });
-}
-
-#[test]
-fn hysteresis_tolerates_consecutive_overflows() {
-    for_each_device(|device| {
-        let config = GradScalerConfig { hysteresis: 3, ..SMALL() };
-        let got = scales(config, device, "!!.!!!!.!!");
-        assert_eq!(got, [8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 2.0, 2.0, 2.0, 2.0]);
-    });
-}
-
-#[test]
-fn a_tolerated_overflow_still_resets_the_growth_tracker() {
-    let config = GradScalerConfig { hysteresis: 2, ..SMALL() };
-    assert_eq!(scales(config, Device::Cpu, ".!.."), [8.0, 8.0, 8.0, 16.0]);
-}
-
-#[test]
-fn too_many_skips_are_an_error_and_end_the_iteration() {
-    for_each_device(|device| {
-        let config = GradScalerConfig { max_consecutive_skips: Some(3), ..SMALL() };
-        let mut scaler = config.build(device).unwrap();
-        iterate(&mut scaler, device, true).unwrap();
-        iterate(&mut scaler, device, true).unwrap();
-        let error = iterate(&mut scaler, device, true).unwrap_err();
-        assert!(
-            matches!(error, Error::Scaler(ScalerError::TooManySkips { skips: 3, limit: 3, scale }) if scale == 1.0),
-            "{error}"
-        );
-        iterate(&mut scaler, device, false).unwrap();
-        iterate(&mut scaler, device, true).unwrap();
-    });
-}
-
-#[test]
 fn setting_the_scale_neither_counts_a_skip_nor_resets_the_count() {
     for_each_device(|device| {
-        let limit = Some(2);
-        let config = GradScalerConfig { max_consecutive_skips: limit, ..Default::default() };
+        let config = GradScalerConfig { max_consecutive_skips: Some(2), ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         iterate(&mut scaler, device, true).unwrap();
         scaler.update_with(8.0).unwrap();
         assert_eq!(scaler.state_dict().unwrap().consecutive_skips, Some(1));
-        let error = iterate(&mut scaler, device, true).unwrap_err();
-        assert!(
-            matches!(error, Error::Scaler(ScalerError::TooManySkips { skips: 2, .. })),
-            "{error}"
-        );
         // Beyond the limit, every overflow is an error.
-        let error = iterate(&mut scaler, device, true).unwrap_err();
-        assert!(
-            matches!(error, Error::Scaler(ScalerError::TooManySkips { skips: 3, .. })),
-            "{error}"
-        );
+        for count in [2, 3] {
+            let ended = iterate(&mut scaler, device, true);
+            assert_refused!(ended, Error::Scaler(TooManySkips { skips, .. }) if skips == count);
+        }
     });
 }
 
@@ -225,15 +239,14 @@ fn setting_the_scale_neither_counts_a_skip_nor_resets_the_count() {
 #[test]
 fn an_overflow_in_unscaling_is_found_even_if_the_scale_is_only_on_the_device() {
     for_each_device(|device| {
-        let config = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
-        let mut scaler = config.build(device).unwrap();
+        let mut scaler = with_scale(2f64.powi(-100)).build(device).unwrap();
         let leaves = [(); 2].map(|()| leaf(&[1.0; 3], Kind::Float, device));
         let [fused, other] = &leaves;
         let mut opt = Sgd::default().build(vec![fused.shallow_clone()], 1.0).unwrap();
         scaler.backward(&loss(fused, &[1.0; 3])).unwrap();
         step_and_update(&mut scaler, &mut opt);
         loss(other, &[2f64.powi(30); 3]).backward();
-        let outcome = scaler.step(&mut Descent(vec![other.shallow_clone()])).unwrap();
+        let outcome = scaler.step(&mut Descent::of([other])).unwrap();
         assert!(outcome.is_skipped().unwrap());
         assert_eq!(to_f64(other), [1.0; 3]);
     });
@@ -259,8 +272,7 @@ fn a_fused_step_is_skipped_if_unscaling_alone_overflows() {
                 let w = Tensor::ones([2, 2], (kind, device)).set_requires_grad(true);
                 let list = [w.shallow_clone()];
                 let mut opt = algorithm.master_weights(masters).build(&list, 0.1).unwrap();
-                let config = GradScalerConfig { init_scale: 1e-3, ..Default::default() };
-                let mut scaler = config.build(device).unwrap();
+                let mut scaler = with_scale(1e-3).build(device).unwrap();
                 let mut step = |scaler: &mut GradScaler, gradient: f64| {
                     opt.zero_grad().unwrap();
                     // Scaled as a backward pass leaves it.
@@ -291,9 +303,7 @@ impl Unread {
     fn new(scale: f64, device: Device) -> Self {
         let w = leaf(&[1.0; 3], Kind::Float, device);
         let opt = Sgd::default().build(&[w.shallow_clone()], 1e-3).unwrap();
-        let scaler =
-            GradScalerConfig { init_scale: scale, ..Default::default() }.build(device).unwrap();
-        Self { w, opt, scaler }
+        Self { w, opt, scaler: with_scale(scale).build(device).unwrap() }
     }
 
     /// Steps with a gradient that is scaled already.

@@ -6,87 +6,78 @@ use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::gradients::GradientError;
 use tch_amp::optim::{AdamW, AmpOptimizer, MasterWeights, Sgd};
-use tch_amp::scaler::{GradScalerConfig, PerLossScalers, ScalerError, SpikeConfig};
+use tch_amp::scaler::{PerLossScalers, ScalerError, SpikeConfig, StepOutcome};
 use tch_amp::{Error, GradScaler, Result};
 
-use crate::scaler::{Descent, INF, loss, ones, scaler};
+use crate::scaler::{Descent, INF, drop_gradients, loss, ones, scaler, with_scale};
 use testkit::rng::Rng;
 use testkit::tensors::leaf;
-use testkit::{for_each_device, to_f64};
+use testkit::{assert_refused, for_each_device, to_f64};
 
-/// How an optimizer takes its step.
-#[derive(Clone, Copy, Debug)]
-enum Way {
-    Step,
-    Unscaled,
-    Transaction,
-    ClipNorm,
-    ClipValue,
+/// A name, and how an optimizer takes its step.
+type Way = (&'static str, fn(&mut GradScaler, &mut dyn AmpOptimizer) -> Result<StepOutcome>);
+
+const WAYS: [Way; 5] = [
+    ("step", |scaler, opt| scaler.step(opt)),
+    ("unscale_ and step", |scaler, opt| {
+        scaler.unscale_(opt)?;
+        scaler.step(opt)
+    }),
+    ("a transaction that clips", |scaler, opt| {
+        let mut unscaled = scaler.unscale(opt)?;
+        let _norm = unscaled.clip_grad_norm(0.5)?;
+        unscaled.step()
+    }),
+    // Within the limit: a fused step on a GPU unscales and clips with one factor, which rounds otherwise than clipping
+    // alone.
+    ("step_clip_norm", |scaler, opt| scaler.step_clip_norm(opt, 1000.0)),
+    ("step_clip_value", |scaler, opt| scaler.step_clip_value(opt, 0.25)),
+];
+
+/// An optimizer with a learning rate of 1, which may be fused.
+fn descent<'a>(list: impl IntoIterator<Item = &'a Tensor>, fused: bool) -> Box<dyn AmpOptimizer> {
+    let descent = Descent::of(list);
+    match fused {
+        true => Box::new(Sgd::default().build(descent.0, 1.0).unwrap()),
+        false => Box::new(descent),
+    }
 }
 
-const WAYS: [Way; 5] = [Way::Step, Way::Unscaled, Way::Transaction, Way::ClipNorm, Way::ClipValue];
-
-fn take_step(way: Way, scaler: &mut GradScaler, opt: &mut dyn AmpOptimizer) -> Result<bool> {
-    let outcome = match way {
-        Way::Step => scaler.step(opt)?,
-        Way::Unscaled => {
-            scaler.unscale_(opt)?;
-            scaler.step(opt)?
-        }
-        Way::Transaction => {
-            let mut unscaled = scaler.unscale(opt)?;
-            let _norm = unscaled.clip_grad_norm(0.5)?;
-            unscaled.step()?
-        }
-        // Within the limit: a fused step on a GPU unscales and clips with one factor, which rounds otherwise than clipping
-        // alone.
-        Way::ClipNorm => scaler.step_clip_norm(opt, 1000.0)?,
-        Way::ClipValue => scaler.step_clip_value(opt, 0.25)?,
-    };
-    outcome.is_stepped()
-}
-
-fn drop_gradients(ws: &[Tensor]) {
-    Sgd::default().build(ws, 0.0).unwrap().zero_grad().unwrap();
-}
-
-fn zero_in_place(ws: &[Tensor]) {
-    ws.iter().for_each(|w| w.shallow_clone().zero_grad());
+fn zero(ws: &[Tensor], in_place: bool) {
+    match in_place {
+        true => ws.iter().for_each(|w| w.shallow_clone().zero_grad()),
+        false if ws.is_empty() => {}
+        false => drop_gradients(ws),
+    }
 }
 
 /// Three optimizers of one store with a loss each, of which the first does not use all parameters.
 fn actor_critic(
     device: Device,
     fused: bool,
-    way: Way,
+    (name, step): Way,
     in_place: bool,
     scaler: &mut GradScaler,
 ) -> Vec<Vec<f64>> {
     let vs = VarStore::new(device);
-    let ws: Vec<_> = ["actor", "critic", "temperature"]
-        .map(|name| vs.root().ones(name, &[3]))
-        .into_iter()
-        .collect();
-    let mut tchs: Vec<_> =
-        (1..4).map(|i| nn::Adam::default().build(&vs, 0.1 * f64::from(i)).unwrap()).collect();
-    let mut owns: Vec<_> =
-        (1..4).map(|i| AdamW::default().build(&vs, 0.1 * f64::from(i)).unwrap()).collect();
+    let ws = ["actor", "critic", "temperature"].map(|name| vs.root().ones(name, &[3]));
+    let mut opts = [0.1, 0.2, 0.3].map(|lr| -> Box<dyn AmpOptimizer> {
+        match fused {
+            true => Box::new(AdamW::default().build(&vs, lr).unwrap()),
+            false => Box::new(nn::Adam::default().build(&vs, lr).unwrap()),
+        }
+    });
     for iteration in 0..4 {
         for index in 0..3 {
-            if in_place {
-                zero_in_place(&ws)
-            } else {
-                drop_gradients(&ws)
-            }
+            zero(&ws, in_place);
             let used = &ws[..ws.len().min(index + 2)];
             let terms = used.iter().enumerate().map(|(place, w)| {
                 loss(w, &[0.5, -0.25, 0.125 * (iteration + index + place) as f64])
                     * &w.square().sum(None)
             });
             scaler.backward(&terms.sum::<Tensor>()).unwrap();
-            let opt: &mut dyn AmpOptimizer =
-                if fused { &mut owns[index] } else { &mut tchs[index] };
-            assert!(take_step(way, scaler, opt).unwrap(), "{way:?} of optimizer {index}");
+            let outcome = step(scaler, &mut *opts[index]).unwrap();
+            assert!(outcome.is_stepped().unwrap(), "{name} of optimizer {index}");
         }
         scaler.update().unwrap();
     }
@@ -100,15 +91,14 @@ fn three_optimizers_of_one_store_train_as_without_a_scale(
 ) {
     for_each_device(|device| {
         for way in WAYS {
-            let config = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
-            let mut enabled = config.build(device).unwrap();
+            let mut enabled = with_scale(1024.0).build(device).unwrap();
             let scaled = actor_critic(device, fused, way, in_place, &mut enabled);
             assert_eq!(enabled.get_growth_tracker().unwrap(), 4);
             let mut skip_only = GradScaler::skip_only(device).unwrap();
             let checked = actor_critic(device, fused, way, in_place, &mut skip_only);
             let plain = actor_critic(device, fused, way, in_place, &mut GradScaler::disabled());
-            assert_eq!(scaled, plain, "{way:?} on {device:?}");
-            assert_eq!(checked, plain, "{way:?} on {device:?}");
+            assert_eq!(scaled, plain, "{}", way.0);
+            assert_eq!(checked, plain, "{}", way.0);
         }
     });
 }
@@ -125,12 +115,7 @@ fn the_overflow_of_any_of_three_steps_backs_the_scale_off(
             drop_gradients(&[w.shallow_clone()]);
             let value = if index == bad { INF } else { 0.25 };
             scaler.backward(&loss(&w, &[value; 3])).unwrap();
-            let outcome = if fused {
-                let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
-                scaler.step(&mut opt).unwrap()
-            } else {
-                scaler.step(&mut Descent(vec![w.shallow_clone()])).unwrap()
-            };
+            let outcome = scaler.step(&mut *descent([&w], fused)).unwrap();
             assert_eq!(outcome.is_skipped().unwrap(), index == bad);
         }
         scaler.update().unwrap();
@@ -160,35 +145,29 @@ fn is_stepped_twice(error: &Error) -> bool {
     matches!(error, Error::Scaler(ScalerError::AlreadyStepped | ScalerError::UnscaleAfterStep))
 }
 
-/// The list is that of the first optimizer, a part of it, or more than it.
+/// The list is that of the first optimizer, a part of it, or more than it, in another order or after it.
 #[rstest]
 fn the_gradients_of_a_step_are_not_divided_again(
-    #[values(0, 1, 2)] list: usize,
+    #[values(&[0, 1], &[1], &[2, 1, 0], &[0, 1, 2])] again: &[usize],
     #[values(false, true)] fused: bool,
 ) {
     for_each_device(|device| {
-        for way in WAYS {
+        for (name, step) in WAYS {
             let ws = [(); 3].map(|()| ones(Kind::Float, device));
-            let lists = [vec![0, 1], vec![1], vec![2, 1, 0]];
-            let of =
-                |list: &[usize]| list.iter().map(|&i| ws[i].shallow_clone()).collect::<Vec<_>>();
             let mut scaler = scaler(device);
             ws.iter().for_each(|w| scaler.backward(&loss(w, &[1.0; 3])).unwrap());
-            if fused {
-                let mut opt = Sgd::default().build(of(&lists[0]), 1.0).unwrap();
-                assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
-            } else {
-                assert!(scaler.step(&mut Descent(of(&lists[0]))).unwrap().is_stepped().unwrap());
-            }
-            let before: Vec<_> = ws.iter().map(|w| (to_f64(w), to_f64(&w.grad()))).collect();
-            let error = take_step(way, &mut scaler, &mut Descent(of(&lists[list]))).unwrap_err();
-            let expected = match list {
-                0 => is_stepped_twice(&error),
+            let mut first = descent(&ws[..2], fused);
+            assert!(scaler.step(&mut *first).unwrap().is_stepped().unwrap());
+            let state = || ws.each_ref().map(|w| (to_f64(w), to_f64(&w.grad())));
+            let before = state();
+            let mut opt = Descent::of(again.iter().map(|&i| &ws[i]));
+            let error = step(&mut scaler, &mut opt).unwrap_err();
+            let expected = match again {
+                [0, 1] => is_stepped_twice(&error),
                 _ => matches!(error, Error::Gradient(GradientError::Shared { .. })),
             };
-            assert!(expected, "{way:?}: {error}");
-            let after: Vec<_> = ws.iter().map(|w| (to_f64(w), to_f64(&w.grad()))).collect();
-            assert_eq!(before, after, "{way:?} changed something");
+            assert!(expected, "{name}: {error}");
+            assert_eq!(before, state(), "{name} changed something");
             scaler.update().unwrap();
         }
     });
@@ -200,48 +179,41 @@ fn only_new_gradients_are_new_work(
     #[values(false, true)] same_list: bool,
     #[values(false, true)] fused: bool,
 ) {
-    type Between = fn(&[Tensor]);
-    let halve: Between = |ws| no_grad(|| drop(ws[0].grad().g_mul_scalar_(0.5)));
-    let nothing: Between = |_| ();
-    let drop_one: Between = |ws| drop_gradients(&ws[..1]);
-    let zero_one: Between = |ws| zero_in_place(&ws[..1]);
-    let zero_all: Between = zero_in_place;
-    let drop_all: Between = drop_gradients;
-    let halve_and_zero: Between = |ws| {
-        no_grad(|| drop(ws[0].grad().g_mul_scalar_(0.5)));
-        zero_in_place(ws);
-    };
-    let cases = [
-        ("nothing", nothing, false),
-        ("halve", halve, false),
-        ("drop one", drop_one, false),
-        ("zero one", zero_one, false),
-        ("zero all", zero_all, true),
-        ("drop all", drop_all, true),
-        ("halve and zero", halve_and_zero, true),
+    let halve = |ws: &[Tensor]| no_grad(|| drop(ws[0].grad().g_mul_scalar_(0.5)));
+    type Between<'a> = &'a dyn Fn(&[Tensor]);
+    let cases: [(&str, Between<'_>, bool); 7] = [
+        ("nothing", &|_| (), false),
+        ("halve", &halve, false),
+        ("drop one", &|ws| zero(&ws[..1], false), false),
+        ("zero one", &|ws| zero(&ws[..1], true), false),
+        ("zero all", &|ws| zero(ws, true), true),
+        ("drop all", &|ws| zero(ws, false), true),
+        (
+            "halve and zero",
+            &|ws| {
+                halve(ws);
+                zero(ws, true);
+            },
+            true,
+        ),
     ];
     for_each_device(|device| {
         for (name, between, is_new) in cases {
             for micro_batches in [1, 3] {
                 let ws = [(); 2].map(|()| ones(Kind::Float, device));
-                let list = || ws.iter().map(Tensor::shallow_clone).collect::<Vec<_>>();
                 let mut scaler = scaler(device);
                 let both = || loss(&ws[0], &[0.25; 3]) + loss(&ws[1], &[0.25; 3]);
                 scaler.backward(&both()).unwrap();
-                if fused {
-                    let mut opt = Sgd::default().build(list(), 1.0).unwrap();
-                    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
-                } else {
-                    assert!(scaler.step(&mut Descent(list())).unwrap().is_stepped().unwrap());
-                }
+                let stepped = scaler.step(&mut *descent(&ws, fused)).unwrap();
+                assert!(stepped.is_stepped().unwrap());
                 between(&ws);
                 (0..micro_batches).for_each(|_| scaler.backward(&both()).unwrap());
-                let mut next = list();
+                let mut next = Descent::of(&ws);
                 if !same_list {
-                    next.reverse();
+                    next.0.reverse();
                 }
-                let outcome = scaler.step(&mut Descent(next));
-                assert_eq!(outcome.is_ok(), is_new, "{name} on {device:?}: {outcome:?}");
+                let outcome = scaler.step(&mut next);
+                assert_eq!(outcome.is_ok(), is_new, "{name}: {outcome:?}");
                 let steps = if is_new { 1.0 + f64::from(micro_batches) } else { 1.0 };
                 assert_eq!(to_f64(&ws[0]), [1.0 - 0.25 * steps; 3], "{name}");
                 scaler.update().unwrap();
@@ -253,28 +225,28 @@ fn only_new_gradients_are_new_work(
 /// What the error advises.
 #[test]
 fn after_a_refused_step_zeroing_and_another_backward_help() {
-    let w = ones(Kind::Float, Device::Cpu);
-    let list = || vec![w.shallow_clone()];
+    let ws = [ones(Kind::Float, Device::Cpu)];
+    let mut opt = Descent::of(&ws);
     let mut scaler = scaler(Device::Cpu);
-    scaler.backward(&loss(&w, &[0.25; 3])).unwrap();
-    assert!(scaler.step(&mut Descent(list())).unwrap().is_stepped().unwrap());
+    scaler.backward(&loss(&ws[0], &[0.25; 3])).unwrap();
+    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
     // Zeroed in place only after the loss was scaled: what the scaler saw last was not zero.
-    let scaled = scaler.scale(&loss(&w, &[0.25; 3])).unwrap();
-    zero_in_place(&list());
+    let scaled = scaler.scale(&loss(&ws[0], &[0.25; 3])).unwrap();
+    zero(&ws, true);
     scaled.backward();
-    let error = scaler.step(&mut Descent(list())).unwrap_err();
+    let error = scaler.step(&mut opt).unwrap_err();
     assert!(is_stepped_twice(&error), "{error}");
-    drop_gradients(&list());
-    scaler.backward(&loss(&w, &[0.25; 3])).unwrap();
-    assert!(scaler.step(&mut Descent(list())).unwrap().is_stepped().unwrap());
-    assert_eq!(to_f64(&w), [0.5; 3]);
+    zero(&ws, false);
+    scaler.backward(&loss(&ws[0], &[0.25; 3])).unwrap();
+    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+    assert_eq!(to_f64(&ws[0]), [0.5; 3]);
     scaler.update().unwrap();
 }
 
 #[test]
 fn gradients_of_an_open_record_stay_its_own() {
     let ws = [(); 2].map(|()| ones(Kind::Float, Device::Cpu));
-    let list = |places: &[usize]| Descent(places.iter().map(|&i| ws[i].shallow_clone()).collect());
+    let list = |places: &[usize]| Descent::of(places.iter().map(|&i| &ws[i]));
     let mut scaler = scaler(Device::Cpu);
     let both = || loss(&ws[0], &[0.25; 3]) + loss(&ws[1], &[0.25; 3]);
     // Stepped, and then unscaled for another optimizer of the same parameters.
@@ -283,13 +255,15 @@ fn gradients_of_an_open_record_stay_its_own() {
     drop_gradients(&ws);
     scaler.backward(&both()).unwrap();
     scaler.unscale_(&mut list(&[0, 1])).unwrap();
-    assert!(matches!(
+    assert_refused!(
         scaler.unscale_(&mut list(&[0, 1])),
-        Err(Error::Scaler(ScalerError::AlreadyUnscaled))
-    ));
+        Error::Scaler(ScalerError::AlreadyUnscaled)
+    );
     for other in [&[1][..], &[1, 0]] {
-        let shared = scaler.step(&mut list(other));
-        assert!(matches!(shared, Err(Error::Gradient(GradientError::Shared { .. }))), "{shared:?}");
+        assert_refused!(
+            scaler.step(&mut list(other)),
+            Error::Gradient(GradientError::Shared { .. })
+        );
     }
     assert_eq!(to_f64(&ws[1].grad()), [0.25; 3]);
     assert!(scaler.step(&mut list(&[0, 1])).unwrap().is_stepped().unwrap());
@@ -301,7 +275,7 @@ fn gradients_of_an_open_record_stay_its_own() {
     drop_gradients(&ws);
     scaler.backward(&both()).unwrap();
     let replaced = scaler.step(&mut list(&[0, 1]));
-    assert!(matches!(replaced, Err(Error::Gradient(GradientError::Changed { .. }))));
+    assert_refused!(replaced, Error::Gradient(GradientError::Changed { .. }));
     scaler.abandon(&mut list(&[0, 1])).unwrap();
     assert!(scaler.step(&mut list(&[0, 1])).unwrap().is_stepped().unwrap());
     scaler.update().unwrap();
@@ -310,7 +284,7 @@ fn gradients_of_an_open_record_stay_its_own() {
 #[test]
 fn an_optimizer_with_a_longer_list_finds_its_own_record() {
     let ws = [(); 2].map(|()| ones(Kind::Float, Device::Cpu));
-    let list = |places: &[usize]| Descent(places.iter().map(|&i| ws[i].shallow_clone()).collect());
+    let list = |places: &[usize]| Descent::of(places.iter().map(|&i| &ws[i]));
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&ws[0], &[0.25; 3])).unwrap();
     assert!(scaler.step(&mut list(&[0])).unwrap().is_stepped().unwrap());
@@ -326,7 +300,7 @@ fn an_optimizer_with_a_longer_list_finds_its_own_record() {
 #[test]
 fn a_step_without_any_new_gradient_has_nothing_to_do() {
     let w = ones(Kind::Float, Device::Cpu);
-    let mut opt = Descent(vec![w.shallow_clone()]);
+    let mut opt = Descent::of([&w]);
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[0.25; 3])).unwrap();
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
@@ -341,15 +315,12 @@ fn a_step_without_any_new_gradient_has_nothing_to_do() {
 #[test]
 fn half_parameters_with_masters_are_shared() {
     let w = leaf(&[1.0, 1.0], Kind::BFloat16, Device::Cpu);
-    let new = || {
-        let sgd = Sgd::default().master_weights(MasterWeights::Float);
-        sgd.build(vec![w.shallow_clone()], 1.0).unwrap()
-    };
+    let sgd = Sgd::default().master_weights(MasterWeights::Float);
     let mut scaler = scaler(Device::Cpu);
     for _ in 0..3 {
         drop_gradients(&[w.shallow_clone()]);
         scaler.backward(&loss(&w, &[0.25; 2])).unwrap();
-        let mut opt = new();
+        let mut opt = sgd.build(vec![w.shallow_clone()], 1.0).unwrap();
         scaler.unscale_(&mut opt).unwrap();
         assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
     }
@@ -370,7 +341,7 @@ enum Content {
 /// Three optimizers of four parameters: with one list, overlapping lists, or lists of their own.
 struct Trio {
     ws: [Tensor; 4],
-    opts: Vec<Box<dyn AmpOptimizer>>,
+    opts: [Box<dyn AmpOptimizer>; 3],
 }
 
 const LISTS: [[&[usize]; 3]; 4] = [
@@ -383,17 +354,14 @@ const LISTS: [[&[usize]; 3]; 4] = [
 impl Trio {
     fn new(lists: &[&[usize]; 3], fused: bool, device: Device) -> Self {
         let ws = [(); 4].map(|()| ones(Kind::Float, device));
-        let opts = lists.iter().map(|list| {
-            let list: Vec<_> = list.iter().map(|&i| ws[i].shallow_clone()).collect();
-            let opt: Box<dyn AmpOptimizer> = match fused {
-                true => {
-                    Box::new(Sgd { momentum: 0.5, ..Default::default() }.build(list, 0.25).unwrap())
-                }
-                false => Box::new(Descent(list)),
-            };
-            opt
+        let sgd = Sgd { momentum: 0.5, ..Default::default() };
+        let opts = lists.map(|list| -> Box<dyn AmpOptimizer> {
+            let descent = Descent::of(list.iter().map(|&i| &ws[i]));
+            match fused {
+                true => Box::new(sgd.build(descent.0, 0.25).unwrap()),
+                false => Box::new(descent),
+            }
         });
-        let opts = opts.collect();
         Self { ws, opts }
     }
 
@@ -411,8 +379,7 @@ fn random_orders_are_refused_or_train_as_without_a_scale(#[values(false, true)] 
         for seed in 0..60u64 {
             let mut rng = Rng::new(seed);
             let lists = rng.pick(&LISTS);
-            let config = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
-            let mut scalers = [config.build(device).unwrap(), GradScaler::disabled()];
+            let mut scalers = [with_scale(1024.0).build(device).unwrap(), GradScaler::disabled()];
             let mut trios = [(); 2].map(|()| Trio::new(lists, fused, device));
             let mut contents = [Content::Nothing; 4];
             let mut is_open = false;
@@ -424,7 +391,7 @@ fn random_orders_are_refused_or_train_as_without_a_scale(#[values(false, true)] 
                 let mut used: Vec<_> = (0..4).filter(|_| !rng.one_in(3)).collect();
                 used.push(rng.below(4));
                 let factors = [rng.eighth(), rng.eighth(), rng.eighth()];
-                let way = *rng.pick(&WAYS);
+                let (name, step) = *rng.pick(&WAYS);
                 for &index in zeroed {
                     contents[index] = match contents[index] {
                         Content::Nothing => Content::Nothing,
@@ -440,25 +407,16 @@ fn random_orders_are_refused_or_train_as_without_a_scale(#[values(false, true)] 
                 let is_allowed = lists[opt].iter().all(|&index| contents[index] != Content::Used);
                 let before = trios[0].bits();
                 for (trio, scaler) in trios.iter_mut().zip(&mut scalers) {
-                    let ws: Vec<_> =
-                        zeroed.iter().map(|&index| trio.ws[index].shallow_clone()).collect();
-                    match in_place {
-                        true => zero_in_place(&ws),
-                        false if ws.is_empty() => {}
-                        false => drop_gradients(&ws),
-                    }
+                    zero(&Descent::of(zeroed.iter().map(|&index| &trio.ws[index])).0, in_place);
                     let terms = used.iter().map(|&index| loss(&trio.ws[index], &factors));
                     scaler.backward(&terms.sum::<Tensor>()).unwrap();
-                    if is_allowed {
-                        let _stepped = take_step(way, scaler, trio.opts[opt].as_mut())
-                            .unwrap_or_else(|error| panic!("{way:?} in {text}: {error}"));
-                    } else if scaler.is_enabled() {
-                        let again = take_step(way, scaler, trio.opts[opt].as_mut());
-                        assert!(again.is_err(), "{way:?} in {text} uses a gradient twice");
+                    if is_allowed || scaler.is_enabled() {
+                        let stepped = step(scaler, trio.opts[opt].as_mut());
+                        assert_eq!(stepped.is_ok(), is_allowed, "{name} in {text}: {stepped:?}");
                     }
                 }
                 if is_allowed {
-                    assert_eq!(trios[0].bits(), trios[1].bits(), "{way:?} in {text}");
+                    assert_eq!(trios[0].bits(), trios[1].bits(), "{name} in {text}");
                     let its = lists[opt].iter().copied();
                     let its: Vec<_> =
                         its.filter(|&index| contents[index] == Content::New).collect();
@@ -484,9 +442,7 @@ fn random_orders_are_refused_or_train_as_without_a_scale(#[values(false, true)] 
 }
 
 fn three_losses(device: Device) -> PerLossScalers {
-    let configs = [8.0, 64.0, 512.0]
-        .map(|scale| GradScalerConfig { init_scale: scale, ..Default::default() });
-    PerLossScalers::with_configs(device, &configs).unwrap()
+    PerLossScalers::with_configs(device, &[8.0, 64.0, 512.0].map(with_scale)).unwrap()
 }
 
 /// One loss of three overflows: only the step of its optimizer is skipped, although all have the same parameters.
@@ -497,21 +453,16 @@ fn each_of_three_losses_decides_about_its_own_optimizer(
 ) {
     for_each_device(|device| {
         let w = ones(Kind::Float, device);
-        let list = || vec![w.shallow_clone()];
         let mut scalers = three_losses(device);
         for index in 0..3 {
-            if in_place {
-                zero_in_place(&list())
-            } else {
-                drop_gradients(&list())
-            }
-            let mut opt = Descent(list());
+            zero(&[w.shallow_clone()], in_place);
+            let mut opt = Descent::of([&w]);
             let value = if index == bad { INF } else { 0.25 };
             scalers.backward(index, &loss(&w, &[value; 3]), &mut opt).unwrap();
             let outcome = scalers.step(&mut opt).unwrap();
             assert_eq!(outcome.is_skipped().unwrap(), index == bad, "{index}");
             let again = scalers.backward(index, &loss(&w, &[1.0; 3]), &mut opt);
-            assert!(matches!(again, Err(Error::Scaler(ScalerError::AlreadyStepped))), "{again:?}");
+            assert_refused!(again, Error::Scaler(ScalerError::AlreadyStepped));
         }
         scalers.update().unwrap();
         let scales = [0, 1, 2].map(|index| scalers.get_scale(index).unwrap());
@@ -524,7 +475,7 @@ fn each_of_three_losses_decides_about_its_own_optimizer(
 #[test]
 fn abandoning_one_of_three_losses_keeps_the_overflow_of_a_step() {
     let w = ones(Kind::Float, Device::Cpu);
-    let mut opt = Descent(vec![w.shallow_clone()]);
+    let mut opt = Descent::of([&w]);
     let mut scalers = three_losses(Device::Cpu);
     scalers.backward(0, &loss(&w, &[INF; 3]), &mut opt).unwrap();
     assert!(scalers.step(&mut opt).unwrap().is_skipped().unwrap());

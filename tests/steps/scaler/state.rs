@@ -1,14 +1,17 @@
 //! Saving and loading the state of a scaler.
 
+use std::collections::BTreeSet;
+
 use rstest::rstest;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
-use tch_amp::scaler::{GradScalerConfig, GradScalerState, ScalerError};
+use tch_amp::scaler::ScalerError::{EmptyState, IterationOpen, OtherPrecision, TooManySkips};
+use tch_amp::scaler::{GradScalerConfig, GradScalerState};
 use tch_amp::{Error, GradScaler};
 
-use crate::scaler::{INF, loss, model, step_and_update};
-use testkit::for_each_device;
+use crate::scaler::{iterate, loss, model, with_scale};
 use testkit::python::Oracle;
+use testkit::{assert_refused, assert_says, for_each_device};
 
 const PYTHONS: &str = r#"{"scale": 131072.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}"#;
 
@@ -19,11 +22,9 @@ fn parse(json: &str) -> GradScalerState {
 #[test]
 fn the_state_has_pytorchs_five_keys() {
     let state = GradScaler::new(Device::Cpu).unwrap().state_dict().unwrap();
-    let json = serde_json::to_value(&state).unwrap();
-    let mut keys: Vec<_> = json.as_object().unwrap().keys().map(String::as_str).collect();
-    keys.sort_unstable();
-    let want = ["_growth_tracker", "backoff_factor", "growth_factor", "growth_interval", "scale"];
-    assert_eq!(keys, want);
+    let [ours, pythons] = [serde_json::to_value(&state), serde_json::from_str(PYTHONS)]
+        .map(|json| json.unwrap().as_object().unwrap().keys().cloned().collect::<BTreeSet<_>>());
+    assert_eq!(ours, pythons);
 }
 
 #[test]
@@ -52,12 +53,7 @@ fn states_are_exchanged_with_python() {
 
 /// Takes a step for each letter, as `scaler_state.py` does: `o` is one that overflows.
 fn take(scaler: &mut GradScaler, device: Device, letters: &str) {
-    let (_vs, w, mut opt) = model(device);
-    for letter in letters.chars() {
-        opt.zero_grad();
-        scaler.backward(&loss(&w, &[if letter == 'o' { INF } else { 1.0 }; 3])).unwrap();
-        step_and_update(scaler, &mut opt);
-    }
+    letters.chars().for_each(|letter| iterate(scaler, device, letter == 'o').unwrap());
 }
 
 #[test]
@@ -81,10 +77,8 @@ fn a_count_is_saved_with_the_option_that_reads_it_alone() {
         let mut scaler = config.build(Device::Cpu).unwrap();
         take(&mut scaler, Device::Cpu, "ooo");
         let state = serde_json::to_value(scaler.state_dict().unwrap()).unwrap();
-        let known =
-            serde_json::to_value(GradScaler::new(Device::Cpu).unwrap().state_dict().unwrap());
-        let known = known.unwrap();
-        let new = |key: &&String| known.get(key.as_str()).is_none();
+        let pythons: Value = serde_json::from_str(PYTHONS).unwrap();
+        let new = |key: &&String| pythons.get(key.as_str()).is_none();
         state.as_object().unwrap().keys().filter(new).cloned().collect::<Vec<_>>()
     };
     let usual = GradScalerConfig::default();
@@ -143,12 +137,7 @@ fn every_option_survives_the_round_trip() {
         warn_of_skips: false,
     };
     let mut saved = config.build(Device::Cpu).unwrap();
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    loss(&w, &[INF; 3]).backward();
-    for _ in 0..2 {
-        saved.step(&mut opt).unwrap();
-        saved.update().unwrap();
-    }
+    take(&mut saved, Device::Cpu, "oo");
     let state = saved.state_dict().unwrap();
     let json = serde_json::to_string(&state).unwrap();
     let mut loaded = GradScaler::new(Device::Cpu).unwrap();
@@ -157,8 +146,7 @@ fn every_option_survives_the_round_trip() {
     // The third and fourth overflow are consecutive: one more is tolerated, as it would have been without saving and
     // loading.
     for want in [64.0, 16.0] {
-        loaded.step(&mut opt).unwrap();
-        loaded.update().unwrap();
+        take(&mut loaded, Device::Cpu, "o");
         assert_eq!(loaded.get_scale().unwrap(), want);
     }
 }
@@ -178,13 +166,12 @@ fn every_option_survives_the_round_trip() {
 #[case("_growth_tracker", "-1")]
 #[case("_growth_tracker", "4294967296")]
 fn a_malformed_state_is_refused_and_nothing_changes(#[case] key: &str, #[case] value: &str) {
-    let mut json: serde_json::Value = serde_json::from_str(PYTHONS).unwrap();
+    let mut json: Value = serde_json::from_str(PYTHONS).unwrap();
     json[key] = serde_json::from_str(value).unwrap();
     let state: GradScalerState = serde_json::from_value(json).unwrap();
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     let before = scaler.state_dict().unwrap();
-    let error = scaler.load_state_dict(&state).unwrap_err().to_string();
-    assert!(error.contains(key), "{error}");
+    assert_says(scaler.load_state_dict(&state), key);
     assert_eq!(scaler.state_dict().unwrap(), before);
 }
 
@@ -194,27 +181,34 @@ fn a_state_with_text_for_a_number_does_not_parse() {
     assert!(serde_json::from_str::<GradScalerState>(r#"{"scale": NaN}"#).is_err());
 }
 
-/// The bounds are part of a state: one that scales would otherwise keep the scale 1, and scale nothing without a word.
+/// The bounds are part of a state: one that scales would otherwise keep the scale 1, and scale nothing without a word. A
+/// scale below one enlarges the gradients when unscaling, which is not checked at a scale of one.
 #[test]
 fn the_state_of_another_precision_is_refused() {
-    let make: [fn() -> GradScaler; 2] =
-        [|| GradScaler::new(Device::Cpu).unwrap(), || GradScaler::skip_only(Device::Cpu).unwrap()];
-    for (saved, saved_scales) in make.into_iter().zip([true, false]) {
-        for (own, own_scales) in make.into_iter().zip([true, false]) {
-            let mut scaler = own();
-            let before = scaler.state_dict().unwrap();
-            let loaded = scaler.load_state_dict(&saved().state_dict().unwrap());
-            let refused = matches!(
-                loaded,
-                Err(Error::Scaler(ScalerError::OtherPrecision { scales })) if scales == saved_scales
-            );
-            assert_eq!(
-                (refused, loaded.is_ok()),
-                (saved_scales != own_scales, saved_scales == own_scales)
-            );
-            assert_eq!(scaler.state_dict().unwrap(), before);
+    type Make = fn(Device) -> GradScaler;
+    let make: [(bool, Make); 3] = [
+        (true, |device| GradScaler::new(device).unwrap()),
+        (true, |device| with_scale(2f64.powi(-100)).build(device).unwrap()),
+        (false, |device| GradScaler::skip_only(device).unwrap()),
+    ];
+    for_each_device(|device| {
+        for (saved_scales, saved) in make {
+            for (own_scales, own) in make {
+                let mut scaler = own(device);
+                let before = (scaler.state_dict().unwrap(), on_device(&scaler, device));
+                let loaded = scaler.load_state_dict(&saved(device).state_dict().unwrap());
+                if saved_scales == own_scales {
+                    loaded.unwrap();
+                    continue;
+                }
+                assert_refused!(
+                    loaded,
+                    Error::Scaler(OtherPrecision { scales }) if scales == saved_scales
+                );
+                assert_eq!((scaler.state_dict().unwrap(), on_device(&scaler, device)), before);
+            }
         }
-    }
+    });
 }
 
 #[test]
@@ -222,7 +216,7 @@ fn the_empty_state_of_a_disabled_scaler_is_refused_by_an_enabled_one() {
     let empty = GradScaler::disabled().state_dict().unwrap();
     assert_eq!(serde_json::to_string(&empty).unwrap(), "{}");
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-    assert!(matches!(scaler.load_state_dict(&empty), Err(Error::Scaler(ScalerError::EmptyState))));
+    assert_refused!(scaler.load_state_dict(&empty), Error::Scaler(EmptyState));
     GradScaler::disabled().load_state_dict(&parse(PYTHONS)).unwrap();
 }
 
@@ -233,9 +227,7 @@ fn a_tracker_beyond_the_interval_grows_the_scale_at_the_next_step() {
         (state.growth_tracker, state.growth_interval) = (Some(99), Some(2));
         let mut scaler = GradScaler::new(device).unwrap();
         scaler.load_state_dict(&state).unwrap();
-        let (_vs, w, mut opt) = model(device);
-        scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-        step_and_update(&mut scaler, &mut opt);
+        take(&mut scaler, device, ".");
         assert_eq!(on_device(&scaler, device), 262144.0);
         assert_eq!(scaler.get_scale().unwrap(), 262144.0);
     });
@@ -247,36 +239,14 @@ fn on_device(scaler: &GradScaler, device: Device) -> f64 {
     scaler.scale(&one).unwrap().double_value(&[0])
 }
 
-/// A scale below one enlarges the gradients when unscaling, which is not checked at a scale of one.
-#[test]
-fn a_scale_of_one_is_not_replaced() {
-    for_each_device(|device| {
-        let mut scaler = GradScaler::skip_only(device).unwrap();
-        let small = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
-        let state = small.build(device).unwrap().state_dict().unwrap();
-        let error = scaler.load_state_dict(&state).unwrap_err();
-        let is_other = matches!(error, Error::Scaler(ScalerError::OtherPrecision { scales: true }));
-        assert!(is_other, "{error}");
-        assert_eq!(on_device(&scaler, device), 1.0);
-    });
-}
-
 #[test]
 fn a_limit_of_skips_survives_a_load() {
     for_each_device(|device| {
         let config = GradScalerConfig { max_consecutive_skips: Some(2), ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         scaler.load_state_dict(&parse(PYTHONS)).unwrap();
-        let (_vs, w, mut opt) = model(device);
-        let mut given_up = false;
-        for _ in 0..3 {
-            opt.zero_grad();
-            scaler.backward(&loss(&w, &[INF; 3])).unwrap();
-            scaler.step(&mut opt).unwrap();
-            given_up |=
-                matches!(scaler.update(), Err(Error::Scaler(ScalerError::TooManySkips { .. })));
-        }
-        assert!(given_up);
+        take(&mut scaler, device, "o");
+        assert_refused!(iterate(&mut scaler, device, true), Error::Scaler(TooManySkips { .. }));
     });
 }
 
@@ -287,10 +257,7 @@ fn the_state_cannot_be_saved_or_loaded_in_the_middle_of_an_iteration() {
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     scaler.state_dict().unwrap();
     scaler.unscale_(&mut opt).unwrap();
-    assert!(matches!(
-        scaler.state_dict(),
-        Err(Error::Scaler(ScalerError::IterationOpen { call: "state_dict" }))
-    ));
+    assert_refused!(scaler.state_dict(), Error::Scaler(IterationOpen { call: "state_dict" }));
     assert!(scaler.load_state_dict(&parse(PYTHONS)).is_err());
     scaler.step(&mut opt).unwrap();
     assert!(scaler.state_dict().is_err());
@@ -311,21 +278,16 @@ fn a_state_loaded_before_the_first_scale_is_resumed() {
 
 /// The scale is clamped to the bound rounded to f32, which may lie outside of the bound.
 #[rstest]
-#[case(GradScalerConfig { min_scale: 1e-4, init_scale: 2e-4, ..Default::default() }, true)]
-#[case(GradScalerConfig { min_scale: 0.7, init_scale: 0.7, ..Default::default() }, true)]
-#[case(GradScalerConfig { max_scale: 1e14, init_scale: 9e13, growth_interval: 1, ..Default::default() }, false)]
+#[case(GradScalerConfig { min_scale: 1e-4, ..with_scale(2e-4) }, true)]
+#[case(GradScalerConfig { min_scale: 0.7, ..with_scale(0.7) }, true)]
+#[case(GradScalerConfig { max_scale: 1e14, growth_interval: 1, ..with_scale(9e13) }, false)]
 #[case(GradScalerConfig { hysteresis: u32::MAX, ..Default::default() }, true)]
 fn a_scaler_at_its_bounds_can_be_saved_and_loaded(
     #[case] config: GradScalerConfig,
     #[case] overflow: bool,
 ) {
     let mut saved = config.build(Device::Cpu).unwrap();
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    loss(&w, &[if overflow { INF } else { 1.0 }; 3]).backward();
-    for _ in 0..3 {
-        drop(saved.step(&mut opt).unwrap());
-        saved.update().unwrap();
-    }
+    (0..3).for_each(|_| iterate(&mut saved, Device::Cpu, overflow).unwrap());
     let state = saved.state_dict().unwrap();
     let mut loaded = GradScaler::new(Device::Cpu).unwrap();
     loaded.load_state_dict(&state).unwrap();
@@ -337,16 +299,13 @@ fn a_scaler_at_its_bounds_can_be_saved_and_loaded(
 #[test]
 fn a_loaded_count_is_at_most_the_hysteresis() {
     for_each_device(|device| {
-        let config = GradScalerConfig { hysteresis: 2, init_scale: 8.0, ..Default::default() };
+        let config = GradScalerConfig { hysteresis: 2, ..with_scale(8.0) };
         let mut state = config.build(device).unwrap().state_dict().unwrap();
         state.hysteresis_tracker = Some(5);
         let mut scaler = config.build(device).unwrap();
         scaler.load_state_dict(&state).unwrap();
-        let (_vs, w, mut opt) = model(device);
         for want in [8.0, 4.0] {
-            opt.zero_grad();
-            scaler.backward(&loss(&w, &[INF; 3])).unwrap();
-            step_and_update(&mut scaler, &mut opt);
+            take(&mut scaler, device, "o");
             assert_eq!(on_device(&scaler, device), want);
         }
     });
@@ -356,15 +315,12 @@ fn a_loaded_count_is_at_most_the_hysteresis() {
 #[test]
 fn a_loaded_count_replaces_an_exhausted_one() {
     for_each_device(|device| {
-        let config = GradScalerConfig { hysteresis: 2, init_scale: 8.0, ..Default::default() };
+        let config = GradScalerConfig { hysteresis: 2, ..with_scale(8.0) };
         let mut scaler = config.build(device).unwrap();
         let fresh = scaler.state_dict().unwrap();
-        let (_vs, w, mut opt) = model(device);
         for want in [8.0, 8.0] {
             scaler.load_state_dict(&fresh).unwrap();
-            opt.zero_grad();
-            scaler.backward(&loss(&w, &[INF; 3])).unwrap();
-            step_and_update(&mut scaler, &mut opt);
+            take(&mut scaler, device, "o");
             assert_eq!(on_device(&scaler, device), want);
         }
     });

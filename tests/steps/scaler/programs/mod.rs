@@ -14,7 +14,6 @@ mod on_gpu;
 mod optimizer;
 mod program;
 mod run;
-mod text;
 mod writer;
 
 use std::collections::BTreeMap;
@@ -125,9 +124,9 @@ fn compare(seed: u64, devices: &[Device], answers: &mut impl BufRead, outcomes: 
         let ours = machine.answer(op);
         if ours != theirs.trim_end() {
             let so_far =
-                program.ops[..done].iter().map(|op| format!("\n  {op}")).collect::<String>();
+                program.ops[..done].iter().map(|op| format!("\n  {op:?}")).collect::<String>();
             panic!(
-                "TCH_AMP_SEED={seed} differs on {devices:?} at operation {done} of\n  {} {:?}{so_far}\nhere:    {ours}\nPyTorch: {theirs}",
+                "TCH_AMP_SEED={seed} differs on {devices:?} at operation {done} of\n  {:?} {:?}{so_far}\nhere:    {ours}\nPyTorch: {theirs}",
                 program.config, program.optimizers,
             );
         }

@@ -5,7 +5,7 @@ use std::io::Write as _;
 use tch::{Device, Kind};
 
 use crate::scaler::programs::generate;
-use crate::scaler::programs::program::{Dtype, ParamSpec, Program};
+use crate::scaler::programs::program::{ParamSpec, Program};
 use crate::scaler::programs::run::Machine;
 use crate::scaler::programs::{ON_GPUS, PROGRAMS};
 use testkit::bits::from_hex;
@@ -25,9 +25,7 @@ impl Program {
     fn kinds(&self) -> Vec<Kind> {
         let params = self.optimizers.iter().flat_map(|optimizer| &optimizer.params);
         let kind = |param: &ParamSpec| match param {
-            ParamSpec::New { dtype: Dtype::Float, .. } => Some(Kind::Float),
-            ParamSpec::New { dtype: Dtype::Double, .. } => Some(Kind::Double),
-            ParamSpec::New { dtype: Dtype::BFloat16, .. } => Some(Kind::BFloat16),
+            ParamSpec::New { dtype, .. } => Some(dtype.kind()),
             ParamSpec::Shared(_) => None,
         };
         params.filter_map(kind).collect()

@@ -1,12 +1,12 @@
 //! An optimizer of a program: tch's SGD or the AdamW of these tests.
 
 use tch::nn::{self, OptimizerConfig as _, VarStore};
-use tch::{COptimizer, Device, Kind, Tensor};
+use tch::{COptimizer, Device, Tensor};
 use tch_amp::Result;
 use tch_amp::optim::{AmpOptimizer, Parameters, Step};
 
 use crate::scaler::programs::adamw::AdamW;
-use crate::scaler::programs::program::{Dtype, OptimizerSpec, ParamSpec, Rule, from_eighths};
+use crate::scaler::programs::program::{OptimizerSpec, ParamSpec, Rule, from_eighths};
 
 /// An optimizer and its parameters.
 #[derive(Debug)]
@@ -30,7 +30,9 @@ impl Optimizer {
         let mut owned = Vec::new();
         for param in &spec.params {
             let tensor = match param {
-                ParamSpec::New { dtype, eighths } => values(*dtype, eighths).to_device(device),
+                ParamSpec::New { dtype, eighths } => {
+                    from_eighths(eighths, dtype.kind()).to_device(device)
+                }
                 ParamSpec::Shared(number) => known[*number].shallow_clone(),
             };
             owned.push(vs.root().add("w", tensor, true));
@@ -116,15 +118,6 @@ fn clip_grad_norm(params: &[Tensor], max: f64) {
             let _grad = grad.g_mul_scalar_(factor);
         }
     }
-}
-
-fn values(dtype: Dtype, eighths: &[i32]) -> Tensor {
-    let kind = match dtype {
-        Dtype::Float => Kind::Float,
-        Dtype::Double => Kind::Double,
-        Dtype::BFloat16 => Kind::BFloat16,
-    };
-    from_eighths(eighths, kind)
 }
 
 /// Drops the gradient of one parameter: tch can only drop those of a whole optimizer, so this creates one for it.

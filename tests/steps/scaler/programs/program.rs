@@ -1,9 +1,10 @@
-//! The parts of a program.
+//! The parts of a program, which the oracle reads as JSON.
 
+use serde::{Serialize, Serializer};
 use tch::{Kind, Tensor};
 
 /// A model with its optimizers, a scaler, and operations on them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub struct Program {
     pub enabled: bool,
     pub config: Config,
@@ -12,6 +13,11 @@ pub struct Program {
 }
 
 impl Program {
+    /// A line for the oracle: whether the devices are GPUs, and the program.
+    pub fn line(&self, on_gpus: bool) -> String {
+        serde_json::to_string(&(on_gpus, self)).unwrap()
+    }
+
     /// Whether optimizers have parameters in common.
     pub fn shares(&self) -> bool {
         let mut all = self.optimizers.iter().flat_map(|optimizer| &optimizer.params);
@@ -20,7 +26,7 @@ impl Program {
 }
 
 /// The configuration of a scaler.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize)]
 pub struct Config {
     pub init_scale: f64,
     pub growth_factor: f64,
@@ -28,7 +34,7 @@ pub struct Config {
     pub growth_interval: i64,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub struct OptimizerSpec {
     pub rule: Rule,
     pub params: Vec<ParamSpec>,
@@ -48,13 +54,13 @@ impl OptimizerSpec {
     }
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize)]
 pub enum Rule {
     Sgd { lr: f64, momentum: f64, dampening: f64, weight_decay: f64, nesterov: bool },
     AdamW { lr: f64, beta1: f64, beta2: f64, weight_decay: f64 },
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub enum ParamSpec {
     /// With values that are multiples of 1/8.
     New { dtype: Dtype, eighths: Vec<i32> },
@@ -62,15 +68,25 @@ pub enum ParamSpec {
     Shared(usize),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Serialize)]
 pub enum Dtype {
     Float,
     Double,
     BFloat16,
 }
 
+impl Dtype {
+    pub fn kind(self) -> Kind {
+        match self {
+            Self::Float => Kind::Float,
+            Self::Double => Kind::Double,
+            Self::BFloat16 => Kind::BFloat16,
+        }
+    }
+}
+
 /// How one optimizer's gradients are clipped between unscaling and stepping.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize)]
 pub enum Clip {
     Not,
     Norm(f64),
@@ -78,13 +94,13 @@ pub enum Clip {
 }
 
 /// The loss term `(param * eighths / 8).sum()`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub struct Term {
     pub param: usize,
     pub eighths: Vec<i32>,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize)]
 pub enum How {
     /// `scaler.backward(&loss)`
     Backward,
@@ -95,53 +111,41 @@ pub enum How {
 }
 
 /// One operation. Parameters are numbered across all optimizers, shared ones once.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "op", rename_all = "snake_case")]
 pub enum Op {
-    Backward {
-        how: How,
-        terms: Vec<Term>,
-    },
-    Plant {
-        param: usize,
-        element: usize,
-        value: f64,
-    },
-    Drop {
-        param: usize,
-    },
-    ZeroGrad {
-        optimizer: usize,
-    },
-    /// Zeroes the gradients in place.
-    Zeros {
-        optimizer: usize,
-    },
-    Unscale {
-        optimizer: usize,
-    },
-    ClipNorm {
-        optimizer: usize,
-        max_norm: f64,
-    },
-    ClipValue {
-        optimizer: usize,
-        max: f64,
-    },
-    Step {
-        optimizer: usize,
-    },
-    /// `scaler.unscale(&mut optimizer)?`, clip and `step()`; several are open at once.
-    Transaction(Vec<(usize, Clip)>),
-    /// Moves the optimizers to other addresses.
+    Backward { how: How, terms: Vec<Term> },
+    Plant { param: usize, element: usize, value: Planted },
+    Drop { param: usize },
+    ZeroGrad { optimizer: usize },
+    // Zeroes the gradients in place.
+    Zeros { optimizer: usize },
+    Unscale { optimizer: usize },
+    ClipNorm { optimizer: usize, max_norm: f64 },
+    ClipValue { optimizer: usize, max: f64 },
+    Step { optimizer: usize },
+    // `scaler.unscale(&mut optimizer)?`, clip and `step()`; several are open at once.
+    Transaction { parts: Vec<(usize, Clip)> },
+    // Moves the optimizers to other addresses.
     Move,
     Update,
-    UpdateWith(f64),
-    UpdateWithTensor(f64),
-    SetGrowthFactor(f64),
-    SetBackoffFactor(f64),
-    SetGrowthInterval(i64),
-    /// Saves the scaler's state, builds another scaler, and loads the state into it.
-    Reload(Config),
+    UpdateWith { scale: f64 },
+    UpdateWithTensor { scale: f64 },
+    SetGrowthFactor { factor: f64 },
+    SetBackoffFactor { factor: f64 },
+    SetGrowthInterval { interval: i64 },
+    // Saves the scaler's state, builds another scaler, and loads the state into it.
+    Reload { config: Config },
+}
+
+/// A number that may be infinite or NaN, which the oracle reads as text because JSON has none of these.
+#[derive(Clone, Copy, Debug)]
+pub struct Planted(pub f64);
+
+impl Serialize for Planted {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&self.0)
+    }
 }
 
 /// The numbers `eighths / 8`, exact in every dtype.

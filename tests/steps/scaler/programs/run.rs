@@ -86,7 +86,7 @@ impl Machine {
     fn run(&mut self, op: &Op) -> Result<Option<String>> {
         match op {
             Op::Backward { how, terms } => self.backward(*how, terms)?,
-            Op::Plant { param, element, value } => plant(&self.params[*param], *element, *value),
+            Op::Plant { param, element, value } => plant(&self.params[*param], *element, value.0),
             Op::Drop { param } => drop_gradient(&self.params[*param]),
             Op::ZeroGrad { optimizer } => self.optimizers[*optimizer].zero_grad(),
             Op::Zeros { optimizer } => self.optimizers[*optimizer].zero_in_place(),
@@ -99,17 +99,17 @@ impl Machine {
                 let outcome = self.scaler.step(&mut self.optimizers[*optimizer])?;
                 return Ok(Some(told(&outcome)?));
             }
-            Op::Transaction(parts) => return self.transaction(parts).map(Some),
+            Op::Transaction { parts } => return self.transaction(parts).map(Some),
             Op::Move => self.move_optimizers(),
             Op::Update => self.scaler.update()?,
-            Op::UpdateWith(scale) => self.scaler.update_with(*scale)?,
-            Op::UpdateWithTensor(scale) => {
+            Op::UpdateWith { scale } => self.scaler.update_with(*scale)?,
+            Op::UpdateWithTensor { scale } => {
                 self.scaler.update_with_tensor(&Tensor::from(*scale as f32))?
             }
-            Op::SetGrowthFactor(factor) => self.scaler.set_growth_factor(*factor)?,
-            Op::SetBackoffFactor(factor) => self.scaler.set_backoff_factor(*factor)?,
-            Op::SetGrowthInterval(interval) => self.scaler.set_growth_interval(*interval)?,
-            Op::Reload(config) => self.reload(*config)?,
+            Op::SetGrowthFactor { factor } => self.scaler.set_growth_factor(*factor)?,
+            Op::SetBackoffFactor { factor } => self.scaler.set_backoff_factor(*factor)?,
+            Op::SetGrowthInterval { interval } => self.scaler.set_growth_interval(*interval)?,
+            Op::Reload { config } => self.reload(*config)?,
         }
         Ok(None)
     }

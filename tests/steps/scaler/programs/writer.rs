@@ -1,7 +1,7 @@
 //! Writes random operations that resemble a training loop.
 
 use crate::scaler::programs::generate::{config, eighths, scale};
-use crate::scaler::programs::program::{Clip, How, Op, OptimizerSpec, ParamSpec, Term};
+use crate::scaler::programs::program::{Clip, How, Op, OptimizerSpec, ParamSpec, Planted, Term};
 use testkit::rng::Rng;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,7 +147,7 @@ impl Writer {
             return None;
         }
         let element = self.rng.below(self.lengths[param]);
-        Some(Op::Plant { param, element, value: *self.rng.pick(&VALUES) })
+        Some(Op::Plant { param, element, value: Planted(*self.rng.pick(&VALUES)) })
     }
 
     fn drop_one(&mut self) -> Op {
@@ -239,7 +239,7 @@ impl Writer {
             };
             (optimizer, clip)
         });
-        Op::Transaction(parts.collect())
+        Op::Transaction { parts: parts.collect() }
     }
 
     /// Before the scale may change, gradients that no step has used are dropped: they keep their scale here, and get
@@ -276,7 +276,7 @@ impl Writer {
         self.stages.fill(Stage::Ready);
         self.stepped.fill(false);
         let scale = scale(&mut self.rng);
-        if self.rng.one_in(2) { Op::UpdateWith(scale) } else { Op::UpdateWithTensor(scale) }
+        if self.rng.one_in(2) { Op::UpdateWith { scale } } else { Op::UpdateWithTensor { scale } }
     }
 
     fn rare(&mut self) -> Option<Op> {
@@ -286,10 +286,10 @@ impl Writer {
         }
         Some(match self.rng.below(6) {
             0 => self.update_with(),
-            1 => Op::SetGrowthFactor(config(&mut self.rng).growth_factor),
-            2 => Op::SetBackoffFactor(config(&mut self.rng).backoff_factor),
-            3 => Op::SetGrowthInterval(config(&mut self.rng).growth_interval),
-            _ => Op::Reload(config(&mut self.rng)),
+            1 => Op::SetGrowthFactor { factor: config(&mut self.rng).growth_factor },
+            2 => Op::SetBackoffFactor { factor: config(&mut self.rng).backoff_factor },
+            3 => Op::SetGrowthInterval { interval: config(&mut self.rng).growth_interval },
+            _ => Op::Reload { config: config(&mut self.rng) },
         })
     }
 }
