@@ -1,13 +1,11 @@
 //! The rules of the fused optimizers, one test each. Random programs are compared with PyTorch in `programs/`.
 
-mod adam_fp16;
 mod build;
 mod clip;
 mod delayed;
 mod f32_gradients;
 mod groups;
 mod labml;
-mod lost_updates;
 mod low_bit;
 mod masters;
 mod muon;
