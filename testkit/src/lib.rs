@@ -16,6 +16,7 @@ pub mod html;
 pub mod low_bit;
 pub mod optimizers;
 pub mod own_arithmetic;
+pub mod plain;
 pub mod programs;
 pub mod python;
 pub mod ranks;

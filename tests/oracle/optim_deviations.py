@@ -1,6 +1,7 @@
 """What PyTorch's fused optimizers do where this crate does otherwise, so that docs/differences.md stays true."""
 
 import torch
+from deviations import run_all
 from torch.optim import swa_utils
 
 
@@ -158,20 +159,4 @@ def the_weight_of_an_equal_average_is_f32():
 
 
 torch.set_num_threads(1)
-halves_under_sgd_mostly_stay()
-strides_are_not_looked_at()
-a_skipped_first_step_counts()
-a_gradient_is_unscaled()
-an_initial_accumulator_of_a_group_is_ignored()
-a_nan_in_amsgrads_average_is_kept_except_in_the_last_elements_of_the_fused_kernel()
-frozen_parameters_are_stepped()
-half_norms_are_halves()
-powers_overflow_and_underflow_although_their_norms_do_not()
-norms_of_types_that_make_no_sense_are_taken()
-nothing_has_no_largest_value()
-rmsprop_rounds_halves_after_each_operation()
-muon_normalizes_a_bf16_momentum_buffer_in_place()
-muon_rounds_halves_after_each_operation()
-muon_takes_only_matrices()
-the_weight_of_an_equal_average_is_f32()
-print("as the table says")
+run_all(globals())

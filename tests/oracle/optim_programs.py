@@ -10,27 +10,14 @@ import functools
 import json
 import sys
 
+import cuda
 import torch
-
-sys.dont_write_bytecode = True  # the source tree stays as it is
-import cuda  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if sys.argv[1:] == ["--cuda"] else torch.device("cpu")
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 KEYS = (
-    "step",
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "momentum_buffer",
-    "sum",
-    "square_avg",
-    "grad_avg",
-    "mu_product",
-    "row_var",
-    "col_var",
-    "variance",
-)
+    "step exp_avg exp_avg_sq max_exp_avg_sq momentum_buffer sum square_avg grad_avg mu_product row_var col_var variance"
+).split()
 
 
 class Lion(torch.optim.Optimizer):

@@ -30,8 +30,7 @@ const ON_DEVICES: [Parts; 8] = [
 ];
 
 /// Tests of `steps` that need none, and run on the CPU beside.
-pub(crate) const STEPS_ON_THE_CPU: [&str; 5] = [
-    "optim::adam_fp16::",
+pub(crate) const STEPS_ON_THE_CPU: [&str; 4] = [
     "optim::low_bit::a_step_has_the_bits_of_the_definition",
     "optim::low_bit::every_set_of_instructions_has_the_same_bits",
     "optim::low_bit::histories::",

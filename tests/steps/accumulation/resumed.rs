@@ -9,12 +9,15 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::accumulation::Accumulation;
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, Stateful};
 use tch_amp::optim::{MasterWeights, Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 
+use testkit::bits::bits;
+use testkit::checkpoints::checkpoint_of;
 use testkit::files::Folder;
 use testkit::rng::Rng;
+use testkit::{assert_says, to_f64};
 
 /// Everything that a run has.
 struct Run {
@@ -85,13 +88,14 @@ impl Run {
     }
 
     fn save(&mut self, path: &Path) {
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("model", &self.vs).unwrap();
-        checkpoint.add("opt", &mut self.opt).unwrap();
-        checkpoint.add("scaler", &mut self.scaler).unwrap();
         let mut window = self.window.with_gradients(self.vs.variables());
-        checkpoint.add("window", &mut window).unwrap();
-        checkpoint.save(path).unwrap();
+        let parts: [(&str, &mut dyn Stateful); 4] = [
+            ("model", &mut &self.vs),
+            ("opt", &mut self.opt),
+            ("scaler", &mut self.scaler),
+            ("window", &mut window),
+        ];
+        checkpoint_of(parts).save(path).unwrap();
     }
 
     fn restore(&mut self, path: &Path) {
@@ -108,11 +112,7 @@ impl Run {
 
     /// The bits of the gradient, whether the unused weight has one, what was left out, and the bits of the weight after
     /// the step.
-    fn finish(&mut self) -> (Vec<u64>, Kind, bool, Vec<usize>, Vec<u64>) {
-        let bits = |t: &Tensor| {
-            let numbers = Vec::<f64>::try_from(t.detach().to_kind(Kind::Double)).unwrap();
-            numbers.into_iter().map(f64::to_bits).collect::<Vec<_>>()
-        };
+    fn finish(&mut self) -> (Vec<u8>, Kind, bool, Vec<usize>, Vec<u8>) {
         assert!(self.window.is_complete());
         let (gradient, kind) = (bits(&self.w.grad()), self.w.grad().kind());
         let dropped = self.window.dropped().unwrap();
@@ -169,13 +169,12 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     };
     let mut run = case.run();
     run.take(&case, 0..1);
-    let gradient = Vec::<f64>::try_from(run.w.grad()).unwrap();
+    let gradient = to_f64(&run.w.grad());
     let mut refused = |checkpoint: &Checkpoint, expected: &str| {
         let window = run.window.with_gradients(run.vs.variables());
-        let error = checkpoint.restore().add("window", window).apply().unwrap_err();
-        assert!(error.to_string().contains(expected), "{expected}: {error}");
+        assert_says(checkpoint.restore().add("window", window).apply(), expected);
         assert_eq!((run.window.taken(), run.window.micro_batches()), (1, 2), "{expected}");
-        assert_eq!(Vec::<f64>::try_from(run.w.grad()).unwrap(), gradient, "{expected}");
+        assert_eq!(to_f64(&run.w.grad()), gradient, "{expected}");
     };
     let window = |shares: &[f64], taken: usize, dropped: &[bool]| {
         let progress = Progress { shares, taken, dropped };
@@ -192,9 +191,8 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
         let w = gradient.zeros_like().set_requires_grad(true);
         (&w * &gradient).sum(gradient.kind()).backward();
         let mut saved = Accumulation::of_equal(2).unwrap();
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("window", saved.with_gradients([(name.to_owned(), w)])).unwrap();
-        refused(&checkpoint, expected);
+        let mut saved = saved.with_gradients([(name.to_owned(), w)]);
+        refused(&checkpoint_of([("window", &mut saved)]), expected);
     };
     other("elsewhere", Tensor::from_slice(&[1f32, 2.0]), "`elsewhere`");
     other("w", Tensor::from_slice(&[1f32, 2.0]), "shape");
@@ -206,8 +204,8 @@ fn a_gradient_that_is_skipped_is_left_out() {
     let case = Case { kind: Kind::Float, in_f32: false, drops: false, batches: vec![(1.0, 2.0)] };
     let mut run = case.run();
     run.take(&case, 0..1);
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("window", run.window.with_gradients(run.vs.variables())).unwrap();
+    let checkpoint =
+        checkpoint_of([("window", &mut run.window.with_gradients(run.vs.variables()))]);
     let mut new = case.run();
     let window = new.window.with_gradients(new.vs.variables());
     checkpoint.restore().skip(&["w"]).add("window", window).apply().unwrap();
@@ -221,10 +219,9 @@ fn a_gradient_with_two_names_is_restored_once() {
     let named = || ["embedding", "head"].map(|name| (name.to_owned(), w.shallow_clone()));
     let mut window = Accumulation::of_equal(2).unwrap();
     window.backward(&mut GradScaler::disabled(), &(&w * 6.0).sum(Kind::Float)).unwrap();
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("window", window.with_gradients(named())).unwrap();
+    let checkpoint = checkpoint_of([("window", &mut window.with_gradients(named()))]);
     checkpoint.restore().add("window", window.with_gradients(named())).apply().unwrap();
-    assert_eq!(Vec::<f64>::try_from(w.grad()).unwrap(), [3.0, 3.0]);
+    assert_eq!(to_f64(&w.grad()), [3.0, 3.0]);
 }
 
 #[test]
@@ -238,8 +235,8 @@ fn a_gradient_with_two_names_is_restored_from_any() {
     for saved_as in [&both[..], &both[..1], &both[1..]] {
         let (w, mut window) = (leaf(), Accumulation::of_equal(2).unwrap());
         window.backward(&mut GradScaler::disabled(), &(&w * 6.0).sum(Kind::Float)).unwrap();
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("window", window.with_gradients(named(&w, saved_as))).unwrap();
+        let checkpoint =
+            checkpoint_of([("window", &mut window.with_gradients(named(&w, saved_as)))]);
         for skips in [None, Some("head"), Some("embedding")] {
             let new = leaf();
             let mut target = window.with_gradients(named(&new, &both));

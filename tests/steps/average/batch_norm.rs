@@ -8,11 +8,11 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::average::Swa;
 use tch_amp::{Autocast, Error};
 
-use super::{random, set, values};
+use super::{random, set};
 use testkit::python::Oracle;
 use testkit::rng::Rng;
 use testkit::tensors::{Tie, tie};
-use testkit::{for_each_device, gpus_that_round_as_the_cpu};
+use testkit::{for_each_device, gpus_that_round_as_the_cpu, to_f64};
 
 /// A linear layer before a normalization, so that the statistics depend on the averaged weights.
 fn network() -> (VarStore, nn::SequentialT) {
@@ -184,7 +184,7 @@ fn updated(case: &Value, device: Device) -> Updated {
     }
     let state = || {
         let variables = vs.variables();
-        let of = |place: usize, last: &str| values(&variables[&name(place, last)]);
+        let of = |place: usize, last: &str| to_f64(&variables[&name(place, last)]);
         let places = 0..layers.len();
         let state = places.map(|place| {
             let count = of(place, "num_batches_tracked")[0] as i64;
@@ -199,7 +199,7 @@ fn updated(case: &Value, device: Device) -> Updated {
     swa.update_batch_norm(0.1, batches, |calls| {
         for call in calls.as_array().unwrap() {
             let xs = numbers(&call[1]).view([2, CHANNELS, 4]);
-            outputs.push(values(&layers[call[0].as_u64().unwrap() as usize].forward(&xs)));
+            outputs.push(to_f64(&layers[call[0].as_u64().unwrap() as usize].forward(&xs)));
         }
         Ok(Tensor::new())
     })
@@ -294,7 +294,7 @@ fn a_layers_statistics_are_the_means_of_its_calls() {
             [("twice", of_calls(both)), ("half", of_calls(second)), ("never", [0.0, 1.0])]
         {
             for (last, expected) in [("running_mean", mean), ("running_var", variance)] {
-                let ours = values(&vs.variables()[&format!("{name}.{last}")])[0];
+                let ours = to_f64(&vs.variables()[&format!("{name}.{last}")])[0];
                 // f32 sums of a dozen numbers.
                 let distance = (ours - expected).abs() / (expected.abs() + 1.0);
                 assert!(distance < 1e-5, "{name}.{last}: {ours} is not {expected}");
@@ -344,7 +344,7 @@ fn layers_that_are_not_seen_are_averaged_over_the_batches_that_reach_them() {
         let all: Vec<_> = reached.iter().map(|&place| moments(&batches[place])).collect();
         let mean = |part: usize| all.iter().map(|m| m[part]).sum::<f64>() / all.len() as f64;
         for (part, running) in [&layer.running_mean, &layer.running_var].into_iter().enumerate() {
-            let distance = (values(running)[0] - mean(part)).abs();
+            let distance = (to_f64(running)[0] - mean(part)).abs();
             assert!(distance < 1e-5, "{running} is not {}", mean(part));
         }
     }
@@ -376,9 +376,9 @@ fn calls_are_counted_in_every_region_and_afterwards_no_more() {
         })
         .unwrap();
         drop(net.forward_t(&xs, true));
-        let own = values(&vs.variables()["norm.running_mean"]);
+        let own = to_f64(&vs.variables()["norm.running_mean"]);
         let _swapped = [swa.swap_in().unwrap(), inner.swap_in().unwrap()];
-        let of = |vs: &VarStore| values(&vs.variables()["norm.running_mean"]);
+        let of = |vs: &VarStore| to_f64(&vs.variables()["norm.running_mean"]);
         (own, of(&vs), of(&inner_vs))
     };
     let (own, mean, inner) = run(&|forward| forward());
@@ -409,7 +409,7 @@ fn passed(mut forward: impl FnMut(&dyn Fn())) -> Vec<f64> {
     })
     .unwrap();
     let _swapped = swa.swap_in().unwrap();
-    ["norm.running_mean", "norm.running_var"].map(|name| values(&vs.variables()[name])).concat()
+    ["norm.running_mean", "norm.running_var"].map(|name| to_f64(&vs.variables()[name])).concat()
 }
 
 /// Both have their calls answered by one kernel, which each needs for as long as it lasts.

@@ -23,10 +23,6 @@ fn set(w: &Tensor, values: &[f64]) {
     tch::no_grad(|| w.shallow_clone().copy_(&Tensor::from_slice(values)));
 }
 
-fn values(tensor: &Tensor) -> Vec<f64> {
-    Vec::try_from(tensor.to_kind(Kind::Double).detach().contiguous().view(-1)).unwrap()
-}
-
 fn random(rng: &mut Rng, size: i64) -> Vec<f64> {
     let digits = |rng: &mut Rng| (rng.next() >> 11) as f64 / (1u64 << 53) as f64 - 0.5;
     (0..size).map(|_| digits(rng) * 2f64.powi(rng.below(12) as i32 - 6)).collect()

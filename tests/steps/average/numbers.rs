@@ -7,10 +7,10 @@ use tch_amp::GradScaler;
 use tch_amp::average::{Averaging, Ema, Swa};
 use tch_amp::optim::Sgd;
 
-use super::{model, random, set, values};
-use testkit::for_each_device;
+use super::{model, random, set};
 use testkit::python::Oracle;
 use testkit::rng::Rng;
+use testkit::{for_each_device, to_f64};
 
 #[test]
 fn random_averages_have_pytorchs_bits() {
@@ -47,7 +47,7 @@ fn random_averages_have_pytorchs_bits() {
             set(&w, numbers);
             average.advance().unwrap();
             let bits = |values: &[f64]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
-            let ours = values(&average.average("w").unwrap());
+            let ours = to_f64(&average.average("w").unwrap());
             assert_eq!(bits(&ours), bits(expected), "case {i}: {kind:?}, {decay:?}");
         }
         assert_eq!(average.updates().unwrap(), 6);
@@ -85,7 +85,7 @@ fn warmup_and_debiasing_are_weighted_means() {
                 set(&w, &updates[updates.len() - 1..]);
                 average.advance().unwrap();
                 let (ours, expected) =
-                    (values(&average.average("w").unwrap())[0], by_definition(ema, &updates));
+                    (to_f64(&average.average("w").unwrap())[0], by_definition(ema, &updates));
                 assert!((ours - expected).abs() < 1e-12, "{ema:?}: {ours} is not {expected}");
             }
         }
@@ -103,7 +103,7 @@ fn an_equal_average_in_f64_is_the_mean() {
         set(&w, &updates[updates.len() - 1..]);
         average.advance().unwrap();
         let mean = updates.iter().sum::<f64>() / updates.len() as f64;
-        assert!((values(&average.average("w").unwrap())[0] - mean).abs() < 1e-13);
+        assert!((to_f64(&average.average("w").unwrap())[0] - mean).abs() < 1e-13);
     }
 }
 
@@ -128,7 +128,7 @@ fn a_skipped_step_leaves_the_averages_alone() {
         average.update(&outcome).unwrap();
     }
     // The weights are -1 and then -2.
-    assert_eq!(values(&average.average("w").unwrap()), [-1.5; 3]);
+    assert_eq!(to_f64(&average.average("w").unwrap()), [-1.5; 3]);
     assert_eq!(average.updates().unwrap(), 2);
 }
 
@@ -176,7 +176,7 @@ fn an_average_in_f64_follows_a_model_that_is_cast() {
                 let mut rng = Rng::new(6);
                 let start = random(&mut rng, 69);
                 let set = |numbers: &[f64]| set(&w, numbers);
-                let of_w = || values(&w.to_device(Device::Cpu));
+                let of_w = || to_f64(&w);
                 set(&start);
                 let mut average = Ema { decay, ..Ema::default() }.build(&vs).unwrap();
                 average.advance().unwrap();
@@ -191,13 +191,13 @@ fn an_average_in_f64_follows_a_model_that_is_cast() {
                 }
                 let ours = average.average("w").unwrap();
                 assert_eq!(ours.kind(), Kind::Double);
-                for (ours, mean) in values(&ours.to_device(Device::Cpu)).iter().zip(&expected) {
+                for (ours, mean) in to_f64(&ours).iter().zip(&expected) {
                     let off = (ours - mean).abs();
                     assert!(off < 1e-14, "{device:?} {kind:?} {decay}: {ours} is not {mean}");
                 }
                 average.copy_to_model().unwrap();
-                let rounded = Tensor::from_slice(&values(&ours.to_device(Device::Cpu)));
-                assert_eq!(of_w(), values(&rounded.to_kind(kind)), "{device:?} {kind:?} {decay}");
+                let rounded = Tensor::from_slice(&to_f64(&ours));
+                assert_eq!(of_w(), to_f64(&rounded.to_kind(kind)), "{device:?} {kind:?} {decay}");
             }
         }
     });

@@ -4,11 +4,12 @@ use tch::Kind;
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Tensor};
 use tch_amp::average::{Averaging, Ema, Swa};
-use tch_amp::checkpoint::Checkpoint;
 
-use super::{model, random, set, values};
+use super::{model, random, set};
+use testkit::checkpoints::checkpoint_of;
 use testkit::rng::Rng;
 use testkit::tensors::{TIES, Tie, tie, tied};
+use testkit::to_f64;
 
 #[test]
 fn a_restored_average_continues_with_the_same_numbers() {
@@ -26,8 +27,7 @@ fn a_restored_average_continues_with_the_same_numbers() {
             set(&w, &random(&mut rng, 9));
             whole.advance().unwrap();
         }
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("average", &mut whole).unwrap();
+        let checkpoint = checkpoint_of([("average", &mut whole)]);
         let mut new = averaging.build(&vs).unwrap();
         checkpoint.restore().add("average", &mut new).apply().unwrap();
         for _ in 0..3 {
@@ -36,7 +36,7 @@ fn a_restored_average_continues_with_the_same_numbers() {
             new.advance().unwrap();
         }
         let of = |average: &tch_amp::average::AveragedWeights| {
-            (values(&average.average("w").unwrap()), average.updates().unwrap())
+            (to_f64(&average.average("w").unwrap()), average.updates().unwrap())
         };
         assert_eq!(of(&new), of(&whole), "{averaging:?}");
     }
@@ -54,8 +54,7 @@ fn the_statistics_are_saved_as_well() {
     swa.advance().unwrap();
     let xs = Tensor::randn([16, 3], (Kind::Float, Device::Cpu));
     swa.update_batch_norm(0.1, [&xs], |xs| Ok(norm.forward_t(xs, true))).unwrap();
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("swa", &mut swa).unwrap();
+    let checkpoint = checkpoint_of([("swa", &mut swa)]);
 
     let (new_vs, new_norm) = build();
     let mut new = Swa::default().build(&new_vs).unwrap();
@@ -71,8 +70,7 @@ fn a_tied_weight_is_saved_under_every_name_and_restored_from_any() {
         let (vs, w) = tied(way, &[3.0], Kind::Float, Device::Cpu);
         let mut saved = average(&vs);
         saved.advance().unwrap();
-        let mut whole = Checkpoint::new();
-        whole.add("average", &mut saved).unwrap();
+        let whole = checkpoint_of([("average", &mut saved)]);
         // A model that has only one of the names reads it from the file.
         for name in ["embedding", "head"] {
             let one = VarStore::new(Device::Cpu);
@@ -80,14 +78,13 @@ fn a_tied_weight_is_saved_under_every_name_and_restored_from_any() {
             let mut average_of_one = average(&one);
             let restore = whole.restore().strict(false).add("average", &mut average_of_one);
             assert!(restore.apply().unwrap().missing_keys.is_empty());
-            assert_eq!(values(&average_of_one.average(name).unwrap()), [3.0]);
+            assert_eq!(to_f64(&average_of_one.average(name).unwrap()), [3.0]);
             // The other way round, the tied weight takes it from the one name.
-            let mut part = Checkpoint::new();
-            part.add("average", &mut average_of_one).unwrap();
+            let part = checkpoint_of([("average", &mut average_of_one)]);
             set(&w, &[7.0]);
             let mut restored = average(&vs);
             part.restore().add("average", &mut restored).apply().unwrap();
-            assert_eq!(values(&restored.average("head").unwrap()), [3.0], "{way:?} {name}");
+            assert_eq!(to_f64(&restored.average("head").unwrap()), [3.0], "{way:?} {name}");
         }
         whole.restore().add("average", &mut average(&vs)).apply().unwrap();
     }
@@ -117,7 +114,7 @@ fn tied_statistics_are_swapped_once_and_restored_from_any_name() {
         swa.update_batch_norm(0.1, [&xs], |xs| Ok(norm.forward_t(xs, true))).unwrap();
         (vs, norm, swa)
     };
-    let forward = |norm: &nn::BatchNorm| values(&norm.forward_t(&xs, false));
+    let forward = |norm: &nn::BatchNorm| to_f64(&norm.forward_t(&xs, false));
     let (_vs, norm, mut plain) = computed(&["one"]);
     let (before, expected) = (forward(&norm), {
         let _swapped = plain.swap_in().unwrap();
@@ -130,8 +127,7 @@ fn tied_statistics_are_swapped_once_and_restored_from_any_name() {
     assert_eq!(forward(&tied_norm), before);
     // From a file with one of the names, and from one with both.
     for source in [&mut plain, &mut tied] {
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("swa", source).unwrap();
+        let checkpoint = checkpoint_of([("swa", source)]);
         let (vs, norm) = build(&["two", "one"]);
         let mut restored = Swa::default().build(&vs).unwrap();
         checkpoint.restore().add("swa", &mut restored).apply().unwrap();

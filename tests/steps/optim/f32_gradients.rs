@@ -3,13 +3,13 @@
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{AdamW, MasterWeights, OptimizerError, Sgd};
-use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
-use crate::optim::one;
+use crate::optim::{one, to_f64};
 use testkit::bits::bits;
-use testkit::for_each_device;
+use testkit::optimizers::scaler;
 use testkit::tensors::leaf;
+use testkit::{assert_refused, for_each_device};
 
 /// Sums of micro-batches stop growing in bf16, but not in f32.
 #[test]
@@ -27,11 +27,15 @@ fn gradients_accumulate_in_f32() {
     opt.zero_grad().unwrap();
     micro();
     assert_eq!(w.grad().kind(), Kind::Float);
-    let mut plain = Sgd::default().build(&[w], 1.0).unwrap();
-    assert!(matches!(
-        plain.accumulate_in_f32(),
-        Err(Error::Optimizer(OptimizerError::NoMasterWeights))
-    ));
+    let half = leaf(&[0.0], Kind::Half, Device::Cpu);
+    for w in [w, half] {
+        let mut plain = Sgd::default().build(&[w], 1.0).unwrap();
+        let refused = plain.accumulate_in_f32();
+        assert_refused!(refused, Error::Optimizer(OptimizerError::NoMasterWeights));
+    }
+    // Nothing is to be done for a parameter that is f32.
+    let f32s = leaf(&[0.0], Kind::Float, Device::Cpu);
+    Sgd::default().build(&[f32s], 1.0).unwrap().accumulate_in_f32().unwrap();
 }
 
 /// Small fp16 gradients that would become zero if they were unscaled in fp16.
@@ -124,8 +128,7 @@ fn an_optimizer_without_masters_goes_on_after_one_with_masters(
         let mut early = Sgd::default().build(list(&w), 0.5).unwrap();
         let adamw = AdamW::default().master_weights(MasterWeights::Float);
         let mut opt = adamw.build(list(&w), 0.0).unwrap();
-        let mut scaler =
-            GradScalerConfig { init_scale: 1.0, ..Default::default() }.build(device).unwrap();
+        let mut scaler = scaler(device, 1.0);
         drop(scaler.scale(&Tensor::from(1f32).to_device(device)).unwrap());
         backward(&w);
         match by {
@@ -174,8 +177,8 @@ fn a_model_can_be_converted_after_its_gradients_were_f32(#[case] masters: Master
         opt = Sgd::default().master_weights(masters).build(list(), 0.5).unwrap();
         opt.zero_grad().unwrap();
         (&w * 0.25).sum(kind).backward();
-        let before = crate::optim::to_f64(&w)[0];
+        let before = to_f64(&w)[0];
         opt.step().unwrap();
-        assert_eq!(crate::optim::to_f64(&w)[0], before - 0.125, "{kind:?}");
+        assert_eq!(to_f64(&w)[0], before - 0.125, "{kind:?}");
     }
 }

@@ -2,11 +2,10 @@
 //! the learning rate, and either order of the update. The reference is labml's formulas in f64.
 
 use tch::{Kind, Tensor};
-use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, MasterWeights, Optimizer, ParamGroup};
 
 use crate::optim::{set_grad, to_f64};
-use testkit::files::Folder;
+use testkit::checkpoints::{checkpoint_of, reloaded};
 use testkit::for_each_device;
 use testkit::tensors::leaf;
 
@@ -85,12 +84,8 @@ fn updated(opt: &Optimizer, w: &Tensor) -> Vec<f64> {
 
 /// Saves the optimizer, and returns another one that continues from the file.
 fn resumed(mut opt: Optimizer, kind: Kind, w: &Tensor) -> Optimizer {
-    let (_folder, file) = Folder::with("checkpoint");
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("optimizer", &mut opt).unwrap();
-    checkpoint.save(&file).unwrap();
     let mut other = build(kind, w);
-    let saved = Checkpoint::load(&file).unwrap();
+    let saved = reloaded(&checkpoint_of([("optimizer", &mut opt)]), "checkpoint");
     saved.restore().add("optimizer", &mut other).apply().unwrap();
     assert_eq!(other.param_group(0).unwrap(), opt.param_group(0).unwrap());
     other

@@ -7,12 +7,12 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 use tch::{Device, Kind, Tensor, nn};
-use tch_amp::GradScaler;
 use tch_amp::optim::{
     Adafactor, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, NAdam, Optimizer,
     OptimizerState, ParamGroup, Sgd,
 };
 
+use crate::optim::{load_with, set_grad, to_f64};
 use testkit::bits::{bits, canonical};
 use testkit::low_bit::{
     Moments, Momentum, Options, decoded, gradients, largest_code, normal, sizes,
@@ -23,7 +23,7 @@ use testkit::{assert_says, for_each_device};
 const MODES: [MomentDtype; 2] = [MomentDtype::EightBit, MomentDtype::BFloat16];
 
 /// Each algorithm in each of its modes.
-fn cases() -> [(Algorithm, MomentDtype); 3] {
+pub(super) fn cases() -> [(Algorithm, MomentDtype); 3] {
     let [eight_bits, bfloat16] = MODES.map(|states| (AdamW::default().into(), states));
     [eight_bits, bfloat16, (Muon::default().into(), MomentDtype::BFloat16)]
 }
@@ -62,21 +62,6 @@ fn bytes(moments: &Moments) -> Vec<Vec<u8>> {
     }
 }
 
-/// Replaces the gradient of `parameter`, without a backward pass after the first one.
-fn set_gradient(parameter: &Tensor, gradients: &[f32]) {
-    let new = Tensor::from_slice(gradients).to_kind(parameter.kind()).view_as(parameter);
-    let mut old = parameter.grad();
-    if old.defined() {
-        tch::no_grad(|| old.copy_(&new));
-    } else {
-        (parameter * new).sum(parameter.kind()).backward();
-    }
-}
-
-fn floats(tensor: &Tensor) -> Vec<f32> {
-    Vec::try_from(tensor.detach().to_kind(Kind::Float).contiguous().view(-1)).unwrap()
-}
-
 fn build(algorithm: Algorithm, states: MomentDtype, parameter: &Tensor, lr: f64) -> Optimizer {
     let builder = algorithm.master_weights(MasterWeights::None).moments(states);
     builder.build(&[parameter.shallow_clone()], lr).unwrap()
@@ -100,7 +85,7 @@ fn compare(algorithm: Algorithm, options: &Options, states: MomentDtype, count: 
             gradients[130] = -f32::NAN;
             gradients[170] = 3e19;
         }
-        set_gradient(&parameter, &gradients);
+        set_grad(&parameter, &gradients);
         optimizer.step().unwrap();
         moments.step(options, step, &mut numbers, &gradients);
         let context = format!("{states:?}, {count} elements, step {step}");
@@ -170,7 +155,7 @@ fn a_step_of_muon_has_the_bits_of_the_definition() {
             }
             plain.load_state_dict(&state).unwrap();
             for (parameter, optimizer) in [(&parameter, &mut optimizer), (&twin, &mut plain)] {
-                set_gradient(parameter, &gradients);
+                set_grad(parameter, &gradients);
                 optimizer.step().unwrap();
             }
             momentum.step(muon.momentum, step, &gradients);
@@ -255,13 +240,13 @@ fn largest_update(betas: (f64, f64), count: usize, rng: &mut Rng) -> f64 {
         Tensor::zeros([count as i64], (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let adamw = AdamW { betas, eps: 0.0, weight_decay: 0.0, ..AdamW::default() };
     let mut optimizer = build(adamw.into(), MomentDtype::EightBit, &parameter, 1.0);
-    set_gradient(&parameter, &vec![0.0; count]);
+    set_grad(&parameter, &vec![0.0; count]);
     optimizer.step().unwrap();
     load_random_codes(&mut optimizer, count, most, rng);
     let mut largest = 0.0f64;
     for step in 100_000..100_003u64 {
         let codes = kept(&mut optimizer, "0");
-        set_gradient(&parameter, &worst_gradients(&codes, betas, rng));
+        set_grad(&parameter, &worst_gradients(&codes, betas, rng));
         let _zeros = tch::no_grad(|| parameter.shallow_clone().zero_());
         optimizer.step().unwrap();
         let [first, second] = [betas.0, betas.1].map(|beta| 1.0 - beta.powf(step as f64));
@@ -299,73 +284,6 @@ fn a_cap_that_is_one_too_large_breaks_the_bound() {
     let test = "optim::low_bit::no_update_is_larger_than_twice_the_exact_bound";
     assert!(passes(test, ("TCH_AMP_PLANTED_FAULT", "none")));
     assert!(!passes(test, ("TCH_AMP_PLANTED_FAULT", "code_bound")));
-}
-
-/// Half-precision parameters with masters step like f32 parameters, and equal them rounded.
-#[test]
-fn masters_are_stepped_like_f32_parameters() {
-    for (algorithm, states) in cases() {
-        for (kind, masters) in [
-            (Kind::BFloat16, MasterWeights::Float),
-            (Kind::BFloat16, MasterWeights::Remainder),
-            (Kind::Half, MasterWeights::Float),
-        ] {
-            let start = Tensor::randn([65, 1039], (Kind::Float, Device::Cpu)).to_kind(kind);
-            let half = start.copy().set_requires_grad(true);
-            let twin = start.to_kind(Kind::Float).set_requires_grad(true);
-            let builder = algorithm.master_weights(masters).moments(states);
-            let mut optimizer = builder.build(&[half.shallow_clone()], 1e-3).unwrap();
-            let mut plain = build(algorithm, states, &twin, 1e-3);
-            for step in 0..8 {
-                let gradient = Tensor::randn([65, 1039], (Kind::Float, Device::Cpu)).to_kind(kind);
-                for (parameter, optimizer) in [(&half, &mut optimizer), (&twin, &mut plain)] {
-                    optimizer.zero_grad().unwrap();
-                    (parameter * gradient.to_kind(parameter.kind()))
-                        .sum(parameter.kind())
-                        .backward();
-                    optimizer.step().unwrap();
-                }
-                let context = format!("{algorithm:?} {states:?} {kind:?} {masters:?} step {step}");
-                let master = optimizer.master_weight(0).unwrap().unwrap();
-                assert_eq!(bits(&master), bits(&twin), "{context}");
-                assert_eq!(kept(&mut optimizer, "0"), kept(&mut plain, "0"), "{context}");
-            }
-        }
-    }
-}
-
-/// A scaler unscales, clips and skips; a step that is skipped changes nothing, not even the step count.
-#[test]
-fn a_scaler_steps_and_skips() {
-    for (algorithm, states) in cases() {
-        let start = Tensor::randn([90, 50], (Kind::Float, Device::Cpu));
-        let scaled = start.copy().set_requires_grad(true);
-        let twin = start.copy().set_requires_grad(true);
-        let mut optimizer = build(algorithm, states, &scaled, 1e-3);
-        let mut plain = build(algorithm, states, &twin, 1e-3);
-        let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-        for step in 0..12 {
-            let gradient = Tensor::randn([90, 50], (Kind::Float, Device::Cpu)) * 1e-3;
-            optimizer.zero_grad().unwrap();
-            plain.zero_grad().unwrap();
-            let bad = step % 4 == 2;
-            let loss =
-                (&scaled * &gradient * if bad { f64::INFINITY } else { 1.0 }).sum(Kind::Float);
-            scaler.backward(&loss).unwrap();
-            let before = bad.then(|| (bits(&scaled), kept(&mut optimizer, "0")));
-            let _outcome = scaler.step(&mut optimizer).unwrap();
-            scaler.update().unwrap();
-            if let Some(before) = before {
-                assert_eq!(before, (bits(&scaled), kept(&mut optimizer, "0")), "{states:?}");
-                continue;
-            }
-            (&twin * &gradient).sum(Kind::Float).backward();
-            plain.step().unwrap();
-            assert_eq!(bits(&scaled), bits(&twin), "{states:?} step {step}");
-            assert_eq!(kept(&mut optimizer, "0"), kept(&mut plain, "0"), "{states:?} step {step}");
-        }
-        assert_eq!(optimizer.state_dict().unwrap().state["0"]["step"].int64_value(&[]), 9);
-    }
 }
 
 /// The codes are in the order of the elements, so that a state fits a model in another memory format.
@@ -412,7 +330,7 @@ fn trained_by(algorithm: Algorithm, states: MomentDtype, size: &[i64]) -> (Tenso
     let mut optimizer = build(algorithm, states, &parameter, 1e-3);
     for _ in 0..20 {
         let gradient = Tensor::randn(size, (Kind::Float, Device::Cpu)) * 1e-3;
-        set_gradient(&parameter, &floats(&gradient));
+        set_grad(&parameter, &to_f64(&gradient));
         optimizer.step().unwrap();
     }
     (parameter, optimizer)
@@ -506,9 +424,10 @@ fn moments_of_several_parts_are_converted_like_those_of_one() {
         let [first, second, exponents] =
             ["exp_avg", "exp_avg_sq", "exponents"].map(|key| bits(&codes[key]));
         let numbers = converted(MomentDtype::EightBit, MomentDtype::F32, codes);
-        let [firsts, seconds] = ["exp_avg", "exp_avg_sq"].map(|key| floats(&numbers[key]));
+        let [firsts, seconds] = ["exp_avg", "exp_avg_sq"].map(|key| to_f64(&numbers[key]));
         for index in 0..count {
-            let wanted = decoded(first[index] as i8, second[index], exponents[index / 32]);
+            let (one, two) = decoded(first[index] as i8, second[index], exponents[index / 32]);
+            let wanted = (one.into(), two.into());
             assert_eq!((firsts[index], seconds[index]), wanted, "{index} on {device:?}");
         }
     });
@@ -535,7 +454,7 @@ fn a_momentum_is_loaded_bit_by_bit_and_converted_to_the_other_mode() {
                 |state: &OptimizerState| Some(state.state["0"].get("step")?.int64_value(&[]));
             let expected = (from == to && to == MomentDtype::BFloat16).then_some(20);
             assert_eq!(steps(&loaded), expected, "{from:?} to {to:?}");
-            set_gradient(&parameter, &vec![1e-3; 70 * 65]);
+            set_grad(&parameter, &vec![1e-3; 70 * 65]);
             other.step().unwrap();
             let expected = (to == MomentDtype::BFloat16).then_some(expected.unwrap_or(0) + 1);
             assert_eq!(steps(&other.state_dict().unwrap()), expected, "{from:?} to {to:?}");
@@ -561,12 +480,10 @@ fn moments(optimizer: &mut Optimizer) -> [Tensor; 2] {
 fn more_steps_than_an_f32_counts_are_counted() {
     for (algorithm, states) in cases() {
         let (parameter, mut optimizer) = trained_by(algorithm, states, &[64, 64]);
-        let mut state = optimizer.state_dict().unwrap();
         let many = (1i64 << 24) + 1;
-        state.state.get_mut("0").unwrap().insert("step".to_owned(), Tensor::from(many));
-        optimizer.load_state_dict(&state).unwrap();
+        load_with(&mut optimizer, "step", Tensor::from(many)).unwrap();
         for step in 1..4 {
-            set_gradient(&parameter, &vec![1e-3; 4096]);
+            set_grad(&parameter, &vec![1e-3; 4096]);
             optimizer.step().unwrap();
             let found = optimizer.state_dict().unwrap().state["0"]["step"].int64_value(&[]);
             assert_eq!(found, many + step, "{states:?}");
@@ -634,7 +551,7 @@ fn unsupported_optimizers_and_parameters_are_refused_with_a_remedy() {
         let mut optimizer = build(AdamW::default().into(), states, &f32s, 0.1);
         assert_says(optimizer.set_param_group(0, ParamGroup::new(0.1, amsgrad)), "amsgrad");
         let mut with_maximum = build(amsgrad.into(), MomentDtype::F32, &f32s, 0.1);
-        set_gradient(&f32s, &[1.0; 5000]);
+        set_grad(&f32s, &[1.0; 5000]);
         with_maximum.step().unwrap();
         assert_says(optimizer.load_state_dict(&with_maximum.state_dict().unwrap()), "amsgrad");
         optimizer.step().unwrap();
@@ -655,47 +572,29 @@ fn unsupported_optimizers_and_parameters_are_refused_with_a_remedy() {
 #[test]
 fn damaged_codes_are_refused() {
     let (_parameter, mut optimizer) = trained(MomentDtype::EightBit, 4100);
-    let refuses =
-        |change: &dyn Fn(&mut BTreeMap<String, Tensor>), words: &str, optimizer: &mut Optimizer| {
-            let before = kept(optimizer, "0");
-            let mut state = optimizer.state_dict().unwrap();
-            change(state.state.get_mut("0").unwrap());
-            assert_says(optimizer.load_state_dict(&state), words);
-            assert_eq!(before, kept(optimizer, "0"));
-        };
-    let insert = |key: &'static str, tensor: Tensor| {
-        move |state: &mut BTreeMap<String, Tensor>| {
-            drop(state.insert(key.to_owned(), tensor.shallow_clone()))
-        }
-    };
-    let zeros = |count: i64, kind| Tensor::zeros([count], (kind, Device::Cpu));
-    refuses(&insert("exponents", zeros(128, Kind::Uint8)), "[129]", &mut optimizer);
-    refuses(
-        &insert("exponents", zeros(129, Kind::Float)),
-        "exponents is not in Uint8",
-        &mut optimizer,
-    );
-    refuses(&insert("exp_avg", zeros(4100, Kind::Uint8)), "exp_avg is not in Int8", &mut optimizer);
-    refuses(
-        &insert("exp_avg_sq", zeros(4100, Kind::Float)),
-        "exp_avg_sq is not in Uint8",
-        &mut optimizer,
-    );
-    refuses(&|state| drop(state.remove("exp_avg_sq")), "exp_avg_sq", &mut optimizer);
+    let before = kept(&mut optimizer, "0");
+    let zeros = |count: i64, kind| Some(Tensor::zeros([count], (kind, Device::Cpu)));
+    for (key, tensor, words) in [
+        ("exponents", zeros(128, Kind::Uint8), "[129]"),
+        ("exponents", zeros(129, Kind::Float), "exponents is not in Uint8"),
+        ("exp_avg", zeros(4100, Kind::Uint8), "exp_avg is not in Int8"),
+        ("exp_avg_sq", zeros(4100, Kind::Float), "exp_avg_sq is not in Uint8"),
+        ("exp_avg_sq", None, "exp_avg_sq"),
+        ("exponents", None, "without exponents"),
+        ("exponents", Some(Tensor::new()), "exponents is not in Uint8"),
+    ] {
+        assert_says(load_with(&mut optimizer, key, tensor), words);
+        assert_eq!(before, kept(&mut optimizer, "0"), "{words}");
+    }
     // Any exponents can be loaded. A block of one that no step stores is not finite, wherever it is stepped.
     for exponent in [223, 224, 240, 255] {
-        let mut state = optimizer.state_dict().unwrap();
-        insert("exponents", Tensor::full([129], exponent, (Kind::Uint8, Device::Cpu)))(
-            state.state.get_mut("0").unwrap(),
-        );
         let (parameter, mut other) = trained(MomentDtype::EightBit, 4100);
-        other.load_state_dict(&state).unwrap();
+        let exponents = Tensor::full([129], exponent, (Kind::Uint8, Device::Cpu));
+        load_with(&mut other, "exponents", exponents).unwrap();
         assert!(moments(&mut other)[1].isnan().all().int64_value(&[]) == 1, "{exponent}");
         other.step().unwrap();
         assert!(parameter.isnan().all().int64_value(&[]) == 1, "{exponent}");
     }
-    refuses(&|state| drop(state.remove("exponents")), "without exponents", &mut optimizer);
-    refuses(&insert("exponents", Tensor::new()), "exponents is not in Uint8", &mut optimizer);
 }
 
 /// A frozen base beside trained adapters: nothing is kept for it.
@@ -705,7 +604,7 @@ fn a_frozen_parameter_may_have_any_dtype() {
     let adapter = Tensor::ones([5000], (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let both = [base.shallow_clone(), adapter.shallow_clone()];
     let mut opt = AdamW::default().moments(MomentDtype::EightBit).build(&both, 0.1).unwrap();
-    set_gradient(&adapter, &[1.0; 5000]);
+    set_grad(&adapter, &[1.0; 5000]);
     opt.step().unwrap();
     assert_eq!(opt.state_dict().unwrap().state.len(), 1);
 }
@@ -718,10 +617,8 @@ fn a_state_outlives_a_change_of_the_betas() {
     optimizer
         .set_param_group(0, ParamGroup::new(1e-3, AdamW { betas, ..AdamW::default() }))
         .unwrap();
-    let mut codes = optimizer.state_dict().unwrap();
     let largest = Tensor::full([4100], 127, (Kind::Int8, Device::Cpu));
-    drop(codes.state.get_mut("0").unwrap().insert("exp_avg".to_owned(), largest));
-    optimizer.load_state_dict(&codes).unwrap();
+    load_with(&mut optimizer, "exp_avg", largest).unwrap();
     let mut other = build(AdamW::default().into(), MomentDtype::EightBit, &parameter, 1e-3);
     other.load_state_dict(&optimizer.state_dict().unwrap()).unwrap();
     let codes = kept(&mut optimizer, "0");

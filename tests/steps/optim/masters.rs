@@ -4,19 +4,29 @@
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::optim::{
-    Adafactor, Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, NAdam, Optimizer,
-    RmsProp, Sgd,
+    Adam, AdamW, Algorithm, MasterWeights, MomentDtype, Optimizer, OptimizerState, Sgd,
 };
-use tch_amp::scaler::GradScalerConfig;
 
-use crate::optim::{algorithms, one};
+use crate::optim::{algorithms, load_with, low_bit, one, to_f64};
 use testkit::bits::bits;
 use testkit::for_each_device;
+use testkit::optimizers::{MASTERS, scaler, state_bits};
 
-const SIZES: [&[i64]; 5] = [&[], &[7], &[3, 1030], &[5, 4], &[0]];
+const SIZES: [&[i64]; 5] = [&[], &[7], &[65, 1039], &[5, 4], &[0]];
 
 fn build(algorithm: Algorithm, parameters: &[Tensor], masters: MasterWeights) -> Optimizer {
     algorithm.master_weights(masters).build(parameters, 0.01).unwrap()
+}
+
+/// Each algorithm, and with low-bit moments those that can have them.
+fn with_moments() -> impl Iterator<Item = (Algorithm, MomentDtype)> {
+    let all = algorithms().into_iter().map(|algorithm| (algorithm, MomentDtype::F32));
+    all.chain(low_bit::cases())
+}
+
+fn without_masters(state: &OptimizerState) -> Vec<(String, Vec<u8>)> {
+    let all = state_bits(state).into_iter();
+    all.filter(|(name, _)| !name.starts_with("master_param")).collect()
 }
 
 fn leaf(values: &Tensor) -> Tensor {
@@ -53,7 +63,7 @@ fn half_up(master: &Tensor) -> Tensor {
 #[test]
 fn the_masters_are_updated_like_f32_parameters() {
     for_each_device(|device| {
-        for algorithm in algorithms() {
+        for (algorithm, states) in with_moments() {
             for (kind, masters) in [
                 (Kind::BFloat16, MasterWeights::Float),
                 (Kind::Half, MasterWeights::Float),
@@ -62,8 +72,9 @@ fn the_masters_are_updated_like_f32_parameters() {
                 let parameters = halves(kind, device);
                 let twins: Vec<_> =
                     parameters.iter().map(|p| leaf(&p.to_kind(Kind::Float))).collect();
-                let mut opt = build(algorithm, &parameters, masters);
-                let mut twin = build(algorithm, &twins, masters);
+                let builder = algorithm.master_weights(masters).moments(states);
+                let [mut opt, mut twin] =
+                    [&parameters, &twins].map(|list| builder.build(list, 0.01).unwrap());
                 for step in 0..4 {
                     let gradients = random_gradients(&parameters);
                     opt.zero_grad().unwrap();
@@ -72,7 +83,11 @@ fn the_masters_are_updated_like_f32_parameters() {
                     backward(&twins, &gradients);
                     opt.step().unwrap();
                     twin.step().unwrap();
-                    let context = format!("{algorithm:?} {kind:?} {masters:?} step {step}");
+                    let context =
+                        format!("{algorithm:?} {states:?} {kind:?} {masters:?} step {step}");
+                    let [ours, theirs] = [&mut opt, &mut twin]
+                        .map(|opt| without_masters(&opt.state_dict().unwrap()));
+                    assert!(ours == theirs, "the states: {context}");
                     for (index, (parameter, twin)) in parameters.iter().zip(&twins).enumerate() {
                         let master = opt.master_weight(index).unwrap().unwrap();
                         assert_eq!(bits(&master), bits(twin), "{context}");
@@ -88,6 +103,32 @@ fn the_masters_are_updated_like_f32_parameters() {
     });
 }
 
+/// The reason for master weights: 1 + 1e-4 is rounded to 1 in fp16, as is 1 + 1e-3 in bf16.
+#[test]
+fn with_masters_small_updates_add_up() {
+    for (kind, update) in [(Kind::Half, 1e-4), (Kind::BFloat16, 1e-3)] {
+        let train = |masters: MasterWeights| {
+            let w = leaf(&Tensor::ones([64], (kind, Device::Cpu)));
+            let mut opt = one(&w, Sgd::default(), masters, update);
+            for _ in 0..1000 {
+                opt.zero_grad().unwrap();
+                (-&w).sum(kind).backward();
+                opt.step().unwrap();
+            }
+            w.to_kind(Kind::Double).mean(Kind::Double).double_value(&[])
+        };
+        let right = 1.0 + 1000.0 * update;
+        assert_eq!(train(MasterWeights::None), 1.0);
+        let error = |masters| (train(masters) - right).abs() / right;
+        // Half a unit in the last place of bf16, plus the rounding errors of f32 over the steps.
+        assert!(error(MasterWeights::Float) < 0.5 / 128.0);
+        assert!(error(MasterWeights::Remainder) < 0.5 / 128.0);
+        // The noise of a thousand roundings, averaged over 64 weights: four standard deviations.
+        let deviation = 0.5 / 128.0 * 2.0 * 1000f64.sqrt() / 64f64.sqrt();
+        assert!(error(MasterWeights::StochasticRounding { seed: 1 }) < 4.0 * deviation);
+    }
+}
+
 /// With a scaler: gradients are unscaled in f32, a skipped step changes nothing, and clipping takes effect.
 #[test]
 fn a_scaler_steps_the_masters() {
@@ -97,11 +138,10 @@ fn a_scaler_steps_the_masters() {
                 let parameters = halves(kind, device);
                 let twins: Vec<_> =
                     parameters.iter().map(|p| leaf(&p.to_kind(Kind::Float))).collect();
-                let config = AdamW::default().into();
+                let config = AdamW { eps: 1e-16, ..Default::default() }.into();
                 let mut opt = build(config, &parameters, MasterWeights::Float);
                 let mut twin = build(config, &twins, MasterWeights::None);
-                let scale = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
-                let [mut scaler, mut other] = [0, 1].map(|_| scale.build(device).unwrap());
+                let [mut scaler, mut other] = [(); 2].map(|()| scaler(device, 65536.0));
                 for step in 0..3 {
                     let gradients = random_gradients(&parameters);
                     let factor = if step == 1 { f64::INFINITY } else { 1.0 };
@@ -109,15 +149,15 @@ fn a_scaler_steps_the_masters() {
                     let run = |opt: &mut Optimizer, scaler: &mut GradScaler, list: &[Tensor]| {
                         opt.zero_grad().unwrap();
                         for (p, gradient) in list.iter().zip(&gradients) {
-                            // Multiplied after scaling, as a half-precision gradient would be.
-                            let scaled = (gradient * 1024.0 * factor).to_kind(p.kind());
+                            // In fp16, the unscaled gradients would be zero or have few bits.
+                            let scaled = (gradient * factor).to_kind(p.kind());
                             (p * scaled).sum(p.kind()).backward();
                         }
                         drop(scaler.scale(&Tensor::from(1f32).to_device(device)).unwrap());
                         let outcome = match how {
                             "step" => scaler.step(opt),
                             "unscale" => scaler.unscale_(opt).and_then(|()| scaler.step(opt)),
-                            _ => scaler.step_clip_norm(opt, 0.5),
+                            _ => scaler.step_clip_norm(opt, 1e-3),
                         };
                         let stepped = outcome.unwrap().is_stepped().unwrap();
                         scaler.update().unwrap();
@@ -212,13 +252,11 @@ fn each_step_rounds_with_random_numbers_of_its_own_however_many_there_were() {
             // Between 1 and 2, neighbouring bf16 numbers are 1/128 apart.
             drop(tch::no_grad(|| w.grad().fill_(-0.25 / 128.0)));
             opt.step().unwrap();
-            let mut state = opt.state_dict().unwrap();
-            state.state.get_mut("0").unwrap().insert("step".to_owned(), Tensor::from(before));
-            opt.load_state_dict(&state).unwrap();
+            load_with(&mut opt, "step", Tensor::from(before)).unwrap();
             let mut counts = Vec::new();
             for _ in 1..STEPS {
                 opt.step().unwrap();
-                counts.push(crate::optim::to_f64(&opt.state_dict().unwrap().state["0"]["step"])[0]);
+                counts.push(to_f64(&opt.state_dict().unwrap().state["0"]["step"])[0]);
             }
             assert!(counts.windows(2).all(|pair| pair[0] < pair[1]), "{counts:?}");
             let ups = (w.to_kind(Kind::Double) - 1.0) * 128.0;
@@ -248,9 +286,7 @@ fn the_count_of_random_rounding_goes_on_from_a_state() {
                 let mut opt = build().unwrap();
                 backward(&[w.shallow_clone()], &[w.detach()]);
                 opt.step().unwrap();
-                let mut state = opt.state_dict().unwrap();
-                state.state.get_mut("0").unwrap().insert("step".to_owned(), Tensor::from(before));
-                opt.load_state_dict(&state).unwrap();
+                load_with(&mut opt, "step", Tensor::from(before)).unwrap();
                 for _ in 0..5 {
                     opt.step().unwrap();
                     if resumes {
@@ -259,7 +295,7 @@ fn the_count_of_random_rounding_goes_on_from_a_state() {
                         opt = next;
                     }
                 }
-                let step = crate::optim::to_f64(&opt.state_dict().unwrap().state["0"]["step"]);
+                let step = to_f64(&opt.state_dict().unwrap().state["0"]["step"]);
                 told.borrow_mut().push((bits(&w.to_device(Device::Cpu)), step));
             }
         });
@@ -295,22 +331,8 @@ fn stochastic_rounding_is_determined_by_its_seed() {
 
 #[test]
 fn masters_are_saved_and_recreated() {
-    let algorithms: [Algorithm; 8] = [
-        AdamW::default().into(),
-        Sgd::default().into(),
-        Adagrad::default().into(),
-        RmsProp { momentum: 0.5, centered: true, ..Default::default() }.into(),
-        Lion::default().into(),
-        Muon::default().into(),
-        NAdam::default().into(),
-        Adafactor::default().into(),
-    ];
-    for algorithm in algorithms {
-        for masters in [
-            MasterWeights::Float,
-            MasterWeights::Remainder,
-            MasterWeights::StochasticRounding { seed: 5 },
-        ] {
+    for algorithm in algorithms() {
+        for &masters in &MASTERS[1..] {
             let parameters = halves(Kind::BFloat16, Device::Cpu);
             let mut opt = build(algorithm, &parameters, masters);
             let step = |opt: &mut Optimizer, list: &[Tensor], gradients: &[Tensor]| {
@@ -383,7 +405,7 @@ fn frozen_parameters_are_unchanged() {
 fn a_nan_of_any_bits_makes_the_weight_nan() {
     for_each_device(|device| {
         for word in [0x7fff_ffffu32, 0x7f80_0001, 0xffff_ffff, 0x7fc0_0000] {
-            for (_, masters) in half_modes() {
+            for masters in [MasterWeights::Float, MasterWeights::Remainder] {
                 let w = testkit::tensors::leaf(&[1.0, 2.0], Kind::BFloat16, device);
                 let mut opt = one(&w, Sgd::default(), masters, 1.0);
                 opt.accumulate_in_f32().unwrap();
@@ -391,14 +413,10 @@ fn a_nan_of_any_bits_makes_the_weight_nan() {
                 let gradient = Tensor::from_slice(&[f32::from_bits(word), 0.5]).to_device(device);
                 tch::no_grad(|| w.grad().copy_(&gradient));
                 opt.step().unwrap();
-                let weights = crate::optim::to_f64(&w);
+                let weights = to_f64(&w);
                 assert!(weights[0].is_nan(), "{word:x} {masters:?} on {device:?}: {weights:?}");
                 assert_eq!(weights[1], 1.5);
             }
         }
     });
-}
-
-fn half_modes() -> [(Kind, MasterWeights); 2] {
-    [(Kind::BFloat16, MasterWeights::Float), (Kind::BFloat16, MasterWeights::Remainder)]
 }

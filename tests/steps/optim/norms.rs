@@ -22,7 +22,7 @@ fn of_type(norm_type: f64, max_norm: f64) -> ClipNorm {
 }
 
 /// The norm by a loop whose powers neither overflow nor underflow.
-fn norm_of(values: &[f64], norm_type: f64) -> f64 {
+pub fn norm_of(values: &[f64], norm_type: f64) -> f64 {
     let largest = values.iter().fold(0.0, |largest: f64, value| largest.max(value.abs()));
     if largest == 0.0 || norm_type.is_infinite() {
         return largest;

@@ -2,21 +2,13 @@
 
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::Error;
-use tch_amp::optim::{
-    AdamW, AmpOptimizer as _, MasterWeights, Muon, Optimizer, OptimizerError, Sgd, Step,
-};
+use tch_amp::optim::{AdamW, AmpOptimizer as _, MasterWeights, Muon, OptimizerError, Sgd, Step};
 
 use crate::optim::{algorithms, build, set_grad, step_with, to_f64};
 use testkit::bits::bits;
+use testkit::optimizers::all_bits;
 use testkit::tensors::leaf;
-use testkit::{assert_says, devices, for_each_device};
-
-/// The values of all parameters, states and master weights.
-fn all(opt: &mut Optimizer) -> Vec<Vec<f64>> {
-    let state = opt.state_dict().unwrap().state;
-    let tensors = state.values().flat_map(|tensors| tensors.values()).map(to_f64);
-    opt.trainable_variables().iter().map(to_f64).chain(tensors).collect()
-}
+use testkit::{assert_refused, assert_says, devices, for_each_device};
 
 #[test]
 fn an_expanded_parameter_is_refused_and_no_other_changes() {
@@ -55,10 +47,10 @@ fn a_state_that_cannot_be_written_is_refused_before_any_update() {
     let mut moment = opt.state_dict().unwrap().state["1"]["exp_avg"].shallow_clone();
     let shared = Tensor::zeros([1, 1], (Kind::Float, Device::Cpu)).expand([2, 1], false);
     no_grad(|| moment.set_data(&shared));
-    let before = all(&mut opt);
+    let before = all_bits(&mut opt);
     for _ in 0..2 {
-        assert!(opt.step().unwrap_err().to_string().contains("share memory"));
-        assert_eq!(all(&mut opt), before);
+        assert_says(opt.step(), "share memory");
+        assert_eq!(all_bits(&mut opt), before);
     }
     no_grad(|| moment.set_data(&Tensor::zeros([2, 1], (Kind::Float, Device::Cpu))));
     opt.step().unwrap();
@@ -143,8 +135,8 @@ fn copy_on_write_parameters_of_one_original_are_stepped_apart() {
         assert_eq!(to_f64(&original), [1.0, 2.0, 3.0]);
         let copy = original.internal_lazy_clone();
         let views = [(); 2].map(|()| copy.detach().set_requires_grad(true));
-        let error = Sgd::default().build(&views, 1.0).unwrap_err();
-        assert!(matches!(error, Error::Optimizer(OptimizerError::SharedMemory { .. })), "{error}");
+        let refused = Sgd::default().build(&views, 1.0);
+        assert_refused!(refused, Error::Optimizer(OptimizerError::SharedMemory { .. }));
     });
 }
 
@@ -233,12 +225,12 @@ fn parameters_that_come_to_share_memory_are_refused_before_any_update() {
             let mut opt = build(algorithm, list, 0.1);
             (&a + &b).sum(None).backward();
             opt.step().unwrap();
-            let before = all(&mut opt);
+            let before = all_bits(&mut opt);
             let apart = b.detach().copy();
             no_grad(|| b.shallow_clone().set_data(&a.detach()));
             assert_says(opt.step(), "parameters a and b share memory");
             no_grad(|| b.shallow_clone().set_data(&apart));
-            assert_eq!(all(&mut opt), before, "{algorithm:?} on {device:?}");
+            assert_eq!(all_bits(&mut opt), before, "{algorithm:?} on {device:?}");
             opt.step().unwrap();
         }
     });
@@ -287,7 +279,7 @@ fn an_argument_that_no_step_can_use_changes_nothing() {
                 };
                 backward();
                 opt.step().unwrap();
-                let before = all(&mut opt);
+                let before = all_bits(&mut opt);
                 let device = devices[0];
                 for (index, wrong) in wrong(device).iter().enumerate() {
                     let is_floating = index < 2;
@@ -304,12 +296,12 @@ fn an_argument_that_no_step_can_use_changes_nothing() {
                         let context = format!("{algorithm:?} {kinds:?} {devices:?} {what} {index}");
                         let error = opt.update(&step).map_err(|error| error.to_string());
                         assert!(error.is_err_and(|error| error.contains(what)), "{context}");
-                        assert_eq!(all(&mut opt), before, "{context}");
+                        assert_eq!(all_bits(&mut opt), before, "{context}");
                     }
                 }
                 let good = on(device, Kind::Float);
                 opt.update(&Step::default().with_grad_scale(&good)).unwrap();
-                assert_ne!(all(&mut opt), before, "{algorithm:?}");
+                assert_ne!(all_bits(&mut opt), before, "{algorithm:?}");
             }
         }
     }

@@ -3,15 +3,13 @@
 //! address of something old.
 
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::optim::{
-    Adafactor, Adagrad, AdamW, Lion, MasterWeights, Muon, NAdam, Optimizer, OptimizerState,
-    RmsProp, Sgd,
-};
+use tch_amp::optim::{Optimizer, OptimizerState};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, Result};
 
 use crate::optim::to_f64;
 use testkit::descent::Descent;
+use testkit::optimizers::{MASTERS, algorithms};
 use testkit::rng::Rng;
 
 const PROGRAMS: u64 = 400;
@@ -30,23 +28,8 @@ struct World {
 }
 
 fn build(rng: &mut Rng, list: &[Tensor]) -> Optimizer {
-    let random = MasterWeights::StochasticRounding { seed: 7 };
-    let modes = [MasterWeights::None, MasterWeights::Float, MasterWeights::Remainder, random];
-    let masters = *rng.pick(&modes);
-    let list: Vec<_> = list.iter().map(Tensor::shallow_clone).collect();
-    let built = match rng.below(8) {
-        0 => AdamW::default().master_weights(masters).build(list, 0.01),
-        1 => Sgd { momentum: 0.9, ..Default::default() }.master_weights(masters).build(list, 0.01),
-        2 => Adagrad::default().master_weights(masters).build(list, 0.01),
-        3 => RmsProp { momentum: 0.9, ..Default::default() }
-            .master_weights(masters)
-            .build(list, 0.01),
-        4 => Lion::default().master_weights(masters).build(list, 0.01),
-        5 => NAdam::default().master_weights(masters).build(list, 0.01),
-        6 => Adafactor::default().master_weights(masters).build(list, 0.01),
-        _ => Muon::default().master_weights(masters).build(list, 0.01),
-    };
-    built.unwrap()
+    let (masters, algorithm) = (*rng.pick(&MASTERS), *rng.pick(&algorithms()));
+    algorithm.master_weights(masters).build(list, 0.01).unwrap()
 }
 
 fn values(rng: &mut Rng, kind: Kind) -> Tensor {

@@ -3,11 +3,11 @@
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::GradScaler;
 use tch_amp::optim::{Algorithm, AmpOptimizer as _, Optimizer, ParamGroup, Sgd, Step};
-use tch_amp::scaler::GradScalerConfig;
 
 use crate::optim::{INF, NAN, algorithms, build, set_grad};
 use testkit::bits::bits;
 use testkit::for_each_device;
+use testkit::optimizers::scaler;
 use testkit::tensors::leaf;
 
 /// The bits of everything that a step can change; empty for a state that is still unused.
@@ -28,8 +28,7 @@ fn all(opt: &mut Optimizer) -> Vec<Vec<u8>> {
 fn training(algorithm: Algorithm, device: Device) -> (Tensor, Optimizer, GradScaler) {
     let w = leaf(&[1.0, -2.0, 3.0], Kind::Float, device);
     let opt = build(algorithm, vec![w.shallow_clone()], 0.1);
-    let scaler = GradScalerConfig { init_scale: 8.0, growth_interval: 1000, ..Default::default() };
-    (w, opt, scaler.build(device).unwrap())
+    (w, opt, scaler(device, 8.0))
 }
 
 /// Trains on one batch, whose gradient is multiplied by the scaler's scale.

@@ -1,14 +1,13 @@
 //! Parameters that other code writes to, and their master weights.
 
 use rstest::rstest;
-use tch::nn::VarStore;
+use tch::nn::{Init, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::Error;
-use tch_amp::checkpoint::Checkpoint;
-use tch_amp::optim::{Adagrad, AdamW, MasterWeights, Optimizer, OptimizerError, Sgd};
+use tch_amp::optim::{Adagrad, AdamW, MasterWeights, Optimizer, Sgd};
 
-use crate::optim::{one, set_grad, step_with, to_f64};
+use crate::optim::{load_with, one, replace, set_grad, step_with, to_f64};
 use testkit::bits::bits;
+use testkit::checkpoints::checkpoint_of;
 use testkit::for_each_device;
 use testkit::tensors::leaf;
 
@@ -61,56 +60,19 @@ fn training_resumes_from_written_values_and_the_other_masters_stay(
 fn training_resumes_from_a_model_that_is_restored_without_its_optimizer(
     #[values(MasterWeights::Float, MasterWeights::Remainder)] masters: MasterWeights,
 ) {
-    let vs = VarStore::new(Device::Cpu);
-    let mut other = VarStore::new(Device::Cpu);
-    for (vs, value) in [(&vs, 1.0), (&other, 7.0)] {
-        let _w = vs.root().var("w", &[40], tch::nn::Init::Const(value));
-    }
-    let mut vs = vs;
-    vs.bfloat16();
-    other.bfloat16();
+    let [vs, other] = [1.0, 7.0].map(|value| {
+        let mut vs = VarStore::new(Device::Cpu);
+        let _w = vs.root().var("w", &[40], Init::Const(value));
+        vs.bfloat16();
+        vs
+    });
     let mut opt = Sgd::default().master_weights(masters).build(&vs, 1e-3).unwrap();
     let w = vs.trainable_variables().remove(0);
     set_grad(&w, &[1.0; 40]);
     opt.step().unwrap();
-    let path =
-        std::env::temp_dir().join(format!("tch-amp-stale-{masters:?}-{}.pt", std::process::id()));
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add("model", &other).unwrap();
-    checkpoint.save(&path).unwrap();
-    Checkpoint::load(&path).unwrap().restore().add("model", &vs).apply().unwrap();
-    std::fs::remove_file(path).unwrap();
+    checkpoint_of([("model", &mut &other)]).restore().add("model", &vs).apply().unwrap();
     opt.step().unwrap();
     assert_eq!(to_f64(&master(&opt))[0], f64::from(7f32 - 1e-3));
-}
-
-#[test]
-fn a_loaded_master_is_used_whatever_is_written_before_the_next_step() {
-    let (w, mut opt) = trained(Device::Cpu, MasterWeights::Float);
-    let saved = opt.state_dict().unwrap();
-    let want = to_f64(&saved.state["0"]["master_param"].copy());
-    opt.load_state_dict(&saved).unwrap();
-    // Like a model that is restored after its optimizer.
-    let copy = w.detach().copy();
-    no_grad(|| w.shallow_clone().copy_(&copy));
-    assert_eq!(to_f64(&opt.state_dict().unwrap().state["0"]["master_param"]), want);
-}
-
-#[test]
-fn a_parameter_that_has_become_f32_is_an_error() {
-    let (w, mut opt) = trained(Device::Cpu, MasterWeights::Float);
-    no_grad(|| w.shallow_clone().set_data(&w.to_kind(Kind::Float)));
-    set_grad_anew(&w);
-    let error = opt.step().unwrap_err();
-    assert!(matches!(error, Error::Optimizer(OptimizerError::Parameter { .. })), "{error}");
-    assert!(error.to_string().contains("another dtype than when its master weight was made"));
-}
-
-fn set_grad_anew(w: &Tensor) {
-    w.shallow_clone().zero_grad();
-    let mut opt = Sgd::default().build(vec![w.shallow_clone()], 0.0).unwrap();
-    opt.zero_grad().unwrap();
-    w.sum(Kind::Float).backward();
 }
 
 #[test]
@@ -120,19 +82,6 @@ fn masters_that_a_state_made_before_any_step_follow_the_parameter_too() {
     drop(opt.state_dict().unwrap());
     let _filled = no_grad(|| w.shallow_clone().fill_(5.0));
     assert_eq!(to_f64(&opt.state_dict().unwrap().state["0"]["master_param"]), [5.0]);
-}
-
-#[test]
-fn accumulating_in_f32_is_allowed_if_no_parameter_is_half_precision() {
-    let w = leaf(&[1.0], Kind::Float, Device::Cpu);
-    let mut opt = Sgd::default().build(vec![w], 1.0).unwrap();
-    opt.accumulate_in_f32().unwrap();
-    let w = leaf(&[1.0], Kind::Half, Device::Cpu);
-    let mut opt = Sgd::default().build(vec![w], 1.0).unwrap();
-    assert!(matches!(
-        opt.accumulate_in_f32(),
-        Err(Error::Optimizer(OptimizerError::NoMasterWeights))
-    ));
 }
 
 /// Each combination that keeps f32 copies or an equivalent.
@@ -211,8 +160,7 @@ fn a_master_halfway_between_two_numbers_fits_both() {
     let mut opt = sgd.master_weights(MasterWeights::Float).build(list, 0.0).unwrap();
     step_with(&mut opt, &w, &[1.0]);
     let mut saved = opt.state_dict().unwrap();
-    let master_param = Tensor::from_slice(&[number]);
-    saved.state.get_mut("0").unwrap().insert("master_param".into(), master_param);
+    replace(&mut saved, "0", "master_param", Tensor::from_slice(&[number]));
     for masters in [MasterWeights::Float, MasterWeights::Remainder] {
         let mut opt = one(&w, sgd, masters, 0.0);
         opt.load_state_dict(&saved).unwrap();
@@ -237,22 +185,6 @@ fn new_data_in_reused_memory_is_detected() {
         opt.step().unwrap();
         assert_eq!(to_f64(&w), [5.0, 6.0, 7.0], "run {run}");
     }
-}
-
-/// Another view of the same memory has other values.
-#[test]
-fn a_transposed_parameter_is_detected() {
-    let values = [1.0, 2.0, 3.0, 4.0];
-    let w = leaf(&values, Kind::BFloat16, Device::Cpu).detach().view([2, 2]);
-    let w = w.set_requires_grad(true);
-    let mut opt = one(&w, Sgd::default(), MasterWeights::Float, 0.0);
-    w.sum(Kind::BFloat16).backward();
-    opt.step().unwrap();
-    no_grad(|| w.shallow_clone().set_data(&w.detach().tr().contiguous()));
-    no_grad(|| w.shallow_clone().set_data(&w.detach().tr()));
-    no_grad(|| w.shallow_clone().set_data(&w.detach().tr()));
-    opt.step().unwrap();
-    assert_eq!(to_f64(&w), [1.0, 3.0, 2.0, 4.0]);
 }
 
 /// The parameter and its gradient get another order of memory, and the master keeps its own.
@@ -320,16 +252,22 @@ fn a_parameter_whose_memory_is_read_as_another_dtype_is_detected() {
 
 #[test]
 fn masters_that_were_discarded_are_recreated() {
-    for (kind, masters) in with_masters() {
+    for ((kind, masters), are_loaded) in
+        with_masters().into_iter().flat_map(|mode| [(mode, false), (mode, true)])
+    {
+        let context = format!("{kind:?} {masters:?}, loaded: {are_loaded}");
         let (w, mut opt) = stepped(kind, masters, Device::Cpu);
-        let before = master(&opt);
-        assert_ne!(to_f64(&before), to_f64(&w), "{kind:?} {masters:?}: nothing would be forgotten");
+        assert_ne!(to_f64(&master(&opt)), to_f64(&w), "{context}: nothing would be forgotten");
+        if are_loaded {
+            let saved = opt.state_dict().unwrap();
+            opt.load_state_dict(&saved).unwrap();
+        }
         opt.reset_master_weights();
-        assert!(opt.master_weight(0).unwrap().is_none(), "{kind:?} {masters:?}");
+        assert!(opt.master_weight(0).unwrap().is_none(), "{context}");
         let rounded = to_f64(&w);
         opt.set_lr(0.0).unwrap();
         opt.step().unwrap();
-        assert_eq!(to_f64(&master(&opt)), rounded, "{kind:?} {masters:?}");
+        assert_eq!(to_f64(&master(&opt)), rounded, "{context}");
     }
 }
 
@@ -348,10 +286,8 @@ fn a_state_that_is_loaded_back_is_used_if_it_fits_the_parameters() {
             }
             assert_eq!(bits(&w), bits(&twin), "{context}");
             assert_eq!(bits(&master(&opt)), bits(&master(&other)), "{context}");
-            let mut saved = opt.state_dict().unwrap();
             let strange = Tensor::from_slice(&[9f32; 3]);
-            saved.state.get_mut("0").unwrap().insert("master_param".into(), strange);
-            opt.load_state_dict(&saved).unwrap();
+            load_with(&mut opt, "master_param", strange).unwrap();
             opt.set_lr(0.0).unwrap();
             opt.step().unwrap();
             assert_eq!(bits(&w), bits(&twin), "{context}");
@@ -375,18 +311,4 @@ fn training_resumes_from_a_written_fp16_parameter_beside_a_bf16_one() {
         assert_eq!(to_f64(&all[1]), [near, 2.0]);
         assert_eq!(to_f64(&opt.master_weight(1).unwrap().unwrap()), [near, 2.0]);
     });
-}
-
-#[test]
-fn loaded_masters_can_be_discarded() {
-    for masters in [MasterWeights::Float, MasterWeights::Remainder] {
-        let (w, mut opt) = stepped(Kind::BFloat16, masters, Device::Cpu);
-        let saved = opt.state_dict().unwrap();
-        opt.load_state_dict(&saved).unwrap();
-        opt.reset_master_weights();
-        assert!(opt.master_weight(0).unwrap().is_none(), "{masters:?}");
-        opt.set_lr(0.0).unwrap();
-        opt.step().unwrap();
-        assert_eq!(to_f64(&master(&opt)), to_f64(&w), "{masters:?}");
-    }
 }

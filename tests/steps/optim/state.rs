@@ -2,22 +2,30 @@
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::Stateful;
 use tch_amp::optim::{
     Adam, AdamW, Algorithm, AmpOptimizer, MasterWeights, Muon, Optimizer, OptimizerError,
     OptimizerState, ParamGroup, ParamGroupState, RmsProp, Sgd,
 };
 use tch_amp::{Error, GradScaler};
 
-use crate::optim::{INF, algorithms, build, one, set_grad, step_with, to_f64};
+use crate::optim::{INF, algorithms, build, one, replace, set_grad, step_with, to_f64};
 use testkit::bits::bits;
-use testkit::files::Folder;
+use testkit::checkpoints::{checkpoint_of, reloaded};
+use testkit::optimizers::{MASTERS, all_bits, state_bits};
 use testkit::tensors::{TIES, leaf, tied};
-use testkit::{assert_says, for_each_device};
+use testkit::{assert_refused, assert_says, for_each_device};
 
 fn named(device: Device) -> Vec<(&'static str, Tensor)> {
     let leaf = |values: &[f64]| leaf(values, Kind::Float, device);
     vec![("a", leaf(&[1.0, 2.0])), ("b", leaf(&[3.0])), ("never", leaf(&[4.0]))]
+}
+
+/// The parameters of an optimizer as they are now, as others.
+fn copied(opt: &Optimizer) -> Vec<(&'static str, Tensor)> {
+    let all = opt.trainable_variables();
+    let copies = all.iter().map(|w| w.detach().copy().set_requires_grad(true));
+    ["a", "b", "never"].into_iter().zip(copies).collect()
 }
 
 fn train(opt: &mut Optimizer, from: u8, to: u8) {
@@ -56,16 +64,11 @@ fn training_resumes_from_a_state_bit_by_bit() {
             whole.assign_group(1, &["b"]).unwrap();
             whole.set_lr_group(1, 0.05).unwrap();
             let saved = whole.state_dict().unwrap();
-            let copies = whole.trainable_variables();
-            let names = ["a", "b", "never"].into_iter();
-            let copies = copies.iter().map(|w| w.detach().copy().set_requires_grad(true));
-            let mut resumed = build(algorithm, names.zip(copies).collect::<Vec<_>>(), 0.7);
+            let mut resumed = build(algorithm, copied(&whole), 0.7);
             resumed.load_state_dict(&saved).unwrap();
             train(&mut whole, 3, 6);
             train(&mut resumed, 3, 6);
-            let all =
-                |opt: &Optimizer| opt.trainable_variables().iter().map(bits).collect::<Vec<_>>();
-            assert_eq!(all(&whole), all(&resumed), "{algorithm:?}");
+            assert_eq!(all_bits(&mut whole), all_bits(&mut resumed), "{algorithm:?}");
             assert_eq!(resumed.lr(1).unwrap(), 0.05);
         }
     });
@@ -174,10 +177,7 @@ fn the_state_of_a_disabled_option_takes_no_part_in_a_step() {
         let sgd = |momentum| Sgd { momentum, ..Default::default() };
         let mut opt = sgd(0.5).build(named(device), 0.1).unwrap();
         train(&mut opt, 1, 2);
-        let started = opt.trainable_variables();
-        let copies = started.iter().map(|w| w.detach().copy().set_requires_grad(true));
-        let names = ["a", "b", "never"].into_iter();
-        let mut plain = sgd(0.0).build(names.zip(copies).collect::<Vec<_>>(), 0.1).unwrap();
+        let mut plain = sgd(0.0).build(copied(&opt), 0.1).unwrap();
         opt.set_momentum(0.0).unwrap();
         for opt in [&mut opt, &mut plain] {
             train(opt, 2, 4);
@@ -195,60 +195,45 @@ fn the_state_of_a_disabled_option_takes_no_part_in_a_step() {
     });
 }
 
-type Change = fn(&mut OptimizerState);
-
 #[test]
 fn a_state_that_does_not_fit_changes_nothing() {
-    let changes: [(&str, Change); 12] = [
-        ("must be finite", |s| {
-            let wrong = Tensor::from(-1f32);
-            drop(s.state.get_mut("b").unwrap().insert("step".to_owned(), wrong));
-        }),
-        ("must be finite", |s| {
-            let wrong = Tensor::from(f32::INFINITY);
-            drop(s.state.get_mut("b").unwrap().insert("step".to_owned(), wrong));
-        }),
-        ("must be finite", |s| {
-            let wrong = Tensor::from(f32::NAN);
-            drop(s.state.get_mut("b").unwrap().insert("step".to_owned(), wrong));
-        }),
-        ("has no exp_avg", |s| drop(s.state.get_mut("a").unwrap().remove("exp_avg"))),
-        ("has no step", |s| drop(s.state.get_mut("a").unwrap().remove("step"))),
-        ("does not keep", |s| {
-            let extra = s.state["a"]["exp_avg"].shallow_clone();
-            drop(s.state.get_mut("a").unwrap().insert("momentum_buffer".to_owned(), extra));
-        }),
-        ("must have [2]", |s| {
-            let wrong = Tensor::zeros([3], (Kind::Float, Device::Cpu));
-            drop(s.state.get_mut("a").unwrap().insert("exp_avg".to_owned(), wrong));
-        }),
-        ("must have one", |s| {
-            let wrong = Tensor::zeros([2], (Kind::Float, Device::Cpu));
-            drop(s.state.get_mut("b").unwrap().insert("step".to_owned(), wrong));
-        }),
-        ("is not a parameter", |s| {
-            let entries = s.state.remove("b").unwrap();
-            drop(s.state.insert("stranger".to_owned(), entries));
-        }),
-        ("is in no group", |s| s.param_groups[0].params.retain(|name| name != "b")),
-        ("in two groups", |s| s.param_groups[0].params.push("a".to_owned())),
-        ("is empty", |s| s.param_groups.clear()),
-    ];
-    for (text, change) in changes {
-        let mut source = AdamW::default().build(named(Device::Cpu), 0.1).unwrap();
-        train(&mut source, 0, 2);
-        let mut state = source.state_dict().unwrap();
+    let trained = |lr: f64, steps: u8| {
+        let mut opt = AdamW::default().build(named(Device::Cpu), lr).unwrap();
+        train(&mut opt, 0, steps);
+        opt
+    };
+    let refused = |text: &str, change: &dyn Fn(&mut OptimizerState)| {
+        let mut state = trained(0.1, 2).state_dict().unwrap();
         change(&mut state);
-        let mut opt = AdamW::default().build(named(Device::Cpu), 0.3).unwrap();
-        train(&mut opt, 0, 1);
-        let before = opt.state_dict().unwrap().state["a"]["exp_avg"].copy();
-        let error = opt.load_state_dict(&state).unwrap_err();
-        assert!(matches!(error, Error::Optimizer(OptimizerError::State { .. })), "{error}");
-        assert!(error.to_string().contains(text), "{text}: {error}");
-        let after = opt.state_dict().unwrap();
-        assert_eq!(to_f64(&after.state["a"]["exp_avg"]), to_f64(&before));
-        assert_eq!(opt.lr(0).unwrap(), 0.3);
+        let mut opt = trained(0.3, 1);
+        let before = all_bits(&mut opt);
+        let result = opt.load_state_dict(&state);
+        assert_refused!(result, Error::Optimizer(OptimizerError::State { .. }), text);
+        assert_eq!(all_bits(&mut opt), before, "{text}");
+        assert_eq!(opt.lr(0).unwrap(), 0.3, "{text}");
+    };
+    let zeros = |count: i64| Some(Tensor::zeros([count], (Kind::Float, Device::Cpu)));
+    let steps = |steps: f32| Some(Tensor::from(steps));
+    for (text, name, key, new) in [
+        ("must be finite", "b", "step", steps(-1.0)),
+        ("must be finite", "b", "step", steps(f32::INFINITY)),
+        ("must be finite", "b", "step", steps(f32::NAN)),
+        ("must have one", "b", "step", zeros(2)),
+        ("has no exp_avg", "a", "exp_avg", None),
+        ("has no step", "a", "step", None),
+        ("does not keep", "a", "momentum_buffer", zeros(2)),
+        ("must have [2]", "a", "exp_avg", zeros(3)),
+    ] {
+        let new = || new.as_ref().map(Tensor::shallow_clone);
+        refused(text, &|state| replace(state, name, key, new()));
     }
+    refused("is not a parameter", &|s| {
+        let tensors = s.state.remove("b").unwrap();
+        drop(s.state.insert("stranger".to_owned(), tensors));
+    });
+    refused("is in no group", &|s| s.param_groups[0].params.retain(|name| name != "b"));
+    refused("in two groups", &|s| s.param_groups[0].params.push("a".to_owned()));
+    refused("is empty", &|s| s.param_groups.clear());
 }
 
 #[test]
@@ -256,12 +241,12 @@ fn another_algorithm_or_a_bad_option_is_refused() {
     let mut opt = AdamW::default().build(named(Device::Cpu), 0.1).unwrap();
     let mut sgd = Sgd::default().build(named(Device::Cpu), 0.1).unwrap();
     let mut state = sgd.state_dict().unwrap();
-    assert!(matches!(
+    assert_refused!(
         opt.load_state_dict(&state),
-        Err(Error::Optimizer(OptimizerError::OtherAlgorithm { .. }))
-    ));
+        Error::Optimizer(OptimizerError::OtherAlgorithm { .. })
+    );
     state.param_groups[0].options.lr = -1.0;
-    assert!(matches!(sgd.load_state_dict(&state), Err(Error::InvalidArgument { name: "lr", .. })));
+    assert_refused!(sgd.load_state_dict(&state), Error::InvalidArgument { name: "lr", .. });
     assert_eq!(sgd.lr(0).unwrap(), 0.1);
 }
 
@@ -330,8 +315,7 @@ fn the_state_of_a_tied_weight_is_loaded_by_any_of_its_names() {
                 let mut saved = sgd.build(vec![(saved_as, w.shallow_clone())], 0.25).unwrap();
                 step_with(&mut saved, &w, &[3.0, 4.0]);
                 let state = saved.state_dict().unwrap();
-                let mut checkpoint = Checkpoint::new();
-                checkpoint.add("opt", &mut saved).unwrap();
+                let checkpoint = checkpoint_of([("opt", &mut saved)]);
                 for way_to_load in 0..3 {
                     let (vs, _w) = tied(way, &[0.0; 2], Kind::Float, Device::Cpu);
                     let mut opt = sgd.build(&vs, 0.25).unwrap();
@@ -368,34 +352,19 @@ fn a_state_with_both_names_of_a_tied_weight_is_refused() {
 
 /// Loads the state into the optimizer itself and into `other`, and expects the same state from both.
 fn is_loaded(opt: &mut Optimizer, other: &mut Optimizer, context: &str) {
-    let told = |state: OptimizerState| -> Vec<_> {
-        let entries = state.state.into_iter();
-        entries
-            .flat_map(|(name, tensors)| {
-                tensors.into_iter().map(move |(key, t)| (name.clone(), key, bits(&t)))
-            })
-            .collect()
-    };
-    let saved = told(opt.state_dict().unwrap());
     let state = opt.state_dict().unwrap();
-    other.load_state_dict(&state).unwrap_or_else(|error| panic!("{context}: {error}"));
-    assert_eq!(told(other.state_dict().unwrap()), saved, "{context}");
-    opt.load_state_dict(&state).unwrap_or_else(|error| panic!("{context}: {error}"));
-    assert_eq!(told(opt.state_dict().unwrap()), saved, "{context}");
+    let saved = state_bits(&state);
+    for opt in [other, opt] {
+        opt.load_state_dict(&state).unwrap_or_else(|error| panic!("{context}: {error}"));
+        assert_eq!(state_bits(&opt.state_dict().unwrap()), saved, "{context}");
+    }
 }
-
-const MODES: [MasterWeights; 4] = [
-    MasterWeights::None,
-    MasterWeights::Float,
-    MasterWeights::Remainder,
-    MasterWeights::StochasticRounding { seed: 3 },
-];
 
 #[test]
 fn a_state_whose_first_step_was_skipped_is_loaded() {
     for_each_device(|device| {
         for algorithm in algorithms() {
-            for masters in MODES {
+            for masters in MASTERS {
                 let made = || {
                     let w = leaf(&[1.0, 2.0], Kind::BFloat16, device);
                     let opt = algorithm.master_weights(masters);
@@ -425,10 +394,10 @@ fn a_state_is_loaded_after_an_option_was_switched_on_and_before_it_has_an_effect
     #[case] to: impl Into<Algorithm> + Copy,
 ) {
     for_each_device(|device| {
-        for (kind, masters) in MODES.map(|masters| (Kind::BFloat16, masters)) {
+        for masters in MASTERS {
             let made = || {
-                let w =
-                    leaf(&[1.0, 2.0], kind, device).detach().view([1, 2]).set_requires_grad(true);
+                let w = leaf(&[1.0, 2.0], Kind::BFloat16, device).detach().view([1, 2]);
+                let w = w.set_requires_grad(true);
                 let builder = from.into().master_weights(masters);
                 (w.shallow_clone(), builder.build(vec![w], 0.1).unwrap())
             };
@@ -486,7 +455,6 @@ fn a_run_with_masters_goes_on_in_f32_as_if_it_had_always_been_f32(
                     rounded();
                 }
                 _ => {
-                    let folder = Folder::new();
                     let mut halves = tch::nn::VarStore::new(device);
                     let half = halves.root().zeros("w", &[3]);
                     if kind == Kind::Half {
@@ -495,11 +463,9 @@ fn a_run_with_masters_goes_on_in_f32_as_if_it_had_always_been_f32(
                         halves.bfloat16()
                     }
                     no_grad(|| half.shallow_clone().copy_(&w));
-                    let mut checkpoint = Checkpoint::new();
-                    checkpoint.add("model", &halves).unwrap();
-                    checkpoint.add("optimizer", &mut opt).unwrap();
-                    checkpoint.save(folder.file("run.pt")).unwrap();
-                    let checkpoint = Checkpoint::load(folder.file("run.pt")).unwrap();
+                    let parts: [(&str, &mut dyn Stateful); 2] =
+                        [("model", &mut &halves), ("optimizer", &mut opt)];
+                    let checkpoint = reloaded(&checkpoint_of(parts), "run.pt");
                     let restore = checkpoint.restore().add("optimizer", &mut resumed);
                     restore.add("model", &vs).cast(true).apply().unwrap();
                     assert_eq!(bits(&wide), bits(&twin), "{algorithm:?}: the master");
@@ -567,7 +533,8 @@ fn a_model_that_is_converted_in_place_goes_on_with_its_optimizers_own_state() {
             opt.zero_grad().unwrap();
             vs.float();
             set_grad(&w, &[1.0, -1.0, 0.5]);
-            assert!(opt.step().unwrap_err().to_string().contains("load the old `state_dict`"));
+            let text = "load the old `state_dict`";
+            assert_refused!(opt.step(), Error::Optimizer(OptimizerError::Parameter { .. }), text);
             let mut next = adamw.build(&vs, 1e-3).unwrap();
             next.load_state_dict(&opt.state_dict().unwrap()).unwrap();
             assert_eq!(bits(&w), master, "{masters:?}");
@@ -628,7 +595,7 @@ fn stepped(
     let mut opt = builder.build(vec![w.shallow_clone()], 0.1).unwrap();
     step_with(&mut opt, &w, &[1.0]);
     let mut state = opt.state_dict().unwrap();
-    state.state.get_mut("0").unwrap().insert("step".to_owned(), steps);
+    replace(&mut state, "0", "step", steps);
     (w, opt, state)
 }
 
@@ -638,10 +605,10 @@ fn stepped(
 #[case::negative(-1e300)]
 fn a_number_of_steps_that_cannot_be_counted_is_refused(#[case] steps: f64) {
     for_each_device(|device| {
-        for masters in MODES {
+        for masters in MASTERS {
             let (_w, mut opt, state) = stepped(masters, device, Tensor::from(steps));
-            let error = opt.load_state_dict(&state).unwrap_err();
-            assert!(matches!(error, Error::Optimizer(OptimizerError::State { .. })), "{error}");
+            let result = opt.load_state_dict(&state);
+            assert_refused!(result, Error::Optimizer(OptimizerError::State { .. }));
             let kept = to_f64(&opt.state_dict().unwrap().state["0"]["step"]);
             assert_eq!(kept, [1.0], "nothing was loaded");
         }
@@ -651,7 +618,7 @@ fn a_number_of_steps_that_cannot_be_counted_is_refused(#[case] steps: f64) {
 #[test]
 fn a_skipped_step_does_not_change_a_large_number_of_steps() {
     for_each_device(|device| {
-        for masters in MODES {
+        for masters in MASTERS {
             for steps in [16_777_215f32, 16_777_216.0, 16_777_218.0, 3e9] {
                 let (w, mut opt, state) = stepped(masters, device, Tensor::from(steps));
                 opt.load_state_dict(&state).unwrap();

@@ -1,6 +1,6 @@
 //! Schedules continue from a checkpoint as if they had not been interrupted.
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tch::Kind;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{Optimizer, Sgd};
@@ -11,14 +11,35 @@ use tch_amp::schedule::{
 use tch_amp::{Error, GradScaler};
 
 use super::{optimizer, rates, schedule};
-use testkit::for_each_device;
+use testkit::checkpoints::checkpoint_of;
 use testkit::rng::Rng;
 use testkit::tensors::leaf;
+use testkit::{assert_refused, assert_says, for_each_device};
 
 fn saved(scheduler: &mut Scheduler) -> Checkpoint {
+    checkpoint_of([("scheduler", scheduler)])
+}
+
+/// A checkpoint with a state that Python could have saved.
+fn state_of_python(state: &Value) -> Checkpoint {
     let mut checkpoint = Checkpoint::new();
-    checkpoint.add("scheduler", scheduler).unwrap();
+    checkpoint.add_value("scheduler", state).unwrap();
     checkpoint
+}
+
+/// Another scheduler and optimizer, with the states of these.
+fn resumed(
+    scheduler: &mut Scheduler,
+    opt: &mut Optimizer,
+    lrs: &[f64],
+    options: impl Into<Schedule>,
+) -> (Scheduler, Optimizer) {
+    let mut checkpoint = saved(scheduler);
+    checkpoint.add("opt", opt).unwrap();
+    let mut opt = optimizer(true, lrs);
+    let mut scheduler = options.into().build(&mut opt).unwrap();
+    checkpoint.restore().add("scheduler", &mut scheduler).add("opt", &mut opt).apply().unwrap();
+    (scheduler, opt)
 }
 
 #[test]
@@ -30,13 +51,7 @@ fn random_schedules_continue_with_the_same_numbers() {
         let mut opt = optimizer(true, &lrs);
         let mut whole = schedule.clone().build(&mut opt).unwrap();
         (0..rng.below(30)).for_each(|_| whole.advance(&mut opt).unwrap());
-        let mut checkpoint = saved(&mut whole);
-        checkpoint.add("opt", &mut opt).unwrap();
-
-        let mut new_opt = optimizer(true, &lrs);
-        let mut new = schedule.clone().build(&mut new_opt).unwrap();
-        let restore = checkpoint.restore().add("scheduler", &mut new);
-        restore.add("opt", &mut new_opt).apply().unwrap();
+        let (mut new, mut new_opt) = resumed(&mut whole, &mut opt, &lrs, schedule);
         for step in 0..25 {
             assert_eq!(
                 (new.lrs(), new.steps()),
@@ -60,8 +75,7 @@ fn a_plateau_continues() {
         for &metric in metrics {
             whole.step(&mut opt, metric).unwrap();
         }
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add("plateau", &mut whole).unwrap();
+        let checkpoint = checkpoint_of([("plateau", &mut whole)]);
         let mut new = options.build(&opt).unwrap();
         checkpoint.restore().add("plateau", &mut new).apply().unwrap();
         assert_eq!(new.best(), whole.best());
@@ -82,32 +96,14 @@ fn a_state_of_another_schedule_is_refused_and_nothing_changes() {
     let mut scheduler = ExponentialLr { gamma: 0.5 }.build(&mut one).unwrap();
     scheduler.advance(&mut one).unwrap();
     let groups = saved(&mut ExponentialLr { gamma: 0.5 }.build(&mut two).unwrap());
-    let error = groups.restore().add("scheduler", &mut scheduler).apply().unwrap_err();
-    assert!(matches!(error, Error::InvalidArgument { .. }), "{error:?}");
+    let restored = groups.restore().add("scheduler", &mut scheduler).apply();
+    assert_refused!(restored, Error::InvalidArgument { .. });
     let cycle =
         CosineAnnealingWarmRestarts { t_0: 5, t_mult: 1, eta_min: 0.0 }.build(&mut one).unwrap();
     let cycle = saved(&mut { cycle });
-    let error = cycle.restore().add("scheduler", &mut scheduler).apply().unwrap_err();
-    assert!(matches!(error, Error::Checkpoint(_)), "{error:?}");
+    let restored = cycle.restore().add("scheduler", &mut scheduler).apply();
+    assert_refused!(restored, Error::Checkpoint(_));
     assert_eq!((scheduler.lrs(), scheduler.steps()), (&[0.05][..], 1));
-}
-
-#[test]
-fn a_position_outside_of_its_cycle_is_refused() {
-    let mut opt = optimizer(false, &[0.1]);
-    let mut scheduler =
-        CosineAnnealingWarmRestarts { t_0: 5, t_mult: 1, eta_min: 0.0 }.build(&mut opt).unwrap();
-    for (position, length) in [(u64::MAX, u64::MAX), (5, 5), (0, 0)] {
-        let state = json!({
-            "last_epoch": 3, "base_lrs": [0.1], "_last_lr": [0.1], "T_cur": position, "T_i": length,
-        });
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add_value("scheduler", &state).unwrap();
-        let error = checkpoint.restore().add("scheduler", &mut scheduler).apply().unwrap_err();
-        assert!(matches!(error, Error::InvalidArgument { .. }), "{error:?}");
-    }
-    scheduler.advance(&mut opt).unwrap();
-    assert_eq!(scheduler.steps(), 1);
 }
 
 /// The state of a schedule of Python for three groups, of which the options here know two.
@@ -116,33 +112,41 @@ fn a_state_of_more_groups_is_refused() {
     let mut opt = optimizer(false, &[0.5, 0.25]);
     let options = OneCycleLr { max_lr: vec![0.5, 0.25], ..OneCycleLr::new(0.5, 20) };
     let mut scheduler = options.build(&mut opt).unwrap();
-    let mut state = saved(&mut scheduler).value::<serde_json::Value>("scheduler").unwrap();
+    let mut state = saved(&mut scheduler).value::<Value>("scheduler").unwrap();
     state["base_lrs"] = json!([0.02, 0.01, 0.004]);
     state["_step_count"] = json!(1);
-    let mut checkpoint = Checkpoint::new();
-    checkpoint.add_value("scheduler", &state).unwrap();
-    let error = checkpoint.restore().add("scheduler", &mut scheduler).apply().unwrap_err();
-    assert!(error.to_string().contains("of 3 groups, and the optimizer 2"), "{error}");
+    let checkpoint = state_of_python(&state);
+    let restored = checkpoint.restore().add("scheduler", &mut scheduler).apply();
+    assert_says(restored, "of 3 groups, and the optimizer 2");
 }
 
 /// Python's position is a float after `step(epoch)` with one.
 #[test]
-fn a_position_that_is_a_whole_float_is_read_and_a_fraction_refused() {
+fn a_position_is_a_whole_number_of_steps_within_its_cycle() {
     let mut opt = optimizer(false, &[0.1]);
     let mut scheduler =
         CosineAnnealingWarmRestarts { t_0: 5, t_mult: 1, eta_min: 0.0 }.build(&mut opt).unwrap();
-    for (position, text) in [(3.0, None), (2.5, Some("whole steps")), (-1.0, Some("whole steps"))] {
-        let state = json!({
-            "last_epoch": 3, "base_lrs": [0.1], "_last_lr": [0.1], "T_cur": position, "T_i": 5,
-        });
-        let mut checkpoint = Checkpoint::new();
-        checkpoint.add_value("scheduler", &state).unwrap();
-        let restored = checkpoint.restore().add("scheduler", &mut scheduler).apply();
-        let error = restored.err().map(|error| error.to_string());
-        assert_eq!(error.is_some(), text.is_some(), "{position}: {error:?}");
-        let text = text.unwrap_or_default();
-        assert!(error.unwrap_or_default().contains(text), "{position}");
+    let checkpoint = |position: &Value, length: u64| {
+        state_of_python(&json!({
+            "last_epoch": 3, "base_lrs": [0.1], "_last_lr": [0.1], "T_cur": position, "T_i": length,
+        }))
+    };
+    for (position, length, text) in [
+        (json!(u64::MAX), u64::MAX, ""),
+        (json!(5), 5, ""),
+        (json!(0), 0, ""),
+        (json!(2.5), 5, "whole steps"),
+        (json!(-1.0), 5, "whole steps"),
+    ] {
+        let refused = checkpoint(&position, length);
+        let restored = refused.restore().add("scheduler", &mut scheduler).apply();
+        assert_refused!(restored, Error::InvalidArgument { .. }, text);
+        assert_eq!(scheduler.steps(), 0, "{position}");
     }
+    let whole = checkpoint(&json!(3.0), 5);
+    whole.restore().add("scheduler", &mut scheduler).apply().unwrap();
+    scheduler.advance(&mut opt).unwrap();
+    assert_eq!(scheduler.steps(), 4);
 }
 
 #[test]
@@ -151,12 +155,8 @@ fn the_momentum_of_a_restored_optimizer_stays() {
     let mut scheduler = ExponentialLr { gamma: 0.5 }.build(&mut opt).unwrap();
     opt.set_momentum(0.7).unwrap();
     scheduler.advance(&mut opt).unwrap();
-    let mut checkpoint = saved(&mut scheduler);
-    checkpoint.add("opt", &mut opt).unwrap();
-    let mut new_opt = optimizer(true, &[0.3]);
-    let mut new = ExponentialLr { gamma: 0.5 }.build(&mut new_opt).unwrap();
-    let restore = checkpoint.restore().add("scheduler", &mut new);
-    restore.add("opt", &mut new_opt).apply().unwrap();
+    let (mut new, mut new_opt) =
+        resumed(&mut scheduler, &mut opt, &[0.3], ExponentialLr { gamma: 0.5 });
     new.advance(&mut new_opt).unwrap();
     assert_eq!(rates(&new_opt), [[0.025, 0.7]]);
 }
@@ -201,11 +201,7 @@ fn prolonged(make: impl Fn(u64) -> Schedule, steps: u64) -> (Vec<f64>, Scheduler
     let mut opt = optimizer(true, &[0.1]);
     let mut short = make(10).build(&mut opt).unwrap();
     (0..steps).for_each(|_| short.advance(&mut opt).unwrap());
-    let mut checkpoint = saved(&mut short);
-    checkpoint.add("opt", &mut opt).unwrap();
-    let mut opt = optimizer(true, &[0.1]);
-    let mut long = make(20).build(&mut opt).unwrap();
-    checkpoint.restore().add("scheduler", &mut long).add("opt", &mut opt).apply().unwrap();
+    let (long, opt) = resumed(&mut short, &mut opt, &[0.1], make(20));
     (short.lrs().to_vec(), long, opt)
 }
 

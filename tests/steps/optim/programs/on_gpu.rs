@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 
 use tch::{Device, Kind};
-use tch_amp::optim::Algorithm;
 
 use crate::optim::programs::generate::{self, Mode, Program};
 use crate::optim::programs::run::Machine;
 use crate::optim::programs::{Seeded, lines};
 use testkit::bits::from_hex;
+use testkit::optimizers::name;
 use testkit::programs::{python_can_have_the_gpu, seeds};
 use testkit::python::Oracle;
 use testkit::skipped;
@@ -23,15 +23,7 @@ const NEAR_SHARE: f64 = 0.95;
 
 /// What is compared as one: an algorithm, and what comes before its step.
 fn group(program: &Program) -> String {
-    let algorithm = match program.groups[0].algorithm {
-        Algorithm::AdamW(_) => "AdamW",
-        Algorithm::Adam(_) => "Adam",
-        Algorithm::Sgd(_) => "SGD",
-        Algorithm::Adagrad(_) => "Adagrad",
-        Algorithm::RmsProp(_) => "RMSprop",
-        Algorithm::Lion(_) => "Lion",
-        _ => "Muon",
-    };
+    let algorithm = name(&program.groups[0].algorithm);
     let before = match program.mode {
         Mode::Plain | Mode::Scaler => "step",
         Mode::Unscale => "unscale_, step",
@@ -44,7 +36,7 @@ fn group(program: &Program) -> String {
 /// Whether both sides call the same kernels with the same arguments, so that their bits must be equal.
 fn is_of_same_kernels(group: &str) -> bool {
     let (algorithm, before) = group.split_once(": ").unwrap();
-    ["AdamW", "Adam", "SGD", "Adagrad"].contains(&algorithm)
+    ["AdamW", "Adam", "Sgd", "Adagrad"].contains(&algorithm)
         && ["step", "unscale_, step"].contains(&before)
 }
 

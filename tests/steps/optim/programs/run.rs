@@ -6,22 +6,11 @@ use tch_amp::optim::Optimizer;
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::optim::programs::generate::{Layout, Mode, Parameter, Program, Step};
-use testkit::bits::bits;
+use testkit::bits::hex;
 
-const KEYS: [&str; 12] = [
-    "step",
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "momentum_buffer",
-    "sum",
-    "square_avg",
-    "grad_avg",
-    "mu_product",
-    "row_var",
-    "col_var",
-    "variance",
-];
+/// What a state may have, in the order of the oracle.
+const KEYS: &str = "step exp_avg exp_avg_sq max_exp_avg_sq momentum_buffer sum square_avg grad_avg mu_product \
+                    row_var col_var variance";
 
 pub struct Machine<'a> {
     program: &'a Program,
@@ -107,14 +96,11 @@ impl<'a> Machine<'a> {
     /// The bits of the parameters and of their state, in the oracle's form.
     pub fn told(&mut self) -> String {
         let saved = self.optimizer.state_dict().unwrap();
-        let hex = |tensor: &Tensor| {
-            bits(tensor).iter().map(|byte| format!("{byte:02x}")).collect::<String>()
-        };
         let mut out = Vec::new();
         for (index, param) in self.params.iter().enumerate() {
             let mut parts = vec![hex(param)];
             if let Some(state) = saved.state.get(&format!("p{index}")) {
-                parts.extend(KEYS.iter().filter_map(|&key| state.get(key)).map(hex));
+                parts.extend(KEYS.split(' ').filter_map(|key| state.get(key)).map(hex));
             }
             out.push(parts.join(","));
         }

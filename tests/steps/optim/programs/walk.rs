@@ -15,18 +15,12 @@ use crate::optim::programs::generate::{ALGORITHMS, algorithm, magnitude, numbers
 use testkit::bits::bits;
 use testkit::files::Folder;
 use testkit::gpus_that_round_as_the_cpu;
+use testkit::optimizers::MASTERS;
 use testkit::programs::seeds;
 use testkit::rng::Rng;
 
 const WALKS: u64 = 50;
 const CALLS: usize = 12;
-
-const MODES: [MasterWeights; 4] = [
-    MasterWeights::None,
-    MasterWeights::Float,
-    MasterWeights::Remainder,
-    MasterWeights::StochasticRounding { seed: 7 },
-];
 
 /// Numbers of steps around those at which f32 has no number for each, and the largest one that is loaded.
 const STEPS: [f32; 6] = [0.0, 16_777_215.0, 16_777_216.0, 16_777_218.0, 3e7, 4_611_686e12];
@@ -102,7 +96,7 @@ impl World {
     fn new(rng: &mut Rng, devices: &[Device]) -> Self {
         let (which, initial) = (rng.below(ALGORITHMS), *rng.pick(&[0.0, 0.5]));
         let first = algorithm(which, initial, rng);
-        let masters = *rng.pick(&MODES);
+        let masters = *rng.pick(&MASTERS);
         let count = 1 + rng.below(4);
         let parameters: Vec<_> = (0..count).map(|_| parameter(rng, devices)).collect();
         let opt = build(first, masters, &parameters);
@@ -240,7 +234,7 @@ impl World {
                 "move"
             }
             9 => {
-                self.change_mode(*rng.pick(&MODES));
+                self.change_mode(*rng.pick(&MASTERS));
                 "mode"
             }
             _ => {
