@@ -280,6 +280,8 @@ struct Runner<'a> {
     /// The scale that the first iteration in half precision begins with.
     scale: f64,
     iterations: usize,
+    /// Whether one of them left the scaler without an `update`.
+    is_update_due: bool,
     seed: u64,
 }
 
@@ -291,7 +293,8 @@ impl<'a> Runner<'a> {
             return Err(Error::InvalidArgument { name: "scale", problem });
         }
         let program = Program::new(budget.vs, budget.region)?;
-        Ok(Self { budget, program, iterate, scale, iterations: 0, seed: 0 })
+        let (iterations, is_update_due, seed) = (0, false, 0);
+        Ok(Self { budget, program, iterate, scale, iterations, is_update_due, seed })
     }
 
     fn measure(&mut self) -> Result<BudgetReport> {
@@ -365,6 +368,7 @@ impl<'a> Runner<'a> {
         problems.extend(of_gradients(f32, half, &self.budget.underflow, measured));
         problems.extend(untrained(f32, half, &self.budget.unused));
         problems.extend(of_steps(f32, half));
+        problems.extend(self.is_update_due.then_some(BudgetProblem::NotUpdated));
         problems.extend((f32.random != half.random).then_some(BudgetProblem::RandomNumbers));
         let not_finite = names(half.not_finite.difference(&f32.not_finite));
         problems.extend((!not_finite.is_empty()).then_some(BudgetProblem::NotFinite(not_finite)));
@@ -392,7 +396,9 @@ impl<'a> Runner<'a> {
         recorded: Option<RecordingMode<'_>>,
     ) -> Result<(Observed, GradScaler)> {
         self.iterations += 1;
-        self.program.run(mode, scaler, recorded, self.iterate)
+        let (observed, scaler) = self.program.run(mode, scaler, recorded, self.iterate)?;
+        self.is_update_due |= observed.is_update_due;
+        Ok((observed, scaler))
     }
 
     /// Runs an iteration that begins as the program does, without a scaler if there is no scale.

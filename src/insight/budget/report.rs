@@ -115,6 +115,9 @@ pub enum BudgetProblem {
     },
     /// No step was seen, and no parameter changed, in any run.
     NotStepped,
+    /// The iteration scales a loss and steps, or unscales, and ends without [`update`](crate::GradScaler::update), so
+    /// that the scale never changes.
+    NotUpdated,
     /// The program's use of the loss scale changes its numbers in f32, where scaling by a power of two is exact.
     Scaling {
         /// The scale at which that was seen.
@@ -541,6 +544,10 @@ impl fmt::Display for BudgetProblem {
             }
             Self::NotStepped => f.write_str(
                 "no step was seen, and no parameter changed, in f32 and in half precision",
+            ),
+            Self::NotUpdated => f.write_str(
+                "the iteration ends without `update` of the scaler, whose scale then never changes, not even after an \
+                 overflow",
             ),
             Self::Scaling { scale, fault, names } => write_fault(f, *scale, *fault, names),
             Self::OtherThanRounding(names) => write!(

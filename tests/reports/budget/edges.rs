@@ -152,6 +152,59 @@ fn frozen_weights_can_be_in_half_precision() {
     assert_eq!(frozen.kind(), Kind::BFloat16);
 }
 
+/// The scale of a scaler without `update` never changes.
+#[test]
+fn an_iteration_that_does_not_update_its_scaler_is_over_budget() {
+    let (vs, _alone) = store();
+    let layer = nn::linear(vs.root(), 16, 16, Default::default());
+    let xs = floats(&[32, 16]);
+    let loss = || layer.forward(&xs).tanh().square().mean(Kind::Float);
+    type Ways = fn(&mut BudgetRun, &mut Optimizer) -> Result<()>;
+    let ways: [(&str, bool, Ways); 6] = [
+        ("an update", true, |run, optimizer| {
+            let _outcome = run.scaler().step(optimizer)?;
+            run.scaler().update()
+        }),
+        ("a scale that the program sets", true, |run, optimizer| {
+            let _outcome = run.scaler().step(optimizer)?;
+            run.scaler().update_with(512.0)
+        }),
+        ("no update after a step", false, |run, optimizer| run.scaler().step(optimizer).map(drop)),
+        ("no update after a step that clips", false, |run, optimizer| {
+            run.scaler().step_clip_norm(optimizer, 1.0).map(drop)
+        }),
+        ("no update after steps of the program's own", false, |run, optimizer| {
+            let scale = run.scaler().get_scale()?;
+            for parameter in optimizer.parameters().as_slice() {
+                no_grad(|| parameter.grad().f_div_scalar_(scale).map(drop))?;
+            }
+            optimizer.step()
+        }),
+        ("no update in half precision", false, |run, optimizer| {
+            let _outcome = run.scaler().step(optimizer)?;
+            if run.is_half() { Ok(()) } else { run.scaler().update() }
+        }),
+    ];
+    for (what, is_right, end) in ways {
+        for dtype in [Kind::BFloat16, Kind::Half] {
+            let optimizer = || AdamW::default().build(&vs, 1e-3);
+            let budget = Budget::new(&vs, region(dtype));
+            let mut iteration = |run: &mut BudgetRun, optimizer: &mut Optimizer| {
+                optimizer.zero_grad()?;
+                let loss = run.region(loss)?;
+                run.scaler().backward(&loss)?;
+                end(run, optimizer)?;
+                Ok(loss)
+            };
+            let report = budget.measure(optimizer, &mut iteration).unwrap();
+            let expected = if is_right { vec![] } else { vec![BudgetProblem::NotUpdated] };
+            assert_eq!(report.problems, expected, "{what}, {dtype:?}: {report}");
+            let checked = budget.check(&report.file(), optimizer, &mut iteration).unwrap();
+            assert_eq!(checked.problems, expected, "{what}, {dtype:?}: {checked}");
+        }
+    }
+}
+
 /// What makes the gradients of a loss too small for fp16.
 const SMALL: f64 = 2e-5;
 

@@ -57,7 +57,7 @@ const HALF_OR_EVERY: [bool; 3] = [true, false, true];
 /// in half precision, so that they are what they would be.
 const CLIPPED: &[&str] = &["conv", "lstm"];
 
-const FAULTS: [Fault; 27] = [
+const FAULTS: [Fault; 28] = [
     Fault::new("unscale_is_skipped", &["mlp", "gpt", "vae"], EVERY).of_any_model_hidden_in(CLIPPED),
     Fault::new("loss_is_scaled_twice", &["vae", "mlp", "gpt"], EVERY)
         .of_any_model_hidden_in(CLIPPED),
@@ -71,6 +71,7 @@ const FAULTS: [Fault; 27] = [
     Fault::new("one_parameter_is_not_unscaled", &["conv", "mlp", "gpt"], EVERY).of_any_model(),
     Fault::new("one_loss_of_two_is_not_scaled", &["vae"], EVERY),
     Fault::new("never_steps", &["mlp", "conv", "gpt"], EVERY).of_any_model(),
+    Fault::new("update_is_missing", &["conv", "gpt", "vae"], EVERY).of_any_model(),
     Fault::new("steps_twice", &["vae", "mlp", "lstm"], BRANCH).of_any_model(),
     Fault::new("zero_grad_is_missing", &["mlp", "conv", "gpt"], EVERY).of_any_model(),
     Fault::new("dropout_is_off", &["encoder"], BRANCH),
@@ -344,7 +345,7 @@ fn with_own_adamw(kind: &'static str, dtype: Kind, seed: i64, form: Option<Form>
     report.unwrap()
 }
 
-/// The 28th published fault. No optimizer of this crate has it beside parameters in f32.
+/// The last published fault. No optimizer of this crate has it beside parameters in f32.
 #[test]
 fn second_moments_in_half_precision_are_over_budget() {
     let _alone = alone();
