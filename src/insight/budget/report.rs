@@ -154,8 +154,8 @@ pub enum ScaleFault {
     ScaledTwice,
     /// They are divided by this number instead of the scale, such as the scale of another iteration.
     UnscaledByAnother(#[serde(with = "numbers")] f64),
-    /// They are too small by the scale: they are unscaled twice, or clipped before they are unscaled, or their loss was
-    /// not scaled.
+    /// They are too small by the scale, apart from what clipping changes in one of two runs: they are unscaled twice,
+    /// or clipped before they are unscaled, or their loss was not scaled.
     UnscaledTwice,
     /// This part of their norm is too small by the scale: that of one of several losses that was not scaled, or what
     /// the program adds to the gradients before they are unscaled.
@@ -163,9 +163,14 @@ pub enum ScaleFault {
     /// This part of their norm is too large by the scale: that of one of several losses that was scaled twice, or what
     /// is added after the rest is unscaled.
     PartNotUnscaled(#[serde(with = "numbers")] f64),
-    /// They are clipped, or changed otherwise, before they are unscaled.
+    /// They are clipped, or changed otherwise, before they are unscaled, or divided by another number than the scale
+    /// and then clipped.
     ChangedBeforeUnscaling,
-    /// They are right, and something else depends on the scale, such as the loss that is returned or a step.
+    /// They are clipped to a norm while they are too large, or too small, by a factor that depends on the scale, and
+    /// little or nothing of it is left: they are not unscaled, or a loss is scaled twice or not at all.
+    HiddenByClipping,
+    /// They are right, and something else depends on the scale, such as the loss that is returned or a step; or nearly
+    /// every scale overflows, so that no more can be told.
     Other,
 }
 
@@ -582,8 +587,10 @@ fn write_fault(
     let scale = Number(scale);
     write!(f, "in f32 at a scale of {scale}, which must not change anything, ")?;
     if fault == ScaleFault::Other {
-        let moved = list(names);
-        return write!(f, "these change: {moved} (the iteration has to return its unscaled loss)");
+        write!(f, "these change: {}", list(names))?;
+        let is_loss = names.contains(&BudgetQuantity::Loss.to_string());
+        let advice = if is_loss { " (the iteration has to return its unscaled loss)" } else { "" };
+        return f.write_str(advice);
     }
     match names {
         [] => write!(f, "the gradients are ")?,
@@ -601,9 +608,9 @@ fn write_fault(
             let other = Number(other);
             write!(f, "divided by {other} instead: the scale of another iteration, or a constant")
         }
-        ScaleFault::UnscaledTwice => write!(
-            f,
-            "{scale} × too small: unscaled twice, or clipped before they are unscaled, or the loss is not scaled"
+        ScaleFault::UnscaledTwice => f.write_str(
+            "divided by the scale once too often: unscaled twice, or clipped before they are unscaled, or the loss is \
+             not scaled",
         ),
         ScaleFault::PartNotScaled(share) => write!(
             f,
@@ -616,9 +623,13 @@ fn write_fault(
              they are unscaled",
             percent(share)
         ),
-        ScaleFault::ChangedBeforeUnscaling | ScaleFault::Other => {
-            f.write_str("clipped, or changed otherwise, before they are unscaled")
-        }
+        ScaleFault::ChangedBeforeUnscaling | ScaleFault::Other => f.write_str(
+            "clipped, or changed otherwise, before they are unscaled, or divided by another number and then clipped",
+        ),
+        ScaleFault::HiddenByClipping => f.write_str(
+            "clipped to a norm while a factor is wrong, which hides it: they are not unscaled, or a loss is scaled \
+             twice or not at all",
+        ),
     }
 }
 

@@ -6,7 +6,9 @@ use serde::Deserialize;
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::autocast::{Plan, Rule, RunAs};
-use tch_amp::insight::{Budget, BudgetFile, BudgetProblem, BudgetReport, BudgetRun, Dtype, audit};
+use tch_amp::insight::{
+    Budget, BudgetFile, BudgetProblem, BudgetReport, BudgetRun, Dtype, ScaleFault, audit,
+};
 use tch_amp::optim::{AdamW, AmpOptimizer, MasterWeights, Optimizer, Sgd};
 use tch_amp::{Amp, Autocast, Error, GradScaler, Result};
 
@@ -630,6 +632,52 @@ fn branches_on_what_noise_runs_share_are_over_budget() {
                 |problem: &BudgetProblem| matches!(problem, BudgetProblem::OtherThanRounding(_));
             assert_eq!(report.problems.iter().any(is_told), planted, "{what}, {dtype:?}: {report}");
         }
+    }
+}
+
+/// In f32, gradients between two factors overflow at the first of the scales that are tried, or at the first two.
+#[test]
+fn an_overflow_at_some_scales_is_no_fault_and_hides_none() {
+    let (vs, _alone) = store();
+    let layer = nn::linear(vs.root(), 16, 16, Default::default());
+    let xs = floats(&[32, 16]);
+    for (powers, is_unscaled, overflows_at, found_at) in [
+        ([115, 115], true, &[8192.0][..], None),
+        ([115, 115], false, &[8192.0], Some(128.0)),
+        // In half precision and with noise they are smaller.
+        ([0, 121], false, &[8192.0, 128.0], Some(2.0)),
+    ] {
+        let mut overflowed = Vec::new();
+        let optimizer = || AdamW::default().build(&vs, 1e-3);
+        let budget = Budget::new(&vs, region(Kind::BFloat16));
+        let report = budget.measure(optimizer, |run, optimizer| {
+            optimizer.zero_grad()?;
+            let power = powers[usize::from(run.dtype() == Kind::Float)];
+            let loss = run.region(|| {
+                let ys = layer.forward(&xs).tanh().to_kind(Kind::Float);
+                let large = (&ys * 2f64.powi(-power)).sum(Kind::Float) * 2f64.powi(power);
+                ys.square().mean(Kind::Float) + large
+            })?;
+            let scale = run.scaler().get_scale()?;
+            run.scaler().backward(&loss)?;
+            let is_finite = layer.ws.grad().isfinite().all().int64_value(&[]) == 1;
+            overflowed.extend((!is_finite && !overflowed.contains(&scale)).then_some(scale));
+            if is_unscaled {
+                let _outcome = run.scaler().step(optimizer)?;
+            } else {
+                optimizer.step()?;
+            }
+            run.scaler().update_with(2.0 * scale)?;
+            Ok(loss)
+        });
+        let report = report.unwrap();
+        assert_eq!(overflowed, overflows_at, "{report}");
+        let problem = |scale| {
+            let (fault, names) = (ScaleFault::NotUnscaled, vec![]);
+            BudgetProblem::Scaling { scale, fault, names }
+        };
+        assert_eq!(report.problems.first(), found_at.map(problem).as_ref(), "{report}");
+        assert_eq!(report.is_within(), is_unscaled, "{report}");
     }
 }
 
