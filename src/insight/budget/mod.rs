@@ -509,8 +509,9 @@ impl<'a> Runner<'a> {
     /// Where noise in fp16 is as large as the quantity, measures how large it would be without the limits of fp16's
     /// exponents.
     fn add_unbounded(&mut self, f32: &Observed, scale: f64, measured: &mut Measured) -> Result<()> {
-        let is_large = measured.quantities.iter().any(MeasuredQuantity::is_only_noise);
-        if self.program.dtype() != Kind::Half || !is_large {
+        let is_large =
+            |known: &MeasuredQuantity| known.quantity.can_underflow() && known.is_without_limit();
+        if self.program.dtype() != Kind::Half || !measured.quantities.iter().any(is_large) {
             return Ok(());
         }
         let mut runs = Vec::new();
@@ -642,7 +643,10 @@ fn of_gradients(
         names.retain(|name| {
             let is_allowed = matches_any(underflow, name);
             let known = measured.gradient(name);
-            !known.is_some_and(|known| known.is_only_noise() && (is_allowed || !known.underflows()))
+            let is_left_out = |known: &MeasuredQuantity| {
+                if known.underflows() { is_allowed } else { known.is_only_noise() }
+            };
+            !known.is_some_and(is_left_out)
         });
         names
     };
@@ -701,8 +705,10 @@ fn lost(
     underflow: &[String],
 ) -> Result<Vec<Option<f64>>> {
     let share = |((known, (.., f)), half): ((&MeasuredQuantity, &Value), Option<&Tensor>)| {
-        let is_judged = !matches!(known.quantity, BudgetQuantity::Update | BudgetQuantity::Loss);
-        if !is_judged || !known.underflows() || matches_any(underflow, &known.name) {
+        if !known.quantity.can_underflow()
+            || !known.underflows()
+            || matches_any(underflow, &known.name)
+        {
             return Ok(None);
         }
         half.map(|half| share_of_zeros(f, half)).transpose()

@@ -33,6 +33,11 @@ impl BudgetQuantity {
             Self::Loss | Self::Update | Self::Factor => 10.0,
         }
     }
+
+    /// Returns whether it matters if its numbers are too small for fp16. Updates are in f32, and a loss is only printed.
+    pub(super) fn can_underflow(self) -> bool {
+        matches!(self, Self::Output | Self::Buffer | Self::Gradient)
+    }
 }
 
 /// Beyond this multiple of the noise of its error, a gradient is over budget whatever its median.
@@ -222,8 +227,9 @@ pub(super) struct BudgetOperator {
 ///   (how many times as large it is as in f32: ⟨h, f⟩ / ⟨f, f⟩ for h in half precision and f in f32), `multiple` (how
 ///   far it is from f32, as a multiple of the noise: by the norm of the difference; for an update by its median; and for
 ///   a gradient by the smaller of the two, or a quarter of that by the norm if this is larger), `limit` (the multiple
-///   that is allowed) and `lost` (if nothing can be told, because the numbers are so small in fp16 that rounding is as
-///   large as they are: the share that becomes zero, and otherwise null). A row with `lost` is over budget;
+///   that is allowed; less than the quantity itself, unless that is rounding alone) and `lost` (if nothing can be told,
+///   because the numbers are so small in fp16 that rounding is as large as they are: the share that becomes zero, and
+///   otherwise null). A row with `lost` is over budget;
 ///   [`Budget::allow_underflow`](super::Budget::allow_underflow) makes it one that is judged by its multiple.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -269,22 +275,55 @@ pub(super) struct MeasuredQuantity {
     pub(super) unbounded: Option<f64>,
 }
 
-/// From this relative noise on, it is as large as the quantity, and no limit.
-const AS_LARGE: f64 = 0.5;
+/// From this relative noise on, a quantity is rounding, and is not judged exactly.
+const ONLY_NOISE: f64 = 0.5;
+
+/// An error as large as the quantity.
+const AS_LARGE: Deviation = Deviation { error: 1.0, factor: 0.0, median: 1.0 };
 
 impl MeasuredQuantity {
-    /// Returns whether the noise is as large as the quantity.
+    /// How far a run is from f32, as a multiple of the noise.
+    fn multiple(&self, deviation: &Deviation) -> f64 {
+        let noise = Noise::of(&self.noise);
+        let of_error = noise.of_error(deviation);
+        match self.quantity {
+            // Both limits in one number.
+            BudgetQuantity::Gradient => {
+                noise.of_gradient(deviation).max(of_error / LIMIT_OF_ERROR * self.quantity.limit())
+            }
+            BudgetQuantity::Update => noise.of_update(deviation),
+            _ => of_error,
+        }
+    }
+
+    /// The multiple of the noise that is allowed: less than the quantity itself, unless this is rounding.
+    fn limit(&self, allowance: f64) -> f64 {
+        let limit = allowance * self.quantity.limit();
+        if self.norm == 0.0 || self.is_only_noise() || self.underflows() {
+            return limit;
+        }
+        // The next smaller number of two digits.
+        limit.min(((100.0 * self.multiple(&AS_LARGE)).ceil() - 1.0) / 100.0)
+    }
+
+    /// Returns whether the noise is about as large as the quantity.
     pub(super) fn is_only_noise(&self) -> bool {
         let noise = Noise::of(&self.noise).error;
-        if self.norm > 0.0 { noise >= AS_LARGE } else { noise > 0.0 }
+        if self.norm > 0.0 { noise >= ONLY_NOISE } else { noise > 0.0 }
+    }
+
+    /// Returns whether the noise is so large that an error as large as the quantity would be within its limit.
+    pub(super) fn is_without_limit(&self) -> bool {
+        self.norm > 0.0 && self.multiple(&AS_LARGE) <= self.quantity.limit()
     }
 
     /// Returns whether it is so because the numbers are too small for fp16, and not because they cancel out, for
     /// instance.
     pub(super) fn underflows(&self) -> bool {
-        self.norm > 0.0
-            && self.is_only_noise()
-            && self.unbounded.is_some_and(|noise| noise < AS_LARGE / 2.0)
+        let noise = Noise::of(&self.noise).error;
+        let is_told =
+            |unbounded: f64| unbounded < noise / 2.0 && unbounded * self.quantity.limit() < 1.0;
+        self.is_without_limit() && self.unbounded.is_some_and(is_told)
     }
 }
 
@@ -457,26 +496,13 @@ pub(super) fn rows(
     // roundoff at most, even where the noise cancels, as in gradients that are clipped to a norm.
     let roundoff = if dtype == Kind::Half { 2f64.powi(-12) } else { 2f64.powi(-9) };
     let least = roundoff / BudgetQuantity::Factor.limit();
-    let row = |quantity: BudgetQuantity, name: &str, of: (f64, f64, f64)| {
-        let (error, factor, multiple) = of;
-        let limit = allowance * quantity.limit();
-        BudgetRow { quantity, name: name.to_owned(), error, factor, multiple, limit, lost: None }
-    };
     let pairs = || measured.quantities.iter().zip(half);
     let mut rows: Vec<BudgetRow> = Vec::new();
     for ((known, deviation), &lost) in pairs().zip(lost) {
-        let noise = Noise::of(&known.noise);
-        let of_error = noise.of_error(deviation);
-        let multiple = match known.quantity {
-            // Both limits in one number.
-            BudgetQuantity::Gradient => {
-                noise.of_gradient(deviation).max(of_error / LIMIT_OF_ERROR * known.quantity.limit())
-            }
-            BudgetQuantity::Update => noise.of_update(deviation),
-            _ => of_error,
-        };
-        let of = (deviation.error, deviation.factor, multiple);
-        rows.push(BudgetRow { lost, ..row(known.quantity, &known.name, of) });
+        let &Deviation { error, factor, .. } = deviation;
+        let (quantity, name) = (known.quantity, known.name.clone());
+        let (multiple, limit) = (known.multiple(deviation), known.limit(allowance));
+        rows.push(BudgetRow { quantity, name, error, factor, multiple, limit, lost });
     }
     for (quantity, name) in
         [(BudgetQuantity::Output, OUTPUTS), (BudgetQuantity::Gradient, GRADIENTS)]
@@ -489,7 +515,10 @@ pub(super) fn rows(
             least,
             of.map(|(known, deviation)| (known.norm, deviation, known.noise.as_slice())),
         );
-        rows.push(row(BudgetQuantity::Factor, name, ((factor - 1.0).abs(), factor, multiple)));
+        let (error, name) = ((factor - 1.0).abs(), name.to_owned());
+        let limit = allowance * BudgetQuantity::Factor.limit();
+        let quantity = BudgetQuantity::Factor;
+        rows.push(BudgetRow { quantity, name, error, factor, multiple, limit, lost: None });
     }
     rows.sort_by(|a, b| {
         let is_forward = |row: &BudgetRow| row.quantity <= BudgetQuantity::Buffer;

@@ -20,6 +20,7 @@ use testkit::rows::rows;
 struct Row {
     quantity: String,
     name: String,
+    limit: f64,
     lost: Option<f64>,
 }
 
@@ -272,6 +273,67 @@ fn a_loss_that_is_too_small_for_fp16_is_over_budget_with_the_share_that_is_lost(
     let checked = budget.check(&lost.file(), optimizer, iteration(false, SMALL)).unwrap();
     assert_eq!(of(&checked, "1.weight"), Some(share));
     allowed.check(&lost.file(), optimizer, iteration(false, SMALL)).unwrap().assert();
+}
+
+/// The noise that a budget's file keeps.
+#[derive(Debug, Deserialize)]
+struct Kept {
+    quantity: String,
+    name: String,
+    noise: Vec<Noise>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Noise {
+    error: f64,
+    median: f64,
+}
+
+/// Between gradients that underflow and those that do not, there is none that may be as far from f32 as it is large.
+#[test]
+fn no_gradient_in_fp16_may_be_wrong_by_as_much_as_it_is_large() {
+    let (vs, _alone) = store();
+    let layer = |i: i64| nn::linear(vs.root() / i, 32, 32, Default::default());
+    let (first, last) = (layer(0), layer(1));
+    let xs = floats(&[16, 32]);
+    let mut counts = [0, 0];
+    for small in [2e-5, 2.4e-5, 2.8e-5, 3.3e-5, 3.8e-5, 4.5e-5, 5.3e-5, 7.4e-5, 1e-4, 1e-3] {
+        let optimizer = || AdamW::default().build(&vs, 1e-3);
+        let budget = Budget::new(&vs, region(Kind::Half));
+        let mut iteration = |run: &mut BudgetRun, optimizer: &mut Optimizer| {
+            optimizer.zero_grad()?;
+            let loss = run.region(|| {
+                let ys = last.forward(&first.forward(&xs).tanh());
+                ys.square().mean(Kind::Float) * small
+            })?;
+            optimizer.backward_step(&loss)?;
+            Ok(loss)
+        };
+        let report = budget.measure(optimizer, &mut iteration).unwrap();
+        let checked = budget.check(&report.file(), optimizer, &mut iteration).unwrap();
+        let kept = serde_json::to_value(report.file()).unwrap()["measured"]["quantities"].take();
+        for Kept { quantity, name, noise } in serde_json::from_value::<Vec<Kept>>(kept).unwrap() {
+            if quantity != "Gradient" {
+                continue;
+            }
+            let mean = |of: &dyn Fn(&Noise) -> f64| {
+                let squares: f64 = noise.iter().map(|run| of(run) * of(run)).sum();
+                (squares / noise.len() as f64).sqrt()
+            };
+            let (error, median) = (mean(&|run| run.error), mean(&|run| run.median));
+            // Either the norm or the median within 3 × noise, and the norm within 12 ×.
+            let as_large = f64::max(f64::min(1.0 / error, 1.0 / median), 0.25 / error);
+            for (report, allowance) in [(&report, 1.0), (&checked, 1.25)] {
+                let mut rows = rows::<Row>(report, "rows").into_iter();
+                let row = rows.find(|row| row.quantity == quantity && row.name == name).unwrap();
+                assert_eq!(row.lost.is_some(), as_large <= 3.0, "{small}, {name}: {report}");
+                let is_over = as_large > row.limit || row.lost.is_some();
+                assert!(is_over && row.limit <= 3.0 * allowance, "{small}, {name}: {report}");
+                counts[usize::from(row.lost.is_some())] += 1;
+            }
+        }
+    }
+    assert!(counts.iter().all(|&count| count >= 20), "{counts:?}");
 }
 
 /// None of their numbers becomes zero, but fp16 has few for those that they are computed from.
