@@ -301,6 +301,12 @@ impl GradScaler {
         self.iteration.try_borrow().is_ok_and(|iteration| iteration.is_open())
     }
 
+    /// Returns whether a loss was scaled since the last `update`.
+    #[cfg(feature = "insight")]
+    pub(crate) fn is_between_scale_and_update(&self) -> bool {
+        self.iteration.try_borrow().is_ok_and(|iteration| iteration.is_scaled())
+    }
+
     /// Returns the scale; 1 for a disabled scaler.
     ///
     /// Synchronizes, once, only if a fused optimizer was stepped on the device, or any optimizer was unscaled there and

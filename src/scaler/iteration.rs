@@ -59,6 +59,12 @@ impl Iteration {
         self.live().next().is_some()
     }
 
+    /// Returns whether a loss was scaled since the last `update`.
+    #[cfg(feature = "insight")]
+    pub(crate) fn is_scaled(&self) -> bool {
+        self.is_scaled
+    }
+
     /// Fails if an optimizer has been unscaled, at least in part, and not stepped. A call that ends the iteration would
     /// forget that its gradients are unscaled.
     pub(crate) fn refuse_due(&self, call: &'static str) -> Result<()> {

@@ -149,7 +149,7 @@ impl<'a> Budget<'a> {
     /// Runs the iteration eight times and compares: twice in half precision; in f32; in f32 with a scale and with
     /// regions that are on, which must not change a bit; and in four noise runs. If a quantity is over its limit and
     /// nothing else differs, eight more noise runs decide; if it is the loss, an output or a buffer, six more runs find
-    /// the first operator. If a bit changes without rounding, three to seven more runs find out why; and in fp16 two
+    /// the first operator. If a bit changes without rounding, three to eight more runs find out why; and in fp16 two
     /// more tell numbers that are too small for it from those that are rounding alone.
     ///
     /// `iteration` is one whole step of training and returns its unscaled loss, one number; with accumulation, the sum
@@ -280,6 +280,8 @@ struct Runner<'a> {
     /// The scale that the first iteration in half precision begins with.
     scale: f64,
     iterations: usize,
+    /// Whether one of them left the scaler without an `update`.
+    is_update_due: bool,
     seed: u64,
 }
 
@@ -291,7 +293,8 @@ impl<'a> Runner<'a> {
             return Err(Error::InvalidArgument { name: "scale", problem });
         }
         let program = Program::new(budget.vs, budget.region)?;
-        Ok(Self { budget, program, iterate, scale, iterations: 0, seed: 0 })
+        let (iterations, is_update_due, seed) = (0, false, 0);
+        Ok(Self { budget, program, iterate, scale, iterations, is_update_due, seed })
     }
 
     fn measure(&mut self) -> Result<BudgetReport> {
@@ -365,6 +368,7 @@ impl<'a> Runner<'a> {
         problems.extend(of_gradients(f32, half, &self.budget.underflow, measured));
         problems.extend(untrained(f32, half, &self.budget.unused));
         problems.extend(of_steps(f32, half));
+        problems.extend(self.is_update_due.then_some(BudgetProblem::NotUpdated));
         problems.extend((f32.random != half.random).then_some(BudgetProblem::RandomNumbers));
         let not_finite = names(half.not_finite.difference(&f32.not_finite));
         problems.extend((!not_finite.is_empty()).then_some(BudgetProblem::NotFinite(not_finite)));
@@ -392,7 +396,9 @@ impl<'a> Runner<'a> {
         recorded: Option<RecordingMode<'_>>,
     ) -> Result<(Observed, GradScaler)> {
         self.iterations += 1;
-        self.program.run(mode, scaler, recorded, self.iterate)
+        let (observed, scaler) = self.program.run(mode, scaler, recorded, self.iterate)?;
+        self.is_update_due |= observed.is_update_due;
+        Ok((observed, scaler))
     }
 
     /// Runs an iteration that begins as the program does, without a scaler if there is no scale.
@@ -503,8 +509,9 @@ impl<'a> Runner<'a> {
     /// Where noise in fp16 is as large as the quantity, measures how large it would be without the limits of fp16's
     /// exponents.
     fn add_unbounded(&mut self, f32: &Observed, scale: f64, measured: &mut Measured) -> Result<()> {
-        let is_large = measured.quantities.iter().any(MeasuredQuantity::is_only_noise);
-        if self.program.dtype() != Kind::Half || !is_large {
+        let is_large =
+            |known: &MeasuredQuantity| known.quantity.can_underflow() && known.is_without_limit();
+        if self.program.dtype() != Kind::Half || !measured.quantities.iter().any(is_large) {
             return Ok(());
         }
         let mut runs = Vec::new();
@@ -636,7 +643,10 @@ fn of_gradients(
         names.retain(|name| {
             let is_allowed = matches_any(underflow, name);
             let known = measured.gradient(name);
-            !known.is_some_and(|known| known.is_only_noise() && (is_allowed || !known.underflows()))
+            let is_left_out = |known: &MeasuredQuantity| {
+                if known.underflows() { is_allowed } else { known.is_only_noise() }
+            };
+            !known.is_some_and(is_left_out)
         });
         names
     };
@@ -695,8 +705,10 @@ fn lost(
     underflow: &[String],
 ) -> Result<Vec<Option<f64>>> {
     let share = |((known, (.., f)), half): ((&MeasuredQuantity, &Value), Option<&Tensor>)| {
-        let is_judged = !matches!(known.quantity, BudgetQuantity::Update | BudgetQuantity::Loss);
-        if !is_judged || !known.underflows() || matches_any(underflow, &known.name) {
+        if !known.quantity.can_underflow()
+            || !known.underflows()
+            || matches_any(underflow, &known.name)
+        {
             return Ok(None);
         }
         half.map(|half| share_of_zeros(f, half)).transpose()

@@ -101,6 +101,8 @@ pub(super) struct Observed {
     pub(super) scale: f64,
     pub(super) is_scaled: bool,
     pub(super) is_skipped: bool,
+    /// Whether it left the scaler without an `update`.
+    pub(super) is_update_due: bool,
     pub(super) recording: Option<Recording>,
 }
 
@@ -321,6 +323,12 @@ impl Program {
             && (watched.is_skipped
                 || scaler.get_scale()? < before
                 || !observed.not_finite.is_empty());
+        // An iteration that neither steps nor updates leaves out its batch.
+        let is_changed = |kept: &Kept| !observed.unchanged.contains(&kept.name);
+        let is_stepped = !watched.steps.is_empty() || self.parameters().any(is_changed);
+        observed.is_update_due = scaler.is_enabled()
+            && (scaler.is_between_step_and_update()
+                || is_stepped && scaler.is_between_scale_and_update());
         Ok((observed, scaler))
     }
 

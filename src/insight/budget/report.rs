@@ -33,6 +33,11 @@ impl BudgetQuantity {
             Self::Loss | Self::Update | Self::Factor => 10.0,
         }
     }
+
+    /// Returns whether it matters if its numbers are too small for fp16. Updates are in f32, and a loss is only printed.
+    pub(super) fn can_underflow(self) -> bool {
+        matches!(self, Self::Output | Self::Buffer | Self::Gradient)
+    }
 }
 
 /// Beyond this multiple of the noise of its error, a gradient is over budget whatever its median.
@@ -115,6 +120,9 @@ pub enum BudgetProblem {
     },
     /// No step was seen, and no parameter changed, in any run.
     NotStepped,
+    /// The iteration scales a loss and steps, or unscales, and ends without [`update`](crate::GradScaler::update), so
+    /// that the scale never changes.
+    NotUpdated,
     /// The program's use of the loss scale changes its numbers in f32, where scaling by a power of two is exact.
     Scaling {
         /// The scale at which that was seen.
@@ -151,8 +159,8 @@ pub enum ScaleFault {
     ScaledTwice,
     /// They are divided by this number instead of the scale, such as the scale of another iteration.
     UnscaledByAnother(#[serde(with = "numbers")] f64),
-    /// They are too small by the scale: they are unscaled twice, or clipped before they are unscaled, or their loss was
-    /// not scaled.
+    /// They are too small by the scale, apart from what clipping changes in one of two runs: they are unscaled twice,
+    /// or clipped before they are unscaled, or their loss was not scaled.
     UnscaledTwice,
     /// This part of their norm is too small by the scale: that of one of several losses that was not scaled, or what
     /// the program adds to the gradients before they are unscaled.
@@ -160,9 +168,14 @@ pub enum ScaleFault {
     /// This part of their norm is too large by the scale: that of one of several losses that was scaled twice, or what
     /// is added after the rest is unscaled.
     PartNotUnscaled(#[serde(with = "numbers")] f64),
-    /// They are clipped, or changed otherwise, before they are unscaled.
+    /// They are clipped, or changed otherwise, before they are unscaled, or divided by another number than the scale
+    /// and then clipped.
     ChangedBeforeUnscaling,
-    /// They are right, and something else depends on the scale, such as the loss that is returned or a step.
+    /// They are clipped to a norm while they are too large, or too small, by a factor that depends on the scale, and
+    /// little or nothing of it is left: they are not unscaled, or a loss is scaled twice or not at all.
+    HiddenByClipping,
+    /// They are right, and something else depends on the scale, such as the loss that is returned or a step; or nearly
+    /// every scale overflows, so that no more can be told.
     Other,
 }
 
@@ -214,8 +227,9 @@ pub(super) struct BudgetOperator {
 ///   (how many times as large it is as in f32: ⟨h, f⟩ / ⟨f, f⟩ for h in half precision and f in f32), `multiple` (how
 ///   far it is from f32, as a multiple of the noise: by the norm of the difference; for an update by its median; and for
 ///   a gradient by the smaller of the two, or a quarter of that by the norm if this is larger), `limit` (the multiple
-///   that is allowed) and `lost` (if nothing can be told, because the numbers are so small in fp16 that rounding is as
-///   large as they are: the share that becomes zero, and otherwise null). A row with `lost` is over budget;
+///   that is allowed; less than the quantity itself, unless that is rounding alone) and `lost` (if nothing can be told,
+///   because the numbers are so small in fp16 that rounding is as large as they are: the share that becomes zero, and
+///   otherwise null). A row with `lost` is over budget;
 ///   [`Budget::allow_underflow`](super::Budget::allow_underflow) makes it one that is judged by its multiple.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -261,22 +275,55 @@ pub(super) struct MeasuredQuantity {
     pub(super) unbounded: Option<f64>,
 }
 
-/// From this relative noise on, it is as large as the quantity, and no limit.
-const AS_LARGE: f64 = 0.5;
+/// From this relative noise on, a quantity is rounding, and is not judged exactly.
+const ONLY_NOISE: f64 = 0.5;
+
+/// An error as large as the quantity.
+const AS_LARGE: Deviation = Deviation { error: 1.0, factor: 0.0, median: 1.0 };
 
 impl MeasuredQuantity {
-    /// Returns whether the noise is as large as the quantity.
+    /// How far a run is from f32, as a multiple of the noise.
+    fn multiple(&self, deviation: &Deviation) -> f64 {
+        let noise = Noise::of(&self.noise);
+        let of_error = noise.of_error(deviation);
+        match self.quantity {
+            // Both limits in one number.
+            BudgetQuantity::Gradient => {
+                noise.of_gradient(deviation).max(of_error / LIMIT_OF_ERROR * self.quantity.limit())
+            }
+            BudgetQuantity::Update => noise.of_update(deviation),
+            _ => of_error,
+        }
+    }
+
+    /// The multiple of the noise that is allowed: less than the quantity itself, unless this is rounding.
+    fn limit(&self, allowance: f64) -> f64 {
+        let limit = allowance * self.quantity.limit();
+        if self.norm == 0.0 || self.is_only_noise() || self.underflows() {
+            return limit;
+        }
+        // The next smaller number of two digits.
+        limit.min(((100.0 * self.multiple(&AS_LARGE)).ceil() - 1.0) / 100.0)
+    }
+
+    /// Returns whether the noise is about as large as the quantity.
     pub(super) fn is_only_noise(&self) -> bool {
         let noise = Noise::of(&self.noise).error;
-        if self.norm > 0.0 { noise >= AS_LARGE } else { noise > 0.0 }
+        if self.norm > 0.0 { noise >= ONLY_NOISE } else { noise > 0.0 }
+    }
+
+    /// Returns whether the noise is so large that an error as large as the quantity would be within its limit.
+    pub(super) fn is_without_limit(&self) -> bool {
+        self.norm > 0.0 && self.multiple(&AS_LARGE) <= self.quantity.limit()
     }
 
     /// Returns whether it is so because the numbers are too small for fp16, and not because they cancel out, for
     /// instance.
     pub(super) fn underflows(&self) -> bool {
-        self.norm > 0.0
-            && self.is_only_noise()
-            && self.unbounded.is_some_and(|noise| noise < AS_LARGE / 2.0)
+        let noise = Noise::of(&self.noise).error;
+        let is_told =
+            |unbounded: f64| unbounded < noise / 2.0 && unbounded * self.quantity.limit() < 1.0;
+        self.is_without_limit() && self.unbounded.is_some_and(is_told)
     }
 }
 
@@ -449,26 +496,13 @@ pub(super) fn rows(
     // roundoff at most, even where the noise cancels, as in gradients that are clipped to a norm.
     let roundoff = if dtype == Kind::Half { 2f64.powi(-12) } else { 2f64.powi(-9) };
     let least = roundoff / BudgetQuantity::Factor.limit();
-    let row = |quantity: BudgetQuantity, name: &str, of: (f64, f64, f64)| {
-        let (error, factor, multiple) = of;
-        let limit = allowance * quantity.limit();
-        BudgetRow { quantity, name: name.to_owned(), error, factor, multiple, limit, lost: None }
-    };
     let pairs = || measured.quantities.iter().zip(half);
     let mut rows: Vec<BudgetRow> = Vec::new();
     for ((known, deviation), &lost) in pairs().zip(lost) {
-        let noise = Noise::of(&known.noise);
-        let of_error = noise.of_error(deviation);
-        let multiple = match known.quantity {
-            // Both limits in one number.
-            BudgetQuantity::Gradient => {
-                noise.of_gradient(deviation).max(of_error / LIMIT_OF_ERROR * known.quantity.limit())
-            }
-            BudgetQuantity::Update => noise.of_update(deviation),
-            _ => of_error,
-        };
-        let of = (deviation.error, deviation.factor, multiple);
-        rows.push(BudgetRow { lost, ..row(known.quantity, &known.name, of) });
+        let &Deviation { error, factor, .. } = deviation;
+        let (quantity, name) = (known.quantity, known.name.clone());
+        let (multiple, limit) = (known.multiple(deviation), known.limit(allowance));
+        rows.push(BudgetRow { quantity, name, error, factor, multiple, limit, lost });
     }
     for (quantity, name) in
         [(BudgetQuantity::Output, OUTPUTS), (BudgetQuantity::Gradient, GRADIENTS)]
@@ -481,7 +515,10 @@ pub(super) fn rows(
             least,
             of.map(|(known, deviation)| (known.norm, deviation, known.noise.as_slice())),
         );
-        rows.push(row(BudgetQuantity::Factor, name, ((factor - 1.0).abs(), factor, multiple)));
+        let (error, name) = ((factor - 1.0).abs(), name.to_owned());
+        let limit = allowance * BudgetQuantity::Factor.limit();
+        let quantity = BudgetQuantity::Factor;
+        rows.push(BudgetRow { quantity, name, error, factor, multiple, limit, lost: None });
     }
     rows.sort_by(|a, b| {
         let is_forward = |row: &BudgetRow| row.quantity <= BudgetQuantity::Buffer;
@@ -542,6 +579,10 @@ impl fmt::Display for BudgetProblem {
             Self::NotStepped => f.write_str(
                 "no step was seen, and no parameter changed, in f32 and in half precision",
             ),
+            Self::NotUpdated => f.write_str(
+                "the iteration ends without `update` of the scaler, whose scale then never changes, not even after an \
+                 overflow",
+            ),
             Self::Scaling { scale, fault, names } => write_fault(f, *scale, *fault, names),
             Self::OtherThanRounding(names) => write!(
                 f,
@@ -575,8 +616,10 @@ fn write_fault(
     let scale = Number(scale);
     write!(f, "in f32 at a scale of {scale}, which must not change anything, ")?;
     if fault == ScaleFault::Other {
-        let moved = list(names);
-        return write!(f, "these change: {moved} (the iteration has to return its unscaled loss)");
+        write!(f, "these change: {}", list(names))?;
+        let is_loss = names.contains(&BudgetQuantity::Loss.to_string());
+        let advice = if is_loss { " (the iteration has to return its unscaled loss)" } else { "" };
+        return f.write_str(advice);
     }
     match names {
         [] => write!(f, "the gradients are ")?,
@@ -594,9 +637,9 @@ fn write_fault(
             let other = Number(other);
             write!(f, "divided by {other} instead: the scale of another iteration, or a constant")
         }
-        ScaleFault::UnscaledTwice => write!(
-            f,
-            "{scale} × too small: unscaled twice, or clipped before they are unscaled, or the loss is not scaled"
+        ScaleFault::UnscaledTwice => f.write_str(
+            "divided by the scale once too often: unscaled twice, or clipped before they are unscaled, or the loss is \
+             not scaled",
         ),
         ScaleFault::PartNotScaled(share) => write!(
             f,
@@ -609,9 +652,13 @@ fn write_fault(
              they are unscaled",
             percent(share)
         ),
-        ScaleFault::ChangedBeforeUnscaling | ScaleFault::Other => {
-            f.write_str("clipped, or changed otherwise, before they are unscaled")
-        }
+        ScaleFault::ChangedBeforeUnscaling | ScaleFault::Other => f.write_str(
+            "clipped, or changed otherwise, before they are unscaled, or divided by another number and then clipped",
+        ),
+        ScaleFault::HiddenByClipping => f.write_str(
+            "clipped to a norm while a factor is wrong, which hides it: they are not unscaled, or a loss is scaled \
+             twice or not at all",
+        ),
     }
 }
 

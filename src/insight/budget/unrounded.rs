@@ -11,13 +11,15 @@ use crate::ffi::emulation::Rounding;
 use crate::ffi::{self, OutsideRegions};
 use crate::insight::measure::{Deviation, LEAST_NOISE, Noise, norm};
 
-/// The first scale that is tried is so many times that of the run in half precision, so that it is none of those that
-/// the program has seen, and each further one is so many times smaller.
-const LARGER: f64 = 4.0;
-const SMALLER: f64 = 64.0;
+/// The scales that are tried, as multiples of that of the run in half precision, until two of them do not overflow.
+/// They are none of those that the program has seen. The last two are near it, for a fault that overflows further away.
+const SCALES: [f64; 6] = [4.0, 1.0 / 16.0, 1.0 / 1024.0, 1.0 / 65536.0, 0.25, 2.0];
 
-/// How many scales are tried until two of them do not overflow.
-const SCALES: usize = 3;
+/// No other of these multiples is as large where one is 1, nor has the program seen it.
+const INSTEAD_OF_ONE: f64 = 128.0;
+
+/// A scale at which no gradients are clipped that are not unscaled.
+const TINY: f64 = 1.0 / 1_073_741_824.0;
 
 /// The largest part of the noise that a quantity may be moved without any rounding.
 const PART_OF_NOISE: f64 = 0.25;
@@ -28,6 +30,14 @@ const UNSTEADY: f64 = 100.0;
 /// The relative error up to which gradients follow a pattern, and up to which two scales move them alike.
 const PATTERN: f64 = 1e-2;
 const SAME: f64 = 1e-4;
+
+/// How far f32 rounds gradients that are multiplied by a factor.
+const ROUNDED: f64 = 1.0 / 4_194_304.0;
+
+/// The relative change up to which clipping hides a factor, and how far the factors that it leaves at two scales are
+/// from each other. It divides by the norm and a small number, of which a scale changes the proportion.
+const HIDDEN: f64 = 1e-3;
+const ALIKE: f64 = 0.1;
 
 /// The differences between f32 and a run that has all that noise has but the rounding.
 #[derive(Default)]
@@ -49,8 +59,11 @@ pub(super) fn look(runner: &mut Runner<'_>, f32: &Observed, half: &Observed) -> 
     let scales = scales(half);
     let inside = Mode::Emulated(Rounding::None);
     let mut exact = runner.run_afresh(inside, Some(scales[0]), None)?;
-    if overflows(f32, &exact) {
-        exact = runner.run_afresh(inside, Some(scales[SCALES - 1]), None)?;
+    for &scale in &scales[1..] {
+        if !half.is_scaled || !overflows(f32, &exact) {
+            break;
+        }
+        exact = runner.run_afresh(inside, Some(scale), None)?;
     }
     if differing(f32, &exact)?.is_empty() {
         return Ok(Unrounded::default());
@@ -93,12 +106,10 @@ impl Unrounded {
 }
 
 /// The scales that are tried: powers of two other than 1, at which no fault would show.
-fn scales(half: &Observed) -> [f64; SCALES] {
-    let mut scale = half.scale * LARGER;
-    [(); SCALES].map(|()| {
-        let this = if scale == 1.0 { 2.0 } else { scale };
-        scale /= SMALLER;
-        this
+fn scales(half: &Observed) -> [f64; SCALES.len()] {
+    SCALES.map(|multiple| {
+        let scale = half.scale * multiple;
+        if scale == 1.0 { INSTEAD_OF_ONE } else { scale }
     })
 }
 
@@ -190,26 +201,63 @@ fn of_scale(
     let is_gradient = |index: &usize| values[*index].0 == BudgetQuantity::Gradient;
     let all = (0..values.len()).filter(is_gradient).count();
     let mut indices: Vec<usize> = found.iter().copied().filter(is_gradient).collect();
-    let mut fault_of = None;
-    if let ([first, second], false) = (at.as_slice(), indices.is_empty()) {
-        fault_of = fault(steady.unscaled, [first, second], &mut indices)?;
-    }
-    let names = match indices.len() {
+    let fault = match at.as_slice() {
+        [first, second] if !indices.is_empty() => {
+            let found = fault(steady.unscaled, [first, second], &mut indices)?;
+            match found {
+                None => hidden(runner, mode, steady.unscaled, &first.1, &indices)?,
+                found => found,
+            }
+        }
+        _ => Some(ScaleFault::Other),
+    };
+    let Some(fault) = fault else {
+        // The scale does not matter: the program asks whether the scaler is enabled.
+        let names = found.iter().map(|&index| text(&values[index])).collect();
+        return Ok(Some(BudgetProblem::OtherThanRounding(names)));
+    };
+    let names = match fault {
+        ScaleFault::Other => found.iter().map(|&index| text(&values[index])).collect(),
+        // Some may be rounded to the same numbers.
+        ScaleFault::HiddenByClipping => Vec::new(),
         // All others follow from them.
-        count if count == all && all > 0 => Vec::new(),
-        0 => found.iter().map(|&index| text(&values[index])).collect(),
+        _ if indices.len() == all => Vec::new(),
         _ => indices.iter().map(|&index| values[index].1.clone()).collect(),
     };
-    let fault = match fault_of {
-        Some(fault) => fault,
-        None if indices.is_empty() => ScaleFault::Other,
-        None => {
-            // The scale does not matter: the program asks whether the scaler is enabled.
-            let names = found.iter().map(|&index| text(&values[index])).collect();
-            return Ok(Some(BudgetProblem::OtherThanRounding(names)));
-        }
-    };
     Ok(Some(BudgetProblem::Scaling { scale: *scale, fault, names }))
+}
+
+/// Returns the fault of gradients that are the same at two scales, if they are others at a scale that is so small that
+/// what clips them at all others does not.
+fn hidden(
+    runner: &mut Runner<'_>,
+    mode: Mode,
+    f32: &Observed,
+    first: &Observed,
+    indices: &[usize],
+) -> Result<Option<ScaleFault>> {
+    let tiny = runner.run_afresh(mode, Some(TINY), None)?;
+    if overflows(f32, &tiny) {
+        return Ok(None);
+    }
+    let [Some(f), Some(h1), Some(h2)] = [
+        gradients(f32, f32, indices)?,
+        gradients(first, f32, indices)?,
+        gradients(&tiny, f32, indices)?,
+    ] else {
+        return Ok(None);
+    };
+    let _own = OutsideRegions::enter();
+    let [f, h1, h2] = [Tensor::f_cat(&f, 0)?, Tensor::f_cat(&h1, 0)?, Tensor::f_cat(&h2, 0)?];
+    if !depends_on_scale(&f, [&h1, &h2])? {
+        return Ok(None);
+    }
+    let is_hidden = is_multiple(&Deviation::of(&h1, &f)?);
+    Ok(Some(if is_hidden {
+        ScaleFault::HiddenByClipping
+    } else {
+        ScaleFault::ChangedBeforeUnscaling
+    }))
 }
 
 /// A quantity and its name.
@@ -219,7 +267,8 @@ fn text((quantity, name, _): &Value) -> String {
 
 /// Recognizes a fault by how the gradients at two scales follow from those in f32; returns `None` for a difference that
 /// does not depend on the scale. If most gradients have a factor in common, such as that of clipping, and the fault is
-/// in the others, only the places of these are left in `indices`.
+/// in the others, only the places of these are left in `indices`. One that is so large that clipping leaves nothing of
+/// the rest looks like a loss of which the rest is not scaled.
 fn fault(
     f32: &Observed,
     at: [&(f64, Observed); 2],
@@ -236,7 +285,8 @@ fn fault(
     let _own = OutsideRegions::enter();
     let all = |of: &[Tensor]| Tensor::f_cat(of, 0);
     let of_all = pattern(&all(&f)?, [&all(&h1)?, &all(&h2)?], scales)?;
-    if of_all != Some(ScaleFault::ChangedBeforeUnscaling) {
+    let is_changed = of_all == Some(ScaleFault::ChangedBeforeUnscaling);
+    if !is_changed && !matches!(of_all, Some(ScaleFault::PartNotScaled(_))) {
         return Ok(of_all);
     }
     let (common, others) = uncommon(&f, [&h1, &h2])?;
@@ -249,7 +299,12 @@ fn fault(
         |of: &[Tensor], factor: f64| -> Result<Tensor> { Ok(some(of)?.f_div(&number(factor)?)?) };
     let of_others =
         pattern(&some(&f)?, [&alike(&h1, common[0])?, &alike(&h2, common[1])?], scales)?;
-    if of_others == Some(ScaleFault::ChangedBeforeUnscaling) {
+    let is_told = match of_others {
+        Some(ScaleFault::NotUnscaled | ScaleFault::ScaledTwice) => true,
+        Some(ScaleFault::ChangedBeforeUnscaling) => false,
+        _ => is_changed,
+    };
+    if !is_told {
         return Ok(of_all);
     }
     *indices = others.into_iter().map(|i| indices[i]).collect();
@@ -297,30 +352,59 @@ fn is_near(a: f64, b: f64) -> bool {
     (a / b - 1.0).abs() < PATTERN
 }
 
+/// Returns whether numbers at two scales differ from each other, and not only from those in f32.
+fn depends_on_scale(f: &Tensor, [h1, h2]: [&Tensor; 2]) -> Result<bool> {
+    let _own = OutsideRegions::enter();
+    Ok(norm(&h2.f_sub(h1)?)? > SAME * norm(&h1.f_sub(f)?)?)
+}
+
+/// The part of an error that is no common factor.
+fn rest(d: &Deviation) -> f64 {
+    (d.error * d.error - (d.factor - 1.0).powi(2)).max(0.0).sqrt()
+}
+
+fn is_multiple(d: &Deviation) -> bool {
+    rest(d) <= PATTERN * d.factor.abs()
+}
+
+/// Returns whether clipping to a norm has made multiples of these at two scales: the numbers themselves but for what it
+/// adds to the norm, or, if those in f32 are not clipped, larger ones that hardly depend on the scale.
+fn is_hidden(d1: &Deviation, d2: &Deviation) -> bool {
+    let is_small = |d: &Deviation| {
+        let change = (d.factor - 1.0).abs();
+        change <= HIDDEN && rest(d) <= f64::max(ALIKE * change, ROUNDED)
+    };
+    let is_large = |d: &Deviation| d.factor > 1.0 + HIDDEN;
+    let are_alike = (d1.factor / d2.factor - 1.0).abs() <= ALIKE;
+    is_small(d1) && is_small(d2) || is_large(d1) && is_large(d2) && are_alike
+}
+
 /// Returns the pattern of numbers at two scales beside those in f32; nothing if it is not the scale that moves them.
 fn pattern(f: &Tensor, [h1, h2]: [&Tensor; 2], [s1, s2]: [f64; 2]) -> Result<Option<ScaleFault>> {
     let _own = OutsideRegions::enter();
     let (d1, d2) = (Deviation::of(h1, f)?, Deviation::of(h2, f)?);
-    if norm(&h2.f_sub(h1)?)? <= SAME * norm(&h1.f_sub(f)?)? {
+    if !depends_on_scale(f, [h1, h2])? {
         return Ok(None);
     }
-    let rest = |d: &Deviation| (d.error * d.error - (d.factor - 1.0).powi(2)).max(0.0).sqrt();
-    let is_multiple = |d: &Deviation| rest(d) <= PATTERN * d.factor.abs();
     let are_multiples = is_multiple(&d1) && is_multiple(&d2);
     if are_multiples {
         let (f1, f2) = (d1.factor, d2.factor);
+        if is_hidden(&d1, &d2) {
+            return Ok(Some(ScaleFault::HiddenByClipping));
+        }
         if is_near(f1, s1 * s1) && is_near(f2, s2 * s2) {
             return Ok(Some(ScaleFault::ScaledTwice));
         }
         if is_near(f1, s1) && is_near(f2, s2) {
             return Ok(Some(ScaleFault::NotUnscaled));
         }
-        if is_near(f1, 1.0 / s1) && is_near(f2, 1.0 / s2) {
+        // Larger by what is clipped in only one of the two.
+        if is_near(f1 * s1, f2 * s2) && f1 * s1 > 1.0 - PATTERN {
             return Ok(Some(ScaleFault::UnscaledTwice));
         }
-        // Clipping makes nothing larger.
+        // Clipping makes nothing larger. What it does change is too small, and shows too large a divisor.
         if is_near(f1 / s1, f2 / s2) || f1 > 1.0 + PATTERN || f2 > 1.0 + PATTERN {
-            return Ok(Some(ScaleFault::UnscaledByAnother(s1 / f1)));
+            return Ok(Some(ScaleFault::UnscaledByAnother(f64::min(s1 / f1, s2 / f2))));
         }
     }
     // A part that is divided by the scale, or multiplied by it, once more than the rest. The gradients are a multiple

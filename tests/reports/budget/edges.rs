@@ -6,7 +6,9 @@ use serde::Deserialize;
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::autocast::{Plan, Rule, RunAs};
-use tch_amp::insight::{Budget, BudgetFile, BudgetProblem, BudgetReport, BudgetRun, Dtype, audit};
+use tch_amp::insight::{
+    Budget, BudgetFile, BudgetProblem, BudgetReport, BudgetRun, Dtype, ScaleFault, audit,
+};
 use tch_amp::optim::{AdamW, AmpOptimizer, MasterWeights, Optimizer, Sgd};
 use tch_amp::{Amp, Autocast, Error, GradScaler, Result};
 
@@ -19,6 +21,7 @@ use testkit::rows::rows;
 struct Row {
     quantity: String,
     name: String,
+    limit: f64,
     lost: Option<f64>,
 }
 
@@ -153,6 +156,59 @@ fn frozen_weights_can_be_in_half_precision() {
     assert_eq!(frozen.kind(), Kind::BFloat16);
 }
 
+/// The scale of a scaler without `update` never changes.
+#[test]
+fn an_iteration_that_does_not_update_its_scaler_is_over_budget() {
+    let (vs, _alone) = store();
+    let layer = nn::linear(vs.root(), 16, 16, Default::default());
+    let xs = floats(&[32, 16]);
+    let loss = || layer.forward(&xs).tanh().square().mean(Kind::Float);
+    type Ways = fn(&mut BudgetRun, &mut Optimizer) -> Result<()>;
+    let ways: [(&str, bool, Ways); 6] = [
+        ("an update", true, |run, optimizer| {
+            let _outcome = run.scaler().step(optimizer)?;
+            run.scaler().update()
+        }),
+        ("a scale that the program sets", true, |run, optimizer| {
+            let _outcome = run.scaler().step(optimizer)?;
+            run.scaler().update_with(512.0)
+        }),
+        ("no update after a step", false, |run, optimizer| run.scaler().step(optimizer).map(drop)),
+        ("no update after a step that clips", false, |run, optimizer| {
+            run.scaler().step_clip_norm(optimizer, 1.0).map(drop)
+        }),
+        ("no update after steps of the program's own", false, |run, optimizer| {
+            let scale = run.scaler().get_scale()?;
+            for parameter in optimizer.parameters().as_slice() {
+                no_grad(|| parameter.grad().f_div_scalar_(scale).map(drop))?;
+            }
+            optimizer.step()
+        }),
+        ("no update in half precision", false, |run, optimizer| {
+            let _outcome = run.scaler().step(optimizer)?;
+            if run.is_half() { Ok(()) } else { run.scaler().update() }
+        }),
+    ];
+    for (what, is_right, end) in ways {
+        for dtype in [Kind::BFloat16, Kind::Half] {
+            let optimizer = || AdamW::default().build(&vs, 1e-3);
+            let budget = Budget::new(&vs, region(dtype));
+            let mut iteration = |run: &mut BudgetRun, optimizer: &mut Optimizer| {
+                optimizer.zero_grad()?;
+                let loss = run.region(loss)?;
+                run.scaler().backward(&loss)?;
+                end(run, optimizer)?;
+                Ok(loss)
+            };
+            let report = budget.measure(optimizer, &mut iteration).unwrap();
+            let expected = if is_right { vec![] } else { vec![BudgetProblem::NotUpdated] };
+            assert_eq!(report.problems, expected, "{what}, {dtype:?}: {report}");
+            let checked = budget.check(&report.file(), optimizer, &mut iteration).unwrap();
+            assert_eq!(checked.problems, expected, "{what}, {dtype:?}: {checked}");
+        }
+    }
+}
+
 /// What makes the gradients of a loss too small for fp16.
 const SMALL: f64 = 2e-5;
 
@@ -217,6 +273,67 @@ fn a_loss_that_is_too_small_for_fp16_is_over_budget_with_the_share_that_is_lost(
     let checked = budget.check(&lost.file(), optimizer, iteration(false, SMALL)).unwrap();
     assert_eq!(of(&checked, "1.weight"), Some(share));
     allowed.check(&lost.file(), optimizer, iteration(false, SMALL)).unwrap().assert();
+}
+
+/// The noise that a budget's file keeps.
+#[derive(Debug, Deserialize)]
+struct Kept {
+    quantity: String,
+    name: String,
+    noise: Vec<Noise>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Noise {
+    error: f64,
+    median: f64,
+}
+
+/// Between gradients that underflow and those that do not, there is none that may be as far from f32 as it is large.
+#[test]
+fn no_gradient_in_fp16_may_be_wrong_by_as_much_as_it_is_large() {
+    let (vs, _alone) = store();
+    let layer = |i: i64| nn::linear(vs.root() / i, 32, 32, Default::default());
+    let (first, last) = (layer(0), layer(1));
+    let xs = floats(&[16, 32]);
+    let mut counts = [0, 0];
+    for small in [2e-5, 2.4e-5, 2.8e-5, 3.3e-5, 3.8e-5, 4.5e-5, 5.3e-5, 7.4e-5, 1e-4, 1e-3] {
+        let optimizer = || AdamW::default().build(&vs, 1e-3);
+        let budget = Budget::new(&vs, region(Kind::Half));
+        let mut iteration = |run: &mut BudgetRun, optimizer: &mut Optimizer| {
+            optimizer.zero_grad()?;
+            let loss = run.region(|| {
+                let ys = last.forward(&first.forward(&xs).tanh());
+                ys.square().mean(Kind::Float) * small
+            })?;
+            optimizer.backward_step(&loss)?;
+            Ok(loss)
+        };
+        let report = budget.measure(optimizer, &mut iteration).unwrap();
+        let checked = budget.check(&report.file(), optimizer, &mut iteration).unwrap();
+        let kept = serde_json::to_value(report.file()).unwrap()["measured"]["quantities"].take();
+        for Kept { quantity, name, noise } in serde_json::from_value::<Vec<Kept>>(kept).unwrap() {
+            if quantity != "Gradient" {
+                continue;
+            }
+            let mean = |of: &dyn Fn(&Noise) -> f64| {
+                let squares: f64 = noise.iter().map(|run| of(run) * of(run)).sum();
+                (squares / noise.len() as f64).sqrt()
+            };
+            let (error, median) = (mean(&|run| run.error), mean(&|run| run.median));
+            // Either the norm or the median within 3 × noise, and the norm within 12 ×.
+            let as_large = f64::max(f64::min(1.0 / error, 1.0 / median), 0.25 / error);
+            for (report, allowance) in [(&report, 1.0), (&checked, 1.25)] {
+                let mut rows = rows::<Row>(report, "rows").into_iter();
+                let row = rows.find(|row| row.quantity == quantity && row.name == name).unwrap();
+                assert_eq!(row.lost.is_some(), as_large <= 3.0, "{small}, {name}: {report}");
+                let is_over = as_large > row.limit || row.lost.is_some();
+                assert!(is_over && row.limit <= 3.0 * allowance, "{small}, {name}: {report}");
+                counts[usize::from(row.lost.is_some())] += 1;
+            }
+        }
+    }
+    assert!(counts.iter().all(|&count| count >= 20), "{counts:?}");
 }
 
 /// None of their numbers becomes zero, but fp16 has few for those that they are computed from.
@@ -551,6 +668,52 @@ fn branches_on_what_noise_runs_share_are_over_budget() {
                 |problem: &BudgetProblem| matches!(problem, BudgetProblem::OtherThanRounding(_));
             assert_eq!(report.problems.iter().any(is_told), planted, "{what}, {dtype:?}: {report}");
         }
+    }
+}
+
+/// In f32, gradients between two factors overflow at the first of the scales that are tried, or at the first two.
+#[test]
+fn an_overflow_at_some_scales_is_no_fault_and_hides_none() {
+    let (vs, _alone) = store();
+    let layer = nn::linear(vs.root(), 16, 16, Default::default());
+    let xs = floats(&[32, 16]);
+    for (powers, is_unscaled, overflows_at, found_at) in [
+        ([115, 115], true, &[8192.0][..], None),
+        ([115, 115], false, &[8192.0], Some(128.0)),
+        // In half precision and with noise they are smaller.
+        ([0, 121], false, &[8192.0, 128.0], Some(2.0)),
+    ] {
+        let mut overflowed = Vec::new();
+        let optimizer = || AdamW::default().build(&vs, 1e-3);
+        let budget = Budget::new(&vs, region(Kind::BFloat16));
+        let report = budget.measure(optimizer, |run, optimizer| {
+            optimizer.zero_grad()?;
+            let power = powers[usize::from(run.dtype() == Kind::Float)];
+            let loss = run.region(|| {
+                let ys = layer.forward(&xs).tanh().to_kind(Kind::Float);
+                let large = (&ys * 2f64.powi(-power)).sum(Kind::Float) * 2f64.powi(power);
+                ys.square().mean(Kind::Float) + large
+            })?;
+            let scale = run.scaler().get_scale()?;
+            run.scaler().backward(&loss)?;
+            let is_finite = layer.ws.grad().isfinite().all().int64_value(&[]) == 1;
+            overflowed.extend((!is_finite && !overflowed.contains(&scale)).then_some(scale));
+            if is_unscaled {
+                let _outcome = run.scaler().step(optimizer)?;
+            } else {
+                optimizer.step()?;
+            }
+            run.scaler().update_with(2.0 * scale)?;
+            Ok(loss)
+        });
+        let report = report.unwrap();
+        assert_eq!(overflowed, overflows_at, "{report}");
+        let problem = |scale| {
+            let (fault, names) = (ScaleFault::NotUnscaled, vec![]);
+            BudgetProblem::Scaling { scale, fault, names }
+        };
+        assert_eq!(report.problems.first(), found_at.map(problem).as_ref(), "{report}");
+        assert_eq!(report.is_within(), is_unscaled, "{report}");
     }
 }
 

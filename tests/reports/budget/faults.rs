@@ -57,7 +57,7 @@ const HALF_OR_EVERY: [bool; 3] = [true, false, true];
 /// in half precision, so that they are what they would be.
 const CLIPPED: &[&str] = &["conv", "lstm"];
 
-const FAULTS: [Fault; 27] = [
+const FAULTS: [Fault; 28] = [
     Fault::new("unscale_is_skipped", &["mlp", "gpt", "vae"], EVERY).of_any_model_hidden_in(CLIPPED),
     Fault::new("loss_is_scaled_twice", &["vae", "mlp", "gpt"], EVERY)
         .of_any_model_hidden_in(CLIPPED),
@@ -71,6 +71,7 @@ const FAULTS: [Fault; 27] = [
     Fault::new("one_parameter_is_not_unscaled", &["conv", "mlp", "gpt"], EVERY).of_any_model(),
     Fault::new("one_loss_of_two_is_not_scaled", &["vae"], EVERY),
     Fault::new("never_steps", &["mlp", "conv", "gpt"], EVERY).of_any_model(),
+    Fault::new("update_is_missing", &["conv", "gpt", "vae"], EVERY).of_any_model(),
     Fault::new("steps_twice", &["vae", "mlp", "lstm"], BRANCH).of_any_model(),
     Fault::new("zero_grad_is_missing", &["mlp", "conv", "gpt"], EVERY).of_any_model(),
     Fault::new("dropout_is_off", &["encoder"], BRANCH),
@@ -164,27 +165,55 @@ fn published_faults_are_over_budget() {
     assert!(missed.is_empty(), "{}", missed.join("\n\n"));
 }
 
-/// What is written of a fault that a program has in every run.
+/// The models that clip no gradients, and those that clip all to a norm.
+const UNCLIPPED: &[&str] = &["mlp", "gpt", "vae", "wide", "rows"];
+const WITH_NORM: &[&str] = &["conv", "lstm", "encoder"];
+
+/// What is written of a fault that a program has in a branch or in every run, in turns. Where gradients are clipped to
+/// a norm, a factor is hidden, or two faults look the same.
 #[test]
 fn a_fault_in_the_use_of_the_scale_is_named_by_its_factor() {
     let _alone = alone();
-    for (kind, name, fault, parameters) in [
-        ("mlp", "unscale_is_skipped", ScaleFault::NotUnscaled, &[][..]),
-        ("vae", "loss_is_scaled_twice", ScaleFault::NotUnscaled, &[]),
-        ("gpt", "loss_is_scaled_twice_and_not_unscaled", ScaleFault::ScaledTwice, &[]),
-        ("lstm", "clipped_before_unscale", ScaleFault::UnscaledTwice, &[]),
-        ("gpt", "unscaled_twice", ScaleFault::UnscaledTwice, &[]),
-        ("gpt", "unscaled_by_a_constant", ScaleFault::UnscaledByAnother(1024.0), &[]),
-        ("conv", "one_parameter_is_not_unscaled", ScaleFault::NotUnscaled, &["b1.weight"]),
-        ("mlp", "one_parameter_is_not_unscaled", ScaleFault::NotUnscaled, &["layers.0.weight"]),
+    let mut forms = [Form::Branch, Form::Every].into_iter().cycle();
+    let mut missed = Vec::new();
+    for (name, kinds, fault) in [
+        ("unscale_is_skipped", UNCLIPPED, ScaleFault::NotUnscaled),
+        ("unscale_is_skipped", WITH_NORM, ScaleFault::HiddenByClipping),
+        ("loss_is_scaled_twice", UNCLIPPED, ScaleFault::NotUnscaled),
+        ("loss_is_scaled_twice", WITH_NORM, ScaleFault::HiddenByClipping),
+        ("loss_is_scaled_twice_and_not_unscaled", UNCLIPPED, ScaleFault::ScaledTwice),
+        ("loss_is_scaled_twice_and_not_unscaled", WITH_NORM, ScaleFault::HiddenByClipping),
+        ("clipped_before_unscale", WITH_NORM, ScaleFault::UnscaledTwice),
+        ("unscaled_twice", UNCLIPPED, ScaleFault::UnscaledTwice),
+        ("unscaled_twice", WITH_NORM, ScaleFault::UnscaledTwice),
+        ("unscaled_by_a_constant", UNCLIPPED, ScaleFault::UnscaledByAnother(1024.0)),
+        // Its gradients in f32 are smaller than the norm.
+        ("unscaled_by_a_constant", &["encoder"], ScaleFault::UnscaledByAnother(1024.0)),
+        ("unscaled_by_a_constant", &["conv", "lstm"], ScaleFault::ChangedBeforeUnscaling),
+        ("one_micro_batch_is_not_scaled", &["lstm"], ScaleFault::HiddenByClipping),
+        ("one_parameter_is_not_unscaled", &MODELS, ScaleFault::NotUnscaled),
     ] {
-        for form in [Form::Branch, Form::Every] {
-            let report = Program::new(kind, DTYPES[0], name, 0).form(form).measure().unwrap();
-            let names = parameters.iter().map(|&name| name.to_owned()).collect();
+        for &kind in kinds {
+            let form = forms.next().unwrap();
+            let program = Program::new(kind, DTYPES[0], name, 0).form(form);
+            let mut names = Vec::new();
+            if name == "one_parameter_is_not_unscaled" {
+                let second = &program.model.parameters()[1];
+                let variables = program.model.vs.variables().into_iter();
+                names.extend(
+                    variables
+                        .filter(|(_, t)| t.data_ptr() == second.data_ptr())
+                        .map(|(name, _)| name),
+                );
+            }
+            let report = program.measure().unwrap();
             let expected = BudgetProblem::Scaling { scale: 8192.0, fault, names };
-            assert_eq!(report.problems.first(), Some(&expected), "{name}, {form:?}: {report}");
+            if report.problems.first() != Some(&expected) {
+                missed.push(format!("{name}, {kind}, {form:?}: {report}"));
+            }
         }
     }
+    assert!(missed.is_empty(), "{}", missed.join("\n\n"));
 }
 
 /// The part of the gradients that one of two losses makes, beside that of a plain loop.
@@ -344,7 +373,7 @@ fn with_own_adamw(kind: &'static str, dtype: Kind, seed: i64, form: Option<Form>
     report.unwrap()
 }
 
-/// The 28th published fault. No optimizer of this crate has it beside parameters in f32.
+/// The last published fault. No optimizer of this crate has it beside parameters in f32.
 #[test]
 fn second_moments_in_half_precision_are_over_budget() {
     let _alone = alone();
