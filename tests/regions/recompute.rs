@@ -217,6 +217,34 @@ fn what_a_region_keeps_in_f32_has_gradients_in_f32() {
     }
 }
 
+/// What a region runs in half precision or composes is the same in the second run.
+#[test]
+fn the_second_run_has_the_rules_of_the_first() {
+    const SDPA: &str = "scaled_dot_product_attention";
+    let half = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+    let rules = vec![Rule::new(SDPA, RunAs::Composed { most_bytes: u64::MAX })];
+    let plan = Plan { dtype: Some(Kind::BFloat16), rules, ..Plan::new(Device::Cpu).unwrap() };
+    let lists = half.prefer_half(["exp"]).keep_in_f32(["sin"]);
+    for region in [lists, half.plan(&plan).unwrap()] {
+        let run = |region: Autocast, recomputed: bool| {
+            tch::manual_seed(7);
+            let x = Tensor::randn([2, 5, 4], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+            let f = |x: &[&Tensor]| {
+                let (k, none) = (x[0].tanh(), None::<&Tensor>);
+                let y = Tensor::scaled_dot_product_attention(
+                    x[0], &k, x[0], none, 0.0, false, None, false,
+                );
+                Ok((y.exp() + x[0].exp()).sin())
+            };
+            let y: Tensor = region.run(|| part(recomputed, &[&x], f).unwrap()).unwrap();
+            y.sum(Kind::Float).backward();
+            bits(&x.grad())
+        };
+        assert_eq!(run(region, true), run(region, false));
+        assert_ne!(run(region, true), run(region.enabled(false), true));
+    }
+}
+
 /// Both kinds of PyTorch's checkpointing, and a backward pass in the region for the kind that is the counterpart, which
 /// is not the reentrant one.
 #[test]

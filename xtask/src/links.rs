@@ -235,16 +235,18 @@ fn labels(text: &str) -> Vec<String> {
 
 /// The definitions `[label]: target`, and the links `[text](target)`.
 fn links(text: &str) -> Vec<Link> {
-    let link = |label, target: &str| Link { label, target: target.trim().to_owned() };
     let mut links = Vec::new();
     for line in prose(text) {
         let definition = line.strip_prefix('[').and_then(|rest| rest.split_once("]: "));
         if let Some((label, target)) = definition {
-            links.push(link(Some(label.to_lowercase()), target));
+            links
+                .push(Link { label: Some(label.to_lowercase()), target: target.trim().to_owned() });
             continue;
         }
-        let targets = line.split("](").skip(1).filter_map(|rest| rest.split_once(')'));
-        links.extend(targets.map(|(target, _)| link(None, target)));
+        // The first one of an unclosed pair goes on, and leads nowhere.
+        let rests = line.match_indices("](").map(|(at, mark)| &line[at + mark.len()..]);
+        let targets = rests.filter_map(|rest| rest.split_once(')'));
+        links.extend(targets.map(|(target, _)| Link { label: None, target: target.to_owned() }));
     }
     links
 }

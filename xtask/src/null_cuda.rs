@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use testbench::compiled;
 use testbench::null_cuda::{NullCuda, Numbers, SOURCES, check_possible};
 
@@ -178,7 +178,8 @@ fn skipped() -> Vec<&'static str> {
 
 /// Fails if an operator had other costs than the simulation says, and says which.
 fn compare(costs: &Path) -> Result<()> {
-    let Compared { operators, calls, differences, known } = compared(&paths::read(costs)?)?;
+    let Compared { operators, calls, differences, known } =
+        compared(&paths::read(costs).context("null CUDA has recorded no costs")?)?;
     ensure!(
         differences.is_empty(),
         "the simulated GPUs say other costs than the real host code has (testbench/simulated_cuda/costs.cpp; operator, \

@@ -54,7 +54,8 @@ impl Lane {
     pub(crate) fn start(name: &str, commands: Commands) -> Result<Self> {
         let words: Vec<_> = name.split([' ', ',']).filter(|word| !word.is_empty()).collect();
         let output = paths::make(paths::target())?.join(format!("{}.log", words.join("-")));
-        let out = File::create(&output).with_context(|| output.display().to_string())?;
+        let out = File::create(&output)
+            .with_context(|| format!("{} cannot be written", output.display()))?;
         let waiting = Arc::new(Mutex::new(commands.into()));
         println!("\n-- {name} begins, and is shown when it has ended");
         let queue = Arc::clone(&waiting);

@@ -107,6 +107,7 @@ impl Venv {
     }
 
     fn make(&self) -> Result<()> {
+        self.check_python()?;
         paths::make_empty(self.dir.clone())?;
         self.check_can_be_made()?;
         println!("getting {} {} into {}", self.package, self.version, self.dir.display());

@@ -232,11 +232,13 @@ fn play(depth: usize, steps: usize, wrong: &Sender<String>) {
                 });
                 assert_eq!(y.f_backward().is_err(), fails);
                 machine(|machine| machine.model.settle());
-                let enabled = machine(|machine| machine.model.now()).0;
-                if (product(Device::Cpu) != Kind::Float) != enabled {
-                    wrong
-                        .send(format!("libtorch's autocast should be {enabled} after a backward"))
-                        .unwrap();
+                let (enabled, dtype, _) = machine(|machine| machine.model.now());
+                let want = if enabled { dtype } else { Kind::Float };
+                let found = product(Device::Cpu);
+                if found != want {
+                    let text =
+                        format!("libtorch computes in {found:?} after a backward, not {want:?}");
+                    wrong.send(text).unwrap();
                 }
             }
             _ => (),

@@ -912,6 +912,7 @@ fn the_operators_of_a_region_that_is_off_must_exist() {
         assert!(off.run(|| ()).is_ok());
         assert!(off.keep_in_f32(["exp"]).prefer_half(["tanh"]).run(|| ()).is_ok());
         for region in [off.keep_in_f32(["sofmax"]), off.prefer_half(["sofmax"])] {
+            assert!(region.run(|| ()).is_err());
             let error = refusal(region);
             let is_right = matches!(&error, AutocastError::UnknownOperator { operator } if operator == "aten::sofmax");
             assert!(is_right, "{error}");

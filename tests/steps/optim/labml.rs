@@ -91,6 +91,35 @@ fn resumed(mut opt: Optimizer, kind: Kind, w: &Tensor) -> Optimizer {
     other
 }
 
+/// With labml's own epsilon nothing is converted: both orders are the same but for rounding.
+#[test]
+fn with_labmls_epsilon_the_order_is_rounding() {
+    for_each_device(|device| {
+        for (kind, tolerance) in [(Kind::Double, 2e-14), (Kind::Float, 1e-5), (Kind::Half, 1e-5)] {
+            let theirs =
+                Labml { weight_decay: 0.0625, absolute: false, optimized_update: true, eps: 1e-16 };
+            let ours = Labml { optimized_update: false, ..theirs };
+            let start: Vec<f64> = (0..COUNT).map(|i| (i % 17) as f64 / 8.0 - 1.0).collect();
+            let w = leaf(&start, kind, device);
+            let mut opt = build(kind, &w);
+            let element = |&value: &f64| Element { value, first: 0.0, second: 0.0 };
+            let mut want: Vec<_> = start.iter().map(element).collect();
+            for step in 1..=STEPS {
+                let gradients = gradients(step);
+                set_grad(&w, &gradients);
+                opt.set_param_group(0, group(ours, lr(step), step)).unwrap();
+                opt.step().unwrap();
+                for (element, gradient) in want.iter_mut().zip(gradients) {
+                    element.step(theirs, lr(step), step, gradient);
+                }
+            }
+            for (got, want) in updated(&opt, &w).into_iter().zip(&want) {
+                assert!((got - want.value).abs() <= tolerance, "{kind:?}: {got} {}", want.value);
+            }
+        }
+    });
+}
+
 #[test]
 fn absolute_decay_and_both_orders_are_labmls() {
     let options = |absolute, optimized_update| Labml {

@@ -55,7 +55,8 @@ fn algorithms() -> Vec<Algorithm> {
         nadam.into(),
         NAdam { decoupled_weight_decay: true, maximize: true, betas: (0.4, 0.9), ..nadam }.into(),
         adafactor.into(),
-        Adafactor { maximize: true, eps: (Some(1.0), 0.5), d: 2.0, ..adafactor }.into(),
+        Adafactor { maximize: true, eps: (Some(1.0), 0.5), d: 2.0, weight_decay: 0.0, ..adafactor }
+            .into(),
         // Steps vectors by AdamW.
         Muon { adamw_lr_factor: 0.5, ..Default::default() }.into(),
     ]

@@ -295,8 +295,8 @@ fn compare_factors(
     };
     let (Ok((ours, mut opt)), Ok((theirs, mut twin))) = (build(), build()) else { return false };
     let number = |value: f64, kind| Tensor::from(value).to_kind(kind).to_device(device);
-    // Each of the three alone and with the others, and then with a flag that is set.
-    for turn in (0..8).chain(12..16) {
+    // Each of the three alone and with the others, then with a flag that is set, and after skips again.
+    for turn in (0..8).chain(12..16).chain([0, 3]) {
         let (is_scaled, is_clipped, is_skipped) = (turn & 1 != 0, turn & 2 != 0, turn > 8);
         let scale = is_scaled.then(|| number(64.0, Kind::Float));
         // The norm of f64 gradients is f64.

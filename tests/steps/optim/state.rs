@@ -533,7 +533,8 @@ fn a_model_that_is_converted_in_place_goes_on_with_its_optimizers_own_state() {
             opt.zero_grad().unwrap();
             vs.float();
             set_grad(&w, &[1.0, -1.0, 0.5]);
-            let text = "load the old `state_dict`";
+            let text = "has another dtype than when its master weight was made; build the optimizer after the \
+                        model has its dtype and load the old `state_dict`";
             assert_refused!(opt.step(), Error::Optimizer(OptimizerError::Parameter { .. }), text);
             let mut next = adamw.build(&vs, 1e-3).unwrap();
             next.load_state_dict(&opt.state_dict().unwrap()).unwrap();

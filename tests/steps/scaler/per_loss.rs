@@ -144,7 +144,8 @@ fn the_loss_that_overflowed_backs_off_alone(#[values(false, true)] fused: bool) 
 #[test]
 fn an_overflow_that_was_clamped_is_still_skipped() {
     for_each_device(|device| {
-        let (w, mut opt, mut scalers) = begin(device);
+        let (_vs, w, mut opt) = model(device);
+        let mut scalers = two(device);
         scalers.backward(0, &loss(&w, &[INF; 3]), &mut opt).unwrap();
         let _clamped = tch::no_grad(|| w.grad().clamp_(-1.0, 1.0));
         assert!(scalers.step(&mut opt).unwrap().is_skipped().unwrap());
@@ -181,7 +182,8 @@ fn a_loss_without_a_backward_keeps_its_scale_and_tracker() {
 #[test]
 fn a_failed_backward_leaves_the_previous_gradients() {
     for_each_device(|device| {
-        let (w, mut opt, mut scalers) = begin(device);
+        let (_vs, w, mut opt) = model(device);
+        let mut scalers = two(device);
         scalers.backward(0, &loss(&w, &[1.0, 2.0, 3.0]), &mut opt).unwrap();
         let spent = loss(&w, &[5.0; 3]).square();
         spent.backward();

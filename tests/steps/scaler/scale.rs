@@ -98,7 +98,8 @@ fn a_limit_is_an_error_that_ends_the_iteration() {
                     Ok(()) => '.',
                     Err(Error::Scaler(ScaleAtMinimum { scale })) if scale as f32 == now => 'm',
                     Err(Error::Scaler(TooManySkips { skips, limit, scale }))
-                        if (skips, scale as f32) == (limit, now) =>
+                        if [Some(skips), Some(limit)] == [config.max_consecutive_skips; 2]
+                            && scale as f32 == now =>
                     {
                         's'
                     }

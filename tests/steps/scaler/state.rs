@@ -196,9 +196,11 @@ fn the_state_of_another_precision_is_refused() {
             for (own_scales, own) in make {
                 let mut scaler = own(device);
                 let before = (scaler.state_dict().unwrap(), on_device(&scaler, device));
-                let loaded = scaler.load_state_dict(&saved(device).state_dict().unwrap());
+                let state = saved(device).state_dict().unwrap();
+                let loaded = scaler.load_state_dict(&state);
                 if saved_scales == own_scales {
                     loaded.unwrap();
+                    assert_eq!(scaler.state_dict().unwrap(), state);
                     continue;
                 }
                 assert_refused!(

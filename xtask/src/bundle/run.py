@@ -117,7 +117,7 @@ def named(kind, options):
                 steps[each == "bench"].append(shlex.join(["taskset", "-c", core, *words] if pinned else words))
     one = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     shared = {"timeout": options.timeout, "preload": options.preload}
-    # The tests of a whole program disturb each other; those of one of its modules, as in a lease, do not.
+    # The tests of a whole program disturb each other. A step of a lease says where those of a module do.
     yield Stage(steps[False], jobs=options.jobs or 1, env={"RUST_TEST_THREADS": "1"}, **shared)
     yield Stage(steps[True], env=one, **shared)
 
