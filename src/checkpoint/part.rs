@@ -108,12 +108,11 @@ impl NamedPart<'_> {
 /// Names the kind of a value, with an article.
 fn describe_value(value: &Value) -> &'static str {
     let has = |name| value.get(name).is_some();
-    match () {
-        () if has("loss_scaler0") || has("loss_scale") && has("unskipped") => {
-            "a loss scaler of apex, whose options are not in the file, so that its value `loss_scale` can only be the \
-             `init_scale` of a new scaler"
-        }
-        () => "a value",
+    if has("loss_scaler0") || has("loss_scale") && has("unskipped") {
+        "the state of a loss scaler of apex (its options are not in the file: make a new scaler whose `init_scale` is \
+         its `loss_scale`)"
+    } else {
+        "a value"
     }
 }
 

@@ -123,10 +123,16 @@ impl Known {
         Self { parameter, seen, losses: 0, scale, addition: None, is_sum: false, since }
     }
 
+    /// Returns whether it was unscaled and no loss that reaches it has been scaled since: only the program changes it.
+    fn is_left_unscaled(&self) -> bool {
+        self.scale == Some(ONE) && self.losses == 0 && !self.is_sum
+    }
+
     /// How often backwards have changed it since it was seen; `None` if it is not known that nothing else has.
     fn writes(&self, now: &Gradient) -> Option<u32> {
         let seen = &self.seen[0];
         let writes = match seen.exists() {
+            true if self.is_left_unscaled() => 0,
             true => now.version().wrapping_sub(seen.version()),
             false => now.version().saturating_add(1),
         };
@@ -241,8 +247,14 @@ impl Carried {
         self.latest.push(identity);
         if let Some(known) = self.gradients.get_mut(&identity) {
             let writes = known.writes(&gradient);
-            if writes.is_some() || (!gradient.exists() && !known.seen[0].exists()) {
-                if writes.is_some_and(|writes| known.is_sum(writes)) {
+            let is_cleared = known.is_left_unscaled()
+                && change(Some(&known.seen[0]), &gradient) == Change::Numbers
+                && is_empty(leaf, &gradient);
+            let is_missing = !gradient.exists() && !known.seen[0].exists();
+            if !is_cleared && (writes.is_some() || is_missing) {
+                if known.is_left_unscaled() {
+                    known.see(now, false);
+                } else if writes.is_some_and(|writes| known.is_sum(writes)) {
                     known.see(now, true);
                 }
                 known.losses = known.losses.saturating_add(1);
@@ -423,7 +435,8 @@ impl Carried {
         if let Entry::Vacant(one) = self.scales.entry(ONE) {
             one.insert(EarlierScale::one(present.tensor().device())?);
         }
-        self.searched_until = self.updates + SEARCHED;
+        // In this iteration; a step that gains by it extends that.
+        self.searched_until = self.searched_until.max(self.updates + 1);
         for (parameter, now) in unscaled {
             let identity = now[0].parameter();
             let is_known = self

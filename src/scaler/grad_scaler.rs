@@ -51,10 +51,10 @@ pub(crate) trait Averaged: Debug + Send + Sync {
 ///
 /// An optimizer that steps after the next [`update`](Self::update), or after another change of the scale, divides a
 /// gradient by the scale of its loss; PyTorch divides by the new scale. A gradient that [`unscale_`](Self::unscale_)
-/// has divided is not divided again, and may be clipped or changed otherwise until a loss is scaled that reaches its
-/// parameter. A step fails with [`GradientError::MixedScales`](crate::gradients::GradientError::MixedScales) if the
-/// backward of a later loss has added to such a gradient, the host knows that the two scales differ, and all gradients
-/// are finite. While the scale stands still, gradients may accumulate over updates. The backward of a loss that was
+/// has divided is not divided again, even if the program has changed it since, as by clipping before the next loss is
+/// scaled. A step fails with [`GradientError::MixedScales`](crate::gradients::GradientError::MixedScales) if the
+/// backward of a later loss has added to either, the host knows that the two scales differ, and all gradients are
+/// finite. While the scale stands still, gradients may accumulate over updates. The backward of a loss that was
 /// scaled before an update has to come before it: libtorch refuses it afterwards, as in PyTorch, unless the loss is on
 /// another device than the scale.
 ///

@@ -94,6 +94,17 @@ impl Iteration {
         carried.use_up(&records[record.0].snapshot);
     }
 
+    /// Removes a record whose step is not taken, and keeps in mind which gradients are unscaled.
+    pub(crate) fn abandon(&mut self, record: RecordId, scale: Option<&ScaleTensor>) -> Result<()> {
+        let Self { carried, records, .. } = self;
+        let record = &mut records[record.0];
+        if let (Some(scale), Stage::Unscaled) = (scale, record.stage) {
+            carried.note_unscaled(record, scale)?;
+        }
+        record.remove();
+        Ok(())
+    }
+
     /// Finds the record to which these gradients belong. An optimizer that has gained parameters is still the same as
     /// long as the new ones have no gradients, which would not have been unscaled. Synchronizes only where gradients on
     /// a GPU were zeroed in place after a step, to learn that nothing is left of them.

@@ -327,8 +327,8 @@ impl Record {
         self.snapshot = now;
     }
 
-    /// Accepts new values, but neither replaced nor new gradients nor those to which a backward may have added: the step
-    /// refuses these.
+    /// Accepts new values, but neither replaced nor new gradients, nor those to which a backward may have added: the
+    /// step refuses these.
     pub(super) fn accept(&mut self, mut now: Snapshot, may_be_sum: impl Fn(usize) -> bool) {
         for index in 0..self.snapshot.len().min(now.len()) {
             let numbers = change(self.snapshot.get(index), &now[index]) == Change::Numbers

@@ -564,7 +564,8 @@ impl GradScaler {
     }
 
     /// Removes an optimizer from this iteration, for a loop that neither steps it nor calls `update` after unscaling
-    /// it. Its gradients stay as they are: zero them before the next backward. PyTorch has no counterpart.
+    /// it. Its gradients stay as they are, unscaled, and a later step does not divide them again: zero them before the
+    /// next backward. PyTorch has no counterpart.
     ///
     /// A recorded overflow is discarded, too: if it is the reason for not stepping, call `update` instead, or the scale
     /// will never back off. An optimizer that was dropped counts until `update`, unless it was abandoned before. An
@@ -601,10 +602,7 @@ impl GradScaler {
         let iteration = self.iteration.get_mut();
         let is_open = |record: &RecordId| iteration[*record].stage != Stage::Stepped;
         match iteration.find(&now).filter(is_open) {
-            Some(record) => {
-                iteration[record].remove();
-                Ok(())
-            }
+            Some(record) => iteration.abandon(record, self.scale.number()),
             None => match iteration.owner(&now)? {
                 Owner::Record(_) => Err(Error::Scaler(ScalerError::AlreadyStepped)),
                 Owner::None | Owner::Shared(_) => Ok(()),

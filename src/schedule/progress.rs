@@ -206,7 +206,11 @@ impl Progress {
 
 /// How to go on from a state of another program, given the name of its number of steps.
 pub(super) fn instead(saved: &SavedState<'_>, steps: &str) -> String {
-    let steps = format!("{}.{steps}", saved.name());
+    let name = saved.name();
+    // A part of a sequence counts from its milestone, and a chain does not count.
+    let whole = name.split_once("._schedulers.").map(|(whole, _)| whole);
+    let whole = whole.filter(|whole| saved.is_in_checkpoint(&format!("{whole}.{steps}")));
+    let steps = format!("{}.{steps}", whole.unwrap_or(name));
     format!(
         "build the schedule, advance it as often as the value `{}` says, and then restore the optimizer",
         shown(&steps)

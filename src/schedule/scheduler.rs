@@ -12,7 +12,7 @@ use crate::optim::Optimizer;
 use crate::scaler::{Answer, StepOutcome, StepResult};
 use crate::schedule::Schedule;
 use crate::schedule::on_device::DeviceSchedule;
-use crate::schedule::progress::{Progress, State, instead};
+use crate::schedule::progress::{Progress, State, instead, refuse_mmengine};
 use crate::schedule::{Changes, Rates};
 
 /// Sets the learning rates of an optimizer by a [`Schedule`], as steps are taken. The counterpart of
@@ -363,8 +363,7 @@ impl Stateful for Scheduler {
     }
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
-        let mut progress = self.state.progress.clone();
-        progress.read(&self.schedule, saved)?;
+        refuse_mmengine(saved)?;
         if !saved.contains("_last_lr")? {
             let problem = format!(
                 "is missing, as in files of detectron2 and of PyTorch before 1.4; {}",
@@ -372,6 +371,8 @@ impl Stateful for Scheduler {
             );
             return Err(saved.wrong("_last_lr", problem));
         }
+        let mut progress = self.state.progress.clone();
+        progress.read(&self.schedule, saved)?;
         let lrs: Vec<f64> = saved.value("_last_lr")?;
         let loaded = self.with_progress(progress, &lrs)?;
         Ok(Prepared::new(move || self.resume(loaded)))

@@ -266,7 +266,12 @@ impl<'a> SavedState<'a> {
 
     /// Returns whether there is something at the end of names, as in [`within`](Self::within).
     pub(crate) fn contains_within(&self, name: &str) -> bool {
-        self.checkpoint.find(&format!("{}.{name}", self.name)).is_ok()
+        self.is_in_checkpoint(&format!("{}.{name}", self.name))
+    }
+
+    /// Returns whether there is something with this name in the checkpoint, outside of the state as well.
+    pub(crate) fn is_in_checkpoint(&self, name: &str) -> bool {
+        self.checkpoint.find(name).is_ok()
     }
 
     /// Leaves out what is under these names.

@@ -356,8 +356,8 @@ impl Tensors {
 }
 
 /// Why the steps of DeepSpeed's FusedAdam are not read.
-const STEPS_OF_ONE: &str = "is a FusedAdam with a number of steps for each parameter, as that of DeepSpeed, which \
-     counts them for one parameter of a group alone";
+const STEPS_OF_ONE: &str = "is a fused optimizer whose steps are saved for each parameter, such as DeepSpeed's \
+     FusedAdam, which counts only those of one parameter in each group: the steps of the others are not in the file";
 
 /// The keys of the two states.
 pub(super) const MUON: &str = "muon";

@@ -214,7 +214,8 @@ impl Reader {
         let updates = tensors.get(UPDATES).filter(|updates| updates.numel() == 1);
         let updates = updates.and_then(|updates| updates.item().ok());
         let is_there = |name: &str| tensors.contains_key(name) || others.contains_key(name);
-        let is_twice = |name: &String| name.strip_prefix(MODULE).is_some_and(is_there);
+        let is_plain = |name: &str| !name.starts_with(MODULE) && is_there(name);
+        let is_twice = |name: &String| name.strip_prefix(MODULE).is_some_and(is_plain);
         if updates != values.get(UPDATES).and_then(|updates| updates.to().ok())
             || tensors.keys().chain(others.keys()).any(is_twice)
         {

@@ -34,7 +34,7 @@ impl BudgetQuantity {
         }
     }
 
-    /// Returns whether it matters if its numbers are too small for fp16. Updates are in f32, and a loss is only printed.
+    /// Returns whether it matters if its numbers are too small for fp16. Updates are f32, and a loss is only printed.
     pub(super) fn can_underflow(self) -> bool {
         matches!(self, Self::Output | Self::Buffer | Self::Gradient)
     }
@@ -227,7 +227,7 @@ pub(super) struct BudgetOperator {
 ///   (how many times as large it is as in f32: ⟨h, f⟩ / ⟨f, f⟩ for h in half precision and f in f32), `multiple` (how
 ///   far it is from f32, as a multiple of the noise: by the norm of the difference; for an update by its median; and for
 ///   a gradient by the smaller of the two, or a quarter of that by the norm if this is larger), `limit` (the multiple
-///   that is allowed; less than the quantity itself, unless that is rounding alone) and `lost` (if nothing can be told,
+///   that is allowed; always less than that of an error as large as the quantity, unless the quantity is rounding alone) and `lost` (if nothing can be told,
 ///   because the numbers are so small in fp16 that rounding is as large as they are: the share that becomes zero, and
 ///   otherwise null). A row with `lost` is over budget;
 ///   [`Budget::allow_underflow`](super::Budget::allow_underflow) makes it one that is judged by its multiple.
@@ -308,7 +308,9 @@ impl MeasuredQuantity {
 
     /// Returns whether the noise is about as large as the quantity.
     pub(super) fn is_only_noise(&self) -> bool {
-        let noise = Noise::of(&self.noise).error;
+        let Noise { error, median } = Noise::of(&self.noise);
+        // An update is judged by its median.
+        let noise = if self.quantity == BudgetQuantity::Update { error.max(median) } else { error };
         if self.norm > 0.0 { noise >= ONLY_NOISE } else { noise > 0.0 }
     }
 

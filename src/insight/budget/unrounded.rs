@@ -12,10 +12,11 @@ use crate::ffi::{self, OutsideRegions};
 use crate::insight::measure::{Deviation, LEAST_NOISE, Noise, norm};
 
 /// The scales that are tried, as multiples of that of the run in half precision, until two of them do not overflow.
-/// They are none of those that the program has seen. The last two are near it, for a fault that overflows further away.
+/// None is that of the run before, which a stale scale would be. The last two are near it, for a fault that overflows
+/// further away.
 const SCALES: [f64; 6] = [4.0, 1.0 / 16.0, 1.0 / 1024.0, 1.0 / 65536.0, 0.25, 2.0];
 
-/// No other of these multiples is as large where one is 1, nor has the program seen it.
+/// Instead of a scale of 1. No other of these multiples is as large there.
 const INSTEAD_OF_ONE: f64 = 128.0;
 
 /// A scale at which no gradients are clipped that are not unscaled.

@@ -216,7 +216,7 @@ fn the_fused_adam_of_apex_goes_on_as_either_adam() {
     for (file, words) in [
         ("without_correction", "its param_groups are not those of Adam"),
         ("fused_lamb", "its param_groups are not those of Adam"),
-        ("deepspeed", "DeepSpeed, which counts them for one parameter"),
+        ("deepspeed", "DeepSpeed's FusedAdam, which counts only those of one parameter"),
     ] {
         let refused = files.load(file).restore().add("optimizer", &mut adam(true)).apply();
         let text = checkpoint_error(refused).to_string();

@@ -399,6 +399,37 @@ fn gradients_that_the_program_changes_after_unscale_stay_unscaled() {
 }
 
 #[test]
+fn gradients_that_the_program_changes_after_an_update_stay_unscaled() {
+    for with_a_loss in [false, true] {
+        for_each_pair(|scaler, a, b| {
+            unscale(scaler, a, b);
+            a.end(scaler);
+            clip(&b.w, 0.5);
+            if with_a_loss {
+                scaler.backward(&a.loss()).unwrap();
+            }
+            b.step(scaler);
+            assert_eq!(b.value(), 0.75, "{with_a_loss}");
+        });
+    }
+}
+
+#[test]
+fn the_gradients_of_an_optimizer_that_is_abandoned_stay_unscaled() {
+    for with_a_loss in [false, true] {
+        ends_at([0.5, 0.5], |scaler, a, b| {
+            unscale(scaler, a, b);
+            if with_a_loss {
+                let _unused = scaler.scale(&a.loss()).unwrap();
+            }
+            scaler.abandon(&mut *b.opt).unwrap();
+            a.end(scaler);
+            b.step(scaler);
+        });
+    }
+}
+
+#[test]
 fn a_sum_with_unscaled_gradients_is_refused_before_and_after_an_update() {
     let orders: [Between; 3] = [
         |scaler, a, b| {
