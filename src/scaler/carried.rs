@@ -423,6 +423,17 @@ impl Carried {
         known.is_none_or(|known| known.losses > 0)
     }
 
+    /// The parameters of those among these gradients that are unscaled, although no record has them any more.
+    #[cfg(feature = "insight")]
+    pub(super) fn left_unscaled(&self, gradients: &[Gradient]) -> impl Iterator<Item = usize> {
+        let is_unscaled = |now: &&Gradient| {
+            self.gradients.get(&now.parameter()).is_some_and(|known| {
+                known.scale == Some(ONE) && !known.is_sum && known.writes(now) == Some(0)
+            })
+        };
+        gradients.iter().filter(is_unscaled).map(|gradient| gradient.parameter())
+    }
+
     /// Notes the unscaled gradients of a record before the backward of another loss.
     pub(super) fn note_unscaled(&mut self, record: &Record, present: &ScaleTensor) -> Result<()> {
         if capture::is_inside() {

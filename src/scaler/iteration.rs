@@ -226,7 +226,7 @@ impl Iteration {
     #[cfg(feature = "insight")]
     pub(crate) fn unscaled(&self, gradients: &[Gradient]) -> Result<HashSet<usize>> {
         let held = self.held();
-        let mut unscaled = HashSet::new();
+        let mut unscaled: HashSet<_> = self.carried.left_unscaled(gradients).collect();
         for gradient in gradients {
             let Some((record, index)) = key(gradient).and_then(|key| held.get(&key)) else {
                 continue;

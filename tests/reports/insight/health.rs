@@ -218,6 +218,11 @@ fn scaled_and_unscaled_gradients_are_counted_alike() {
             health.observe(&scaler).unwrap();
             let after = health.report().unwrap();
             assert_eq!(before, after);
+            // It stays so after an update.
+            scaler.update().unwrap();
+            health.clear();
+            health.observe(&scaler).unwrap();
+            assert_eq!(before, health.report().unwrap());
             let Exponents { first, counts, .. } = model(&after).exponents;
             assert_eq!(first + counts.len() as i32 - 1, 1);
             assert_eq!(after.scale, scale);
