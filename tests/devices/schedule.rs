@@ -122,14 +122,13 @@ fn rates(training: &mut Training, iterations: Range<usize>) -> Vec<f64> {
     iterations.map(&mut rate).collect()
 }
 
-/// All answers arrive before the next step.
+/// A run that has not saved learns later that a step was skipped.
 #[test]
-fn a_run_that_is_resumed_after_a_skip_has_the_rates_of_an_uninterrupted_one() {
+fn a_run_that_is_resumed_after_a_skip_has_the_rates_of_the_one_that_saved_it() {
     let Some(_simulation) = Simulation::find() else { return };
-    let uninterrupted = rates(&mut Training::new(), 0..12);
     for at in 1..10 {
         let mut saved = Training::new();
-        assert_eq!(rates(&mut saved, 0..at), uninterrupted[..at]);
+        rates(&mut saved, 0..at);
         let mut checkpoint = Checkpoint::new();
         checkpoint.add("scheduler", &mut saved.scheduler).unwrap();
         checkpoint.add("opt", &mut saved.opt).unwrap();
@@ -138,7 +137,7 @@ fn a_run_that_is_resumed_after_a_skip_has_the_rates_of_an_uninterrupted_one() {
         let Training { opt, scaler, scheduler, .. } = &mut resumed;
         let restore = checkpoint.restore().add("scheduler", scheduler).add("opt", opt);
         restore.add("scaler", scaler).apply().unwrap();
-        assert_eq!(rates(&mut saved, at..12), uninterrupted[at..], "saved at {at}");
-        assert_eq!(rates(&mut resumed, at..12), uninterrupted[at..], "resumed at {at}");
+        let rest = rates(&mut saved, at..12);
+        assert_eq!(rates(&mut resumed, at..12), rest, "resumed at {at}");
     }
 }
