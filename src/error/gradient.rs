@@ -53,8 +53,8 @@ pub enum GradientError {
 
     /// A gradient is a sum of gradients that were multiplied by different scales, so that no number unscales it: no
     /// step has used it, the scale has changed since it was made or `unscale_` has divided it, and the backward of a
-    /// later loss has added to it. All gradients of its optimizer are finite, so that the step would have been taken. No
-    /// gradient was changed.
+    /// later loss has added to it. All gradients of its optimizer are finite, so that the step would have been taken.
+    /// No gradient was changed.
     #[error(
         "the gradient of {parameter} is a sum of gradients of different scales: a backward has added to one that unscale_ had divided, or that is from before an update() which has changed the scale; zero the gradients of this optimizer now; from here on, step it before update() and, once it is unscaled, before the next loss is scaled, or zero its gradients instead"
     )]

@@ -123,16 +123,10 @@ impl Known {
         Self { parameter, seen, losses: 0, scale, addition: None, is_sum: false, since }
     }
 
-    /// Returns whether it was unscaled and no loss that reaches it has been scaled since: only the program changes it.
-    fn is_left_unscaled(&self) -> bool {
-        self.scale == Some(ONE) && self.losses == 0 && !self.is_sum
-    }
-
     /// How often backwards have changed it since it was seen; `None` if it is not known that nothing else has.
     fn writes(&self, now: &Gradient) -> Option<u32> {
         let seen = &self.seen[0];
         let writes = match seen.exists() {
-            true if self.is_left_unscaled() => 0,
             true => now.version().wrapping_sub(seen.version()),
             false => now.version().saturating_add(1),
         };
@@ -247,14 +241,8 @@ impl Carried {
         self.latest.push(identity);
         if let Some(known) = self.gradients.get_mut(&identity) {
             let writes = known.writes(&gradient);
-            let is_cleared = known.is_left_unscaled()
-                && change(Some(&known.seen[0]), &gradient) == Change::Numbers
-                && is_empty(leaf, &gradient);
-            let is_missing = !gradient.exists() && !known.seen[0].exists();
-            if !is_cleared && (writes.is_some() || is_missing) {
-                if known.is_left_unscaled() {
-                    known.see(now, false);
-                } else if writes.is_some_and(|writes| known.is_sum(writes)) {
+            if writes.is_some() || (!gradient.exists() && !known.seen[0].exists()) {
+                if writes.is_some_and(|writes| known.is_sum(writes)) {
                     known.see(now, true);
                 }
                 known.losses = known.losses.saturating_add(1);

@@ -51,18 +51,17 @@ pub(crate) trait Averaged: Debug + Send + Sync {
 ///
 /// An optimizer that steps after the next [`update`](Self::update), or after another change of the scale, divides a
 /// gradient by the scale of its loss; PyTorch divides by the new scale. A gradient that [`unscale_`](Self::unscale_)
-/// has divided is not divided again, even if the program has changed it since, as by clipping before the next loss is
-/// scaled. A step fails with [`GradientError::MixedScales`](crate::gradients::GradientError::MixedScales) if the
-/// backward of a later loss has added to either, the host knows that the two scales differ, and all gradients are
-/// finite. While the scale stands still, gradients may accumulate over updates. The backward of a loss that was
-/// scaled before an update has to come before it: libtorch refuses it afterwards, as in PyTorch, unless the loss is on
-/// another device than the scale.
+/// has divided is not divided again, even if the program has changed it before the update, as by clipping. A step fails
+/// with [`GradientError::MixedScales`](crate::gradients::GradientError::MixedScales) if the backward of a later loss
+/// has added to either, the host knows that the two scales differ, and all gradients are finite. While the scale stands
+/// still, gradients may accumulate over updates. The backward of a loss that was scaled before an update has to come
+/// before it: libtorch refuses it afterwards, as in PyTorch, unless the loss is on another device than the scale.
 ///
 /// This holds for a gradient that only backwards of losses of this scaler have made, before the update, since it was
 /// missing or, on the CPU, zero, and that no step has used. Every other gradient is divided by the present scale, as in
 /// PyTorch:
 ///
-/// - if the program has changed it by other means and has not unscaled it;
+/// - if the program has changed it by other means, unless that was between [`unscale_`](Self::unscale_) and the update;
 /// - if a backward adds to it while the host does not know one of the scales, as after the step of a fused optimizer on
 ///   a GPU;
 /// - if it has changed more often than losses were scaled by [`scale`](Self::scale), as that of a parameter that a loss

@@ -150,8 +150,8 @@ impl<'a> Budget<'a> {
     /// regions that are on, which must not change a bit; and in four noise runs. If a quantity is over its limit and
     /// nothing else differs, eight more noise runs decide; if it is the loss, an output or a buffer, six more runs find
     /// the first operator. If a bit changes without rounding and there is a scaler, three to eight more runs, and one
-    /// more for each scale that overflows, find out why; and in fp16 two more tell numbers that are too small for it from
-    /// those that are rounding alone.
+    /// more for each scale that overflows, find out why; and in fp16 two more tell numbers that are too small for it
+    /// from those that are rounding alone.
     ///
     /// `iteration` is one whole step of training and returns its unscaled loss, one number; with accumulation, the sum
     /// over the micro-batches. It clears gradients, computes the loss in [`BudgetRun::region`], runs backward and steps

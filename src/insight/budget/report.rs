@@ -227,9 +227,9 @@ pub(super) struct BudgetOperator {
 ///   (how many times as large it is as in f32: ⟨h, f⟩ / ⟨f, f⟩ for h in half precision and f in f32), `multiple` (how
 ///   far it is from f32, as a multiple of the noise: by the norm of the difference; for an update by its median; and for
 ///   a gradient by the smaller of the two, or a quarter of that by the norm if this is larger), `limit` (the multiple
-///   that is allowed; always less than that of an error as large as the quantity, unless the quantity is rounding alone) and `lost` (if nothing can be told,
-///   because the numbers are so small in fp16 that rounding is as large as they are: the share that becomes zero, and
-///   otherwise null). A row with `lost` is over budget;
+///   that is allowed; always less than that of an error as large as the quantity, unless the quantity is rounding
+///   alone) and `lost` (if nothing can be told, because the numbers are so small in fp16 that rounding is as large as
+///   they are: the share that becomes zero, and otherwise null). A row with `lost` is over budget;
 ///   [`Budget::allow_underflow`](super::Budget::allow_underflow) makes it one that is judged by its multiple.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]

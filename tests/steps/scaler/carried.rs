@@ -399,19 +399,27 @@ fn gradients_that_the_program_changes_after_unscale_stay_unscaled() {
 }
 
 #[test]
-fn gradients_that_the_program_changes_after_an_update_stay_unscaled() {
-    for with_a_loss in [false, true] {
-        for_each_pair(|scaler, a, b| {
-            unscale(scaler, a, b);
-            a.end(scaler);
-            clip(&b.w, 0.5);
-            if with_a_loss {
-                scaler.backward(&a.loss()).unwrap();
-            }
-            b.step(scaler);
-            assert_eq!(b.value(), 0.75, "{with_a_loss}");
-        });
-    }
+fn unscaled_gradients_accumulate_at_a_scale_of_one() {
+    for_each_pair(|_, a, b| {
+        let mut scaler = with_scale(1.0).build(a.w.device()).unwrap();
+        unscale(&mut scaler, a, b);
+        a.end(&mut scaler);
+        scaler.backward(&b.loss()).unwrap();
+        b.step(&mut scaler);
+        assert_eq!(b.value(), 0.0);
+    });
+}
+
+/// The program scales the loss of the new gradients itself, so that the scaler does not see it.
+#[test]
+fn gradients_of_an_own_loss_after_an_update_are_not_those_that_were_unscaled() {
+    ends_at([0.5, 0.5], |scaler, a, b| {
+        unscale(scaler, a, b);
+        a.end(scaler);
+        b.zero_in_place();
+        (b.loss() * scaler.get_scale().unwrap()).backward();
+        b.step(scaler);
+    });
 }
 
 #[test]
