@@ -79,7 +79,8 @@ struct Server {
     answers: BufReader<ChildStdout>,
 }
 
-/// The one of this process, from its first request on. It is taken while it works, so that none is left that has failed.
+/// The one of this process, from its first request on. It is taken while it works, so that none is left that has
+/// failed.
 static SERVER: Mutex<Option<Server>> = Mutex::new(None);
 
 impl Server {

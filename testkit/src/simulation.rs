@@ -184,9 +184,9 @@ impl Simulation {
         (out, counts)
     }
 
-    /// Makes each allocation of `call` fail in turn. Each time, `call` gets a new state from `prepare`, and `check` the number
-    /// of the allocation, that state and the error. At last no allocation is left, and `call` must succeed. Returns how
-    /// many have failed.
+    /// Makes each allocation of `call` fail in turn. Each time, `call` gets a new state from `prepare`, and `check` the
+    /// number of the allocation, that state and the error. At last no allocation is left, and `call` must succeed.
+    /// Returns how many have failed.
     pub fn fail_each<S, T, E: Debug>(
         &self,
         mut prepare: impl FnMut() -> S,

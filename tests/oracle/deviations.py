@@ -4,7 +4,7 @@ import inspect
 
 
 def run_all(script):
-    """Calls each function of a script that takes no arguments. Each is a row of a table, and fails if PyTorch differs."""
+    """Calls each function of a script that takes no arguments: a row of a table, which fails if PyTorch differs."""
     rows = [f for f in script.values() if inspect.isfunction(f) and not inspect.signature(f).parameters]
     assert rows, "there are no rows"
     for row in rows:

@@ -128,8 +128,8 @@ pub(crate) fn metadata(dir: &Path, options: &str) -> Result<Value> {
     serde_json::from_str(&process::read(&mut metadata)?).context("cargo metadata prints no JSON")
 }
 
-/// Creates or refreshes the shadow `name`, with the lock of the repository. The folders `copied` are copies, whose files
-/// may be changed: the next call restores them.
+/// Creates or refreshes the shadow `name`, with the lock of the repository. The folders `copied` are copies, whose
+/// files may be changed: the next call restores them.
 pub(crate) fn make_with_copies(name: &str, copied: &[&str]) -> Result<PathBuf> {
     let (root, dir) = (paths::root(), paths::target().join(name));
     mirror(&dir, copied)?;

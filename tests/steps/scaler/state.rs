@@ -181,8 +181,8 @@ fn a_state_with_text_for_a_number_does_not_parse() {
     assert!(serde_json::from_str::<GradScalerState>(r#"{"scale": NaN}"#).is_err());
 }
 
-/// The bounds are part of a state: one that scales would otherwise keep the scale 1, and scale nothing without a word. A
-/// scale below one enlarges the gradients when unscaling, which is not checked at a scale of one.
+/// The bounds are part of a state: one that scales would otherwise keep the scale 1, and scale nothing without a word.
+/// A scale below one enlarges the gradients when unscaling, which is not checked at a scale of one.
 #[test]
 fn the_state_of_another_precision_is_refused() {
     type Make = fn(Device) -> GradScaler;
