@@ -156,7 +156,6 @@ impl Progress {
     /// Reads the state of a schedule that has begun. Python saves the options beside it, which are compared.
     pub(super) fn read(&mut self, schedule: &Schedule, saved: &SavedState<'_>) -> Result<()> {
         let parts = schedule.parts();
-        refuse_mmengine(saved)?;
         if saved.is_strict() || !parts.is_empty() {
             schedule.refuse_function(saved)?;
         }
