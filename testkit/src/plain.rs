@@ -103,39 +103,10 @@ impl Plain {
                 self.value -= (along.sign() + &self.value * weight_decay) * lr;
                 self.first = &self.first * betas.1 + gradient * (1.0 - betas.1);
             }
-            Algorithm::NAdam(config) => {
-                let NAdam { betas, eps, weight_decay, momentum_decay, maximize, .. } = config;
-                let gradient = if config.decoupled_weight_decay {
-                    self.value *= 1.0 - lr * weight_decay;
-                    signed(maximize)
-                } else {
-                    signed(maximize) + &self.value * weight_decay
-                };
-                self.first = &self.first * betas.0 + &gradient * (1.0 - betas.0);
-                self.second = &self.second * betas.1 + gradient.square() * (1.0 - betas.1);
-                let momentum = |t: f64| betas.0 * (1.0 - 0.5 * 0.96f64.powf(t * momentum_decay));
-                // An f32, as in PyTorch.
-                let product: f32 = (1..=self.step).map(|t| momentum(t.into()) as f32).product();
-                let product = f64::from(product);
-                let (now, next) = (momentum(step), momentum(step + 1.0));
-                let along = gradient * ((1.0 - now) / (1.0 - product))
-                    + &self.first * (next / (1.0 - product * next));
-                let correction = 1.0 - betas.1.powf(step);
-                self.value -= along * lr / ((&self.second / correction).sqrt() + eps);
-            }
+            Algorithm::NAdam(config) => self.nadam(&config, lr, gradient),
             Algorithm::Adafactor(config) => self.adafactor(&config, lr, gradient),
             Algorithm::Muon(muon) if muon.use_muon && gradient.dim() == 2 => {
-                let momentum = muon.momentum;
-                self.first = &self.first * momentum + gradient * (1.0 - momentum);
-                let ahead = &self.first * momentum + gradient * (1.0 - momentum);
-                let along = if muon.nesterov { &ahead } else { &self.first };
-                let [rows, columns] = [0, 1].map(|dim| gradient.size()[dim] as f64);
-                let rate = match muon.adjust_lr_fn {
-                    AdjustLr::MatchRmsAdamW => 0.2 * lr * rows.max(columns).sqrt(),
-                    _ => lr * (rows / columns).max(1.0).sqrt(),
-                };
-                let decayed = &self.value * (1.0 - lr * muon.weight_decay);
-                self.value = decayed - orthogonalized(along, &muon) * rate;
+                self.muon(&muon, lr, gradient);
             }
             Algorithm::Muon(Muon { adamw, adamw_lr_factor, .. }) => {
                 self.step -= 1;
@@ -153,6 +124,43 @@ impl Plain {
         let correction1 = 1.0 - betas.0.powi(self.step);
         let correction2 = 1.0 - betas.1.powi(self.step);
         self.value -= &self.first * (lr / correction1) / ((square / correction2).sqrt() + eps);
+    }
+
+    fn nadam(&mut self, config: &NAdam, lr: f64, gradient: &Tensor) {
+        let step = f64::from(self.step);
+        let NAdam { betas, eps, weight_decay, momentum_decay, .. } = *config;
+        let gradient = if config.maximize { -gradient } else { gradient.shallow_clone() };
+        let gradient = if config.decoupled_weight_decay {
+            self.value *= 1.0 - lr * weight_decay;
+            gradient
+        } else {
+            gradient + &self.value * weight_decay
+        };
+        self.first = &self.first * betas.0 + &gradient * (1.0 - betas.0);
+        self.second = &self.second * betas.1 + gradient.square() * (1.0 - betas.1);
+        let momentum = |t: f64| betas.0 * (1.0 - 0.5 * 0.96f64.powf(t * momentum_decay));
+        // An f32, as in PyTorch.
+        let product: f32 = (1..=self.step).map(|t| momentum(t.into()) as f32).product();
+        let product = f64::from(product);
+        let (now, next) = (momentum(step), momentum(step + 1.0));
+        let along = gradient * ((1.0 - now) / (1.0 - product))
+            + &self.first * (next / (1.0 - product * next));
+        let correction = 1.0 - betas.1.powf(step);
+        self.value -= along * lr / ((&self.second / correction).sqrt() + eps);
+    }
+
+    fn muon(&mut self, muon: &Muon, lr: f64, gradient: &Tensor) {
+        let momentum = muon.momentum;
+        self.first = &self.first * momentum + gradient * (1.0 - momentum);
+        let ahead = &self.first * momentum + gradient * (1.0 - momentum);
+        let along = if muon.nesterov { &ahead } else { &self.first };
+        let [rows, columns] = [0, 1].map(|dim| gradient.size()[dim] as f64);
+        let rate = match muon.adjust_lr_fn {
+            AdjustLr::MatchRmsAdamW => 0.2 * lr * rows.max(columns).sqrt(),
+            _ => lr * (rows / columns).max(1.0).sqrt(),
+        };
+        let decayed = &self.value * (1.0 - lr * muon.weight_decay);
+        self.value = decayed - orthogonalized(along, muon) * rate;
     }
 
     /// Of a matrix, or of each of several, the estimates of the squares are products of the means of rows and columns.
