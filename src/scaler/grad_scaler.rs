@@ -62,8 +62,9 @@ pub(crate) trait Averaged: Debug + Send + Sync {
 /// PyTorch:
 ///
 /// - if the program has changed it by other means, unless that was between [`unscale_`](Self::unscale_) and the update;
-/// - if a backward adds to it while the host does not know one of the scales, as after the step of a fused optimizer on
-///   a GPU;
+/// - if a backward adds to it while the host does not know one of the scales: on a GPU, after the step of a fused
+///   optimizer or after an update that found gradients unscaled and not stepped, until [`get_scale`](Self::get_scale)
+///   reads it;
 /// - if it has changed more often than losses were scaled by [`scale`](Self::scale), as that of a parameter that a loss
 ///   uses several times; after [`backward`](Self::backward) that makes no difference;
 /// - if it is fp16, or its memory is that of other tensors too, as in `DistributedDataParallel`;
