@@ -2,12 +2,15 @@
 
 use std::env;
 use std::fs::{self, Permissions};
-use std::io::ErrorKind;
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
-use anyhow::{Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 
 use crate::paths;
 
@@ -22,6 +25,40 @@ pub fn cargo(dir: &Path, words: &str) -> Command {
 pub fn run(command: &mut Command) -> Result<()> {
     let status = command.status().map_err(|error| not_started(command, &error))?;
     check(command, status)
+}
+
+/// Runs tests and writes what they print to `shown`. The error names those that have failed, whose own output may be
+/// far above the end.
+pub fn run_tests(command: &mut Command, shown: impl Write + Send + 'static) -> Result<()> {
+    let mut child = start(command.stdout(Stdio::piped()))?;
+    let printed = child.stdout.take().context("the tests have no output")?;
+    let (sender, receiver) = mpsc::channel();
+    thread::spawn(move || sender.send(copy_and_find_failed(printed, shown)));
+    let status = child.wait()?;
+    // A process that a test has left behind may hold the output open.
+    let failed = receiver.recv_timeout(Duration::from_secs(10)).unwrap_or_default();
+    match failed.is_empty() {
+        true => check(command, status),
+        false => check(command, status).context(format!("failed: {}", failed.join(", "))),
+    }
+}
+
+/// Copies the output of tests and returns the names in its lists of failures.
+fn copy_and_find_failed(printed: impl Read, mut shown: impl Write) -> Vec<String> {
+    let (mut printed, mut line) = (BufReader::new(printed), Vec::new());
+    let (mut failed, mut is_listed) = (Vec::new(), false);
+    while printed.read_until(b'\n', &mut line).is_ok_and(|length| length > 0) {
+        // Who no longer reads has seen enough.
+        let _shown = shown.write_all(&line).and_then(|()| shown.flush());
+        let text = String::from_utf8_lossy(&line);
+        let text = text.trim_end();
+        match text.strip_prefix("    ").filter(|_| is_listed) {
+            Some(name) if !name.contains(char::is_whitespace) => failed.push(name.to_owned()),
+            _ => is_listed = text == "failures:",
+        }
+        line.clear();
+    }
+    failed
 }
 
 /// Starts `command` and shows its output.
@@ -118,6 +155,25 @@ mod tests {
         let error = read(command.args(["-c", "echo went wrong >&2; exit 3"])).unwrap_err();
         let error = error.to_string();
         assert!(error.contains("sh -c") && error.contains("went wrong"), "{error}");
+    }
+
+    #[test]
+    fn tests_that_have_failed_are_named() {
+        let printed = "\nrunning 3 tests\ntest a::one ... FAILED\ntest b ... ok\n\nfailures:\n\n\
+                       ---- a::one stdout ----\n    of its message\n\nfailures:\n    a::one\n    a::two\n\n\
+                       test result: FAILED. 1 passed; 2 failed\n";
+        let mut shown = Vec::new();
+        assert_eq!(copy_and_find_failed(printed.as_bytes(), &mut shown), ["a::one", "a::two"]);
+        assert_eq!(shown, printed.as_bytes());
+        let script = format!("printf '{printed}'; exit 101");
+        let run =
+            |script: &str| run_tests(Command::new("sh").args(["-c", script]), std::io::sink());
+        let error = format!("{:#}", run(&script).unwrap_err());
+        assert!(error.starts_with("failed: a::one, a::two: `sh -c"), "{error}");
+        assert!(error.ends_with("(exit status: 101)"), "{error}");
+        let error = run("exit 3").unwrap_err().to_string();
+        assert!(error.starts_with("`sh -c"), "{error}");
+        run("echo fine").unwrap();
     }
 
     #[test]

@@ -8,10 +8,10 @@ use anyhow::{Context, Result};
 use testbench::simulated_cuda::{Simulation, check_possible};
 
 use crate::args::Args;
-use crate::process::run as show;
+use crate::steps::{self, show};
 use crate::versions::Pair;
 use crate::workspace::Workspace;
-use crate::{paths, process, steps};
+use crate::{paths, process};
 
 /// Modules or tests of a program, by what their names begin with; none stands for all of them. What is not in the same
 /// program is another's: a filter of one command would find its names in others, too.

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::fs::{self, File};
+use std::io;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -62,8 +63,8 @@ impl Lane {
         let running = thread::spawn(move || {
             let run = |(name, mut command): (String, Command)| {
                 timed(&name, || {
-                    command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out.try_clone()?);
-                    process::run(&mut command)
+                    command.stdin(Stdio::null()).stderr(out.try_clone()?);
+                    process::run_tests(&mut command, out.try_clone()?)
                 })
             };
             std::iter::from_fn(|| next(&queue)).map(run).collect()
@@ -74,9 +75,7 @@ impl Lane {
     /// Runs the commands that have not begun as stages of this thread, so that neither waits for the other.
     pub(crate) fn share(&self, steps: &mut Steps) -> Result<()> {
         let commands = std::iter::from_fn(|| next(&self.waiting));
-        let run = |(name, mut command): (String, Command)| {
-            steps.run(&name, || process::run(&mut command))
-        };
+        let run = |(name, mut command): (String, Command)| steps.run(&name, || show(&mut command));
         all(commands.map(run).collect::<Vec<_>>())
     }
 
@@ -92,6 +91,11 @@ impl Lane {
         }
         all(results)
     }
+}
+
+/// Runs tests, shows their output, and names in the error those that have failed.
+pub(crate) fn show(command: &mut Command) -> Result<()> {
+    process::run_tests(command, io::stdout())
 }
 
 /// Fails if one of the results is an error, with all of them.

@@ -7,9 +7,8 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::args::Args;
-use crate::process::run as show;
 use crate::simulation::{Extent, Parts};
-use crate::steps::{self, Commands, Lane, Steps};
+use crate::steps::{self, Commands, Lane, Steps, show};
 use crate::versions::Pair;
 use crate::workspace::Workspace;
 use crate::{
