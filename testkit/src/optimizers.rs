@@ -20,12 +20,23 @@ pub fn algorithms() -> Vec<Algorithm> {
         Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.01, ..Default::default() }.into(),
         Sgd { momentum: 0.9, dampening: 0.5, ..Default::default() }.into(),
         Adagrad { lr_decay: 0.01, ..Default::default() }.into(),
-        RmsProp { centered: true, momentum: 0.5, ..Default::default() }.into(),
+        rmsprop().into(),
         Lion { weight_decay: 0.1, ..Default::default() }.into(),
         Muon::default().into(),
         NAdam { weight_decay: 0.1, ..Default::default() }.into(),
         Adafactor::default().into(),
     ]
+}
+
+/// RMSprop with everything that makes it take more operations.
+pub fn rmsprop() -> RmsProp {
+    RmsProp {
+        momentum: 0.9,
+        centered: true,
+        weight_decay: 0.1,
+        maximize: true,
+        ..Default::default()
+    }
 }
 
 /// The name of an algorithm.

@@ -4,11 +4,11 @@
 use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::gradients::ClipNorm;
-use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer, OptimizerError};
+use tch_amp::optim::{AdamW, Algorithm, AmpOptimizer, MasterWeights, Optimizer, OptimizerError};
 use tch_amp::scaler::{GradScalerConfig, GradScalerState, PerLossScalers, ScalerError};
 use tch_amp::{Error, GradScaler, Result, optim};
 
-use crate::iteration::{ONE, TWO, algorithms, losses, parameters};
+use crate::iteration::{ONE, TWO, losses, parameters};
 use crate::training::build;
 use testkit::bits::bits;
 use testkit::descent::Descent;
@@ -52,7 +52,7 @@ fn drop_gradient(w: &Tensor) {
 #[derive(Clone, Copy, Debug)]
 enum Model {
     Fused {
-        algorithm: usize,
+        algorithm: Algorithm,
         kind: Kind,
         devices: &'static [Device],
     },
@@ -81,7 +81,7 @@ impl Model {
         match self {
             Self::Fused { algorithm, kind, devices } => {
                 let all = parameters(devices, kind, 2);
-                vec![Opt::Fused(build(algorithms()[algorithm].1, &all, MasterWeights::None))]
+                vec![Opt::Fused(build(algorithm, &all, MasterWeights::None))]
             }
             Self::Own { kind, devices } => vec![Opt::Own(Descent(parameters(devices, kind, 2)))],
             Self::Tch { adam, devices } => {
@@ -226,10 +226,11 @@ fn models() -> Vec<Model> {
     let mut out = Vec::new();
     for devices in [ONE, TWO] {
         for kind in [Kind::Float, Kind::BFloat16] {
-            out.push(Model::Fused { algorithm: 0, kind, devices });
+            out.push(Model::Fused { algorithm: AdamW::default().into(), kind, devices });
             out.push(Model::Own { kind, devices });
         }
-        out.push(Model::Fused { algorithm: 3, kind: Kind::Float, devices });
+        let sgd = optim::Sgd { momentum: 0.9, ..Default::default() };
+        out.push(Model::Fused { algorithm: sgd.into(), kind: Kind::Float, devices });
         out.extend([false, true].map(|adam| Model::Tch { adam, devices }));
     }
     out

@@ -1,10 +1,7 @@
 //! Whole iterations with a scaler, for parameters on the simulated GPUs.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{
-    Adafactor, Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, Lion, MasterWeights, Muon, NAdam,
-    Optimizer, Parameters, RmsProp, Sgd, Step,
-};
+use tch_amp::optim::{AdamW, Algorithm, AmpOptimizer, MasterWeights, Optimizer, Parameters, Step};
 use tch_amp::scaler::{GradScalerConfig, StepOutcome};
 use tch_amp::{GradScaler, Result, autocast};
 
@@ -26,22 +23,6 @@ pub fn parameters(devices: &[Device], kind: Kind, count: usize) -> Vec<Tensor> {
 pub fn scaler() -> GradScaler {
     let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
     config.build(Device::Cuda(0)).unwrap()
-}
-
-/// Every fused algorithm, with its name.
-pub fn algorithms() -> Vec<(&'static str, Algorithm)> {
-    vec![
-        ("AdamW", AdamW::default().into()),
-        ("Adam", Adam::default().into()),
-        ("Sgd", Sgd::default().into()),
-        ("Sgd with momentum", Sgd { momentum: 0.9, ..Default::default() }.into()),
-        ("Adagrad", Adagrad::default().into()),
-        ("RMSprop", RmsProp { momentum: 0.9, centered: true, ..Default::default() }.into()),
-        ("Lion", Lion::default().into()),
-        ("Muon", Muon::default().into()),
-        ("NAdam", NAdam::default().into()),
-        ("Adafactor", Adafactor::default().into()),
-    ]
 }
 
 /// A loss for each device, of the parameters there. Its gradients are about `factor`.

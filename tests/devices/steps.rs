@@ -6,7 +6,8 @@ use tch_amp::optim::{
     Adafactor, AdamW, Algorithm, AmpOptimizer, Lion, MasterWeights, NAdam, Sgd, Step,
 };
 
-use crate::training::{GPUS, MODES, Training, algorithms, rmsprop};
+use crate::training::{GPUS, MODES, Training, has_numbers_of_each_parameter};
+use testkit::optimizers::{algorithms, rmsprop};
 use testkit::simulation::{Counts, Simulation};
 use testkit::to_f64;
 
@@ -49,7 +50,7 @@ fn scaled_step(training: &mut Training) {
 fn a_step_launches_as_often_for_many_small_parameters_as_for_few() {
     let Some(simulation) = Simulation::find() else { return };
     for mode in MODES {
-        for algorithm in algorithms() {
+        for algorithm in algorithms().into_iter().filter(|it| !has_numbers_of_each_parameter(it)) {
             let launches = [4, 40, 400].map(|count| {
                 let mut training = Training::new(algorithm, mode, &GPUS[..1], &small(count));
                 training.step();
@@ -70,11 +71,11 @@ fn a_step_launches_as_often_for_many_small_parameters_as_for_few() {
     }
 }
 
-/// NAdam and Adafactor have numbers of each parameter's own: on the device, where nobody waits for them.
+/// They are on the device, where nobody waits for them.
 #[test]
 fn numbers_of_each_parameter_are_not_waited_for() {
     let Some(simulation) = Simulation::find() else { return };
-    for algorithm in [NAdam::default().into(), Adafactor::default().into()] {
+    for algorithm in algorithms().into_iter().filter(has_numbers_of_each_parameter) {
         for mode in MODES {
             let sizes = [vec![40, 30], vec![17], vec![2, 3, 4]];
             let mut training = Training::new(algorithm, mode, &GPUS[..1], &sizes);

@@ -3,42 +3,12 @@
 use std::cell::Cell;
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, RmsProp, Sgd,
-};
+use tch_amp::optim::{Algorithm, MasterWeights, Optimizer};
 
 use testkit::bits::bits;
 
 /// The two simulated GPUs.
 pub const GPUS: [Device; 2] = [Device::Cuda(0), Device::Cuda(1)];
-
-pub fn algorithms() -> Vec<Algorithm> {
-    let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, ..Default::default() };
-    vec![
-        Adam { weight_decay: 0.1, ..Default::default() }.into(),
-        Adam { amsgrad: true, ..Default::default() }.into(),
-        AdamW::default().into(),
-        AdamW { amsgrad: true, ..Default::default() }.into(),
-        Sgd::default().into(),
-        sgd.into(),
-        Sgd { nesterov: true, ..sgd }.into(),
-        Adagrad::default().into(),
-        rmsprop().into(),
-        Lion { weight_decay: 0.1, ..Default::default() }.into(),
-        Muon::default().into(),
-    ]
-}
-
-/// With everything that makes it take more operations.
-pub fn rmsprop() -> RmsProp {
-    RmsProp {
-        momentum: 0.9,
-        centered: true,
-        weight_decay: 0.1,
-        maximize: true,
-        ..Default::default()
-    }
-}
 
 /// A dtype, and the values from which it is updated.
 pub const MODES: [(Kind, MasterWeights); 6] = [
@@ -55,6 +25,11 @@ pub struct Training {
     pub opt: Optimizer,
     kind: Kind,
     drawn: Cell<f64>,
+}
+
+/// Whether an algorithm has numbers of each parameter's own, so that it launches for each of them.
+pub fn has_numbers_of_each_parameter(algorithm: &Algorithm) -> bool {
+    matches!(algorithm, Algorithm::NAdam(_) | Algorithm::Adafactor(_))
 }
 
 /// A fused optimizer with a learning rate of 0.01.

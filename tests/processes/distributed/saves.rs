@@ -15,13 +15,14 @@ use tch_amp::schedule::{CosineAnnealingLr, Scheduler};
 use tch_amp::{Error, GradScaler, Result};
 
 use super::processes::{only_line, spawn_ranks};
-use super::sharded::{Mode, Model, build, state_bits};
+use super::sharded::{Mode, Model, build};
 use super::{calls, ranks};
 use testkit::files::{Folder, names_in, run_on_small_disk, small_disk};
+use testkit::optimizers::state_bits;
 use testkit::programs::number;
 use testkit::python::Oracle;
 
-type Bits = (Vec<Vec<u8>>, Vec<(String, String, Vec<u8>)>, f64);
+type Bits = (Vec<Vec<u8>>, Vec<(String, Vec<u8>)>, f64);
 
 /// A run whose state can be told bit by bit.
 struct Run {

@@ -5,14 +5,12 @@ use std::sync::Mutex;
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::ProcessGroup;
-use tch_amp::optim::{
-    Adafactor, Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, NAdam,
-    Optimizer, OptimizerState, RmsProp, Sgd,
-};
+use tch_amp::optim::{AdamW, Algorithm, MasterWeights, MomentDtype, Muon, Optimizer, Sgd};
 use tch_amp::{Error, GradScaler};
 
 use super::{calls, ranks};
 use testkit::bits::bits;
+use testkit::optimizers::{algorithms, state_bits};
 
 type Shapes = &'static [&'static [i64]];
 
@@ -99,33 +97,11 @@ impl Model {
     }
 }
 
-pub(super) fn state_bits(state: &OptimizerState) -> Vec<(String, String, Vec<u8>)> {
-    let tensors = state.state.iter().flat_map(|(name, tensors)| {
-        tensors.iter().map(move |(key, tensor)| (name.clone(), key.clone(), bits(tensor)))
-    });
-    tensors.collect()
-}
-
 /// Each algorithm with each of these dtypes and master weights.
 fn modes(masters: &[(Kind, MasterWeights)]) -> impl Iterator<Item = Mode> {
     let mode =
         move |algorithm| masters.iter().map(move |(kind, it)| Mode::new(algorithm, *kind, *it));
     algorithms().into_iter().flat_map(mode)
-}
-
-fn algorithms() -> [Algorithm; 10] {
-    [
-        AdamW::default().into(),
-        Adam { amsgrad: true, ..Default::default() }.into(),
-        Sgd::default().into(),
-        Sgd { momentum: 0.9, dampening: 0.1, ..Default::default() }.into(),
-        Adagrad::default().into(),
-        RmsProp { centered: true, ..Default::default() }.into(),
-        Lion::default().into(),
-        Muon::default().into(),
-        NAdam::default().into(),
-        Adafactor::default().into(),
-    ]
 }
 
 /// An optimizer whose state is divided among the ranks of a group, if there is one.
@@ -141,7 +117,7 @@ pub(super) fn build(model: &Model, mode: Mode, group: Option<&ProcessGroup>) -> 
 }
 
 /// What [`Model::train`] makes of a model, and the states of its optimizer.
-type Trained = (Vec<Vec<u8>>, Vec<(String, String, Vec<u8>)>);
+type Trained = (Vec<Vec<u8>>, Vec<(String, Vec<u8>)>);
 
 fn trained(model: &Model, opt: &mut Optimizer, steps: std::ops::Range<i64>) -> Trained {
     model.train(opt, &mut GradScaler::new(Device::Cpu).unwrap(), steps);

@@ -12,15 +12,14 @@ use tch_amp::gradients::{ClipNorm, clip_grad_norm, clip_grad_value};
 use tch_amp::loss_scale::{
     DynamicLossScale, LossScale as _, StaticLossScale, all_finite, select_tree,
 };
-use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, RmsProp, Sgd,
-};
+use tch_amp::optim::{AdamW, Algorithm, MasterWeights, MomentDtype, Muon, Sgd};
 use tch_amp::policy::KeepF32;
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, SpikeConfig};
 use tch_amp::{GradScaler, Policy, function, half, jit};
 
 use testkit::descent::Descent;
 use testkit::files::Folder;
+use testkit::optimizers::{MASTERS, algorithms};
 use testkit::own_arithmetic::{
     Job, assert_obeys_no_region, backward_of, inside, job, large, leaves, loss_of, sum_of,
 };
@@ -636,25 +635,6 @@ fn traced(device: Device) -> Vec<u8> {
     let (_folder, file) = Folder::with("traced.pt");
     module.unwrap().save(&file).unwrap();
     std::fs::read(file).unwrap()
-}
-
-const MASTERS: [MasterWeights; 4] = [
-    MasterWeights::None,
-    MasterWeights::Float,
-    MasterWeights::Remainder,
-    MasterWeights::StochasticRounding { seed: 1 },
-];
-
-fn algorithms() -> [Algorithm; 7] {
-    [
-        AdamW { amsgrad: true, ..Default::default() }.into(),
-        Adam::default().into(),
-        Sgd { momentum: 0.9, dampening: 0.1, ..Default::default() }.into(),
-        Adagrad::default().into(),
-        RmsProp { momentum: 0.9, centered: true, ..Default::default() }.into(),
-        Lion::default().into(),
-        Muon::default().into(),
-    ]
 }
 
 #[test]

@@ -2,32 +2,13 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::average::{Averaging, Ema, Swa};
-use tch_amp::optim::{
-    Adafactor, Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, MomentDtype, Muon, NAdam,
-    RmsProp, Sgd,
-};
+use tch_amp::optim::{MasterWeights, MomentDtype, Muon};
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::graph::gpu;
 use crate::graph::training::{Program, Training, Way, adamw, first_difference, train};
+use testkit::optimizers::algorithms;
 use testkit::{is_set, skipped};
-
-/// Every algorithm, with options that use all of its code.
-fn algorithms() -> [Algorithm; 11] {
-    [
-        AdamW::default().into(),
-        AdamW { amsgrad: true, ..AdamW::default() }.into(),
-        Adam { weight_decay: 0.1, ..Adam::default() }.into(),
-        Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.01, ..Sgd::default() }.into(),
-        Sgd { momentum: 0.9, dampening: 0.5, ..Sgd::default() }.into(),
-        Adagrad { lr_decay: 0.01, ..Adagrad::default() }.into(),
-        RmsProp { centered: true, momentum: 0.5, ..RmsProp::default() }.into(),
-        Lion { weight_decay: 0.1, ..Lion::default() }.into(),
-        Muon::default().into(),
-        NAdam { weight_decay: 0.1, ..NAdam::default() }.into(),
-        Adafactor::default().into(),
-    ]
-}
 
 fn assert_same(program: Program, iterations: usize) {
     let Some(gpu) = gpu() else { return };
