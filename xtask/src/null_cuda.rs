@@ -51,18 +51,21 @@ const OF_LATE_ANSWERS: Parts = ("steps", &["graph::records::", "graph::schedules
 /// read from the store forever. The other tests of `distributed` are about Gloo, and pass there, too, in seven minutes.
 const OF_NCCL: Parts = ("processes", &["distributed::nccl::", "distributed::hosts::"]);
 
-/// Tests that are left out, and why.
-const LEFT_OUT: [(&str, &str); 5] = [
-    ("steps::chunks_compute_the_same_as_the_cpu", NUMBERS),
-    ("muon::matrices_in_chunks_compute_the_same_as_the_cpu", NUMBERS),
-    ("function::cases::", OF_THE_CPU),
-    ("optim::programs::", OF_THE_CPU),
-    ("scaler::programs::", OF_THE_CPU),
+/// Tests that are left out, each with its program and the reason.
+const LEFT_OUT: [(&str, &str, &str); 5] = [
+    ("devices", "steps::chunks_compute_the_same_as_the_cpu", NUMBERS),
+    ("devices", "muon::matrices_in_chunks_compute_the_same_as_the_cpu", NUMBERS),
+    ("regions", "function::cases::", OF_THE_CPU),
+    ("steps", "optim::programs::", OF_THE_CPU),
+    ("steps", "scaler::programs::", OF_THE_CPU),
 ];
 
-/// Tests in which it leaves out what cuDNN and cuSOLVER compute.
-const WITHOUT_LIBRARIES: Parts =
-    ("regions", &["autocast::operations::cuda::", "autocast::overrides::", "autocast::programs::"]);
+/// Tests that run on the simulated GPUs as well: those of the simulation itself; one that makes allocations fail wherever
+/// they are; and those for which cuDNN and cuSOLVER, which compute nothing here, compute numbers.
+const ALSO_SIMULATED: [Parts; 2] = [
+    ("devices", &["controls::", "planted::", "saved_tensors::"]),
+    ("regions", &["autocast::operations::cuda::", "autocast::overrides::", "autocast::programs::"]),
+];
 
 const NUMBERS: &str = "a minute for numbers, which are the CPU's on both";
 const OF_THE_CPU: &str = "a comparison with PyTorch on the CPU";
@@ -108,11 +111,10 @@ pub(crate) fn rest(workspace: &Workspace) -> Extent {
     if !is_possible(workspace) {
         return Extent::Whole;
     }
-    let left_out = LEFT_OUT.iter().map(|(name, _)| *name);
-    Extent::Without {
-        parts: &PARTS,
-        except: left_out.chain(WITHOUT_LIBRARIES.1.iter().copied()).collect(),
-    }
+    let both =
+        ALSO_SIMULATED.iter().flat_map(|(program, parts)| parts.iter().map(|it| (*program, *it)));
+    let left_out = LEFT_OUT.iter().map(|(program, name, _)| (*program, *name));
+    Extent::Without { parts: &PARTS, except: left_out.chain(both).collect() }
 }
 
 /// Runs the tests on null CUDA, if that is possible.
@@ -122,8 +124,8 @@ pub(crate) fn test(workspace: &Workspace) -> Result<()> {
     if costs.exists() {
         fs::remove_file(&costs)?;
     }
-    for (name, reason) in LEFT_OUT {
-        println!("left out: {name}: {reason}");
+    for (program, name, reason) in LEFT_OUT {
+        println!("left out: {program}: {name}: {reason}");
     }
     let counted = ("NULL_CUDA_MODEL", costs.as_os_str());
     let late = ("SIMULATED_CUDA_LAG", OsStr::new("never"));
@@ -173,7 +175,7 @@ fn on_null_cuda(
 
 /// The names of the tests that are left out, and of those that another run tests on the CPU.
 fn skipped() -> Vec<&'static str> {
-    LEFT_OUT.iter().map(|(name, _)| *name).chain(simulation::STEPS_ON_THE_CPU).collect()
+    LEFT_OUT.iter().map(|(_, name, _)| *name).chain(simulation::STEPS_ON_THE_CPU).collect()
 }
 
 /// Fails if an operator had other costs than the simulation says, and says which.
@@ -245,7 +247,9 @@ mod tests {
     #[test]
     fn every_named_part_exists() {
         simulation::check_names(&PARTS);
-        simulation::check_names(&[OF_GRAPHS, OF_LATE_ANSWERS, OF_NCCL, WITHOUT_LIBRARIES]);
+        simulation::check_names(&[OF_GRAPHS, OF_LATE_ANSWERS, OF_NCCL]);
+        simulation::check_names(&ALSO_SIMULATED);
+        LEFT_OUT.iter().for_each(|(program, name, _)| simulation::check_name(program, name));
     }
 
     #[test]

@@ -56,8 +56,8 @@ pub(crate) const OF_KERNELS: [Parts; 2] = [
 pub(crate) enum Extent {
     /// All of them.
     Whole,
-    /// All but these parts of programs, of which these tests run nevertheless.
-    Without { parts: &'static [Parts], except: Vec<&'static str> },
+    /// All but these parts of programs, of which these tests run nevertheless, each with its program.
+    Without { parts: &'static [Parts], except: Vec<(&'static str, &'static str)> },
     /// Those that depend on the version of libtorch.
     OfKernels,
 }
@@ -76,16 +76,18 @@ pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
     Ok(true)
 }
 
-/// Runs each program without its part in `left_out`, and then the tests in `except`.
-fn run_rest(left_out: &[Parts], except: &[&str], make: impl Fn() -> Command) -> Result<()> {
+/// Runs each program without its part in `left_out`, and then its tests in `except`.
+fn run_rest(left_out: &[Parts], except: &[(&str, &str)], make: impl Fn() -> Command) -> Result<()> {
     let rest = ON_DEVICES.iter().map(|part| {
-        let left_out = left_out.iter().find(|(program, _)| *program == part.0);
-        let left_out = left_out.map_or(&[][..], |(_, parts)| parts);
-        run_parts(&[*part], &[left_out, &STEPS_ON_THE_CPU].concat(), &make)
+        match left_out.iter().find(|(program, _)| *program == part.0) {
+            Some((_, [])) => Ok(()),
+            Some((_, parts)) => run_parts(&[*part], &[*parts, &STEPS_ON_THE_CPU].concat(), &make),
+            None => run_parts(&[*part], &STEPS_ON_THE_CPU, &make),
+        }
     });
-    let except = left_out.iter().filter(|(_, parts)| !parts.is_empty()).map(|(program, _)| {
-        let mut tests = make();
-        show(tests.args(["--test", program, "--"]).args(except))
+    let except = left_out.iter().map(|(program, _)| {
+        let own = except.iter().filter(|(of, _)| of == program).map(|(_, name)| *name);
+        show(make().args(["--test", program, "--"]).args(own))
     });
     steps::all(rest.chain(except))
 }
@@ -198,12 +200,16 @@ pub(crate) fn check_names(parts: &[Parts]) {
     let programs = programs().unwrap();
     for (program, parts) in parts {
         assert!(programs.iter().any(|there| there == program), "{program}");
-        for part in *parts {
-            let source = source_of(program, part);
-            let (_, function) = part.rsplit_once("::").unwrap();
-            assert!(function.is_empty() || source.contains(&format!("fn {function}(")), "{part}");
-        }
+        parts.iter().for_each(|part| check_name(program, part));
     }
+}
+
+/// Fails if a program has no such module or test.
+#[cfg(test)]
+pub(crate) fn check_name(program: &str, part: &str) {
+    let source = source_of(program, part);
+    let (_, function) = part.rsplit_once("::").unwrap();
+    assert!(function.is_empty() || source.contains(&format!("fn {function}(")), "{part}");
 }
 
 /// The source of the module of a part, whose name ends with `::` or is that of a test.

@@ -123,7 +123,10 @@ fn on_the_cpu(workspace: &Workspace) -> Result<Commands> {
 }
 
 fn hooks(workspace: &Workspace) -> Result<Commands> {
-    let tests = with_hooks(workspace, "--test steps -- optim:: pairs::");
+    let mut tests = with_hooks(workspace, "--test steps -- optim:: pairs::");
+    // These run no backward pass, or very many.
+    tests.args(simulation::STEPS_ON_THE_CPU.into_iter().flat_map(|name| ["--skip", name]));
+    tests.envs(simulation::FEWER_PROGRAMS);
     Ok(vec![("hooks".to_owned(), tests)])
 }
 
