@@ -188,6 +188,8 @@ impl Accumulation {
     /// micro-batch is also left out if its gradients overflow only because of the scale, which stays as it is until all
     /// micro-batches of a window overflow.
     ///
+    /// Gradients that are there from before an update of the scale get the present scale first.
+    ///
     /// The decision is made on the device. It takes one more pass over the gradients, and for each micro-batch but the
     /// first, memory for a second set of them.
     ///
@@ -196,8 +198,8 @@ impl Accumulation {
     /// [`Error::InvalidArgument`] for an optimizer of a `DistributedDataParallel` model, whose ranks would leave out
     /// different micro-batches; with [`weigh`](Self::weigh) instead, all ranks skip a window that is not finite.
     /// The same as [`backward`](Self::backward), and [`Error::InvalidArgument`] after micro-batches that another call
-    /// took; the errors of [`unscale_`](GradScaler::unscale_) for gradients that are
-    /// not supported, such as sparse ones.
+    /// took; the errors of [`unscale_`](GradScaler::unscale_) for gradients that are not supported, such as sparse
+    /// ones, and for a sum of gradients of two scales.
     pub fn backward_or_drop(
         &mut self,
         scaler: &mut GradScaler,
@@ -208,7 +210,11 @@ impl Accumulation {
         refuse_averaged(optimizer)?;
         let weighed = self.weighed(loss)?;
         let (share, is_last) = (self.shares[self.next], self.is_last());
-        self.kept.backward(optimizer, share, is_last, || scaler.backward(&weighed))?;
+        let aside = scaler.set_aside(optimizer)?;
+        let parameters = optimizer.parameters().into_owned();
+        let done = self.kept.backward(optimizer, share, is_last, || scaler.backward(&weighed));
+        scaler.put_back(aside, &parameters, done.is_ok());
+        done?;
         self.advance();
         Ok(())
     }

@@ -39,6 +39,11 @@ pub(super) struct Carried {
     latest: Vec<usize>,
 }
 
+/// What was known of the gradients of an optimizer, in the order of its parameters, while they are taken away: each with
+/// whether all of it has the present scale.
+#[derive(Debug)]
+pub(crate) struct Aside(Vec<(Option<Known>, bool)>);
+
 /// The gradients of an optimizer that have earlier scales, by these.
 pub(super) type Earlier = BTreeMap<u64, Plan>;
 
@@ -198,9 +203,9 @@ impl EarlierScale {
         Ok(Self { tensor, known: Some(1.0) })
     }
 
-    /// Returns whether the host knows that the present scale is another one.
-    fn differs(&self, present: &ScaleTensor) -> bool {
-        self.known.zip(present.known()).is_some_and(|(kept, present)| kept != present)
+    /// Returns whether the present scale is another one; `None` if the host does not know.
+    fn differs(&self, present: &ScaleTensor) -> Option<bool> {
+        self.known.zip(present.known()).map(|(kept, present)| kept != present)
     }
 
     /// The quotient of it and the present scale; `None` if they are known to be equal.
@@ -242,14 +247,20 @@ impl Carried {
         if let Some(known) = self.gradients.get_mut(&identity) {
             let writes = known.writes(&gradient);
             if writes.is_some() || (!gradient.exists() && !known.seen[0].exists()) {
-                if writes.is_some_and(|writes| known.is_sum(writes)) {
+                let kept = known.scale.and_then(|scale| self.scales.get(&scale));
+                let differs = kept.filter(|_| writes == Some(0)).and_then(|it| it.differs(present));
+                let becomes_sum = writes.is_some_and(|writes| known.is_sum(writes));
+                let is_sum = becomes_sum || known.is_sum;
+                if (is_sum || differs == Some(true)) && is_empty(leaf, &gradient) {
+                    *known = Known::new(Watched::new(leaf), now, None, self.updates);
+                } else if becomes_sum {
                     known.see(now, true);
                 }
                 known.losses = known.losses.saturating_add(1);
-                let kept = known.scale.and_then(|scale| self.scales.get(&scale));
-                let differs = writes == Some(0) && kept.is_some_and(|kept| kept.differs(present));
-                if known.is_sum || differs {
+                if known.scale.is_some() && (known.is_sum || differs == Some(true)) {
                     known.count(leaf);
+                } else if differs == Some(false) && !known.is_sum {
+                    known.scale = None;
                 }
                 return;
             }
@@ -408,7 +419,74 @@ impl Carried {
     /// Returns whether the backward of a loss that was scaled since may have added to an unscaled gradient.
     pub(super) fn may_be_sum(&self, parameter: usize) -> bool {
         let known = self.gradients.get(&parameter).filter(|known| known.scale == Some(ONE));
-        known.is_none_or(|known| known.losses > 0)
+        let has_added = |addition: &Addition| addition.number() != Some(0);
+        known.is_none_or(|known| known.losses > 0 && known.addition.as_ref().is_none_or(has_added))
+    }
+
+    /// Goes on to search graphs: a program has left gradients to a later step.
+    pub(super) fn search_on(&mut self) {
+        self.searched_until = self.searched_until.max(self.updates + SEARCHED);
+    }
+
+    /// Returns whether nothing is known of any gradient.
+    pub(super) fn is_empty(&self) -> bool {
+        self.gradients.is_empty()
+    }
+
+    /// Notes that this crate has replaced gradients by others with the same numbers.
+    pub(super) fn follow(&mut self, before: &[Gradient], parameters: &[Tensor]) -> Result<()> {
+        for (before, now) in before.iter().zip(Snapshot::of(parameters)?.each()) {
+            let Some(known) = self.gradients.get_mut(&before.parameter()) else { continue };
+            if before.identity() == now[0].identity() {
+                continue;
+            }
+            let Some(writes) = known.writes(before) else { continue };
+            let is_sum = known.scale.is_some() && known.is_sum(writes);
+            if known.scale.is_none() || writes == 0 || is_sum {
+                known.see(now, is_sum);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes what is known of gradients that are about to be taken away, all of which have the present scale if it is
+    /// known that they have any.
+    pub(super) fn set_aside(&mut self, gradients: &Gradients<'_>) -> Aside {
+        let is_searched = self.updates < self.searched_until && !capture::is_inside();
+        let each = gradients.parameters().iter().zip(gradients.snapshot().iter());
+        let each = each.map(|(parameter, now)| {
+            let known = self.gradients.remove(&now.parameter());
+            let has_present = known.as_ref().map_or_else(
+                || is_searched && is_empty(parameter, now),
+                |known| known.scale.is_none() && known.writes(now).is_some(),
+            );
+            (known, has_present)
+        });
+        Aside(each.collect())
+    }
+
+    /// Goes on after a failure: the gradients are there again.
+    pub(super) fn put_back(&mut self, aside: Aside, parameters: &[Tensor]) {
+        let Ok(now) = ffi::gradients_inspect(parameters) else { return };
+        for ((known, _), now) in aside.0.into_iter().zip(now) {
+            self.gradients.remove(&now.parameter());
+            self.gradients.extend(known.map(|known| (now.parameter(), known)));
+        }
+    }
+
+    /// Goes on with sums of the gradients that were taken away and others of the present scale.
+    pub(super) fn join(&mut self, aside: Aside, parameters: &[Tensor]) -> Result<()> {
+        for (((_, has_present), parameter), now) in
+            aside.0.into_iter().zip(parameters).zip(Snapshot::of(parameters)?.each())
+        {
+            let identity = now[0].parameter();
+            self.gradients.remove(&identity);
+            if has_present && is_portable(&now[0]) {
+                let known = Known::new(Watched::new(parameter), now, None, self.updates);
+                self.gradients.insert(identity, known);
+            }
+        }
+        Ok(())
     }
 
     /// The parameters of those among these gradients that are unscaled, although no record has them any more.

@@ -57,21 +57,23 @@ pub(crate) trait Averaged: Debug + Send + Sync {
 /// still, gradients may accumulate over updates. The backward of a loss that was scaled before an update has to come
 /// before it: libtorch refuses it afterwards, as in PyTorch, unless the loss is on another device than the scale.
 ///
-/// This holds for a gradient that only backwards of losses of this scaler have made, before the update, since it was
-/// missing or, on the CPU, zero, and that no step has used. Every other gradient is divided by the present scale, as in
-/// PyTorch:
+/// This holds for a gradient that only backwards of losses of this scaler have made before the update, that was missing
+/// or, on the CPU, zero when the first of them was scaled, and that no step has used. Every other gradient is divided by
+/// the present scale, as in PyTorch:
 ///
 /// - if the program has changed it by other means, unless that was between [`unscale_`](Self::unscale_) and the update;
 /// - if a backward adds to it while the host does not know one of the scales: on a GPU, after the step of a fused
 ///   optimizer or after an update that found gradients unscaled and not stepped, until [`get_scale`](Self::get_scale)
 ///   reads it;
 /// - if it has changed more often than losses were scaled by [`scale`](Self::scale), as that of a parameter that a loss
-///   uses several times; after [`backward`](Self::backward) that makes no difference;
+///   uses several times; after [`backward`](Self::backward) that makes no difference. A change by the program is taken
+///   for the backward of a scaled loss that has not run;
 /// - if it is fp16, or its memory is that of other tensors too, as in `DistributedDataParallel`;
 /// - if the iteration is captured in a graph of a GPU;
 /// - after more than 1,024 losses in one iteration;
-/// - if for 128 iterations no optimizer has stepped with a gradient from before an update, and the same optimizers have
-///   stepped in each: the scaler then no longer looks for such gradients until other optimizers step.
+/// - if for 128 iterations no optimizer has stepped with a gradient from before an update or been abandoned, and no
+///   combination of optimizers has stepped that is new: the scaler then no longer looks for such gradients until one of
+///   these happens. It knows 32 combinations.
 ///
 /// # Examples
 ///

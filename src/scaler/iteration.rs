@@ -100,9 +100,21 @@ impl Iteration {
         let record = &mut records[record.0];
         if let (Some(scale), Stage::Unscaled) = (scale, record.stage) {
             carried.note_unscaled(record, scale)?;
+            carried.search_on();
         }
         record.remove();
         Ok(())
+    }
+
+    /// Forgets a record whose gradients have not been changed, apart from their dtypes, which they get back.
+    pub(super) fn withdraw(&mut self, record: RecordId) {
+        let Self { carried, records, .. } = self;
+        let record = &mut records[record.0];
+        let before = record.snapshot.to_vec();
+        record.undo_widening();
+        // Without memory, they count as gradients of the present scale.
+        let _followed = carried.follow(&before, &record.parameters);
+        record.remove();
     }
 
     /// Finds the record to which these gradients belong. An optimizer that has gained parameters is still the same as
@@ -204,16 +216,29 @@ impl Iteration {
     ) -> Result<Option<RecordId>> {
         let plan = start.plan(&gradients)?;
         let mut gradients = self.convert(gradients, &plan, start.scale)?;
-        let (plan, widened) = start.prepare(&mut gradients, plan)?;
+        let follows = start.widens && !self.carried.is_empty();
+        let before = follows.then(|| gradients.snapshot().to_vec());
+        let prepared = start.prepare(&mut gradients, plan);
+        if let Some(before) = before {
+            // Without memory, they count as gradients of the present scale.
+            let _followed = self.carried.follow(&before, gradients.parameters());
+        }
+        let (plan, widened) = prepared?;
         if plan.groups.is_empty() && !start.even_empty {
             gradients.drop_frozen()?;
             return Ok(None);
         }
         let id = RecordId(self.records.len());
         self.records.push(Record::new(gradients, widened));
+        if let Err(Interrupted { error, begun }) = self[id].begin(&plan, start) {
+            match begun {
+                true => self[id].set_broken(),
+                false => self.withdraw(id),
+            }
+            return Err(error);
+        }
         let Self { carried, records, .. } = self;
         let record = &mut records[id.0];
-        record.begin(&plan, start)?;
         if record.stage == Stage::Unscaled {
             carried.use_up(&record.snapshot);
         }

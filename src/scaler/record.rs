@@ -150,57 +150,49 @@ impl Record {
         }
     }
 
-    /// Unscales or checks the gradients of a new record. A failure before the first change removes the record; one
-    /// midway leaves it broken.
-    pub(super) fn begin(&mut self, plan: &Plan, start: &StepStart<'_>) -> Result<()> {
+    /// Unscales or checks the gradients of a new record.
+    pub(super) fn begin(
+        &mut self,
+        plan: &Plan,
+        start: &StepStart<'_>,
+    ) -> std::result::Result<(), Interrupted> {
+        let whole = |error| Interrupted { error, begun: false };
         match start.preparation {
             Preparation::Unscale => self.unscale(plan, start.scale),
-            Preparation::Check => self.check(plan, start.scale, None),
-            Preparation::Norm(norm_type) => self.check(plan, start.scale, Some(norm_type)),
+            Preparation::Check => self.check(plan, start.scale, None).map_err(whole),
+            Preparation::Norm(norm_type) => {
+                self.check(plan, start.scale, Some(norm_type)).map_err(whole)
+            }
         }
     }
 
-    fn unscale(&mut self, plan: &Plan, scale: &ScaleTensor) -> Result<()> {
+    fn unscale(
+        &mut self,
+        plan: &Plan,
+        scale: &ScaleTensor,
+    ) -> std::result::Result<(), Interrupted> {
         let unscaling = scale.unscaling();
-        match plan.unscale(&self.parameters, scale.tensor(), unscaling) {
-            Ok(found) => {
-                // Without the new versions, the gradients only count as changed.
-                if !unscaling.check_only
-                    && let Ok(now) = Snapshot::of(&self.parameters)
-                {
-                    self.snapshot = now;
-                }
-                (self.stage, self.found) = (Stage::Unscaled, found);
-                Ok(())
-            }
-            Err(Interrupted { error, begun }) => {
-                if begun {
-                    self.set_broken();
-                } else {
-                    self.withdraw();
-                }
-                Err(error)
-            }
+        let found = plan.unscale(&self.parameters, scale.tensor(), unscaling)?;
+        // Without the new versions, the gradients only count as changed.
+        if !unscaling.check_only
+            && let Ok(now) = Snapshot::of(&self.parameters)
+        {
+            self.snapshot = now;
         }
+        (self.stage, self.found) = (Stage::Unscaled, found);
+        Ok(())
     }
 
-    /// Checks the gradients without changing them, and takes a norm if its type is given. A failure removes the record.
+    /// Checks the gradients without changing them, and takes a norm if its type is given.
     fn check(&mut self, plan: &Plan, scale: &ScaleTensor, norm_type: Option<f64>) -> Result<()> {
         let (parameters, number) = (&self.parameters, scale.tensor());
         let checked = match norm_type {
             Some(norm_type) => plan.norm(parameters, norm_type, Some(number)),
             None => plan.check(parameters, number, scale.may_enlarge()),
         };
-        match checked {
-            Ok(Findings { found, norm }) => {
-                (self.stage, self.found, self.norm) = (Stage::Checked, found, norm);
-                Ok(())
-            }
-            Err(error) => {
-                self.withdraw();
-                Err(error)
-            }
-        }
+        let Findings { found, norm } = checked?;
+        (self.stage, self.found, self.norm) = (Stage::Checked, found, norm);
+        Ok(())
     }
 
     /// Records that unscaling may have stopped midway.
@@ -210,12 +202,6 @@ impl Record {
         if let Ok(now) = Snapshot::of(&self.parameters) {
             self.snapshot = now;
         }
-    }
-
-    /// Forgets gradients that have not been changed, apart from their dtypes, which they get back.
-    pub(super) fn withdraw(&mut self) {
-        self.undo_widening();
-        self.remove();
     }
 
     /// Forgets everything. The gradients stay as they are.
@@ -230,7 +216,7 @@ impl Record {
 
     /// Gives the gradients the dtypes from before the record. They have these numbers in f32, which need memory only if
     /// the gradients are on a device; without it, they stay f32.
-    fn undo_widening(&self) {
+    pub(super) fn undo_widening(&self) {
         if let Some(widened) = &self.widened {
             let _failed = widened.undo(&self.parameters);
         }

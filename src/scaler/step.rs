@@ -12,6 +12,7 @@ use crate::gradients::{
 };
 use crate::optim::{AmpOptimizer, Optimizer, Step, drop_gradients, take_step};
 use crate::scale::{AdaptiveScale, End, ScaleTensor, end_all};
+use crate::scaler::carried::Aside;
 use crate::scaler::grad_scaler::{Agreement, Averaged};
 use crate::scaler::iteration::{Owner, RecordId};
 use crate::scaler::outcome::StepResult;
@@ -179,7 +180,7 @@ impl GradScaler {
             Ok(_) => iteration.set_stepped(record),
             // If nothing was changed, the step can be tried again. On a GPU the kernels may have unscaled some of the
             // gradients.
-            Err(_) if scaled && iteration[record].is_untouched() => iteration[record].withdraw(),
+            Err(_) if scaled && iteration[record].is_untouched() => iteration.withdraw(record),
             Err(_) if scaled => iteration[record].set_broken(),
             Err(_) => {}
         }
@@ -504,6 +505,7 @@ impl GradScaler {
     /// Sets the scale, if the gradients that are left can keep theirs.
     fn set_scale(&mut self, set: impl FnOnce(&mut AdaptiveScale) -> Result<()>) -> Result<()> {
         let iteration = self.iteration.get_mut();
+        iteration.check_broken()?;
         let ending = self.scale.number().map(|present| iteration.ending(present, true));
         let ending = ending.transpose()?;
         set(&mut self.scale)?;
@@ -602,7 +604,12 @@ impl GradScaler {
         let iteration = self.iteration.get_mut();
         let is_open = |record: &RecordId| iteration[*record].stage != Stage::Stepped;
         match iteration.find(&now).filter(is_open) {
-            Some(record) => iteration.abandon(record, self.scale.number()),
+            Some(record) => {
+                if iteration[record].stage == Stage::Broken {
+                    iteration.check_broken()?;
+                }
+                iteration.abandon(record, self.scale.number())
+            }
             None => match iteration.owner(&now)? {
                 Owner::Record(_) => Err(Error::Scaler(ScalerError::AlreadyStepped)),
                 Owner::None | Owner::Shared(_) => Ok(()),
@@ -689,6 +696,28 @@ impl GradScaler {
         Gradients::of(optimizer.parameters(), Box::new(name))
     }
 
+    /// Gives the gradients of an optimizer the present scale, and returns what is known of them, before they are taken
+    /// away. Fails before any change if one is a sum of gradients of two scales.
+    pub(crate) fn set_aside(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<Aside>> {
+        let Some(present) = self.scale.number() else { return Ok(None) };
+        let gradients = self.gradients(optimizer)?;
+        let plan = Plan::new(&gradients, true)?;
+        let mut iteration = self.iteration()?;
+        let gradients = iteration.convert(gradients, &plan, present)?;
+        Ok(Some(iteration.carried().set_aside(&gradients)))
+    }
+
+    /// Goes on when something of the present scale has been `added` to these gradients, or when they are as before.
+    pub(crate) fn put_back(&mut self, aside: Option<Aside>, parameters: &[Tensor], added: bool) {
+        let Some(aside) = aside else { return };
+        let carried = self.iteration.get_mut().carried();
+        match added {
+            // Without memory, they count as gradients of the present scale.
+            true => drop(carried.join(aside, parameters)),
+            false => carried.put_back(aside, parameters),
+        }
+    }
+
     /// The models whose loss was scaled, and whose gradients this rank has accumulated alone.
     fn alone(&self) -> Vec<Arc<dyn Averaged>> {
         self.ranks.iter().filter_map(Weak::upgrade).filter(|model| model.is_alone()).collect()
@@ -743,7 +772,7 @@ impl GradScaler {
         });
         match record {
             Some(record) if agreed.is_err() && iteration[record].stage == Stage::Checked => {
-                iteration[record].withdraw();
+                iteration.withdraw(record);
             }
             _ => {}
         }

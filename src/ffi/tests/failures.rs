@@ -253,6 +253,9 @@ fn a_failed_unscale_goes_on_as_its_error_says() {
                 scaler.step(&mut opt).map(drop),
                 scaler.step_clip_norm(&mut opt, 1.0).map(drop),
                 scaler.update(),
+                scaler.update_with(8.0),
+                scaler.update_with_tensor(&Tensor::from(8f32)),
+                scaler.abandon(&mut opt),
             ] {
                 assert!(
                     matches!(refused, Err(Error::Scaler(ScalerError::UnscaleFailed))),

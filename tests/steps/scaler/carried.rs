@@ -4,8 +4,9 @@
 
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::accumulation::Accumulation;
 use tch_amp::gradients::GradientError;
-use tch_amp::optim::{AmpOptimizer, Sgd};
+use tch_amp::optim::{AmpOptimizer, MasterWeights, Sgd};
 use tch_amp::recompute::checkpointed;
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig};
 use tch_amp::{Autocast, Error, GradScaler, Result, function};
@@ -517,6 +518,29 @@ fn gradients_accumulate_over_an_update_after_which_the_scale_is_the_same_again()
     });
 }
 
+/// It keeps the scale of its parts, whatever the scale was in between.
+#[test]
+fn a_sum_of_gradients_of_the_same_scale_is_carried_as_well() {
+    ends_at_where_scales_are_known([0.0, 0.0], |scaler, a, b| {
+        leave(scaler, a, b);
+        scaler.update_with(8.0).unwrap();
+        a.zero();
+        scaler.backward(&(a.loss() + b.loss())).unwrap();
+        a.end(scaler);
+        b.step(scaler);
+    });
+    ends_at_where_scales_are_known([-0.5, -0.5], |scaler, a, b| {
+        for _ in 0..3 {
+            a.zero();
+            scaler.backward(&(a.loss() + b.loss())).unwrap();
+            a.step(scaler);
+            scaler.update_with(8.0).unwrap();
+        }
+        scaler.update_with(16.0).unwrap();
+        b.step(scaler);
+    });
+}
+
 /// The loss of a generator leaves gradients in the discriminator, which has stepped before.
 #[test]
 fn gradients_of_another_loss_after_a_step_are_not_added_to_those_of_a_new_scale() {
@@ -668,6 +692,35 @@ fn nothing_is_mixed_with_a_gradient_of_zeros() {
         scaler.backward(&b.loss()).unwrap();
         b.step(scaler);
     });
+}
+
+/// On the CPU, where it is known that nothing is left of them.
+#[test]
+fn what_is_added_to_zeros_has_the_scale_of_its_own_loss() {
+    let zeros: [Between; 2] = [
+        |scaler, a, b| {
+            unscale(scaler, a, b);
+            b.zero_in_place();
+        },
+        |scaler, a, b| scaler.backward(&(a.loss() + b.loss() * 0.0)).unwrap(),
+    ];
+    for (zero, is_mixed) in zeros.into_iter().flat_map(|zero| [(zero, false), (zero, true)]) {
+        for_each_pair(|scaler, a, b| {
+            if b.w.device().is_cuda() {
+                return;
+            }
+            zero(scaler, a, b);
+            a.end(scaler);
+            a.zero();
+            leave(scaler, a, b);
+            if is_mixed {
+                scaler.backward(&b.loss()).unwrap();
+                return assert_mixed(scaler.step(&mut *b.opt));
+            }
+            b.step(scaler);
+            assert_eq!(b.value(), 0.5);
+        });
+    }
 }
 
 #[test]
@@ -853,6 +906,86 @@ fn a_step_that_is_not_taken_leaves_gradients_their_scale() {
         scaler.backward(&(a.loss() + b.loss())).unwrap();
         scaler.step(&mut Failing(b.w.shallow_clone())).unwrap_err();
         a.end(scaler);
+        b.step(scaler);
+    });
+}
+
+/// Its optimizer updates in f32: the check before the step has made the gradient f32, and the failure bf16 again.
+#[test]
+fn a_widened_gradient_of_a_step_that_fails_keeps_its_scale() {
+    for_each_device(|device| {
+        let w = leaf(&[1.0], Kind::BFloat16, device);
+        let sgd = Sgd::default().master_weights(MasterWeights::Float);
+        let mut opt = sgd.build(&[w.shallow_clone()], 0.5).unwrap();
+        let (mut a, mut scaler) = (Model::new(device, false), growing(device));
+        scaler.backward(&(a.loss() + loss(&w, &[1.0]).to_kind(Kind::Float))).unwrap();
+        let mut spikes = SpikeConfig::default().build().unwrap();
+        spikes.watch_loss(&Tensor::ones([2], (Kind::Float, device)));
+        scaler.step_unless_spike(&mut opt, f64::INFINITY, &mut spikes).unwrap_err();
+        a.end(&mut scaler);
+        scaler.step(&mut opt).unwrap();
+        assert_eq!(to_f64(&w), [0.5]);
+    });
+}
+
+#[test]
+fn gradients_are_left_unscaled_by_an_abandoned_optimizer_after_any_number_of_iterations() {
+    for_each_device(|device| {
+        let [mut a, mut b] = [(); 2].map(|()| Model::new(device, false));
+        let mut scaler = with_scale(8.0).build(device).unwrap();
+        for _ in 0..150 {
+            a.zero();
+            scaler.backward(&a.loss()).unwrap();
+            a.end(&mut scaler);
+        }
+        unscale(&mut scaler, &a, &mut b);
+        scaler.abandon(&mut *b.opt).unwrap();
+        a.zero();
+        scaler.backward(&a.loss()).unwrap();
+        a.end(&mut scaler);
+        b.step(&mut scaler);
+        assert_eq!(b.value(), 0.5);
+    });
+}
+
+#[test]
+fn a_change_by_the_program_is_no_sum_because_a_loss_was_scaled() {
+    ends_at([0.5, 0.75], |scaler, a, b| {
+        unscale(scaler, a, b);
+        let _without_backward = scaler.scale(&b.loss()).unwrap();
+        overwrite(&b.w, 0.5);
+        a.end(scaler);
+        b.step(scaler);
+    });
+}
+
+#[test]
+fn what_backward_or_drop_adds_up_has_the_scale_of_its_losses() {
+    ends_at([0.5, 0.5], |scaler, a, b| {
+        let mut window = Accumulation::of_equal(2).unwrap();
+        for _ in 0..2 {
+            window.backward_or_drop(scaler, &*b.opt, &b.loss()).unwrap();
+        }
+        scaler.backward(&a.loss()).unwrap();
+        a.end(scaler);
+        b.step(scaler);
+    });
+}
+
+/// It gives the gradients that are there the present scale.
+#[test]
+fn backward_or_drop_adds_to_gradients_from_before_an_update() {
+    ends_at([0.5, 0.0], |scaler, a, b| {
+        leave(scaler, a, b);
+        let mut window = Accumulation::of_equal(1).unwrap();
+        window.backward_or_drop(scaler, &*b.opt, &b.loss()).unwrap();
+        b.step(scaler);
+    });
+    ends_at([0.5, 0.5], |scaler, a, b| {
+        leave(scaler, a, b);
+        let mut window = Accumulation::of_equal(1).unwrap();
+        let without_graph = Tensor::ones([1], (Kind::Float, b.w.device())).sum(None);
+        window.backward_or_drop(scaler, &*b.opt, &without_graph).unwrap_err();
         b.step(scaler);
     });
 }
