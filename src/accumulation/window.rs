@@ -198,8 +198,9 @@ impl Accumulation {
     /// [`Error::InvalidArgument`] for an optimizer of a `DistributedDataParallel` model, whose ranks would leave out
     /// different micro-batches; with [`weigh`](Self::weigh) instead, all ranks skip a window that is not finite.
     /// The same as [`backward`](Self::backward), and [`Error::InvalidArgument`] after micro-batches that another call
-    /// took; the errors of [`unscale_`](GradScaler::unscale_) for gradients that are not supported, such as sparse
-    /// ones, and for a sum of gradients of two scales.
+    /// took, and for an optimizer that has been unscaled and not stepped; the errors of
+    /// [`unscale_`](GradScaler::unscale_) for gradients that are not supported, such as sparse ones, and for a sum of
+    /// gradients of two scales.
     pub fn backward_or_drop(
         &mut self,
         scaler: &mut GradScaler,

@@ -7,7 +7,7 @@
 //!
 //! The parameters that a loss reaches are found in its graph. Programs in which every optimizer steps before each
 //! update gain nothing by that, so that graphs are searched only for a while: at first, after a step with such a
-//! gradient, and after an iteration with another set of optimizers.
+//! gradient, after an optimizer was left unscaled, and after an iteration with another set of optimizers.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -39,10 +39,18 @@ pub(super) struct Carried {
     latest: Vec<usize>,
 }
 
-/// What was known of the gradients of an optimizer, in the order of its parameters, while they are taken away: each with
-/// whether all of it has the present scale.
+/// What is known of the gradients of an optimizer while they are taken away, by the identities of their parameters.
 #[derive(Debug)]
-pub(crate) struct Aside(Vec<(Option<Known>, bool)>);
+pub(crate) struct Aside(IdentityMap<Apart>);
+
+/// A gradient that is taken away.
+#[derive(Debug)]
+struct Apart {
+    known: Option<Known>,
+    before: Gradient,
+    /// Whether all of it has the present scale, or nothing is in it.
+    of_present: bool,
+}
 
 /// The gradients of an optimizer that have earlier scales, by these.
 pub(super) type Earlier = BTreeMap<u64, Plan>;
@@ -99,8 +107,8 @@ pub(super) struct Ending {
 /// The scale of gradients that were unscaled.
 const ONE: u64 = 0;
 
-/// For how many iterations graphs are searched at first, after a step with a gradient from before an update, and after
-/// an iteration with another set of optimizers than those before.
+/// For how many iterations graphs are searched at first, after a step with a gradient from before an update, after an
+/// optimizer was left unscaled, and after an iteration with another set of optimizers than those before.
 const SEARCHED: u64 = 128;
 
 /// For how many losses of one iteration graphs are searched, which a program may never end.
@@ -449,41 +457,50 @@ impl Carried {
         Ok(())
     }
 
-    /// Takes what is known of gradients that are about to be taken away, all of which have the present scale if it is
-    /// known that they have any.
+    /// Takes what is known of gradients that are about to be taken away, none of which has an earlier scale.
     pub(super) fn set_aside(&mut self, gradients: &Gradients<'_>) -> Aside {
-        let is_searched = self.updates < self.searched_until && !capture::is_inside();
-        let each = gradients.parameters().iter().zip(gradients.snapshot().iter());
-        let each = each.map(|(parameter, now)| {
-            let known = self.gradients.remove(&now.parameter());
-            let has_present = known.as_ref().map_or_else(
-                || is_searched && is_empty(parameter, now),
-                |known| known.scale.is_none() && known.writes(now).is_some(),
-            );
-            (known, has_present)
-        });
-        Aside(each.collect())
+        let is_searched = self.updates < self.searched_until;
+        let mut aside = IdentityMap::default();
+        for (parameter, now) in gradients.parameters().iter().zip(gradients.snapshot().iter()) {
+            // A parameter may be listed twice.
+            aside.entry(now.parameter()).or_insert_with(|| {
+                let known = self.gradients.remove(&now.parameter());
+                let of_present =
+                    |known: &Known| known.scale.is_none() && known.writes(now).is_some();
+                let of_present = known.as_ref().is_some_and(of_present)
+                    || (is_searched && is_empty(parameter, now));
+                Apart { known, before: *now, of_present: of_present && !capture::is_inside() }
+            });
+        }
+        Aside(aside)
     }
 
-    /// Goes on after a failure: the gradients are there again.
-    pub(super) fn put_back(&mut self, aside: Aside, parameters: &[Tensor]) {
-        let Ok(now) = ffi::gradients_inspect(parameters) else { return };
-        for ((known, _), now) in aside.0.into_iter().zip(now) {
-            self.gradients.remove(&now.parameter());
-            self.gradients.extend(known.map(|known| (now.parameter(), known)));
+    /// Goes on after a failure: the gradients that were taken away are there again.
+    pub(super) fn put_back(&mut self, aside: Aside) {
+        for (identity, Apart { known, .. }) in aside.0 {
+            self.gradients.remove(&identity);
+            if !capture::is_inside() {
+                self.gradients.extend(known.map(|known| (identity, known)));
+            }
         }
     }
 
     /// Goes on with sums of the gradients that were taken away and others of the present scale.
-    pub(super) fn join(&mut self, aside: Aside, parameters: &[Tensor]) -> Result<()> {
-        for (((_, has_present), parameter), now) in
-            aside.0.into_iter().zip(parameters).zip(Snapshot::of(parameters)?.each())
-        {
+    pub(super) fn join(&mut self, mut aside: Aside, parameters: &[Tensor]) -> Result<()> {
+        for (parameter, now) in parameters.iter().zip(Snapshot::of(parameters)?.each()) {
             let identity = now[0].parameter();
+            let Some(Apart { known, before, of_present }) = aside.0.remove(&identity) else {
+                continue;
+            };
             self.gradients.remove(&identity);
-            if has_present && is_portable(&now[0]) {
-                let known = Known::new(Watched::new(parameter), now, None, self.updates);
-                self.gradients.insert(identity, known);
+            let is_untouched = now[0].exists() && change(Some(&before), &now[0]) == Change::None;
+            if is_untouched {
+                self.gradients.extend(known.map(|known| (identity, known)));
+            } else if of_present && is_portable(&now[0]) {
+                let (since, losses) =
+                    known.map_or((self.updates, 0), |known| (known.since, known.losses));
+                let sum = Known::new(Watched::new(parameter), now, None, since);
+                self.gradients.insert(identity, Known { losses, ..sum });
             }
         }
         Ok(())
@@ -516,10 +533,10 @@ impl Carried {
         self.searched_until = self.searched_until.max(self.updates + 1);
         for (parameter, now) in unscaled {
             let identity = now[0].parameter();
-            let is_known = self
-                .gradients
-                .get(&identity)
-                .is_some_and(|known| known.scale == Some(ONE) && known.writes(&now[0]) == Some(0));
+            // It may have been zeroed and count as one of the present scale since.
+            let is_known = self.gradients.get(&identity).is_some_and(|known| {
+                known.scale.is_none_or(|scale| scale == ONE) && known.writes(&now[0]) == Some(0)
+            });
             if !is_known {
                 let known = Known::new(parameter, now, Some(ONE), self.updates);
                 self.gradients.insert(identity, known);

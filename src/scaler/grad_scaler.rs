@@ -58,8 +58,8 @@ pub(crate) trait Averaged: Debug + Send + Sync {
 /// before it: libtorch refuses it afterwards, as in PyTorch, unless the loss is on another device than the scale.
 ///
 /// This holds for a gradient that only backwards of losses of this scaler have made before the update, that was missing
-/// or, on the CPU, zero when the first of them was scaled, and that no step has used. Every other gradient is divided by
-/// the present scale, as in PyTorch:
+/// or, on the CPU, zero when the first of them was scaled, and that no step has used. Every other gradient is divided
+/// by the present scale, as in PyTorch:
 ///
 /// - if the program has changed it by other means, unless that was between [`unscale_`](Self::unscale_) and the update;
 /// - if a backward adds to it while the host does not know one of the scales: on a GPU, after the step of a fused
@@ -71,7 +71,7 @@ pub(crate) trait Averaged: Debug + Send + Sync {
 /// - if it is fp16, or its memory is that of other tensors too, as in `DistributedDataParallel`;
 /// - if the iteration is captured in a graph of a GPU;
 /// - after more than 1,024 losses in one iteration;
-/// - if for 128 iterations no optimizer has stepped with a gradient from before an update or been abandoned, and no
+/// - if for 128 iterations no optimizer has stepped with a gradient from before an update or was left unscaled, and no
 ///   combination of optimizers has stepped that is new: the scaler then no longer looks for such gradients until one of
 ///   these happens. It knows 32 combinations.
 ///

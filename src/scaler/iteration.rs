@@ -18,7 +18,7 @@ use tch::Tensor;
 
 use crate::error::{Error, GradientError, Result, ScalerError};
 use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot};
-use crate::gradients::{Change, Gradients, Plan, change, drop_frozen};
+use crate::gradients::{Gradients, Plan, drop_frozen};
 use crate::scale::ScaleTensor;
 use crate::scaler::carried::{Carried, Ending};
 use crate::scaler::record::{Record, Stage, StepStart};
@@ -338,13 +338,7 @@ impl Iteration {
     pub(crate) fn check_broken(&self) -> Result<bool> {
         let mut any = false;
         for record in self.records.iter().filter(|record| record.stage == Stage::Broken) {
-            let now = ffi::gradients_inspect(&record.parameters)?;
-            let kept = |(known, now): (&Gradient, &Gradient)| {
-                now.exists() && change(Some(known), now) == Change::None
-            };
-            if record.snapshot.iter().zip(&now).any(kept) {
-                return Err(Error::Scaler(ScalerError::UnscaleFailed));
-            }
+            record.check_zeroed()?;
             any = true;
         }
         Ok(any)

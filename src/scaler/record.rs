@@ -204,6 +204,21 @@ impl Record {
         }
     }
 
+    /// Fails while the gradients of a broken record are still those that were left half unscaled.
+    pub(super) fn check_zeroed(&self) -> Result<()> {
+        if self.stage != Stage::Broken {
+            return Ok(());
+        }
+        let now = ffi::gradients_inspect(&self.parameters)?;
+        let kept = |(known, now): (&Gradient, &Gradient)| {
+            now.exists() && change(Some(known), now) == Change::None
+        };
+        match self.snapshot.iter().zip(&now).any(kept) {
+            true => Err(Error::Scaler(ScalerError::UnscaleFailed)),
+            false => Ok(()),
+        }
+    }
+
     /// Forgets everything. The gradients stay as they are.
     pub(super) fn remove(&mut self) {
         self.stage = Stage::Removed;

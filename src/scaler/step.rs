@@ -524,8 +524,8 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] unless `new_scale` is from `min_scale` to `max_scale`; [`GradientError::Unsynced`] as
-    /// in [`update`](Self::update). Nothing is changed then.
+    /// [`Error::InvalidArgument`] unless `new_scale` is from `min_scale` to `max_scale`; [`GradientError::Unsynced`]
+    /// and [`ScalerError::UnscaleFailed`] as in [`update`](Self::update). Nothing is changed then.
     pub fn update_with(&mut self, new_scale: f64) -> Result<()> {
         self.check_scale_may_change()?;
         self.set_scale(|scale| scale.set_scale(new_scale))?;
@@ -575,8 +575,8 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`ScalerError::AlreadyStepped`] if its step was taken or skipped; [`Error::Torch`] if its parameters cannot be
-    /// read.
+    /// [`ScalerError::AlreadyStepped`] if its step was taken or skipped; [`ScalerError::UnscaleFailed`] if unscaling
+    /// broke off and its gradients were not zeroed since; [`Error::Torch`] if its parameters cannot be read.
     ///
     /// # Examples
     ///
@@ -605,9 +605,7 @@ impl GradScaler {
         let is_open = |record: &RecordId| iteration[*record].stage != Stage::Stepped;
         match iteration.find(&now).filter(is_open) {
             Some(record) => {
-                if iteration[record].stage == Stage::Broken {
-                    iteration.check_broken()?;
-                }
+                iteration[record].check_zeroed()?;
                 iteration.abandon(record, self.scale.number())
             }
             None => match iteration.owner(&now)? {
@@ -697,12 +695,22 @@ impl GradScaler {
     }
 
     /// Gives the gradients of an optimizer the present scale, and returns what is known of them, before they are taken
-    /// away. Fails before any change if one is a sum of gradients of two scales.
+    /// away. Fails before any change if they are unscaled, or if one is a sum of gradients of two scales.
     pub(crate) fn set_aside(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<Aside>> {
         let Some(present) = self.scale.number() else { return Ok(None) };
         let gradients = self.gradients(optimizer)?;
         let plan = Plan::new(&gradients, true)?;
         let mut iteration = self.iteration()?;
+        if let Some(record) = iteration.find(gradients.snapshot()) {
+            iteration[record].check_zeroed()?;
+            if iteration[record].stage == Stage::Unscaled {
+                let problem = "has been unscaled and not stepped; step it first, or abandon it and zero its gradients";
+                return Err(Error::InvalidArgument {
+                    name: "optimizer",
+                    problem: problem.to_owned(),
+                });
+            }
+        }
         let gradients = iteration.convert(gradients, &plan, present)?;
         Ok(Some(iteration.carried().set_aside(&gradients)))
     }
@@ -714,7 +722,7 @@ impl GradScaler {
         match added {
             // Without memory, they count as gradients of the present scale.
             true => drop(carried.join(aside, parameters)),
-            false => carried.put_back(aside, parameters),
+            false => carried.put_back(aside),
         }
     }
 

@@ -972,6 +972,40 @@ fn what_backward_or_drop_adds_up_has_the_scale_of_its_losses() {
     });
 }
 
+/// Gradients that were zeroed since belong to no loss before the window's.
+#[test]
+fn what_backward_or_drop_adds_to_nothing_has_the_scale_of_its_loss() {
+    let zeros: [fn(&Model); 2] = [Model::zero, Model::zero_in_place];
+    for (i, zero) in zeros.into_iter().enumerate() {
+        for_each_pair(|scaler, a, b| {
+            if i == 1 && b.w.device().is_cuda() {
+                return;
+            }
+            leave(scaler, a, b);
+            zero(b);
+            let mut window = Accumulation::of_equal(1).unwrap();
+            window.backward_or_drop(scaler, &*b.opt, &b.loss()).unwrap();
+            a.zero();
+            scaler.backward(&a.loss()).unwrap();
+            a.end(scaler);
+            b.step(scaler);
+            assert_eq!(b.value(), 0.5, "zero {i}");
+        });
+    }
+}
+
+#[test]
+fn backward_or_drop_refuses_to_add_to_unscaled_gradients() {
+    ends_at([0.5, 0.5], |scaler, a, b| {
+        unscale(scaler, a, b);
+        let mut window = Accumulation::of_equal(1).unwrap();
+        let refused = window.backward_or_drop(scaler, &*b.opt, &b.loss());
+        assert_refused!(refused, Error::InvalidArgument { name: "optimizer", .. });
+        a.end(scaler);
+        b.step(scaler);
+    });
+}
+
 /// It gives the gradients that are there the present scale.
 #[test]
 fn backward_or_drop_adds_to_gradients_from_before_an_update() {
