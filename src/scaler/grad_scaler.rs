@@ -55,7 +55,8 @@ pub(crate) trait Averaged: Debug + Send + Sync {
 /// with [`GradientError::MixedScales`](crate::gradients::GradientError::MixedScales) if the backward of a later loss
 /// has added to either, the host knows that the two scales differ, and all gradients are finite. While the scale stands
 /// still, gradients may accumulate over updates. The backward of a loss that was scaled before an update has to come
-/// before it: libtorch refuses it afterwards, as in PyTorch, unless the loss is on another device than the scale.
+/// before it: libtorch refuses it afterwards, as in PyTorch, unless the loss is on another device than the scale. If a
+/// backward on a GPU may have made such a sum, the step reads flags there, and synchronizes.
 ///
 /// This holds for a gradient that only backwards of losses of this scaler have made before the update, that was missing
 /// or, on the CPU, zero when the first of them was scaled, and that no step has used. Every other gradient is divided

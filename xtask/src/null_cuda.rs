@@ -60,8 +60,8 @@ const LEFT_OUT: [(&str, &str, &str); 5] = [
     ("steps", "scaler::programs::", OF_THE_CPU),
 ];
 
-/// Tests that run on the simulated GPUs as well: those of the simulation itself; one that makes allocations fail wherever
-/// they are; and those for which cuDNN and cuSOLVER, which compute nothing here, compute numbers.
+/// Tests that run on the simulated GPUs as well: those of the simulation itself, one that makes allocations fail only
+/// there, and those of operators that cuDNN and cuSOLVER compute, which are missing here.
 const ALSO_SIMULATED: [Parts; 2] = [
     ("devices", &["controls::", "planted::", "saved_tensors::"]),
     ("regions", &["autocast::operations::cuda::", "autocast::overrides::", "autocast::programs::"]),
