@@ -121,21 +121,23 @@ const WAYS: [&str; 8] = [
     "two looks",
 ];
 
-struct Training {
+struct Training<'a> {
     opts: Vec<Opt>,
     scaler: GradScaler,
     devices: &'static [Device],
+    simulation: &'a Simulation,
 }
 
 /// Makes a call that may fail, and possibly makes it again after a failure.
 type Attempt<'a> = &'a mut dyn FnMut(&mut dyn FnMut() -> Result<()>) -> Result<()>;
 
-impl Training {
+impl<'a> Training<'a> {
     /// Runs a first iteration, which creates the states.
-    fn new(model: Model, config: GradScalerConfig) -> Self {
+    fn new(simulation: &'a Simulation, model: Model, config: GradScalerConfig) -> Self {
         let config = GradScalerConfig { init_scale: 8.0, ..config };
         let scaler = config.build(Device::Cuda(0)).unwrap();
-        let mut training = Self { opts: model.build(), scaler, devices: model.devices() };
+        let (opts, devices) = (model.build(), model.devices());
+        let mut training = Self { opts, scaler, devices, simulation };
         let losses = training.losses(0.25);
         training.iteration("step", &losses, &mut |call| call()).unwrap();
         training
@@ -147,18 +149,28 @@ impl Training {
     }
 
     /// Scales each loss, runs its backward, steps the optimizers and updates the scale. Each call can be retried
-    /// separately.
+    /// separately. Backward passes are the same in all ways to step: they fail in one of them.
     fn iteration(&mut self, way: &str, losses: &[Tensor], attempt: Attempt<'_>) -> Result<()> {
         self.opts.iter_mut().for_each(Opt::zero_grad);
         for loss in losses {
             let mut scaled = None;
             attempt(&mut || self.scaler.scale(loss).map(|it| scaled = Some(it)))?;
-            scaled.unwrap().f_backward()?;
+            self.backward(&scaled.unwrap(), way == "step")?;
         }
         for opt in &mut self.opts {
             step(way, opt, &mut self.scaler, attempt)?;
         }
         attempt(&mut || self.scaler.update())
+    }
+
+    fn backward(&self, scaled: &Tensor, may_fail: bool) -> Result<()> {
+        if may_fail {
+            return Ok(scaled.f_backward()?);
+        }
+        let left = self.simulation.fail_allocation(0);
+        scaled.backward();
+        self.simulation.fail_allocation(left);
+        Ok(())
     }
 
     /// The whole state, for comparison.
@@ -260,13 +272,13 @@ fn for_each_case(test: impl Fn(Model, GradScalerConfig, &str, f64)) {
 fn calls_that_run_out_of_memory_can_be_retried() {
     let Some(simulation) = Simulation::find() else { return };
     for_each_case(|model, config, way, factor| {
-        let mut twin = Training::new(model, config);
+        let mut twin = Training::new(&simulation, model, config);
         let losses = twin.losses(factor);
         twin.iteration(way, &losses, &mut |call| call()).unwrap();
         let want = twin.bits();
         for n in 1.. {
             let what = format!("{model:?}, {way}, {factor}, {config:?}: allocation {n}");
-            let mut training = Training::new(model, config);
+            let mut training = Training::new(&simulation, model, config);
             let losses = training.losses(factor);
             let mut in_step = false;
             simulation.fail_allocation(n);
@@ -309,7 +321,7 @@ fn an_abandoned_iteration_can_be_followed_by_another() {
         for n in 1.. {
             let abandons = n % 2 == 0;
             let what = format!("{model:?}, {way}, {factor}, {config:?}: allocation {n}");
-            let mut training = Training::new(model, config);
+            let mut training = Training::new(&simulation, model, config);
             let losses = training.losses(factor);
             simulation.fail_allocation(n);
             let done = training.iteration(way, &losses, &mut |call| call());

@@ -6,7 +6,7 @@ use tch_amp::loss_scale::all_finite;
 use tch_amp::optim::{AdamW, MasterWeights};
 use tch_amp::scaler::GradScalerConfig;
 
-use crate::iteration::{ONE, TWO, Training, parameters};
+use crate::iteration::{ONE, TWO, Training, parameters, scaler};
 use testkit::simulation::Simulation;
 
 /// A part of an iteration, with the calls that precede it.
@@ -53,16 +53,21 @@ const PARTS: [Part; 11] = [
     }),
 ];
 
-fn launches(simulation: &Simulation, count: usize, kinds: &[Kind], two: bool, part: &Part) -> i64 {
+/// The launches of each part with `count` parameters of each dtype on each device.
+fn launches(simulation: &Simulation, count: usize, kinds: &[Kind], two: bool) -> Vec<i64> {
     let devices = if two { TWO } else { ONE };
     let all = kinds.iter().flat_map(|kind| parameters(devices, *kind, count));
     let adamw = AdamW::default().into();
     let mut training = Training::new(adamw, MasterWeights::None, all.collect(), devices);
     // The first step creates the state of each parameter.
     drop(training.iterate(0.5));
-    training.backward(0.5);
-    part.1(&mut training);
-    simulation.count(|| part.2(&mut training)).1.launches
+    let launches = PARTS.iter().map(|(_, prepare, part)| {
+        training.scaler = scaler();
+        training.backward(0.5);
+        prepare(&mut training);
+        simulation.count(|| part(&mut training)).1.launches
+    });
+    launches.collect()
 }
 
 /// The most launches that 400 parameters of one dtype on one device take beyond those for 4. The arguments of a kernel
@@ -76,12 +81,12 @@ fn launches_grow_with_the_number_of_parameters_only_by_full_lists() {
     for kinds in [&[Kind::Float][..], &[Kind::BFloat16], &[Kind::Float, Kind::BFloat16]] {
         for two in [false, true] {
             let lists = kinds.len() as i64 * if two { 2 } else { 1 };
-            for part in &PARTS {
-                let [few, some, many] =
-                    [4, 40, 400].map(|n| launches(&simulation, n, kinds, two, part));
+            let counts = [4, 40, 400].map(|count| launches(&simulation, count, kinds, two));
+            for (place, (part, ..)) in PARTS.iter().enumerate() {
+                let [few, some, many] = counts.each_ref().map(|of_parts| of_parts[place]);
                 let is_bounded = few == some && (few..=few + lists * MORE_FOR_400).contains(&many);
                 if few == 0 || !is_bounded {
-                    grown.push(format!("{kinds:?} two {two} {}: {few}, {some}, {many}", part.0));
+                    grown.push(format!("{kinds:?} two {two} {part}: {few}, {some}, {many}"));
                 }
             }
         }

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <map>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "devices.h"
@@ -28,8 +28,8 @@ struct Kernel {
 };
 
 // By the function of the host that launches it.
-std::map<const void *, Kernel> &kernels() {
-  static auto *const all = new std::map<const void *, Kernel>;
+std::unordered_map<const void *, Kernel> &kernels() {
+  static auto *const all = new std::unordered_map<const void *, Kernel>;
   return *all;
 }
 
