@@ -112,12 +112,16 @@ fn report(kind: &'static str, fault: &'static str) -> BudgetReport {
     Program::new(kind, DTYPES[0], fault, 0).measure().unwrap()
 }
 
-/// How many of a fault's cases are over budget, how many there are, and the report of one that is not.
+/// How many of a fault's cases are over budget, how many there are, and the report of one that is not. With one seed,
+/// many models take the two dtypes in turns.
 fn found(fault: &Fault, form: Form, seeds: Range<i64>) -> (usize, usize, String) {
     let (mut over, mut all, mut missed) = (0, 0, String::new());
-    for kind in fault.models(form) {
+    let kinds = fault.models(form);
+    let takes_turns = seeds.end == 1 && kinds.len() > 3;
+    for (turn, kind) in (form as usize..).zip(kinds) {
+        let dtypes = if takes_turns { &DTYPES[turn % 2..][..1] } else { &DTYPES };
         for seed in seeds.clone() {
-            for dtype in DTYPES {
+            for &dtype in dtypes {
                 let program = Program::new(kind, dtype, fault.name, seed).form(form);
                 let report = program.measure().unwrap();
                 all += 1;
@@ -132,7 +136,7 @@ fn found(fault: &Fault, form: Form, seeds: Range<i64>) -> (usize, usize, String)
     (over, all, missed)
 }
 
-/// With `TCH_AMP_LONG=1` five seeds and what is not claimed, which prints the table of the guide.
+/// With `TCH_AMP_LONG=1` five seeds, both dtypes and what is not claimed, which prints the table of the guide.
 #[test]
 fn published_faults_are_over_budget() {
     let _alone = alone();
