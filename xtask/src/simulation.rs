@@ -45,6 +45,15 @@ const LAGS: [(&str, [Parts; 2]); 2] = [
 ];
 const ABOUT_LAGS: Parts = ("devices", &["controls::", "saved_tensors::", "skips::"]);
 
+/// Tests that run on the CPU and on devices, one after the other in one process.
+const ON_BOTH: [Parts; 2] = [
+    ("reports", &["insight::"]),
+    ("steps", &["accumulation::", "average::", "optim::", "scaler::", "schedule::"]),
+];
+
+/// Those of [`ON_BOTH`] with fewer random programs where devices are.
+const MORE_ON_THE_CPU: [&str; 2] = ["optim::programs::", "scaler::programs::"];
+
 /// The tests that see which operators libtorch has on a device, and what its kernels do.
 pub(crate) const OF_KERNELS: [Parts; 2] = [
     ("regions", &["autocast::", "function::"]),
@@ -74,6 +83,24 @@ pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
     };
     steps::all([of_library, of_programs])?;
     Ok(true)
+}
+
+/// A name and the arguments of `cargo test` for each program of tests that runs without devices beside the tests on
+/// them: [`ON_BOTH`] is left to these where they are possible.
+pub(crate) fn beside_devices(workspace: &Workspace) -> Result<Vec<(String, String)>> {
+    let on_both = check_possible(&workspace.libtorch).map_or(&[][..], |()| &ON_BOTH);
+    let mut tests = Vec::new();
+    for program in programs()? {
+        let parts = on_both.iter().filter(|(of, _)| *of == program).flat_map(|(_, parts)| *parts);
+        let skipped: String = parts.map(|part| format!(" --skip {part}")).collect();
+        let words = format!("--test {program} --{skipped}");
+        tests.push((program, words));
+    }
+    if !on_both.is_empty() {
+        let rest = [&MORE_ON_THE_CPU[..], &STEPS_ON_THE_CPU].concat().join(" ");
+        tests.push(("steps of the CPU alone".to_owned(), format!("--test steps -- {rest}")));
+    }
+    Ok(tests)
 }
 
 /// Runs each program without its part in `left_out`, and then its tests in `except`.
@@ -229,9 +256,10 @@ mod tests {
     #[test]
     fn every_named_test_exists() {
         check_names(&ON_DEVICES);
+        check_names(&ON_BOTH);
         check_names(&OF_KERNELS);
         LAGS.iter().for_each(|(_, parts)| check_names(parts));
-        check_names(&[("steps", &STEPS_ON_THE_CPU)]);
+        check_names(&[("steps", &STEPS_ON_THE_CPU), ("steps", &MORE_ON_THE_CPU)]);
     }
 
     #[test]

@@ -79,18 +79,31 @@ impl Lane {
         all(commands.map(run).collect::<Vec<_>>())
     }
 
-    /// Waits for the end, shows the table of all stages and then what was printed, and fails if a command has failed.
-    pub(crate) fn finish(self, steps: &mut Steps) -> Result<()> {
-        let ended = self.running.join().map_err(|_| anyhow!("the run has panicked"))?;
-        let (stages, results): (Vec<_>, Vec<_>) = ended.into_iter().unzip();
-        steps.ended.extend(stages);
-        println!("\n{}", steps.table());
-        match fs::read(&self.output) {
-            Ok(printed) => println!("{}", String::from_utf8_lossy(&printed)),
-            Err(error) => println!("{} cannot be read: {error}", self.output.display()),
-        }
-        all(results)
+    /// Waits for the end.
+    fn join(self, steps: &mut Steps) -> (PathBuf, Result<()>) {
+        let joined = self.running.join().map_err(|_| anyhow!("the run has panicked"));
+        let result = joined.and_then(|ended| {
+            let (stages, results): (Vec<_>, Vec<_>) = ended.into_iter().unzip();
+            steps.ended.extend(stages);
+            all(results)
+        });
+        (self.output, result)
     }
+}
+
+/// Waits for the end of all lanes, shows the table of all stages and then what the lanes have printed, and fails if a
+/// command has failed.
+pub(crate) fn finish(lanes: impl IntoIterator<Item = Lane>, steps: &mut Steps) -> Result<()> {
+    let (outputs, results): (Vec<_>, Vec<_>) =
+        lanes.into_iter().map(|lane| lane.join(steps)).unzip();
+    println!("\n{}", steps.table());
+    for output in outputs {
+        match fs::read(&output) {
+            Ok(printed) => println!("{}", String::from_utf8_lossy(&printed)),
+            Err(error) => println!("{} cannot be read: {error}", output.display()),
+        }
+    }
+    all(results)
 }
 
 /// Runs tests, shows their output, and names in the error those that have failed.
@@ -164,11 +177,12 @@ mod tests {
             });
             Lane::start(name, commands.collect()).unwrap()
         };
-        begin("beside 1", &["true", "true"]).finish(&mut Steps::default()).unwrap();
-        let beside = begin("beside 2", &["exit 3", "echo the second"]);
-        let output = beside.output.clone();
+        finish([begin("beside 1", &["true", "true"])], &mut Steps::default()).unwrap();
+        let lanes =
+            [begin("beside 2", &["exit 3", "echo the second"]), begin("beside 4", &["true"])];
+        let output = lanes[0].output.clone();
         let mut steps = Steps::default();
-        let error = format!("{:#}", beside.finish(&mut steps).unwrap_err());
+        let error = format!("{:#}", finish(lanes, &mut steps).unwrap_err());
         assert!(error.starts_with("exit 3: `sh -c"), "{error}");
         assert!(error.contains("exit status: 3"), "{error}");
         assert_eq!(fs::read_to_string(output).unwrap(), "the second\n");
@@ -176,6 +190,7 @@ mod tests {
         let lines: Vec<_> = table.lines().collect();
         assert!(lines[0].starts_with("exit 3") && lines[0].ends_with(" s  FAILED"), "{table}");
         assert!(lines[1].starts_with("echo the second  ") && lines[1].ends_with(" s"), "{table}");
+        assert!(lines[2].starts_with("true  "), "{table}");
     }
 
     #[test]
@@ -196,7 +211,7 @@ mod tests {
         let mut steps = Steps::default();
         let error = format!("{:#}", beside.share(&mut steps).unwrap_err());
         assert!(error.contains("exit status: 4"), "{error}");
-        beside.finish(&mut steps).unwrap();
+        finish([beside], &mut steps).unwrap();
         assert_eq!(steps.table().lines().count(), 2, "{}", steps.table());
         fs::remove_dir_all(folder).unwrap();
     }

@@ -27,6 +27,9 @@ const OF_ANY_LIBTORCH: [Parts; 6] = [
     ("steps", &["pairs::"]),
 ];
 
+/// The program whose tests start processes.
+const PROCESSES: &str = "processes";
+
 /// How many random programs a release is tested with.
 const MORE_PROGRAMS: [(&str, &str); 3] = [
     ("TCH_AMP_PROGRAMS", "10000"),
@@ -60,9 +63,11 @@ enum Work {
     OnDevices(fn(&Workspace) -> Result<()>),
     /// Runs on another core beside those on devices.
     Beside(fn(&Workspace) -> Result<Commands>),
+    /// Runs beside both, because it waits most of the time.
+    Waits(fn(&Workspace) -> Result<Commands>),
 }
 
-use Work::{Beside, Check, Libtorch, OnDevices};
+use Work::{Beside, Check, Libtorch, OnDevices, Waits};
 
 const fn stage(name: &'static str, about: &'static str, work: Work) -> Stage {
     Stage { name, about, work }
@@ -90,6 +95,7 @@ const STAGES: &[Stage] = &[
     stage("null-cuda", "tests on the real host code of CUDA", OnDevices(null_cuda::test)),
     stage("sanitize", "tests under sanitizers", Beside(sanitized)),
     stage("cpu", "tests on the CPU", Beside(on_the_cpu)),
+    stage(PROCESSES, "tests of several processes", Waits(processes)),
     stage("hooks", "optimizers and pairs with hooks around what autograd saves", Beside(hooks)),
     stage("doc-tests", "examples in the documentation", Beside(examples)),
 ];
@@ -118,8 +124,13 @@ fn sanitized(_: &Workspace) -> Result<Commands> {
 }
 
 fn on_the_cpu(workspace: &Workspace) -> Result<Commands> {
-    let test = |name| (format!("cpu: {name}"), on_cpu(workspace, &format!("--test {name}")));
-    Ok(simulation::programs()?.into_iter().map(test).collect())
+    let tests = simulation::beside_devices(workspace)?.into_iter();
+    let tests = tests.filter(|(name, _)| name != PROCESSES);
+    Ok(tests.map(|(name, words)| (format!("cpu: {name}"), on_cpu(workspace, &words))).collect())
+}
+
+fn processes(workspace: &Workspace) -> Result<Commands> {
+    Ok(vec![(PROCESSES.to_owned(), on_cpu(workspace, &format!("--test {PROCESSES}")))])
 }
 
 fn hooks(workspace: &Workspace) -> Result<Commands> {
@@ -154,7 +165,7 @@ impl Stage {
         match self.work {
             Check(work) => work(),
             Libtorch(work) | OnDevices(work) => work(libtorch.get()?),
-            Beside(commands) => {
+            Beside(commands) | Waits(commands) => {
                 let commands = commands(libtorch.get()?)?;
                 steps::all(commands.into_iter().map(|(_, mut command)| show(&mut command)))
             }
@@ -202,27 +213,30 @@ fn one(name: &str) -> Result<()> {
     stage.run(&Provided::default())
 }
 
-/// Runs every stage: those on devices, and all others beside them; whichever of the two ends first helps the other.
+/// Runs every stage: those on devices, and all others beside them; whichever of the two ends first helps the other. What
+/// waits most of the time runs beside both.
 fn all() -> Result<()> {
     let (libtorch, mut steps) = (Provided::default(), Steps::kept_in("stages.txt"));
     let mut run = |stage: &Stage| {
         let again = || format!("see it again with `cargo xtask test {}`", stage.name);
         steps.run(&stage.title(), || stage.run(&libtorch)).with_context(again)
     };
-    let (mut on_devices, mut commands) = (Vec::new(), Vec::new());
+    let (mut on_devices, mut beside, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
     for stage in STAGES {
         match stage.work {
             Check(_) | Libtorch(_) => run(stage)?,
             OnDevices(_) => on_devices.push(stage),
-            Beside(of_stage) => commands.extend(of_stage(libtorch.get()?)?),
+            Beside(commands) => beside.extend(commands(libtorch.get()?)?),
+            Waits(commands) => waiting.extend(commands(libtorch.get()?)?),
         }
     }
-    let others = Lane::start("all other tests", commands)?;
-    // Also after one that has failed: nothing goes on in the background, and one run shows both.
+    let waiting = Lane::start("tests of several processes", waiting)?;
+    let others = Lane::start("all other tests", beside)?;
+    // Also after one that has failed: nothing goes on in the background, and one run shows all.
     let mut results: Vec<_> = on_devices.into_iter().map(&mut run).collect();
     let again = "see a stage again with `cargo xtask test` and the first word of its name";
     results.push(others.share(&mut steps).context(again));
-    results.push(others.finish(&mut steps).context(again));
+    results.push(steps::finish([waiting, others], &mut steps).context(again));
     steps::all(results)
 }
 
@@ -237,9 +251,9 @@ pub(crate) fn check_release(args: Args) -> Result<()> {
     }
     let checked = check_alone(&mut steps);
     // Also after a check that has failed: nothing goes on in the background, and one run shows both.
-    let finished: Vec<_> = beside.into_iter().map(|tests| tests.finish(&mut steps)).collect();
+    let finished = steps::finish(beside, &mut steps);
     checked?;
-    steps::all(finished)
+    finished
 }
 
 /// The part of [`check_release`] with the locked version.
