@@ -30,7 +30,7 @@ impl Head {
         head
     }
 
-    /// Makes the gradients, and what libtorch keeps for later products.
+    /// Creates the gradients, and the workspace that libtorch keeps for all later products.
     fn of_one_row(&self) -> Result<Tensor> {
         Ok(self.hidden.narrow(0, 0, 1).linear(&self.weight, None::<&Tensor>).sum(Kind::Float))
     }
@@ -49,7 +49,7 @@ impl Head {
         Ok(())
     }
 
-    /// What a forward and a backward pass make the device do when the gradients are there.
+    /// What a forward and a backward pass make the device do when the gradients exist already.
     fn counts(
         &self,
         simulation: &Simulation,

@@ -87,15 +87,15 @@ impl Training {
     }
 }
 
-/// Numbers from -1 to 1 that no generator draws, most of them small. They repeat after a prime number of them, so that
-/// no two blocks or chunks have the same.
+/// Numbers from -1 to 1 that no generator draws, most of them small. They repeat with a prime period, so that blocks and
+/// chunks, whose sizes are powers of two, differ from each other.
 fn numbers(size: &[i64], seed: f64) -> Tensor {
-    const DIFFERENT: i64 = 65_537;
+    const PERIOD: i64 = 65_537;
     let count: i64 = size.iter().product();
-    let places = Tensor::arange(count.min(DIFFERENT), (Kind::Double, Device::Cpu));
+    let places = Tensor::arange(count.min(PERIOD), (Kind::Double, Device::Cpu));
     let wild: Tensor = ((places + seed) * 12.9898).sin() * 43_758.545;
     let wild = wild.sin().pow_tensor_scalar(5).to_kind(Kind::Float);
-    wild.repeat([count / DIFFERENT + 1]).narrow(0, 0, count).reshape(size)
+    wild.repeat([count / PERIOD + 1]).narrow(0, 0, count).reshape(size)
 }
 
 #[test]
@@ -144,11 +144,11 @@ fn a_step_launches_as_documented_and_does_not_synchronize() {
                 let launches = count(&vec![vec![5, 1000]; tensors]).0;
                 if is_muon { launches - orthogonalized } else { launches }
             });
-            let [one, two] = [1, 2].map(|chunks| count(&vec![vec![1, 1 << 20]; chunks]));
+            let [one, three] = [1, 3].map(|chunks| count(&vec![vec![1, 1 << 20]; chunks]));
             // The norm of so many numbers has counters, which are cleared first.
             let orthogonalized = FOR_EACH_WIDE + FOR_EACH_GROUP + i64::from(!is_model());
-            let each = two.0 - one.0 - if is_muon { orthogonalized } else { 0 };
-            let mib = two.1 as f64 / f64::from(1 << 20);
+            let each = (three.0 - one.0) / 2 - if is_muon { orthogonalized } else { 0 };
+            let mib = three.1 as f64 / f64::from(1 << 20);
             let name = format!("{name} {:?} {weights:?}", case.1);
             println!("{name}: {few}, {each} for each chunk, {mib:.1} MiB");
             assert_eq!(few, many, "{name}");
