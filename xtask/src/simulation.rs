@@ -45,13 +45,13 @@ const LAGS: [(&str, [Parts; 2]); 2] = [
 ];
 const ABOUT_LAGS: Parts = ("devices", &["controls::", "saved_tensors::", "skips::"]);
 
-/// Tests that run on the CPU and on devices, one after the other in one process.
+/// Tests that run on the CPU, too, where they run on devices: in one process, first here and then there.
 const ON_BOTH: [Parts; 2] = [
     ("reports", &["insight::"]),
     ("steps", &["accumulation::", "average::", "optim::", "scaler::", "schedule::"]),
 ];
 
-/// Those of [`ON_BOTH`] with fewer random programs where devices are.
+/// Those of [`ON_BOTH`] that run fewer random programs on devices than on the CPU.
 const MORE_ON_THE_CPU: [&str; 2] = ["optim::programs::", "scaler::programs::"];
 
 /// The tests that see which operators libtorch has on a device, and what its kernels do.
@@ -85,8 +85,8 @@ pub(crate) fn test(workspace: &Workspace, extent: Extent) -> Result<bool> {
     Ok(true)
 }
 
-/// A name and the arguments of `cargo test` for each program of tests that runs without devices beside the tests on
-/// them: [`ON_BOTH`] is left to these where they are possible.
+/// What runs without devices: a name and the arguments of `cargo test` for each program. Where tests can run on
+/// simulated GPUs, [`ON_BOTH`] is left to these.
 pub(crate) fn beside_devices(workspace: &Workspace) -> Result<Vec<(String, String)>> {
     let on_both = check_possible(&workspace.libtorch).map_or(&[][..], |()| &ON_BOTH);
     let mut tests = Vec::new();
@@ -260,6 +260,17 @@ mod tests {
         check_names(&OF_KERNELS);
         LAGS.iter().for_each(|(_, parts)| check_names(parts));
         check_names(&[("steps", &STEPS_ON_THE_CPU), ("steps", &MORE_ON_THE_CPU)]);
+    }
+
+    #[test]
+    fn what_is_left_to_devices_runs_there() {
+        for (program, parts) in ON_BOTH {
+            let (_, there) = ON_DEVICES.iter().find(|(name, _)| *name == program).expect(program);
+            let runs = |part| there.is_empty() || there.contains(part);
+            assert!(parts.iter().all(runs), "{program}: {there:?} on devices");
+        }
+        let left = |name: &str| ON_BOTH[1].1.iter().any(|part| name.starts_with(part));
+        assert!(STEPS_ON_THE_CPU.into_iter().chain(MORE_ON_THE_CPU).all(left));
     }
 
     #[test]

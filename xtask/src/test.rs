@@ -94,7 +94,7 @@ const STAGES: &[Stage] = &[
     stage("simulated", "tests on simulated GPUs", OnDevices(test_on_simulated)),
     stage("null-cuda", "tests on the real host code of CUDA", OnDevices(null_cuda::test)),
     stage("sanitize", "tests under sanitizers", Beside(sanitized)),
-    stage("cpu", "tests on the CPU", Beside(on_the_cpu)),
+    stage("cpu", "remaining tests on the CPU", Beside(on_the_cpu)),
     stage(PROCESSES, "tests of several processes", Waits(processes)),
     stage("hooks", "optimizers and pairs with hooks around what autograd saves", Beside(hooks)),
     stage("doc-tests", "examples in the documentation", Beside(examples)),
