@@ -106,6 +106,8 @@ inline void Group::depend_on(const std::shared_ptr<Gathering> &agreement) {
   // Not the group itself, which would keep the connections open after it was closed.
   const c10::weak_intrusive_ptr<Group> self(c10::intrusive_ptr<Group>::unsafe_reclaim_from_nonowning(this));
   agreement->done->addCallback([self, waiting = waiting_](Future &gathered) { waiting->settle(self, gathered); });
+  // As while the last callback is running: its reference is there when the group is dropped.
+  if (tamp::planted("late_callback")) new c10::weak_intrusive_ptr<Group>(self);
 }
 
 inline c10::intrusive_ptr<c10d::Work> Group::allreduce(std::vector<at::Tensor> &tensors,

@@ -99,7 +99,13 @@ class Group final : public c10d::ProcessGroup {
 
   ~Group() override;
 
+  // Called in place of the destructor while a weak reference is left, such as that of an agreement of the ranks.
+  void release_resources() override;
+
  private:
+  // Ends the operations and the backends.
+  void leave();
+
   std::mutex mutex_;  // held by `close`, and while an operation begins
   bool closed_ = false;
   std::shared_ptr<Operations> operations_ = std::make_shared<Operations>();

@@ -229,13 +229,21 @@ void Group::watch(const c10::intrusive_ptr<c10d::Store> &store) {
   }).detach();
 }
 
-Group::~Group() {
+Group::~Group() { leave(); }
+
+void Group::release_resources() {
+  leave();
+  ProcessGroup::release_resources();
+}
+
+void Group::leave() {
   operations_->fail("the group has ended");
   deviceTypeToBackend_.clear();
   for (auto &[type, backend] : backendTypeToBackend_) {
     // Without this, NCCL's backend aborts what other ranks are still receiving, and warns of it.
     if (type != BackendType::GLOO) end(std::move(backend), kEnd, shut_down);
   }
+  backendTypeToBackend_.clear();
 }
 
 void Group::close() {

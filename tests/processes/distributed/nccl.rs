@@ -71,7 +71,7 @@ fn compare(size: usize, fault: &str) {
         let output = child.wait_with_output().unwrap();
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert!(!errors.contains("destroy_process_group"), "{errors}");
+        assert!(!errors.contains("destroy_process_group"), "{said}{errors}");
         let line = said.lines().find_map(|line| line.split_once("rank: "));
         line.unwrap_or_else(|| panic!("a rank printed nothing: {errors}")).1.to_owned()
     });
@@ -97,4 +97,9 @@ fn two_ranks_skip_and_step_over_nccl_as_over_gloo() {
 #[test]
 fn a_rank_whose_shutdown_fails_ends_without_a_warning() {
     compare(1, "nccl_shutdown");
+}
+
+#[test]
+fn a_group_that_ends_beside_its_last_callback_ends_without_a_warning() {
+    compare(1, "late_callback");
 }
