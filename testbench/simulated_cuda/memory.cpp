@@ -36,6 +36,7 @@ bool fails_now() {
 }
 
 char *map(size_t bytes, int protection) {
+  if (bytes == 0) return nullptr;  // without devices
   void *p = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) {
     perror("simulated CUDA: no address space for the devices (SIMULATED_CUDA_MEMORY_MIB sets their size)");

@@ -6,6 +6,7 @@ use tch::{Cuda, Device, Kind, Tensor};
 
 use testkit::programs::this_test;
 use testkit::simulation::Simulation;
+use testkit::tensors::leaf;
 use testkit::to_f64;
 
 const SIGSEGV: i32 = 11;
@@ -26,6 +27,24 @@ fn a_host_read_of_device_memory_is_a_fault() {
     assert_eq!(output.status.signal(), Some(SIGSEGV), "{said}");
     assert!(said.contains("host code touches the memory of cuda:1 at offset"), "{said}");
     assert!(!String::from_utf8_lossy(&output.stdout).contains("read 1"));
+}
+
+#[test]
+#[ignore = "it needs a process without devices; without_devices_training_goes_on_with_the_cpu runs it"]
+fn trains_on_what_there_is() {
+    let device = Device::cuda_if_available();
+    let weight = leaf(&[2.0], Kind::Float, device);
+    weight.square().sum(None).backward();
+    println!("on {device:?}: {:?}", to_f64(&weight.grad()));
+}
+
+#[test]
+fn without_devices_training_goes_on_with_the_cpu() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let mut program = this_test("controls::trains_on_what_there_is");
+    let output = program.env("SIMULATED_CUDA_DEVICES", "0").output().unwrap();
+    let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+    assert!(said[0].contains("on Cpu: [4.0]"), "{}", said.concat());
 }
 
 #[test]
