@@ -31,6 +31,18 @@ pub fn python_can_have_the_gpu() -> bool {
     !simulation::is_model()
 }
 
+/// Whether a test of this program passes in a process of its own, with these environment variables. What it printed is
+/// printed again, for the case that the caller fails.
+pub fn passes(test: &str, variables: &[(&str, &str)]) -> bool {
+    let mut command = Command::new(std::env::current_exe().expect("a test has a program"));
+    command.args([test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]);
+    let output = command.envs(variables.iter().copied()).output().expect("it can be started");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("running 1 test\n"), "there is no test {test}");
+    println!("{said}{}", String::from_utf8_lossy(&output.stderr));
+    output.status.success()
+}
+
 /// One ignored test of this program, to be run as a process of its own.
 pub fn this_test(name: &str) -> Command {
     this_test_by(&[], name)

@@ -1,6 +1,6 @@
 //! Ranks with a GPU each.
 
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -14,6 +14,7 @@ use tch_amp::{Autocast, GradScaler};
 
 use testkit::bits::hex;
 use testkit::files::Folder;
+use testkit::programs::this_test;
 use testkit::simulation::{Counts, Simulation};
 
 /// Runs two threads that form a group, each with a device.
@@ -269,8 +270,7 @@ fn processes_with_a_gpu_each_train_as_threads_do() {
     let store = Store::serve_locally().unwrap();
     let port = store.port().unwrap();
     let children = [0, 1].map(|rank| {
-        Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "distributed::process", "--ignored", "--nocapture"])
+        this_test("distributed::process")
             .env(PROCESS, format!("{rank} {port}"))
             .stdout(Stdio::piped())
             .spawn()

@@ -1,12 +1,11 @@
 //! Faults that are planted in the shim of a debug build make these tests fail.
 
-use std::process::Command;
-
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::AdamW;
 use tch_amp::scaler::ScalerError;
 use tch_amp::{Error, GradScaler};
 
+use testkit::programs::passes;
 use testkit::simulation::Simulation;
 
 /// The names of the faults in csrc/, each with a test of this program that has to detect it.
@@ -20,18 +19,6 @@ const FAULTS: [(&str, &str); 8] = [
     ("unordered_fetch", "saved_tensors::what_was_on_the_host_comes_back_with_the_same_bits"),
     ("two_for_true", "skips::a_step_that_overflows_on_two_devices_is_skipped_on_both"),
 ];
-
-/// Whether the test passes with the fault, in a process of its own.
-fn passes(fault: &str, test: &str) -> bool {
-    let program = std::env::current_exe().unwrap();
-    let mut command = Command::new(program);
-    command.args([test, "--exact", "--test-threads=1"]);
-    command.env("TCH_AMP_PLANTED_FAULT", fault).env("SIMULATED_CUDA_LAG", "2");
-    let output = command.output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(said.contains("running 1 test"), "there is no test {test}");
-    output.status.success()
-}
 
 /// Runs only with the planted fault, with which the kernels of a step have run and the step fails nevertheless.
 #[test]
@@ -57,12 +44,7 @@ fn gradients_of_a_step_that_fails_midway_are_unusable() {
     if Simulation::find().is_none() {
         return;
     }
-    let program = std::env::current_exe().unwrap();
-    let mut command = Command::new(program);
-    command.args(["planted::a_step_fails_half_way", "--exact", "--ignored", "--test-threads=1"]);
-    let output = command.env("TCH_AMP_PLANTED_FAULT", "half_way").output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && said.contains("1 passed"), "{said}");
+    assert!(passes("planted::a_step_fails_half_way", &[("TCH_AMP_PLANTED_FAULT", "half_way")]));
 }
 
 #[test]
@@ -73,6 +55,7 @@ fn every_planted_fault_is_detected() {
         return;
     }
     for (fault, test) in FAULTS {
-        assert!(!passes(fault, test), "{test} does not detect the fault `{fault}`");
+        let variables = [("TCH_AMP_PLANTED_FAULT", fault), ("SIMULATED_CUDA_LAG", "2")];
+        assert!(!passes(test, &variables), "{test} does not detect the fault `{fault}`");
     }
 }

@@ -1,7 +1,5 @@
 //! A model that spans two GPUs in each of two ranks.
 
-use std::process::Command;
-
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::distributed::{DdpConfig, DistributedDataParallel, DistributedError, ProcessGroup};
@@ -11,6 +9,7 @@ use tch_amp::{Autocast, Error, GradScaler};
 
 use crate::distributed::ranks;
 use testkit::bits::bits;
+use testkit::programs::this_test;
 use testkit::simulation::Simulation;
 
 /// The first GPU of each rank; the next one is its second.
@@ -171,11 +170,8 @@ fn on_four_gpus() {
 #[test]
 fn two_ranks_with_two_gpus_each_train_as_one_process_does() {
     let Some(_simulation) = Simulation::find() else { return };
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "spanning::on_four_gpus", "--ignored", "--nocapture"])
-        .env("SIMULATED_CUDA_DEVICES", "4")
-        .output()
-        .unwrap();
+    let mut program = this_test("spanning::on_four_gpus");
+    let output = program.env("SIMULATED_CUDA_DEVICES", "4").output().unwrap();
     let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
     assert!(output.status.success() && text[0].contains("trained on"), "{}", text.concat());
 }

@@ -16,6 +16,7 @@ use tch::Device;
 use tch_amp::Amp;
 use testkit::files::Folder;
 use testkit::html::unclosed_tags;
+use testkit::programs::this_test;
 
 /// Held while random numbers are drawn, because the generator belongs to the whole process.
 static RANDOM: Mutex<()> = Mutex::new(());
@@ -118,11 +119,8 @@ fn on_two_ranks() {
 #[test]
 fn two_ranks_learn_what_one_process_does() {
     LazyLock::force(&RUNS);
-    let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "demo::on_two_ranks", "--ignored", "--nocapture"])
-        .env("TCH_AMP_TEST_TASK", "ranks")
-        .output()
-        .unwrap();
+    let mut ranks = this_test("demo::on_two_ranks");
+    let output = ranks.env("TCH_AMP_TEST_TASK", "ranks").output().unwrap();
     let [text, shown] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
     let mut lines = text.lines().filter_map(|line| line.strip_prefix("losses: "));
     let line = lines.next().unwrap_or_else(|| panic!("{text}{shown}"));

@@ -3,7 +3,7 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
@@ -20,6 +20,7 @@ use tch_amp::{Error, GradScaler};
 use testkit::bits::bits;
 use testkit::files::Folder;
 use testkit::for_each_device;
+use testkit::programs::this_test;
 
 /// A model with dropout, trained on shuffled rows, with an occasional overflow.
 struct Shuffled {
@@ -216,8 +217,7 @@ fn a_run_that_is_killed() {
 
 /// Starts the run, and kills it when it has saved a few steps. Returns whether it has ended before.
 fn run_and_kill(folder: &Folder, case: usize, after: usize) -> bool {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["resume::a_run_that_is_killed", "--exact", "--ignored", "--nocapture"]);
+    let mut command = this_test("resume::a_run_that_is_killed");
     command.env(FOLDER, &folder.0).env(CASE, case.to_string());
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines();

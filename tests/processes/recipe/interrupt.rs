@@ -1,6 +1,5 @@
 //! What Ctrl-C does to a process.
 
-use std::process::Command;
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -11,14 +10,11 @@ use crate::recipe::program::assert_same;
 use crate::recipe::resumed::GPT;
 use recipes::Interrupt;
 use testkit::files::Folder;
+use testkit::programs::this_test;
 
 /// Asserts that a program goes on at first, and ends by a signal.
 fn ends_by_a_signal(program: &str) {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", program, "--ignored", "--nocapture"])
-        .env("TCH_AMP_TEST_TASK", "interrupt")
-        .output()
-        .unwrap();
+    let output = this_test(program).env("TCH_AMP_TEST_TASK", "interrupt").output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert_eq!(output.status.code(), Some(130), "{said}");
     assert!(said.contains("goes on") && !said.contains("still there"), "{said}");

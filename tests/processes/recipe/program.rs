@@ -16,6 +16,7 @@ use tch_amp::checkpoint::CheckpointFolder;
 use recipes::Ended;
 use recipes::log::CSV;
 use testkit::files::Folder;
+use testkit::programs::this_test_by;
 
 /// Has the arguments of the program, one a line.
 const ARGUMENTS: &str = "TCH_AMP_TEST_ARGUMENTS";
@@ -68,10 +69,7 @@ impl Recipe {
         let words: Vec<&str> =
             self.options.split_whitespace().chain(more.split_whitespace()).collect();
         // A test that a shell runs in the background ignores Ctrl-C, and so would the program.
-        let child = Command::new("env")
-            .arg("--default-signal=INT")
-            .arg(env::current_exe().unwrap())
-            .args(["--exact", self.test, "--ignored", "--nocapture"])
+        let child = this_test_by(&["env", "--default-signal=INT"], self.test)
             // With one thread, the harness prints the name of a test before it runs, and fails if stdout is closed.
             .env("RUST_TEST_THREADS", "2")
             .env(ARGUMENTS, format!("{}\n{}", paths.join("\n"), words.join("\n")))

@@ -1,7 +1,6 @@
 //! `function::grad` beside `torch.autograd.grad`: its values, bit by bit, and the calls that it refuses.
 
 use std::os::unix::process::ExitStatusExt as _;
-use std::process::Command;
 
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor, no_grad};
@@ -10,6 +9,7 @@ use tch_amp::{Error, Result, autocast};
 
 use crate::function::{apply, for_each_leaf, square};
 use testkit::bits::bits;
+use testkit::programs::this_test;
 use testkit::python::Oracle;
 use testkit::tensors::leaf;
 use testkit::to_f64;
@@ -300,16 +300,17 @@ fn gradients_can_be_computed_within_a_backward() {
     });
 }
 
+#[test]
+#[ignore = "its process ends; the next test runs it"]
+fn runs_backward_of_an_output_without_a_graph() {
+    drop(Tensor::f_run_backward(&[one(F32)], &[&x()], false, false));
+}
+
 /// Why there is `grad`. If this fails, tch has been corrected, and docs/differences.md is to be.
 #[test]
 fn run_backward_of_tch_ends_the_process_for_an_output_without_a_graph() {
-    const CHILD: &str = "TCH_AMP_TEST_RUN_BACKWARD";
-    if std::env::var_os(CHILD).is_some() {
-        drop(Tensor::f_run_backward(&[one(F32)], &[&x()], false, false));
-        std::process::exit(0);
-    }
-    let name = "function::grad::run_backward_of_tch_ends_the_process_for_an_output_without_a_graph";
-    let mut child = Command::new(std::env::current_exe().unwrap());
-    let child = child.args([name, "--exact"]).env(CHILD, "1").output().unwrap();
-    assert!(child.status.signal().is_some(), "{child:?}");
+    let child = this_test("function::grad::runs_backward_of_an_output_without_a_graph").output();
+    let child = child.unwrap();
+    let said = String::from_utf8_lossy(&child.stdout);
+    assert!(said.contains("running 1 test\n") && child.status.signal().is_some(), "{child:?}");
 }

@@ -4,7 +4,6 @@ mod histories;
 mod losses;
 
 use std::collections::BTreeMap;
-use std::process::Command;
 
 use tch::{Device, Kind, Tensor, nn};
 use tch_amp::optim::{
@@ -17,6 +16,7 @@ use testkit::bits::{bits, canonical};
 use testkit::low_bit::{
     Moments, Momentum, Options, decoded, gradients, largest_code, normal, sizes,
 };
+use testkit::programs::passes;
 use testkit::rng::Rng;
 use testkit::{assert_says, for_each_device};
 
@@ -168,24 +168,11 @@ fn a_step_of_muon_has_the_bits_of_the_definition() {
     }
 }
 
-/// Runs a test of this program in a process of its own. Returns whether it has passed.
-fn passes(test: &str, variable: (&str, &str)) -> bool {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args([test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]);
-    command.env(variable.0, variable.1);
-    let output = command.output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(said.contains("running 1 test"), "there is no test {test}");
-    // What is printed if the test that asked fails.
-    println!("{said}{}", String::from_utf8_lossy(&output.stderr));
-    output.status.success()
-}
-
 #[test]
 fn every_set_of_instructions_has_the_same_bits() {
     for capability in ["default", "avx2"] {
         let test = "optim::low_bit::a_step_has_the_bits_of_the_definition";
-        assert!(passes(test, ("ATEN_CPU_CAPABILITY", capability)), "{capability}");
+        assert!(passes(test, &[("ATEN_CPU_CAPABILITY", capability)]), "{capability}");
     }
 }
 
@@ -282,8 +269,8 @@ fn no_update_is_larger_than_twice_the_exact_bound() {
 #[cfg_attr(not(debug_assertions), ignore = "faults are planted in debug builds")]
 fn a_cap_that_is_one_too_large_breaks_the_bound() {
     let test = "optim::low_bit::no_update_is_larger_than_twice_the_exact_bound";
-    assert!(passes(test, ("TCH_AMP_PLANTED_FAULT", "none")));
-    assert!(!passes(test, ("TCH_AMP_PLANTED_FAULT", "code_bound")));
+    assert!(passes(test, &[("TCH_AMP_PLANTED_FAULT", "none")]));
+    assert!(!passes(test, &[("TCH_AMP_PLANTED_FAULT", "code_bound")]));
 }
 
 /// The codes are in the order of the elements, so that a state fits a model in another memory format.

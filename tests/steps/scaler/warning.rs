@@ -1,7 +1,6 @@
 //! The warning about a scaler that skips all of its first steps, which a process of its own prints.
 
 use std::collections::BTreeMap;
-use std::process::Command;
 
 use tch::{Cuda, Device, Kind, Tensor};
 use tch_amp::GradScaler;
@@ -12,6 +11,7 @@ use tch_amp::scaler::{GradScalerConfig, PerLossScalers};
 use crate::scaler::{INF, NAN, loss, ones};
 use testkit::descent::Descent;
 use testkit::for_each_device;
+use testkit::programs::this_test;
 
 const TASK: &str = "TCH_AMP_TEST_WARNING";
 
@@ -172,11 +172,7 @@ fn all_cases() {
 
 #[test]
 fn a_scaler_that_skips_its_first_twenty_iterations_warns_once() {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command
-        .args(["--exact", "scaler::warning::all_cases", "--ignored", "--nocapture"])
-        .env(TASK, "1");
-    let output = command.output().unwrap();
+    let output = this_test("scaler::warning::all_cases").env(TASK, "1").output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success(), "{said}");
     // The warnings before each line of `say`, by its text.
