@@ -202,7 +202,7 @@ mod tests {
         let html = html(&slow(200, 70));
         for said in [
             "bf16 is 20.0x slower than fp32 here and needs 58 % of the memory for activations; it took only 5 of the \
-             200 steps, over which the loss is the same within 0.0 %.",
+             200 steps, over which the loss is the same within 0.1 %.",
             "because products in bf16 are slow here",
             "So bf16 took only 5 of the 200 steps.",
             "bf16 products are only 0.05 times as fast as f32 here",
@@ -249,7 +249,7 @@ mod tests {
         };
         let html = html(&comparison);
         let verdict = "bf16 is 2.0x faster than fp32 here and needs 58 % of the memory for activations; the loss is \
-                       the same within 0.0 %. The plan: bf16: an iteration is 2.00 times as fast as in f32.";
+                       the same within 0.1 %. The plan: bf16: an iteration is 2.00 times as fast as in f32.";
         assert!(html.contains(verdict), "{html}");
         assert_eq!(html.matches("<td>2.500</td>").count(), 2);
         assert!(html.contains("<th>final loss</th>") && html.contains("mean of the last 20 steps"));

@@ -14,14 +14,16 @@ const LAST: usize = 20;
 pub fn verdict(gpt: &Comparison) -> String {
     let Comparison { fp32, bf16, .. } = gpt;
     let common = gpt.common_steps();
-    let difference = (bf16.loss(LAST, common) / fp32.loss(LAST, common) - 1.0).abs() * 100.0;
+    let percent = (bf16.loss(LAST, common) / fp32.loss(LAST, common) - 1.0).abs() * 100.0;
+    // To tenths, and not to none: the losses are equal by chance alone.
+    let within = (percent * 10.0).ceil().max(1.0) / 10.0;
     let memory = gpt.memory_share().map_or_else(String::new, |share| {
         format!(" and needs {share:.0} % of the memory for activations")
     });
     let speed = speed::in_words(speed::speedup(&bf16.seconds, &fp32.seconds));
     if gpt.is_slow {
         return format!(
-            "bf16 is {speed}{memory}; it took {}, over which the loss is the same within {difference:.1} %.",
+            "bf16 is {speed}{memory}; it took {}, over which the loss is the same within {within:.1} %.",
             gpt.steps_taken()
         );
     }
@@ -31,7 +33,7 @@ pub fn verdict(gpt: &Comparison) -> String {
     } else {
         format!("bf16 is {speed}{memory}")
     };
-    format!("{gain}; the loss is the same within {difference:.1} %.{plan}")
+    format!("{gain}; the loss is the same within {within:.1} %.{plan}")
 }
 
 /// The table: bytes per second, milliseconds per step, steps, the loss of the steps that both took, and memory.
