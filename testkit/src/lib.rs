@@ -36,18 +36,19 @@ use tch::{Cuda, Device, Kind, Tensor};
 /// Runs `test` on each of the [`devices`], and prints the device on which it failed.
 pub fn for_each_device(test: impl Fn(Device)) {
     for device in devices() {
-        let _on = On(device);
+        let _case = Case(format!("on {device:?}"));
         test(device);
     }
 }
 
-/// The device on which a test is running; prints it if the test panics.
-struct On(Device);
+/// What a test is trying; prints it if the test panics.
+#[derive(Debug)]
+pub struct Case(pub String);
 
-impl Drop for On {
+impl Drop for Case {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!("on {:?}", self.0);
+            eprintln!("{}", self.0);
         }
     }
 }

@@ -10,6 +10,7 @@ use tch_amp::{Error, GradScaler, Result, optim};
 
 use crate::iteration::{ONE, TWO, losses, parameters};
 use crate::training::build;
+use testkit::Case;
 use testkit::bits::bits;
 use testkit::descent::Descent;
 use testkit::simulation::Simulation;
@@ -420,18 +421,18 @@ fn either_all_states_of_several_scalers_are_loaded_or_none() {
     let other = GradScalerConfig { init_scale: 32.0, ..patient };
     let saved = PerLossScalers::with_configs(Device::Cuda(0), &[other; 3]).unwrap();
     let saved = saved.state_dict().unwrap();
-    for n in 1.. {
-        let mut scalers = PerLossScalers::with_configs(Device::Cuda(0), &configs).unwrap();
-        let before = scalers.state_dict().unwrap();
-        simulation.fail_allocation(n);
-        let loaded = scalers.load_state_dict(&saved);
-        if simulation.fail_allocation(0) > 0 {
-            loaded.unwrap();
-            break;
-        }
-        assert!(matches!(loaded, Err(Error::Torch(_))), "allocation {n}");
-        assert_eq!(scalers.state_dict().unwrap(), before, "allocation {n}");
-    }
+    simulation.fail_each(
+        || {
+            let scalers = PerLossScalers::with_configs(Device::Cuda(0), &configs).unwrap();
+            let before = scalers.state_dict().unwrap();
+            (scalers, before)
+        },
+        |(scalers, _)| scalers.load_state_dict(&saved),
+        |n, (scalers, before), error| {
+            assert!(matches!(error, Error::Torch(_)), "allocation {n}: {error}");
+            assert_eq!(scalers.state_dict().unwrap(), before, "allocation {n}");
+        },
+    );
 }
 
 /// If an allocation fails, creating scalers and loss scales, and setting their values, returns an error.
@@ -454,16 +455,13 @@ fn creating_and_setting_scales_succeeds_or_returns_an_error() {
         },
     ];
     for (place, call) in calls.iter().enumerate() {
-        for n in 1.. {
-            simulation.fail_allocation(n);
-            let result = call();
-            if simulation.fail_allocation(0) > 0 {
-                assert!(n > 1, "call {place} allocates");
-                result.unwrap();
-                break;
-            }
-            assert!(matches!(result, Err(Error::Torch(_))), "call {place}, allocation {n}");
-        }
+        let _case = Case(format!("call {place}"));
+        let failures = simulation.fail_each(
+            || (),
+            |()| call(),
+            |n, (), error| assert!(matches!(error, Error::Torch(_)), "allocation {n}: {error}"),
+        );
+        assert!(failures > 0, "it allocates");
     }
 }
 

@@ -2,10 +2,11 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{AdamW, Algorithm, AmpOptimizer, MasterWeights, Optimizer, Parameters, Step};
-use tch_amp::scaler::{GradScalerConfig, StepOutcome};
+use tch_amp::scaler::StepOutcome;
 use tch_amp::{GradScaler, Result, autocast};
 
 use crate::training::build;
+use testkit::optimizers;
 
 pub const ONE: &[Device] = &[Device::Cuda(0)];
 pub const TWO: &[Device] = &[Device::Cuda(0), Device::Cuda(1)];
@@ -21,8 +22,7 @@ pub fn parameters(devices: &[Device], kind: Kind, count: usize) -> Vec<Tensor> {
 
 /// A scaler with a scale of 8, which causes no rounding.
 pub fn scaler() -> GradScaler {
-    let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
-    config.build(Device::Cuda(0)).unwrap()
+    optimizers::scaler(Device::Cuda(0), 8.0)
 }
 
 /// A loss for each device, of the parameters there. Its gradients are about `factor`.

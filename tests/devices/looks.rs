@@ -2,10 +2,10 @@
 
 use half::bf16;
 use tch::{Device, Kind, Tensor};
-use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, autocast};
 
 use crate::iteration::Nothing;
+use testkit::optimizers::scaler;
 use testkit::simulation::Simulation;
 use testkit::to_f64;
 
@@ -14,10 +14,6 @@ fn with_gradient(gradient: &Tensor) -> Tensor {
     let w = gradient.zeros_like().set_requires_grad(true);
     (&w * gradient).sum(Kind::Float).backward();
     w
-}
-
-fn scaler(init_scale: f64) -> GradScaler {
-    GradScalerConfig { init_scale, ..Default::default() }.build(Device::Cuda(0)).unwrap()
 }
 
 #[test]
@@ -70,7 +66,7 @@ fn bf16_gradients_are_multiplied_in_f32_and_rounded_once() {
     }
     let scaled: Vec<_> = weights.iter().map(|w| to_f64(&w.grad())).collect();
     let mut opt = Nothing(weights);
-    let mut scaler = scaler(3.0);
+    let mut scaler = scaler(Device::Cuda(0), 3.0);
     let elements: usize = scaled.iter().map(Vec::len).sum();
     let unscale = || autocast(Device::Cuda(0), || scaler.unscale_(&mut opt)).unwrap().unwrap();
     let ((), counts) = simulation.count(unscale);
@@ -97,7 +93,7 @@ fn large_bf16_gradients_are_converted_in_parts() {
         w
     });
     let mut opt = Nothing(weights.into());
-    let mut scaler = scaler(8.0);
+    let mut scaler = scaler(Device::Cuda(0), 8.0);
     let ((), counts) = simulation.count(|| scaler.unscale_(&mut opt).unwrap());
     let most = (4 * sizes[2]) + 64 * 512;
     assert!(counts.peak_bytes <= most, "{counts:?}");
@@ -117,7 +113,7 @@ fn an_overflow_in_unscaling_is_found_before_it_is_written() {
     {
         let gradient = Tensor::from_slice(&[0.0, gradient]).to_kind(Kind::BFloat16);
         let mut opt = Nothing(vec![with_gradient(&gradient.to_device(Device::Cuda(0)))]);
-        let mut scaler = scaler(scale);
+        let mut scaler = scaler(Device::Cuda(0), scale);
         scaler.unscale_(&mut opt).unwrap();
         let stepped = scaler.step(&mut opt).unwrap().is_stepped().unwrap();
         assert_eq!(stepped, is_stepped, "{scale}");

@@ -7,6 +7,7 @@ use tch_amp::optim::{
 
 use crate::muon::{FOR_EACH_GROUP, FOR_EACH_WIDE};
 use crate::training::GPUS;
+use testkit::Case;
 use testkit::bits::bits;
 use testkit::simulation::{Simulation, is_model};
 
@@ -165,23 +166,23 @@ fn a_step_that_runs_out_of_memory_changes_nothing() {
     let Some(simulation) = Simulation::find() else { return };
     for case in cases() {
         for weights in [WEIGHTS[0], WEIGHTS[2]] {
-            for n in 1.. {
-                let sizes = [vec![4101], vec![70, 65]];
-                let mut training = Training::new(case, weights, &GPUS[..1], &sizes);
-                training.backward(0);
-                training.step(false);
-                training.backward(1);
-                let before = training.bits();
-                simulation.fail_allocation(n);
-                let result = training.opt.step();
-                if simulation.fail_allocation(0) > 0 {
-                    result.unwrap();
-                    break;
-                }
-                let error = result.unwrap_err();
-                assert!(error.is_out_of_memory(), "{error}");
-                assert!(training.bits() == before, "allocation {n} of {case:?} {weights:?}");
-            }
+            let _case = Case(format!("{case:?} {weights:?}"));
+            simulation.fail_each(
+                || {
+                    let sizes = [vec![4101], vec![70, 65]];
+                    let mut training = Training::new(case, weights, &GPUS[..1], &sizes);
+                    training.backward(0);
+                    training.step(false);
+                    training.backward(1);
+                    let before = training.bits();
+                    (training, before)
+                },
+                |(training, _)| training.opt.step(),
+                |n, (mut training, before), error| {
+                    assert!(error.is_out_of_memory(), "{error}");
+                    assert!(training.bits() == before, "allocation {n}");
+                },
+            );
         }
     }
 }

@@ -1,9 +1,9 @@
 //! What a step of Muon costs on a GPU for matrices. Its results equal the CPU's.
 
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 use tch_amp::optim::{AdjustLr, AmpOptimizer, MasterWeights, Muon, Step};
 
-use crate::training::{GPUS, MODES, Training};
+use crate::training::{GPUS, MODES, Training, assert_computes_as_the_cpu, scaled, scaler_numbers};
 use testkit::simulation::{Simulation, is_model};
 
 /// The launches for each matrix, and for each 2^20 numbers of matrices, as the documentation of `MasterWeights` states
@@ -20,16 +20,11 @@ fn matrices(mode: (Kind, MasterWeights), size: [i64; 2], count: usize) -> Traini
     training
 }
 
-fn number(value: f64) -> Tensor {
-    Tensor::from(value as f32).to_device(GPUS[0])
-}
-
 #[test]
 fn a_step_launches_as_documented_for_each_matrix_and_does_not_synchronize() {
     let Some(simulation) = Simulation::find() else { return };
-    let (scale, clip, found_inf) = (number(1.0), number(0.5), number(0.0));
-    let step = Step::default();
-    let step = step.with_grad_scale(&scale).with_clip_factor(&clip).with_found_inf(&found_inf);
+    let numbers = scaler_numbers();
+    let step = scaled(&numbers);
     for (size, most) in [([5, 8], FOR_EACH_WIDE), ([8, 5], FOR_EACH_TALL)] {
         for mode in MODES {
             let launches = [1, 2, 11].map(|count| {
@@ -49,9 +44,8 @@ fn a_step_launches_as_documented_for_each_matrix_and_does_not_synchronize() {
 #[test]
 fn each_group_of_matrices_launches_as_often_as_documented() {
     let Some(simulation) = Simulation::find() else { return };
-    let (scale, clip, found_inf) = (number(1.0), number(0.5), number(0.0));
-    let step = Step::default();
-    let step = step.with_grad_scale(&scale).with_clip_factor(&clip).with_found_inf(&found_inf);
+    let numbers = scaler_numbers();
+    let step = scaled(&numbers);
     let launches = [1, 3].map(|count| {
         let mut training = matrices(MODES[0], [2, 1 << 19], count);
         simulation.count(|| training.opt.update(&step).unwrap()).1.launches
@@ -75,18 +69,7 @@ fn matrices_in_chunks_compute_the_same_as_the_cpu() {
     for mode in MODES {
         // The kernel for AdamW takes the last elements of a bf16 vector by other instructions than the loop.
         let sizes = if mode.1 == MasterWeights::None { &sizes[..4] } else { &sizes };
-        for wide in [false, true] {
-            let [mut here, mut there] = [&[Device::Cpu][..], &GPUS].map(|devices| {
-                let mut training = Training::new(algorithm, mode, devices, sizes);
-                if wide && mode.1 != MasterWeights::None {
-                    training.opt.accumulate_in_f32().unwrap();
-                }
-                (0..3).for_each(|_| training.step());
-                training
-            });
-            assert!(here.values() == there.values(), "{mode:?}");
-            assert!(here.state() == there.state(), "{mode:?}");
-        }
+        assert_computes_as_the_cpu(algorithm, mode, sizes);
     }
 }
 

@@ -6,7 +6,10 @@ use tch_amp::optim::{
     Adafactor, AdamW, Algorithm, AmpOptimizer, Lion, MasterWeights, NAdam, Sgd, Step,
 };
 
-use crate::training::{GPUS, MODES, Training, has_numbers_of_each_parameter};
+use crate::training::{
+    GPUS, MODES, Training, assert_computes_as_the_cpu, has_numbers_of_each_parameter, scaled,
+    scaler_numbers,
+};
 use testkit::optimizers::{algorithms, rmsprop};
 use testkit::simulation::{Counts, Simulation};
 use testkit::to_f64;
@@ -37,11 +40,7 @@ fn small(count: i64) -> Vec<Vec<i64>> {
 
 /// A step with everything that a scaler may pass.
 fn scaled_step(training: &mut Training) {
-    let number = |value: f64| Tensor::from(value as f32).to_device(training.parameters[0].device());
-    let (scale, clip, found_inf) = (number(1.0), number(0.5), number(0.0));
-    let step = Step::default();
-    let step = step.with_grad_scale(&scale).with_clip_factor(&clip).with_found_inf(&found_inf);
-    training.opt.update(&step).unwrap();
+    training.opt.update(&scaled(&scaler_numbers())).unwrap();
 }
 
 /// A kernel that takes five lists has room for 210 parameters in its arguments, and others for more: each operator on
@@ -167,19 +166,7 @@ fn chunks_compute_the_same_as_the_cpu() {
     for (algorithm, rounds) in all.chain(composed.map(|algorithm| (algorithm, false))) {
         let differs = |mode| rounds && mode == (Kind::BFloat16, MasterWeights::None);
         for mode in MODES.into_iter().filter(|mode| !differs(*mode)) {
-            for wide in [false, true] {
-                let [mut here, mut there] = [&[Device::Cpu][..], &GPUS].map(|devices| {
-                    let mut training = Training::new(algorithm, mode, devices, &sizes);
-                    if wide && mode.1 != MasterWeights::None {
-                        training.opt.accumulate_in_f32().unwrap();
-                    }
-                    (0..3).for_each(|_| training.step());
-                    training
-                });
-                let context = format!("{algorithm:?} {mode:?}");
-                assert!(here.values() == there.values(), "{context}");
-                assert!(here.state() == there.state(), "{context}");
-            }
+            assert_computes_as_the_cpu(algorithm, mode, &sizes);
         }
     }
 }

@@ -4,14 +4,13 @@ use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::gradients::ClipNorm;
 use tch_amp::loss_scale::{DynamicLossScale, LossScale, StaticLossScale, all_finite, select_tree};
-use tch_amp::optim::{AdamW, Algorithm, AmpOptimizer, MasterWeights, Optimizer, Sgd, Step};
+use tch_amp::optim::{AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
 use tch_amp::scaler::{GradScalerConfig, StepCounter};
 use tch_amp::{GradScaler, Result};
 
-use crate::iteration::{ONE, TWO, backward, losses, parameters, scaler};
-use crate::training::build;
+use crate::iteration::{Nothing, ONE, TWO, Training, backward, losses, parameters, scaler};
 use testkit::optimizers::algorithms;
-use testkit::simulation::Simulation;
+use testkit::simulation::{Counts, Simulation};
 use testkit::to_f64;
 
 /// The calls between backward and update.
@@ -54,6 +53,24 @@ fn step(way: &str, clip: ClipNorm, opt: &mut Optimizer, scaler: &mut GradScaler)
     scaler.update()
 }
 
+/// Counts three iterations, the second of which overflows and halves the scale.
+fn count_three(
+    simulation: &Simulation,
+    mut training: Training,
+    way: &str,
+    clip: ClipNorm,
+    what: &str,
+) -> Counts {
+    let ((), counts) = simulation.count(|| {
+        for factor in [0.5, f64::INFINITY, 0.5] {
+            training.backward(factor);
+            step(way, clip, &mut training.opt, &mut training.scaler).unwrap();
+        }
+    });
+    assert_eq!(training.scaler.get_scale().unwrap(), 4.0, "{what}");
+    counts
+}
+
 #[test]
 fn an_iteration_of_a_fused_optimizer_does_not_synchronize() {
     let Some(simulation) = Simulation::find() else { return };
@@ -72,21 +89,13 @@ fn an_iteration_of_a_fused_optimizer_does_not_synchronize() {
             for devices in [ONE, TWO] {
                 for way in WAYS {
                     let all = parameters(devices, kind, 2);
-                    let mut opt = build(algorithm, &all, masters);
-                    let mut scaler = scaler();
-                    let ((), counts) = simulation.count(|| {
-                        for factor in [0.5, f64::INFINITY, 0.5] {
-                            opt.zero_grad().unwrap();
-                            backward(&scaler, &losses(&all, devices, factor)).unwrap();
-                            step(way, 0.1.into(), &mut opt, &mut scaler).unwrap();
-                        }
-                    });
+                    let training = Training::new(algorithm, masters, all, devices);
                     let places = devices.len();
                     let what =
                         format!("{algorithm:?}, {kind:?}, {masters:?}, {places} devices, {way}");
+                    let counts = count_three(&simulation, training, way, 0.1.into(), &what);
                     assert!(counts.launches > 0, "{what}");
                     assert_eq!(counts.host_syncs, i64::from(is_dampened), "{what}");
-                    assert_eq!(scaler.get_scale().unwrap(), 4.0, "{what}");
                 }
             }
         }
@@ -128,19 +137,12 @@ fn no_type_of_norm_synchronizes() {
             for way in WAYS.into_iter().filter(|way| way.contains("norm")) {
                 for norm_type in [1.0, 2.0, 2.5, f64::INFINITY] {
                     let all = kinds.iter().flat_map(|kind| parameters(devices, *kind, 2));
-                    let all: Vec<_> = all.collect();
-                    let mut opt = build(AdamW::default().into(), &all, MasterWeights::None);
-                    let (mut scaler, clip) = (scaler(), ClipNorm { norm_type, ..0.1.into() });
-                    let ((), counts) = simulation.count(|| {
-                        for factor in [0.5, f64::INFINITY, 0.5] {
-                            opt.zero_grad().unwrap();
-                            backward(&scaler, &losses(&all, devices, factor)).unwrap();
-                            step(way, clip, &mut opt, &mut scaler).unwrap();
-                        }
-                    });
+                    let (adamw, masters) = (AdamW::default().into(), MasterWeights::None);
+                    let training = Training::new(adamw, masters, all.collect(), devices);
+                    let clip = ClipNorm { norm_type, ..0.1.into() };
                     let what = format!("{kinds:?}, {} devices, {way}, {clip:?}", devices.len());
+                    let counts = count_three(&simulation, training, way, clip, &what);
                     assert_eq!(counts.host_syncs, 0, "{what}");
-                    assert_eq!(scaler.get_scale().unwrap(), 4.0, "{what}");
                 }
             }
         }
@@ -179,16 +181,7 @@ fn a_host_optimizer_synchronizes_once() {
 #[test]
 fn a_host_optimizer_synchronizes_once_for_two_devices() {
     let Some(simulation) = Simulation::find() else { return };
-    struct Host(Vec<Tensor>);
-    impl AmpOptimizer for Host {
-        fn parameters(&self) -> tch_amp::optim::Parameters<'_> {
-            self.0.as_slice().into()
-        }
-        fn update(&mut self, _step: &Step<'_>) -> Result<()> {
-            Ok(())
-        }
-    }
-    let mut opt = Host(parameters(TWO, Kind::Float, 2));
+    let mut opt = Nothing(parameters(TWO, Kind::Float, 2));
     let mut scaler = scaler();
     backward(&scaler, &losses(&opt.0, TWO, 0.5)).unwrap();
     let (stepped, counts) = simulation.count(|| {
@@ -201,13 +194,11 @@ fn a_host_optimizer_synchronizes_once_for_two_devices() {
 
 /// A scaler whose current scale only the device has.
 fn unknown(config: GradScalerConfig) -> GradScaler {
-    let mut scaler = GradScalerConfig { init_scale: 8.0, ..config }.build(Device::Cuda(0)).unwrap();
-    let all = parameters(ONE, Kind::Float, 1);
-    let mut opt = build(Sgd::default().into(), &all, MasterWeights::None);
-    backward(&scaler, &losses(&all, ONE, f64::INFINITY)).unwrap();
-    drop(scaler.step(&mut opt).unwrap());
-    scaler.update().unwrap();
-    scaler
+    let (sgd, all) = (Sgd::default().into(), parameters(ONE, Kind::Float, 1));
+    let mut training = Training::new(sgd, MasterWeights::None, all, ONE);
+    training.scaler = GradScalerConfig { init_scale: 8.0, ..config }.build(ONE[0]).unwrap();
+    drop(training.iterate(f64::INFINITY));
+    training.scaler
 }
 
 #[test]
@@ -273,20 +264,17 @@ fn the_scale_is_copied_once_to_each_device() {
 #[test]
 fn counting_steps_does_not_synchronize() {
     let Some(simulation) = Simulation::find() else { return };
-    let all = parameters(TWO, Kind::Float, 1);
-    let mut opt = build(AdamW::default().into(), &all, MasterWeights::None);
-    let mut scaler = scaler();
+    let mut training = Training::usual(TWO, 1);
     let mut taken = StepCounter::default();
     for factor in [0.5, f64::INFINITY, 0.5] {
-        opt.zero_grad().unwrap();
-        backward(&scaler, &losses(&all, TWO, factor)).unwrap();
+        training.backward(factor);
         let ((), counts) = simulation.count(|| {
-            let outcome = scaler.step(&mut opt).unwrap();
+            let outcome = training.step();
             assert!(outcome.poll().is_ok());
             taken.record(&outcome);
             let _known = (taken.count().unwrap(), taken.skipped().unwrap());
             let _row = taken.consecutive_skips().unwrap();
-            scaler.update().unwrap();
+            training.scaler.update().unwrap();
         });
         assert_eq!(counts.host_syncs, 0);
     }
@@ -296,11 +284,9 @@ fn counting_steps_does_not_synchronize() {
 #[test]
 fn an_outcome_is_read_once() {
     let Some(simulation) = Simulation::find() else { return };
-    let all = parameters(TWO, Kind::Float, 1);
-    let mut opt = build(AdamW::default().into(), &all, MasterWeights::None);
-    let mut scaler = scaler();
-    backward(&scaler, &losses(&all, TWO, 0.5)).unwrap();
-    let outcome = scaler.step(&mut opt).unwrap();
+    let mut training = Training::usual(TWO, 1);
+    training.backward(0.5);
+    let outcome = training.step();
     let (stepped, counts) = simulation.count(|| {
         let stepped = outcome.is_stepped().unwrap();
         stepped && !outcome.is_skipped().unwrap()
@@ -314,10 +300,8 @@ fn an_outcome_is_read_once() {
 #[test]
 fn the_clones_of_an_outcome_share_its_answer() {
     let Some(simulation) = Simulation::find() else { return };
-    let all = parameters(TWO, Kind::Float, 1);
-    let mut opt = build(AdamW::default().into(), &all, MasterWeights::None);
-    let mut scaler = scaler();
-    let loss = losses(&all, &[Device::Cuda(0)], 0.5).remove(0);
+    let Training { all, mut opt, mut scaler, .. } = Training::usual(TWO, 1);
+    let loss = losses(&all, ONE, 0.5).remove(0);
     let (outcome, counts) = simulation.count(|| scaler.backward_step(&mut opt, &loss).unwrap());
     assert_eq!(counts.host_syncs, 0);
     let [asked, polled] = [(); 2].map(|()| outcome.clone());

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Algorithm, MasterWeights, Optimizer};
+use tch_amp::optim::{Algorithm, MasterWeights, Optimizer, Step};
 
 use testkit::bits::bits;
 
@@ -88,6 +88,37 @@ impl Training {
             tensors.iter().map(move |(key, tensor)| (format!("{parameter}.{key}"), bits(tensor)))
         });
         named.collect()
+    }
+}
+
+/// The scale, the clipping factor and the overflow flag that a scaler may pass, on the first GPU.
+pub fn scaler_numbers() -> [Tensor; 3] {
+    [1.0f32, 0.5, 0.0].map(|number| Tensor::from(number).to_device(GPUS[0]))
+}
+
+/// A step with the numbers of a scaler.
+pub fn scaled([scale, clip, found_inf]: &[Tensor; 3]) -> Step<'_> {
+    Step::default().with_grad_scale(scale).with_clip_factor(clip).with_found_inf(found_inf)
+}
+
+/// Asserts that three steps, with gradients in the dtype of the parameters and in f32, leave the bits of the CPU.
+pub fn assert_computes_as_the_cpu(
+    algorithm: Algorithm,
+    mode: (Kind, MasterWeights),
+    sizes: &[Vec<i64>],
+) {
+    for wide in [false, true] {
+        let [mut here, mut there] = [&[Device::Cpu][..], &GPUS].map(|devices| {
+            let mut training = Training::new(algorithm, mode, devices, sizes);
+            if wide && mode.1 != MasterWeights::None {
+                training.opt.accumulate_in_f32().unwrap();
+            }
+            (0..3).for_each(|_| training.step());
+            training
+        });
+        let context = format!("{algorithm:?} {mode:?}");
+        assert!(here.values() == there.values(), "{context}");
+        assert!(here.state() == there.state(), "{context}");
     }
 }
 
