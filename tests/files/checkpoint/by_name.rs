@@ -80,32 +80,26 @@ fn training_resumes_from_names_in_rust_and_in_python() {
     let load = |name: &str| Checkpoint::load(files.folder.file(name)).unwrap();
     let python = ["dcp", "dcp.pt"].map(load);
     let rust = ["rust.pt", "rust.dcp", "converted.pt"].map(load);
-    let resumed = |checkpoint: &Checkpoint, name: &str, parts: [&str; 3]| {
+    let resumed = |checkpoint: &Checkpoint, name: &str, parts: &[String; 3]| {
         let mut twin = other_order(name);
         twin.train(1, &[]);
-        let Twin { vs, opt, scaler, .. } = &mut twin;
-        let [model, optimizer, scale] = parts;
-        let restore = checkpoint.restore().add(model, &*vs).add(optimizer, opt);
-        restore.add(scale, scaler).apply().unwrap();
+        twin.restore_parts(checkpoint, parts);
         next(&mut twin)
     };
     for name in ALGORITHMS {
         for (checkpoint, part) in python.iter().flat_map(|it| [(it, "optim"), (it, "flat")]) {
             let parts = ["model", part, "scaler"].map(|part| format!("{name}.{part}"));
-            let losses = resumed(checkpoint, name, parts.each_ref().map(String::as_str));
-            assert_eq!(losses, files.losses[name], "{name}.{part}");
+            assert_eq!(resumed(checkpoint, name, &parts), files.losses[name], "{name}.{part}");
         }
         let parts = ["model", "optimizer", "scaler"].map(|part| format!("{name} {part}"));
         for checkpoint in &rust {
-            let losses = resumed(checkpoint, name, parts.each_ref().map(String::as_str));
+            let losses = resumed(checkpoint, name, &parts);
             assert_eq!(losses, files.ours[&format!("rust {name}")], "{name}");
         }
         // By numbers, which a folder has as texts, in Python's order of the parameters.
         let mut twin = Twin::new(name);
-        let Twin { vs, opt, scaler, .. } = &mut twin;
         let parts = ["model", "numbers", "scaler"].map(|part| format!("{name}.{part}"));
-        let restore = python[0].restore().add(&parts[0], &*vs).add(&parts[1], opt);
-        restore.add(&parts[2], scaler).apply().unwrap();
+        twin.restore_parts(&python[0], &parts);
         assert_eq!(next(&mut twin), files.losses[name], "{name}.numbers");
     }
     assert_eq!(files.losses.len(), 3 * ALGORITHMS.len() + 1);
@@ -123,9 +117,7 @@ fn training_resumes_from_names_in_rust_and_in_python() {
 
 fn options_that_are_tensors_are_read(files: &Files, odd: &Checkpoint) {
     let mut twin = Twin::new("adamw");
-    let Twin { vs, opt, scaler, .. } = &mut twin;
-    let restore = odd.restore().add("model", &*vs).add("tensors", opt).add("scaler", scaler);
-    restore.apply().unwrap();
+    twin.restore_from(odd, "tensors");
     assert_eq!(twin.opt.param_group(0).unwrap().lr, f64::from(0.05f32));
     assert_eq!(next(&mut twin), files.losses["tensors"]);
 }

@@ -31,6 +31,20 @@ fn load(path: &Path, bytes: &[u8]) -> Result<Checkpoint, CheckpointError> {
     Checkpoint::load(path).map_err(|error| checkpoint_error::<()>(Err(error)))
 }
 
+/// Asserts that a file of these bytes is refused as damaged.
+#[track_caller]
+fn assert_damaged(path: &Path, bytes: &[u8], what: &str) {
+    let refused = load(path, bytes);
+    assert!(matches!(refused, Err(CheckpointError::Damaged { .. })), "{what}: {refused:?}");
+}
+
+/// Asserts that no part from the start of a file is taken for the whole of it.
+fn assert_not_cut(path: &Path, bytes: &[u8]) {
+    for len in 0..bytes.len() {
+        assert_damaged(path, &bytes[..len], &format!("cut to {len} bytes"));
+    }
+}
+
 #[test]
 fn every_flipped_byte_is_detected() {
     let (_folder, path) = Folder::with("x.safetensors");
@@ -75,10 +89,7 @@ fn a_flipped_or_truncated_file_of_pytorch_is_refused_or_correct() {
     }
     // Flips in padding, timestamps and the like are accepted, but they are fewer than half of all.
     assert!(accepted < bytes.len(), "{accepted} of {}", bytes.len() * 2);
-    for len in 0..bytes.len() {
-        let error = load(&path, &bytes[..len]).expect_err("a cut file");
-        assert!(matches!(error, CheckpointError::Damaged { .. }), "{len}: {error}");
-    }
+    assert_not_cut(&path, &bytes);
 }
 
 /// Including the records that only PyTorch reads, such as `version`.
@@ -94,8 +105,7 @@ fn every_record_of_a_file_of_pytorch_is_checked() {
         let (first, size) = (record.data_start().unwrap() as usize, record.size() as usize);
         for place in [first, first + size / 2, first + size - 1] {
             bytes[place] ^= 1;
-            let error = load(&path, &bytes).expect_err(name);
-            assert!(matches!(error, CheckpointError::Damaged { .. }), "{name}: {error}");
+            assert_damaged(&path, &bytes, name);
             bytes[place] ^= 1;
         }
         names.extend(name.rsplit('/').next().map(str::to_owned));
@@ -109,12 +119,8 @@ fn every_record_of_a_file_of_pytorch_is_checked() {
 fn every_truncation_is_detected() {
     let (_folder, path) = Folder::with("x.safetensors");
     let bytes = bytes_of_a_checkpoint();
-    for len in 0..bytes.len() {
-        let error = load(&path, &bytes[..len]).expect_err("a cut file");
-        assert!(matches!(error, CheckpointError::Damaged { .. }), "{len}: {error}");
-    }
-    let longer = [&bytes[..], &[0]].concat();
-    assert!(matches!(load(&path, &longer), Err(CheckpointError::Damaged { .. })));
+    assert_not_cut(&path, &bytes);
+    assert_damaged(&path, &[&bytes[..], &[0]].concat(), "a byte more");
 }
 
 #[test]
@@ -187,18 +193,16 @@ fn hostile_headers_are_refused() {
         ("a checksum that is none", ours(r#"{"format":1,"checksum":"zz"}"#), 0),
     ];
     for (what, header, data) in hostile {
-        let refused = load(&path, &safetensors(&header, data));
-        assert!(matches!(refused, Err(CheckpointError::Damaged { .. })), "{what}: {refused:?}");
+        assert_damaged(&path, &safetensors(&header, data), what);
     }
     let newer = load(&path, &safetensors(&ours(r#"{"format":2,"new":[]}"#), 0));
     assert!(matches!(newer, Err(CheckpointError::Newer { found: 2, supported: 1, .. })));
     for len in [0, 1, 1 << 20, 1 << 40, 1 << 63, u64::MAX] {
         let bytes = [&u64::to_le_bytes(len)[..], b"{}"].concat();
-        let refused = load(&path, &bytes);
-        assert!(matches!(refused, Err(CheckpointError::Damaged { .. })), "{len}: {refused:?}");
+        assert_damaged(&path, &bytes, &format!("a header of {len} bytes"));
     }
     for bytes in [&b""[..], b"PK\x03\x04", b"no checkpoint at all"] {
-        assert!(matches!(load(&path, bytes), Err(CheckpointError::Damaged { .. })));
+        assert_damaged(&path, bytes, &format!("{bytes:?}"));
     }
 }
 

@@ -218,23 +218,11 @@ fn names_of_parameters_are_shown_harmlessly() {
 /// The numbers of parameters in many groups are a long text, too.
 #[test]
 fn groups_without_names_are_shown_harmlessly() {
-    let group = [
-        b"}(".as_slice(),
-        &text("params"),
-        b"]K\x00a",
-        &text("lr"),
-        b"G\0\0\0\0\0\0\0\0",
-        &text("momentum"),
-        b"G\0\0\0\0\0\0\0\0",
-        &text("dampening"),
-        b"G\0\0\0\0\0\0\0\0",
-        &text("weight_decay"),
-        b"G\0\0\0\0\0\0\0\0",
-        &text("nesterov"),
-        b"\x89",
-        &text("maximize"),
-        b"\x89uq\x00",
-    ];
+    let set_to = |value: &[u8], name: &str| [&text(name), value].concat();
+    let numbers = ["lr", "momentum", "dampening", "weight_decay"];
+    let numbers = numbers.map(|name| set_to(b"G\0\0\0\0\0\0\0\0", name)).concat();
+    let flags = ["nesterov", "maximize"].map(|name| set_to(b"\x89", name)).concat();
+    let group = [b"}(".as_slice(), &text("params"), b"]K\x00a", &numbers, &flags, b"uq\x00"];
     let groups = [b"](".as_slice(), &group.concat(), &b"h\x00".repeat(20_000), b"e"].concat();
     let optimizer = [b"}".as_slice(), &text("state"), b"}s", &text("param_groups")].concat();
     let checkpoint = with_pickle(&[b"}", &text("opt"), &optimizer, &groups, b"ss"]).unwrap();

@@ -29,6 +29,7 @@ use std::collections::BTreeMap;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
+use tch_amp::average::{AveragedWeights, Ema};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder};
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
@@ -40,6 +41,15 @@ fn checkpoint_error<T: std::fmt::Debug>(result: tch_amp::Result<T>) -> Checkpoin
     match result {
         Err(Error::Checkpoint(error)) => error,
         other => panic!("not refused by the checkpoint: {other:?}"),
+    }
+}
+
+/// What is said of something that cannot be saved.
+#[track_caller]
+fn unsaveable<T: std::fmt::Debug>(result: tch_amp::Result<T>) -> String {
+    match checkpoint_error(result) {
+        error @ CheckpointError::Unsaveable { .. } => error.to_string(),
+        other => panic!("{other:?}"),
     }
 }
 
@@ -61,6 +71,16 @@ fn steps(folder: &CheckpointFolder) -> Vec<u64> {
 fn listed<'n, const N: usize>(vs: &VarStore, names: [&'n str; N]) -> Vec<(&'n str, Tensor)> {
     let variables = vs.variables();
     names.map(|name| (name, variables[name].shallow_clone())).into()
+}
+
+/// Averages of a model, which go half of the way in each update.
+fn averages_of(vs: &VarStore) -> AveragedWeights {
+    Ema { decay: 0.5, ..Ema::default() }.build(vs).unwrap()
+}
+
+/// The same without the bias towards the first weights.
+fn debiased_averages_of(vs: &VarStore) -> AveragedWeights {
+    Ema { decay: 0.5, debias: true, ..Ema::default() }.build(vs).unwrap()
 }
 
 /// A model for the weights that tests/oracle/checkpoint_files.py saves.

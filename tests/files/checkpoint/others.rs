@@ -3,13 +3,14 @@
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::average::{AveragedWeights, Ema};
+use tch_amp::average::AveragedWeights;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restore, Restored};
 use tch_amp::optim::{Adam, AdamW, Optimizer};
 use tch_amp::scaler::PerLossScalers;
 use tch_amp::{Error, GradScaler};
 
-use crate::checkpoint::checkpoint_error;
+use crate::checkpoint::{averages_of, checkpoint_error};
+use testkit::checkpoints::{checkpoint_of, reloaded};
 use testkit::files::Folder;
 use testkit::python::Oracle;
 
@@ -45,10 +46,6 @@ fn wide(kind: Kind) -> VarStore {
     vs
 }
 
-fn averages_of(vs: &VarStore) -> AveragedWeights {
-    Ema { decay: 0.5, ..Ema::default() }.build(vs).unwrap()
-}
-
 /// The statistics that the model computes with while the averages are in the place of the weights.
 fn statistics(vs: &VarStore, ema: &mut AveragedWeights) -> [Vec<f64>; 2] {
     let _guard = ema.swap_in().unwrap();
@@ -78,10 +75,7 @@ fn statistics_of_averages_are_converted_like_the_variables_of_a_model() {
     drop(large.restore().add("ema", &mut of_file).apply().unwrap());
     let [mean, variance] = statistics(&wide_file, &mut of_file);
     assert_eq!(variance, [1e5, 2.0]);
-    let mut own = Checkpoint::new();
-    own.add("ema", &mut of_file).unwrap();
-    own.save(files.folder.file("own.pt")).unwrap();
-    let own = Checkpoint::load(files.folder.file("own.pt")).unwrap();
+    let own = reloaded(&checkpoint_of([("ema", &mut of_file)]), "own.pt");
 
     for (kind, checkpoint) in
         [Kind::Half, Kind::BFloat16].map(|kind| [(kind, &large), (kind, &own)]).as_flattened()
@@ -139,9 +133,7 @@ fn two_names_that_differ_by_the_module_of_a_wrapper_are_refused() {
     }
     let Some(python) = Oracle::find("checkpoint_files.py") else { return };
     let path = files.folder.file("edited.pt");
-    let mut own = Checkpoint::new();
-    own.add("ema", &mut ema).unwrap();
-    own.save(&path).unwrap();
+    checkpoint_of([("ema", &mut ema)]).save(&path).unwrap();
     drop(python.run(&["beside", path.to_str().unwrap()], ""));
     let edited = Checkpoint::load(&path).unwrap();
     check(refused_tensor(edited.restore().add("ema", &mut ema)));

@@ -7,7 +7,7 @@ use tch_amp::optim::{Adafactor, Adagrad, Adam, AdamW, Algorithm, NAdam, Optimize
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
-use crate::checkpoint::round_trip::{class, every_option, restored_options};
+use crate::checkpoint::round_trip::{class, every_option, of_one_weight, restored_options};
 use crate::checkpoint::{Run, listed};
 use testkit::checkpoints::{checkpoint_of, reloaded};
 use testkit::files::Folder;
@@ -74,10 +74,15 @@ impl Twin {
         self.restore_from(checkpoint, "optimizer");
     }
 
-    fn restore_from(&mut self, checkpoint: &Checkpoint, optimizer: &str) {
+    pub(crate) fn restore_from(&mut self, checkpoint: &Checkpoint, optimizer: &str) {
+        self.restore_parts(checkpoint, &["model", optimizer, "scaler"].map(str::to_owned));
+    }
+
+    /// Restores the model, the optimizer and the scaler from the parts with these names.
+    pub(crate) fn restore_parts(&mut self, checkpoint: &Checkpoint, names: &[String; 3]) {
         let Self { vs, opt, scaler, .. } = self;
-        let restore = checkpoint.restore().add("model", vs).add(optimizer, opt);
-        restore.add("scaler", scaler).apply().unwrap();
+        let restore = checkpoint.restore().add(&names[0], vs).add(&names[1], opt);
+        restore.add(&names[2], scaler).apply().unwrap();
     }
 }
 
@@ -221,8 +226,7 @@ fn every_option_survives_the_way_through_python() {
     let folder = Folder::new();
     let mut checkpoint = Checkpoint::new();
     for (index, algorithm) in every_option().into_iter().enumerate() {
-        let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-        let mut opt = algorithm.build(vec![("w", w)], 0.0625).unwrap();
+        let mut opt = of_one_weight(algorithm, 0.0625);
         checkpoint.add(&format!("{} {index}", class(&algorithm).0), &mut opt).unwrap();
     }
     checkpoint.save(folder.file("rust.pt")).unwrap();

@@ -307,14 +307,19 @@ pub(crate) fn class(algorithm: &Algorithm) -> (&'static str, Algorithm) {
     classes.into_iter().find(is_same).unwrap()
 }
 
+/// An optimizer of a weight that is called `w`.
+pub(crate) fn of_one_weight(algorithm: Algorithm, lr: f64) -> Optimizer {
+    let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    algorithm.build(vec![("w", w)], lr).unwrap()
+}
+
 /// Restores an optimizer that was built with the defaults, and returns its learning rate and options.
 pub(crate) fn restored_options(
     checkpoint: &Checkpoint,
     part: &str,
     saved: Algorithm,
 ) -> (f64, Algorithm) {
-    let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-    let mut opt = class(&saved).1.build(vec![("w", w)], 0.1).unwrap();
+    let mut opt = of_one_weight(class(&saved).1, 0.1);
     checkpoint.restore().add(part, &mut opt).apply().unwrap();
     let group = opt.param_group(0).unwrap();
     (group.lr, group.algorithm)
@@ -323,8 +328,7 @@ pub(crate) fn restored_options(
 #[test]
 fn every_option_of_every_algorithm_is_restored() {
     for algorithm in every_option() {
-        let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-        let mut opt = algorithm.build(vec![("w", w)], 0.0625).unwrap();
+        let mut opt = of_one_weight(algorithm, 0.0625);
         for name in ["x.safetensors", "x.pt"] {
             let loaded = reloaded(&checkpoint_of([("opt", &mut opt)]), name);
             assert_eq!(restored_options(&loaded, "opt", algorithm), (0.0625, algorithm), "{name}");

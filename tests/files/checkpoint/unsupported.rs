@@ -2,14 +2,14 @@
 
 use std::path::Path;
 
-use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
-use tch_amp::average::{AveragedWeights, Ema};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored};
 use tch_amp::optim::AdamW;
 
-use crate::checkpoint::{assert_has_pythons_weights, checkpoint_error, damaged, linear};
+use crate::checkpoint::{
+    assert_has_pythons_weights, checkpoint_error, damaged, debiased_averages_of, linear,
+};
 use testkit::assert_says;
 use testkit::checkpoints::checkpoint_of;
 use testkit::files::Folder;
@@ -142,10 +142,6 @@ fn an_object_of_torch_script_is_left_out() {
     assert_says(quantized.value::<serde_json::Value>(packed), "a TorchScript object");
 }
 
-fn average_of(vs: &VarStore) -> AveragedWeights {
-    Ema { decay: 0.5, debias: true, ..Ema::default() }.build(vs).unwrap()
-}
-
 #[test]
 fn what_python_has_put_in_the_place_of_a_part_does_not_cost_the_others() {
     let Some(python) = Oracle::find("checkpoint_files.py") else { return };
@@ -159,7 +155,7 @@ fn what_python_has_put_in_the_place_of_a_part_does_not_cost_the_others() {
     });
     let mut opt = AdamW::default().build(&vs, 1e-3).unwrap();
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-    let mut average = average_of(&vs);
+    let mut average = debiased_averages_of(&vs);
     (0..3).for_each(|_| average.advance().unwrap());
     let mut saved = checkpoint_of([
         ("model", &mut &vs),
@@ -189,7 +185,7 @@ fn what_python_has_put_in_the_place_of_a_part_does_not_cost_the_others() {
     for (name, updates, unexpected) in
         [("with others", 3, vec!["with others/note", "with others/other"]), ("updated", 4, vec![])]
     {
-        let mut other = average_of(&vs);
+        let mut other = debiased_averages_of(&vs);
         let restored = edited.restore().add(name, &mut other).strict(false).apply().unwrap();
         assert_eq!(
             (restored.unexpected_keys, other.updates().unwrap()),
