@@ -3,37 +3,21 @@
 
 use tch::nn::{BatchNorm, Linear};
 use tch_amp::accumulation::Accumulation;
-use tch_amp::autocast::{AutocastGuard, AutocastState, Plan, Platform, Rule, RunAs};
-use tch_amp::average::{AveragedWeights, Averaging, Ema, Swa, SwappedIn};
+use tch_amp::autocast::*;
+use tch_amp::average::*;
 use tch_amp::buffers::BufferSnapshot;
-use tch_amp::checkpoint::{
-    Checkpoint, CheckpointError, CheckpointFile, CheckpointFolder, Format, Found, MetricGoal,
-    PendingSave, Prepared, Restore, Restored, Rng, SaveState, SavedState, Start,
-};
-use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradConfig, GradOutputs};
+use tch_amp::checkpoint::*;
+use tch_amp::function::*;
 use tch_amp::gradcheck::GradCheck;
-use tch_amp::gradients::{ClipNorm, NonFiniteGradient};
+use tch_amp::gradients::*;
 use tch_amp::lean::LinearCrossEntropyConfig;
-use tch_amp::loss_scale::{
-    DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
-};
-use tch_amp::memory::{DeviceMemory, SavedTensors};
-use tch_amp::optim::{
-    Adafactor, Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, MasterWeights, Muon, NAdam,
-    Optimizer, OptimizerState, ParamGroup, ParamGroupState, Parameters, RmsProp, Sgd, Step,
-};
-use tch_amp::policy::{KeepF32, OptLevel, PolicyModule, PolicyModuleT};
-use tch_amp::recompute::{Recomputed, RecomputedT};
-use tch_amp::scaler::{
-    GradScalerConfig, GradScalerState, PerLossScalers, SpikeConfig, SpikeCounts, SpikeDetector,
-    StepCounter, StepOutcome, Unscaled,
-};
-use tch_amp::schedule::{
-    Annealing, ChainedScheduler, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts,
-    ExponentialLr, InverseSqrtLr, LinearLr, LinearWithWarmup, MultiStepLr, OneCycleLr,
-    PlateauScheduler, PolynomialLr, ReduceLrOnPlateau, Schedule, Scheduler, SequentialLr, StepLr,
-    Threshold,
-};
+use tch_amp::loss_scale::*;
+use tch_amp::memory::*;
+use tch_amp::optim::*;
+use tch_amp::policy::*;
+use tch_amp::recompute::*;
+use tch_amp::scaler::*;
+use tch_amp::schedule::*;
 use tch_amp::{Advice, Amp, Autocast, Error, GradScaler, MixedPrecision, Policy};
 
 /// Asserts that a type is `Send` and `Sync`.
@@ -160,11 +144,7 @@ only_send!(Scheduler);
 
 mod insight {
     use run_report::{Document, Plot, Series, Spacing, Table};
-    use tch_amp::insight::{
-        Audit, AutocastList, BudgetFile, BudgetProblem, BudgetReport, Cause, Culprit, Explanation,
-        HealthReport, HistoryReport, OperatorReport, Pass, Profiler, SavedReport, ScaleHealth,
-        ScaleHistory, SkipCause, Tracer, Tuning, Values, Verdict,
-    };
+    use tch_amp::insight::*;
 
     send_and_sync!(Document, Plot, Series, Spacing, Table<2>);
     send_and_sync!(
@@ -190,10 +170,7 @@ mod insight {
 }
 
 mod distributed {
-    use tch_amp::distributed::{
-        DdpConfig, DistributedDataParallel, DistributedError, DistributedSampler, GroupConfig,
-        Mean, ProcessGroup, ReduceOp, SamplerConfig, Store, SyncBatchNorm,
-    };
+    use tch_amp::distributed::*;
 
     // A store and a group have locks of their own.
     send_and_sync!(DdpConfig, DistributedError, GroupConfig, ProcessGroup, ReduceOp, Store);

@@ -64,29 +64,42 @@ use testkit::bits;
 use testkit::files::Folder;
 use testkit::python::Oracle;
 
-#[test]
-fn train_runs() -> anyhow::Result<()> {
-    train::main()
+/// Tests that run the `main` of examples, with the type that it returns its errors in.
+macro_rules! runs {
+    ($result:ty; $($test:ident: $example:ident,)*) => { $(
+        #[test]
+        fn $test() -> $result {
+            $example::main()?;
+            Ok(())
+        }
+    )* };
 }
 
-#[test]
-fn clipping_runs() -> anyhow::Result<()> {
-    clipping::main()
+runs! {
+    anyhow::Result<()>;
+    train_runs: train,
+    clipping_runs: clipping,
+    accumulation_runs: accumulation,
+    distributed_runs: distributed,
+    penalty_runs: penalty,
+    multiple_runs: multiple,
+    threads_runs: threads,
+    own_optimizer_runs: own_optimizer,
+    fused_runs: fused,
+    matmul_runs: matmul,
+    sparsemax_runs: sparsemax,
 }
 
-#[test]
-fn accumulation_runs() -> anyhow::Result<()> {
-    accumulation::main()
-}
-
-#[test]
-fn distributed_runs() -> anyhow::Result<()> {
-    distributed::main()
-}
-
-#[test]
-fn penalty_runs() -> anyhow::Result<()> {
-    penalty::main()
+runs! {
+    Result<(), Box<dyn std::error::Error>>;
+    tutorial_1_f32_runs: tutorial_1_f32,
+    tutorial_2_amp_runs: tutorial_2_amp,
+    tutorial_3_scaler_runs: tutorial_3_scaler,
+    tutorial_4_schedule_runs: tutorial_4_schedule,
+    tutorial_5_resume_runs: tutorial_5_resume,
+    tutorial_6_insight_runs: tutorial_6_insight,
+    tutorial_7_plan_runs: tutorial_7_plan,
+    tutorial_8_actor_critic_runs: tutorial_8_actor_critic,
 }
 
 #[test]
@@ -104,28 +117,8 @@ fn lost_updates_runs() -> anyhow::Result<()> {
 }
 
 #[test]
-fn multiple_runs() -> anyhow::Result<()> {
-    multiple::main()
-}
-
-#[test]
-fn threads_runs() -> anyhow::Result<()> {
-    threads::main()
-}
-
-#[test]
-fn own_optimizer_runs() -> anyhow::Result<()> {
-    own_optimizer::main()
-}
-
-#[test]
 fn resume_runs() -> anyhow::Result<()> {
     resume::run(&["examples::resume_runs", "--exact", "--nocapture"])
-}
-
-#[test]
-fn fused_runs() -> anyhow::Result<()> {
-    fused::main()
 }
 
 #[test]
@@ -288,56 +281,6 @@ fn inference_runs() -> anyhow::Result<()> {
     let printed = oracle.run(&[&path, &threads], &request);
     anyhow::ensure!(printed.trim() == bits::hex(&outputs), "Python's outputs differ");
     Ok(())
-}
-
-#[test]
-fn matmul_runs() -> anyhow::Result<()> {
-    matmul::main()
-}
-
-#[test]
-fn sparsemax_runs() -> anyhow::Result<()> {
-    sparsemax::main()
-}
-
-#[test]
-fn tutorial_1_f32_runs() -> Result<(), Box<dyn std::error::Error>> {
-    tutorial_1_f32::main()
-}
-
-#[test]
-fn tutorial_2_amp_runs() -> Result<(), Box<dyn std::error::Error>> {
-    tutorial_2_amp::main()
-}
-
-#[test]
-fn tutorial_3_scaler_runs() -> Result<(), Box<dyn std::error::Error>> {
-    tutorial_3_scaler::main()
-}
-
-#[test]
-fn tutorial_4_schedule_runs() -> Result<(), Box<dyn std::error::Error>> {
-    Ok(tutorial_4_schedule::main()?)
-}
-
-#[test]
-fn tutorial_5_resume_runs() -> Result<(), Box<dyn std::error::Error>> {
-    tutorial_5_resume::main()
-}
-
-#[test]
-fn tutorial_6_insight_runs() -> Result<(), Box<dyn std::error::Error>> {
-    Ok(tutorial_6_insight::main()?)
-}
-
-#[test]
-fn tutorial_7_plan_runs() -> Result<(), Box<dyn std::error::Error>> {
-    tutorial_7_plan::main()
-}
-
-#[test]
-fn tutorial_8_actor_critic_runs() -> Result<(), Box<dyn std::error::Error>> {
-    Ok(tutorial_8_actor_critic::main()?)
 }
 
 /// A line of a program, and where it is one that docs.rs hides, the line without its mark.
