@@ -12,7 +12,7 @@ use tch_amp::optim::{Adagrad, AdamW, MasterWeights};
 use tch_amp::{Error, Result};
 
 use crate::checkpoint::{Run, checkpoint_error, steps, unsaveable};
-use testkit::files::{Folder, names_in};
+use testkit::files::{Folder, age, names_in};
 use testkit::programs::this_test;
 
 /// A checkpoint of so many numbers.
@@ -305,15 +305,7 @@ fn a_process_that_is_killed_at_any_time_leaves_the_last_complete_checkpoint() {
         }
         println!("{format:?}: {kills} kills, {before} saves, {half} leftovers counted after each");
         // What the kills have left goes once it is old, and nothing without an owner stays.
-        let old = SystemTime::now() - Duration::from_secs(2 * 3600);
-        let age = |path: &Path| fs::File::open(path).unwrap().set_modified(old).unwrap();
-        for name in names_in(&temporary.0) {
-            let path = temporary.file(&name);
-            if path.is_dir() {
-                names_in(&path).iter().for_each(|name| age(&path.join(name)));
-            }
-            age(&path);
-        }
+        age(&temporary.0);
         let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1).format(format);
         let path = folder.save(before + 1, &numbers(0.0, 1)).unwrap();
         let names = names_in(&temporary.0);

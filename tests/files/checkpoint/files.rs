@@ -9,7 +9,7 @@ use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::checkpoint::{
-    averages_of, checkpoint_error, damaged, debiased_averages_of, listed, unsaveable,
+    averages_of, checkpoint_error, damaged, debiased_averages_of, from_python, listed, unsaveable,
 };
 use testkit::assert_says;
 use testkit::checkpoints::{checkpoint_of, reloaded};
@@ -23,9 +23,7 @@ struct Files {
 }
 
 fn files() -> Option<Files> {
-    let python = Oracle::find("checkpoint_files.py")?;
-    let folder = Folder::new();
-    let printed = python.run(&["shapes", folder.0.to_str().unwrap()], "");
+    let (folder, printed) = from_python("checkpoint_files.py", "shapes")?;
     Some(Files { folder, content: serde_json::from_str(&printed).unwrap() })
 }
 

@@ -63,6 +63,15 @@ fn tensor(kind: Kind) -> Tensor {
     ramp(-1.0, &[3, 5]).to_kind(kind)
 }
 
+/// A checkpoint of the run, and of a tensor of each dtype.
+fn with_each_kind() -> Checkpoint {
+    let mut checkpoint = trained().checkpoint();
+    for kind in KINDS {
+        checkpoint.add_tensor(&format!("{kind:?}"), &tensor(kind)).unwrap();
+    }
+    checkpoint
+}
+
 fn check(path: &Path) {
     let checkpoint = Checkpoint::load(path).unwrap();
     let mut run = Run::new(Device::Cpu);
@@ -79,11 +88,7 @@ fn check(path: &Path) {
 
 /// Writes a file of every kind to a folder. Returns their names.
 fn write_all(folder: &Path) -> Vec<String> {
-    let mut run = trained();
-    let mut checkpoint = run.checkpoint();
-    for kind in KINDS {
-        checkpoint.add_tensor(&format!("{kind:?}"), &tensor(kind)).unwrap();
-    }
+    let mut checkpoint = with_each_kind();
     checkpoint.add_value("value", &(7, "ä", [0.1, f64::NAN])).unwrap();
     let transposed = tensor(Kind::BFloat16).transpose(0, 1);
     checkpoint.add_tensor("transposed", &transposed).unwrap();
@@ -127,11 +132,7 @@ fn golden_files_load() {
 #[test]
 #[ignore = "writes the golden files that are missing"]
 fn write_golden_files() {
-    let mut run = trained();
-    let mut checkpoint = run.checkpoint();
-    for kind in KINDS {
-        checkpoint.add_tensor(&format!("{kind:?}"), &tensor(kind)).unwrap();
-    }
+    let mut checkpoint = with_each_kind();
     checkpoint.add_value("value", &(7, "ä", 0.1)).unwrap();
     for name in OURS.map(golden).iter().filter(|path| !path.exists()) {
         checkpoint.save(name).unwrap();

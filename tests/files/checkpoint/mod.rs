@@ -35,6 +35,9 @@ use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
+use testkit::files::Folder;
+use testkit::python::Oracle;
+
 /// The error of a call that a checkpoint has refused.
 #[track_caller]
 fn checkpoint_error<T: std::fmt::Debug>(result: tch_amp::Result<T>) -> CheckpointError {
@@ -60,6 +63,14 @@ fn damaged(result: tch_amp::Result<Checkpoint>) -> String {
         CheckpointError::Damaged { problem, .. } => problem,
         other => panic!("{other:?}"),
     }
+}
+
+/// A folder in which a command of an oracle has written its files, and what it has printed.
+fn from_python(script: &str, command: &str) -> Option<(Folder, String)> {
+    let python = Oracle::find(script)?;
+    let folder = Folder::new();
+    let printed = python.run(&[command, folder.0.to_str().unwrap()], "");
+    Some((folder, printed))
 }
 
 /// The steps of the checkpoints in a folder.

@@ -5,8 +5,8 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, AdjustLr, Algorithm, Muon, Optimizer, ParamGroup};
 
-use crate::checkpoint::listed;
 use crate::checkpoint::python::losses;
+use crate::checkpoint::{from_python, listed};
 use testkit::bits::bits;
 use testkit::checkpoints::checkpoint_of;
 use testkit::files::Folder;
@@ -126,9 +126,8 @@ fn both_formats_restore_groups_and_states() {
 
 #[test]
 fn training_resumes_from_pythons_two_optimizers() {
-    let Some(python) = Oracle::find("checkpoint.py") else { return };
-    let folder = Folder::new();
-    let expected = losses(python.run(&["save_muon", folder.0.to_str().unwrap()], "").trim());
+    let Some((folder, printed)) = from_python("checkpoint.py", "save_muon") else { return };
+    let expected = losses(printed.trim());
     let load = |name: &str| Checkpoint::load(folder.file(name)).unwrap();
     let net = Net::new();
     let mut opt = Muon::default().build(&net.vs, 1.0).unwrap();

@@ -3,10 +3,11 @@
 use tch::Kind;
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored};
 
-use crate::checkpoint::{assert_has_pythons_weights, checkpoint_error, damaged, linear};
+use crate::checkpoint::{
+    assert_has_pythons_weights, checkpoint_error, damaged, from_python, linear,
+};
 use testkit::checkpoints::reloaded;
 use testkit::files::Folder;
-use testkit::python::Oracle;
 
 const KINDS: [(&str, Kind); 10] = [
     ("f4", Kind::Float),
@@ -40,9 +41,7 @@ fn check(file: &str, checkpoint: &Checkpoint, content: &serde_json::Value) {
 
 #[test]
 fn arrays_and_numbers_are_read_from_every_protocol() {
-    let Some(python) = Oracle::find("checkpoint_files.py") else { return };
-    let folder = Folder::new();
-    let printed = python.run(&["arrays", folder.0.to_str().unwrap()], "");
+    let Some((folder, printed)) = from_python("checkpoint_files.py", "arrays") else { return };
     let content = serde_json::from_str(&printed).unwrap();
     for protocol in 2..=5 {
         for ending in ["pkl", "pt", "old.pt"] {

@@ -9,7 +9,7 @@ use tch_amp::optim::{Adam, AdamW, Optimizer};
 use tch_amp::scaler::PerLossScalers;
 use tch_amp::{Error, GradScaler};
 
-use crate::checkpoint::{averages_of, checkpoint_error};
+use crate::checkpoint::{averages_of, checkpoint_error, from_python};
 use testkit::checkpoints::{checkpoint_of, reloaded};
 use testkit::files::Folder;
 use testkit::python::Oracle;
@@ -22,9 +22,7 @@ struct Files {
 
 impl Files {
     fn write() -> Option<Self> {
-        let python = Oracle::find("checkpoint_files.py")?;
-        let folder = Folder::new();
-        let printed = python.run(&["others", folder.0.to_str().unwrap()], "");
+        let (folder, printed) = from_python("checkpoint_files.py", "others")?;
         Some(Self { folder, moments: serde_json::from_str(&printed).unwrap() })
     }
 

@@ -8,7 +8,7 @@ use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
 use crate::checkpoint::round_trip::{class, every_option, of_one_weight, restored_options};
-use crate::checkpoint::{Run, listed};
+use crate::checkpoint::{Run, from_python, listed};
 use testkit::checkpoints::{checkpoint_of, reloaded};
 use testkit::files::Folder;
 use testkit::python::Oracle;
@@ -115,9 +115,7 @@ pub(crate) const ALGORITHMS: [&str; 8] =
 
 #[test]
 fn training_resumes_from_pythons_file() {
-    let Some(python) = Oracle::find("checkpoint.py") else { return };
-    let folder = Folder::new();
-    let printed = python.run(&["save", folder.0.to_str().unwrap()], "");
+    let Some((folder, printed)) = from_python("checkpoint.py", "save") else { return };
     for line in printed.lines() {
         let (name, expected) = line.split_once(' ').unwrap();
         let expected = losses(expected);
@@ -153,9 +151,7 @@ fn training_resumes_from_pythons_file() {
 
 #[test]
 fn unsupported_objects_from_python_do_not_prevent_a_restore() {
-    let Some(python) = Oracle::find("checkpoint.py") else { return };
-    let folder = Folder::new();
-    python.run(&["odd", folder.0.to_str().unwrap()], "");
+    let Some((folder, _)) = from_python("checkpoint.py", "odd") else { return };
     let load = |name: &str| Checkpoint::load(folder.file(&format!("{name}.pt"))).unwrap();
     let twin = Twin::new("plain");
     let names = [

@@ -8,7 +8,8 @@ use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored};
 use tch_amp::optim::AdamW;
 
 use crate::checkpoint::{
-    assert_has_pythons_weights, checkpoint_error, damaged, debiased_averages_of, linear,
+    assert_has_pythons_weights, checkpoint_error, damaged, debiased_averages_of, from_python,
+    linear,
 };
 use testkit::assert_says;
 use testkit::checkpoints::checkpoint_of;
@@ -56,9 +57,7 @@ fn asked(name: &str, checkpoint: &Checkpoint, skip: &[&str]) {
 
 #[test]
 fn an_entry_that_is_not_supported_is_left_out_of_pythons_file() {
-    let Some(python) = Oracle::find("checkpoint_files.py") else { return };
-    let folder = Folder::new();
-    let printed = python.run(&["unsupported", folder.0.to_str().unwrap()], "");
+    let Some((folder, printed)) = from_python("checkpoint_files.py", "unsupported") else { return };
     let names: Vec<_> = printed.lines().collect();
     assert!(names.len() > 80, "{printed}");
     for name in names {
@@ -93,9 +92,9 @@ fn an_entry_that_is_not_supported_is_left_out_of_pythons_file() {
 
 #[test]
 fn a_dtype_that_is_not_supported_is_left_out_of_safetensors() {
-    let Some(python) = Oracle::find("checkpoint_files.py") else { return };
-    let folder = Folder::new();
-    let printed = python.run(&["unsupported_dtypes", folder.0.to_str().unwrap()], "");
+    let Some((folder, printed)) = from_python("checkpoint_files.py", "unsupported_dtypes") else {
+        return;
+    };
     assert_eq!(printed.lines().count(), 7, "{printed}");
     for name in printed.lines() {
         let checkpoint = load(&folder.file(&format!("{name}.safetensors")));
@@ -109,9 +108,7 @@ fn a_dtype_that_is_not_supported_is_left_out_of_safetensors() {
 
 #[test]
 fn a_model_in_several_files_may_have_other_entries() {
-    let Some(python) = Oracle::find("checkpoint_files.py") else { return };
-    let folder = Folder::new();
-    python.run(&["parts_of_models", folder.0.to_str().unwrap()], "");
+    let Some((folder, _)) = from_python("checkpoint_files.py", "parts_of_models") else { return };
     for name in ["together", "alone", "apart"] {
         let checkpoint = load(&folder.file(&format!("{name}.bin.index.json")));
         assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["model"], "{name}");
@@ -127,9 +124,7 @@ fn a_model_in_several_files_may_have_other_entries() {
 
 #[test]
 fn an_object_of_torch_script_is_left_out() {
-    let Some(python) = Oracle::find("checkpoint_files.py") else { return };
-    let folder = Folder::new();
-    python.run(&["parts_of_models", folder.0.to_str().unwrap()], "");
+    let Some((folder, _)) = from_python("checkpoint_files.py", "parts_of_models") else { return };
     let vs = linear();
     let scripted = load(&folder.file("scripted.pt"));
     scripted.restore().add("linear", &vs).apply().unwrap();

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -17,7 +17,7 @@ use tch_amp::{Error, GradScaler, Result};
 use super::processes::{only_line, spawn_ranks};
 use super::sharded::{Mode, Model, build};
 use super::{calls, ranks};
-use testkit::files::{Folder, names_in, run_on_small_disk, small_disk};
+use testkit::files::{Folder, age, names_in, run_on_small_disk, small_disk};
 use testkit::optimizers::state_bits;
 use testkit::programs::number;
 use testkit::python::Oracle;
@@ -609,16 +609,4 @@ fn kill_a_rank(seed: u64) {
 fn steps_there(path: &Path, format: Format) -> usize {
     let index = index_of(format);
     names_in(path).iter().filter(|name| path.join(name).join(index).is_file()).count()
-}
-
-/// Makes all files two hours older.
-fn age(path: &Path) {
-    let old = SystemTime::now() - Duration::from_secs(7200);
-    for name in names_in(path) {
-        let folder = path.join(name);
-        for file in names_in(&folder) {
-            fs::File::open(folder.join(file)).unwrap().set_modified(old).unwrap();
-        }
-        fs::File::open(folder).unwrap().set_modified(old).unwrap();
-    }
 }
