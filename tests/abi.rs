@@ -112,12 +112,16 @@ fn rust_functions() -> Vec<String> {
     for part in text.split("pub(crate) fn ").skip(1) {
         let declaration = part.split(';').next().expect("a declaration ends");
         let (name, rest) = declaration.split_once('(').expect("a function has parameters");
-        let (parameters, returned) = rest.rsplit_once(')').expect("the parameters end");
-        let returned = returned.trim().strip_prefix("-> ").unwrap_or("()");
-        let parameters = parameters.trim().trim_end_matches(',').trim();
-        out.push(format!("{}({parameters}) -> {returned}", name.trim()));
+        out.push(format!("{}{}", name.trim(), rust_signature(rest)));
     }
     out
+}
+
+/// `(parameter: type, …) -> type` for what follows the opening parenthesis of a function in Rust.
+fn rust_signature(rest: &str) -> String {
+    let (parameters, returned) = rest.rsplit_once(')').expect("the parameters end");
+    let returned = returned.trim().strip_prefix("-> ").unwrap_or("()");
+    format!("({}) -> {returned}", parameters.trim().trim_end_matches(',').trim())
 }
 
 #[test]
@@ -150,11 +154,8 @@ fn rust_callbacks() -> Vec<String> {
     for part in text.split("pub(crate) type ").skip(1) {
         let (name, rest) =
             part.split_once(" = unsafe extern \"C\" fn(").expect("a callback's type");
-        let (parameters, returned) =
-            rest.split(';').next().and_then(|rest| rest.rsplit_once(')')).expect("an end");
-        let returned = returned.trim().strip_prefix("-> ").unwrap_or("()");
-        let parameters = parameters.trim().trim_end_matches(',').trim();
-        out.push(format!("{name}({parameters}) -> {returned}"));
+        let rest = rest.split(';').next().expect("a declaration ends");
+        out.push(format!("{name}{}", rust_signature(rest)));
     }
     out
 }
@@ -177,16 +178,11 @@ fn c_structs() -> Vec<String> {
         }
         let fields = rest.split('}').next().expect("a struct ends");
         let fields = fields.split(';').filter(|field| !field.trim().is_empty()).map(|field| {
-            match field.split_once('[') {
-                Some((field, length)) => {
-                    let (name, kind) = c_declaration(field);
-                    let length = length.trim_end_matches(']').trim_start_matches("TAMP_");
-                    format!("{name}: [{kind}; {length}]")
-                }
-                None => {
-                    let (name, kind) = c_declaration(field);
-                    format!("{name}: {kind}")
-                }
+            let (field, length) = field.split_once('[').unwrap_or((field, ""));
+            let (name, kind) = c_declaration(field);
+            match length.trim_end_matches(']').trim_start_matches("TAMP_") {
+                "" => format!("{name}: {kind}"),
+                length => format!("{name}: [{kind}; {length}]"),
             }
         });
         let fields: Vec<_> = fields.collect();
@@ -558,11 +554,11 @@ fn rust_bodies(text: &str) -> Vec<(&str, &str)> {
 }
 
 fn rust_sources(folder: &str, out: &mut Vec<String>) {
-    for entry in std::fs::read_dir(testkit::python::root().join(folder)).expect("src is readable") {
-        let entry = entry.expect("the entry is readable");
-        let path = format!("{folder}/{}", entry.file_name().to_string_lossy());
-        if entry.path().is_dir() {
-            if entry.file_name() != "tests" {
+    for entry in entries(&testkit::python::root().join(folder)) {
+        let name = entry.file_name().expect("an entry has a name").to_string_lossy();
+        let path = format!("{folder}/{name}");
+        if entry.is_dir() {
+            if name != "tests" {
                 rust_sources(&path, out);
             }
         } else if path.ends_with(".rs") && !path.ends_with("/tests.rs") {

@@ -22,6 +22,19 @@ fn begun() -> (VarStore, Tensor, Optimizer, GradScaler) {
     (vs, w, opt, scaler)
 }
 
+/// Gives a window micro-batches whose gradients are these factors.
+fn take(
+    window: &mut Accumulation,
+    scaler: &mut GradScaler,
+    opt: &Optimizer,
+    w: &Tensor,
+    factors: &[f64],
+) {
+    for factor in factors {
+        window.backward_or_drop(scaler, opt, &(w * *factor).sum(Kind::Float)).unwrap();
+    }
+}
+
 #[test]
 fn a_micro_batch_is_left_out_without_synchronizing() {
     let Some(simulation) = Simulation::find() else { return };
@@ -39,10 +52,7 @@ fn a_micro_batch_is_left_out_without_synchronizing() {
         let (window, counts) = simulation.count(|| {
             opt.zero_grad().unwrap();
             let mut window = Accumulation::of_equal(factors.len()).unwrap();
-            for factor in &factors {
-                let loss = (&w * *factor).sum(Kind::Float);
-                window.backward_or_drop(&mut scaler, &opt, &loss).unwrap();
-            }
+            take(&mut window, &mut scaler, &opt, &w, &factors);
             scaler.step(&mut opt).unwrap();
             scaler.update().unwrap();
             window
@@ -64,20 +74,14 @@ fn a_resumed_window_does_not_synchronize() {
         let before = w.double_value(&[0]);
         opt.zero_grad().unwrap();
         let mut window = Accumulation::of_equal(factors.len()).unwrap();
-        for factor in &factors[..place] {
-            let loss = (&w * *factor).sum(Kind::Float);
-            window.backward_or_drop(&mut scaler, &opt, &loss).unwrap();
-        }
+        take(&mut window, &mut scaler, &opt, &w, &factors[..place]);
         let mut checkpoint = Checkpoint::new();
         checkpoint.add("window", window.with_gradients(vs.variables())).unwrap();
         let mut resumed = Accumulation::of_equal(1).unwrap();
         let window = resumed.with_gradients(vs.variables());
         checkpoint.restore().add("window", window).apply().unwrap();
         let ((), counts) = simulation.count(|| {
-            for factor in &factors[place..] {
-                let loss = (&w * *factor).sum(Kind::Float);
-                resumed.backward_or_drop(&mut scaler, &opt, &loss).unwrap();
-            }
+            take(&mut resumed, &mut scaler, &opt, &w, &factors[place..]);
             scaler.step(&mut opt).unwrap();
             scaler.update().unwrap();
         });

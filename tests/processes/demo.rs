@@ -1,5 +1,6 @@
 //! A short run of the demo: it learns in every precision, and its report is well formed.
 
+use crate::recipe::same::alone;
 use recipes::Ranks;
 use recipes::demo::digits::computer::Facts;
 use recipes::demo::digits::options::Options;
@@ -11,18 +12,15 @@ use recipes::demo::{digits, gpt};
 use recipes::gpt::data::Text;
 use recipes::{PRECISIONS, precision_name};
 use std::path::PathBuf;
-use std::sync::{LazyLock, Mutex};
+use std::sync::LazyLock;
 use tch::Device;
 use tch_amp::Amp;
 use testkit::files::Folder;
 use testkit::html::unclosed_tags;
 use testkit::programs::this_test;
 
-/// Held while random numbers are drawn, because the generator belongs to the whole process.
-static RANDOM: Mutex<()> = Mutex::new(());
-
 static RUNS: LazyLock<Vec<RunResult>> = LazyLock::new(|| {
-    let _random = RANDOM.lock().unwrap();
+    let _random = alone();
     run(&options()).unwrap()
 });
 
@@ -38,7 +36,7 @@ static GPT: LazyLock<Comparison> = LazyLock::new(|| {
         let options = GptOptions { precision, tuning, steps: 12, taken, seed: 0, sample: 20 };
         gpt::run(options, &text, Device::Cpu, false).unwrap()
     };
-    let _random = RANDOM.lock().unwrap();
+    let _random = alone();
     Comparison {
         advice: "none".to_owned(),
         is_slow: true,
@@ -76,7 +74,7 @@ fn every_run_learns() {
 #[test]
 fn a_resumed_run_has_the_same_losses() {
     LazyLock::force(&RUNS);
-    let _random = RANDOM.lock().unwrap();
+    let _random = alone();
     let folder = Folder::new();
     let checkpoints = Some(folder.0.clone());
     let part = Options { epochs: 2, checkpoints, ..options() };
@@ -186,7 +184,7 @@ fn a_bad_batch_is_explained_and_the_training_goes_on() {
 #[test]
 fn the_gpt_reads_the_available_rust_sources() {
     let text = Text::load().unwrap();
-    let _random = RANDOM.lock().unwrap();
+    let _random = alone();
     let (tokens, targets) = text.batch(4, 64, Device::Cpu);
     assert_eq!((tokens.size(), targets.size()), (vec![4, 64], vec![4, 64]));
     // The targets are the same text, moved by one byte.

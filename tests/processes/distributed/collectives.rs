@@ -5,6 +5,7 @@ use tch_amp::Error;
 use tch_amp::distributed::{ProcessGroup, ReduceOp};
 
 use super::{assert_open, calls, ranks};
+use testkit::to_f64;
 
 const KINDS: [Kind; 8] = [
     Kind::Float,
@@ -23,10 +24,6 @@ fn of_rank(rank: usize, kind: Kind) -> Tensor {
     Tensor::from_slice(&numbers).to_kind(kind)
 }
 
-fn numbers(tensor: &Tensor) -> Vec<f64> {
-    Vec::try_from(tensor.to_kind(Kind::Double).view([-1])).unwrap()
-}
-
 fn is_floating(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16)
 }
@@ -35,7 +32,7 @@ fn is_floating(kind: Kind) -> bool {
 fn all_reduce_combines_the_ranks() {
     for size in [1, 2, 3, 4] {
         for kind in KINDS {
-            let all: Vec<_> = (0..size).map(|rank| numbers(&of_rank(rank, kind))).collect();
+            let all: Vec<_> = (0..size).map(|rank| to_f64(&of_rank(rank, kind))).collect();
             let column = |i: usize| all.iter().map(move |numbers| numbers[i]);
             let expected = |op: ReduceOp| -> Vec<f64> {
                 let combine = |i| match op {
@@ -54,7 +51,7 @@ fn all_reduce_combines_the_ranks() {
                     let mut tensor = of_rank(group.rank(), kind);
                     group.all_reduce(&mut tensor, op).unwrap();
                     assert_eq!(tensor.kind(), kind);
-                    numbers(&tensor)
+                    to_f64(&tensor)
                 });
                 for result in results {
                     assert_eq!(result, expected(op), "{op:?} of {size} ranks in {kind:?}");
@@ -73,7 +70,7 @@ fn a_nan_of_any_rank_is_seen() {
                     let value = if group.rank() == broken { f64::NAN } else { 1.0 };
                     let mut tensor = Tensor::from_slice(&[value, 2.0]).to_kind(kind);
                     group.all_reduce(&mut tensor, op).unwrap();
-                    numbers(&tensor)
+                    to_f64(&tensor)
                 });
                 for result in results {
                     assert!(result[0].is_nan() && result[1].is_finite(), "{op:?} {result:?}");
@@ -87,15 +84,15 @@ fn a_nan_of_any_rank_is_seen() {
 fn broadcast_gather_and_scatter_move_the_numbers() {
     for size in [1, 2, 3] {
         for kind in KINDS {
-            let all: Vec<_> = (0..size).flat_map(|rank| numbers(&of_rank(rank, kind))).collect();
-            let last = numbers(&of_rank(size - 1, kind));
+            let all: Vec<_> = (0..size).flat_map(|rank| to_f64(&of_rank(rank, kind))).collect();
+            let last = to_f64(&of_rank(size - 1, kind));
             let results = ranks(size, |group| {
                 let mut sent = of_rank(group.rank(), kind);
                 group.broadcast(&mut sent, size - 1).unwrap();
                 let gathered = group.all_gather(&of_rank(group.rank(), kind).view([7, 1])).unwrap();
                 assert!(gathered.iter().all(|part| part.size() == [7, 1] && part.kind() == kind));
-                let gathered: Vec<f64> = gathered.iter().flat_map(numbers).collect();
-                (numbers(&sent), gathered)
+                let gathered: Vec<f64> = gathered.iter().flat_map(to_f64).collect();
+                (to_f64(&sent), gathered)
             });
             for (sent, gathered) in results {
                 assert_eq!(sent, last);
@@ -122,7 +119,7 @@ fn reduce_scatter_gives_each_rank_its_rows_of_the_sum() {
 fn numbers_of(group: &ProcessGroup, tensor: &Tensor) -> Vec<f64> {
     let part = group.reduce_scatter(tensor).unwrap();
     assert_eq!(part.size(), [2, 3]);
-    numbers(&part)
+    to_f64(&part)
 }
 
 #[test]

@@ -1,7 +1,6 @@
 //! The recipe `gan` as a process of its own.
 
 use std::fs;
-use std::sync::PoisonError;
 
 use recipes::gan::measure::VERDICT;
 use recipes::gan::options::Options;
@@ -11,7 +10,7 @@ use tch::{Device, no_grad};
 use tch_amp::Amp;
 
 use crate::recipe::program::{self, Recipe, assert_equal};
-use crate::recipe::same::RANDOM;
+use crate::recipe::same::alone;
 use testkit::files::Folder;
 use testkit::html::unclosed_tags;
 
@@ -25,7 +24,7 @@ pub const GAN: Recipe = Recipe {
 /// A loss that is not finite at the end is a result like others, and no reason to lose the report.
 #[test]
 fn losses_that_have_diverged_are_reported() {
-    let _random = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
+    let _random = alone();
     for amp in [Amp::Off, Amp::Bf16] {
         let options = Options::new(recipes::Options { amp, ..recipes::Options::silent("gan", 3) });
         let trainer = Trainer::new(&options, Device::Cpu).unwrap();

@@ -12,6 +12,6 @@ mod pictures;
 mod program;
 mod published;
 mod resumed;
-mod same;
+pub mod same;
 mod trainer;
 mod tuned;

@@ -2,7 +2,7 @@
 
 use tch::Device;
 
-use crate::recipe::same::RANDOM;
+use crate::recipe::same::alone;
 use recipes::memory::resident_peak;
 use recipes::{Interrupt, Ranks};
 use recipes::{gan, gpt, images, text_classifier};
@@ -59,7 +59,7 @@ fn shorten(common: &mut recipes::Options) -> Interrupt {
 
 #[test]
 fn a_gpt_survives_extreme_options() {
-    let _random = RANDOM.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _random = alone();
     let (_, text) = gpt::small(Amp::Off, 2).unwrap();
     let own = "--width --layers --length --rows --accumulate --lr --dropout --ema --eval-every --save-every \
                --log-every --sample";
@@ -76,7 +76,7 @@ fn a_gpt_survives_extreme_options() {
 
 #[test]
 fn a_gan_survives_extreme_options() {
-    let _random = RANDOM.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _random = alone();
     try_all("--save-every --log-every", "--steps 2", |arguments| {
         let mut options = gan::options::Options::parse(arguments)?.unwrap();
         let interrupt = shorten(&mut options.common);
@@ -89,7 +89,7 @@ fn a_gan_survives_extreme_options() {
 
 #[test]
 fn images_survive_extreme_options() {
-    let _random = RANDOM.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _random = alone();
     let (_, data) = images::small(Amp::Off, 2).unwrap();
     let own = "--width --stages --blocks --rows --lr --swa-from --swa-every --swa-batches --move --eval-every \
                --save-every --log-every";
@@ -106,7 +106,7 @@ fn images_survive_extreme_options() {
 
 #[test]
 fn a_text_classifier_survives_extreme_options() {
-    let _random = RANDOM.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let _random = alone();
     let (_, data) = text_classifier::small(Amp::Off, 2).unwrap();
     let own = "--vocabulary --rows-limit --ratio --width --layers --length --epochs --rows --dev-rows --workers --lr \
                --weight-decay --eps --max-norm --dropout --attention-dropout --eval-every --save-every --log-every";

@@ -1,6 +1,6 @@
 //! Ways to compute the same training.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tch::Device;
 
@@ -10,8 +10,11 @@ use recipes::measure::LOSS;
 use recipes::{Ended, Interrupt};
 use tch_amp::Amp;
 
-/// Held while random numbers are drawn, because the generator belongs to the whole process.
-pub static RANDOM: Mutex<()> = Mutex::new(());
+/// To be held while random numbers are drawn, because the generator belongs to the whole process.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static RANDOM: Mutex<()> = Mutex::new(());
+    RANDOM.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn options(amp: Amp) -> Options {
     let (options, _) = gpt::small(amp, 6).unwrap();
@@ -19,7 +22,7 @@ fn options(amp: Amp) -> Options {
 }
 
 fn run(options: &Options) -> Run {
-    let _random = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
+    let _random = alone();
     let (_, text) = gpt::small(Amp::Off, 6).unwrap();
     let run = gpt::run_alone(options, &text, Device::Cpu, &Interrupt::never()).unwrap();
     assert_eq!((run.ended, run.log.rows().len()), (Ended::Finished, 6));

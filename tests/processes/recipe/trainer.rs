@@ -1,12 +1,11 @@
 //! The training step of the recipe `images`, and its averaged weights.
 
 use std::collections::HashMap;
-use std::sync::PoisonError;
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 
-use crate::recipe::same::RANDOM;
+use crate::recipe::same::alone;
 use recipes::images::batch::Set;
 use recipes::images::options::Options;
 use recipes::images::reader::Reader;
@@ -20,7 +19,7 @@ fn with_trainer<T>(
     change: impl FnOnce(Options) -> Options,
     check: impl FnOnce(&mut Trainer<'_>, &Set) -> T,
 ) -> T {
-    let _random = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
+    let _random = alone();
     let (options, data) = images::small(Amp::Off, 20).unwrap();
     let options = change(options);
     let (set, ranks) = (Set::new(&data, options.moved, Device::Cpu), Ranks::alone());

@@ -1,7 +1,5 @@
 //! Runs whose region has a plan: it is measured once, saved with the run, and the same on all ranks.
 
-use std::sync::PoisonError;
-
 use recipes::gpt::train::Trainer;
 use recipes::gpt::{self, options::Options};
 use recipes::{Ranks, Training};
@@ -11,12 +9,12 @@ use tch_amp::Amp;
 use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
 
 use crate::recipe::resumed::GPT;
-use crate::recipe::same::RANDOM;
+use crate::recipe::same::alone;
 use testkit::files::Folder;
 
 #[test]
 fn a_plan_is_measured_once_and_saved_with_the_run() {
-    let _random = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
+    let _random = alone();
     let (options, text) = gpt::small(Amp::Bf16, 2).unwrap();
     let common = recipes::Options { wants_plan: true, ..options.common };
     let options = Options { common, dropout: 0.0, ..options };

@@ -1,11 +1,11 @@
 //! One short run, one process of which is disturbed.
 
-use std::net::TcpListener;
 use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
 use tch_amp::distributed::Store;
 
+use super::super::processes::free_port;
 use super::super::system::{children, is_alive, is_stopped, kill, variable};
 use super::rank::command;
 
@@ -80,8 +80,7 @@ impl Run {
         if self.started == Started::BySpawn {
             return vec![command(self.timeout(), self.size).spawn().unwrap()];
         }
-        let free = || TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let port = store.map_or_else(free, |store| store.port().unwrap()).to_string();
+        let port = store.map_or_else(free_port, |store| store.port().unwrap().to_string());
         let agent = if store.is_some() { "True" } else { "False" };
         let rank = |rank: usize| {
             let mut process = command(self.timeout(), 0);
