@@ -1,6 +1,18 @@
 """What PyTorch does otherwise than this crate, so that the pages that say so stay true."""
 
+import contextlib
 import inspect
+
+
+@contextlib.contextmanager
+def refused(error, text="", what=""):
+    """Asserts that PyTorch refuses what is done here, with this kind of error and this text in its message."""
+    try:
+        yield
+    except error as raised:
+        assert text in str(raised), raised
+    else:
+        raise AssertionError(f"no {error.__name__} {what}")
 
 
 def run_all(script):

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.dont_write_bytecode = True
 import ranks
+from bits import bits
 
 WIDTH, ROWS, SCALE, GROWTH_INTERVAL = 24, 6, 1024.0, 2
 
@@ -46,10 +47,6 @@ class Net(torch.nn.Module):
             xs = xs + self.extra
         xs = functional.batch_norm(xs, self.mean, self.var, self.bn, None, True, 0.1, 1e-5)
         return functional.linear(xs.relu(), self.w2)
-
-
-def bits(tensor):
-    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()).hex()
 
 
 def train(rank, config):

@@ -9,6 +9,7 @@ from torch.utils.data import DistributedSampler
 
 sys.dont_write_bytecode = True
 import ranks
+from deviations import refused
 
 
 def no_rank_gets_an_example():
@@ -28,12 +29,8 @@ def shares_have_one_size():
 
 def batch_norm_needs_a_gpu():
     layer = torch.nn.SyncBatchNorm(3)
-    try:
+    with refused(ValueError, "GPU"):
         layer(torch.ones(2, 3))
-    except ValueError as error:
-        assert "GPU" in str(error), error
-    else:
-        raise AssertionError("SyncBatchNorm ran on the CPU")
 
 
 def a_nan_can_be_lost(rank):
@@ -53,11 +50,8 @@ def other_calls_are_waited_for(rank):
         dist.barrier()
         return
     dist.barrier()
-    try:
+    with refused(RuntimeError):
         dist.all_reduce(torch.ones(2))
-    except RuntimeError:
-        return
-    raise AssertionError("the call without a counterpart returned")
 
 
 def run(rank, folder):

@@ -1,7 +1,7 @@
 """What PyTorch's fused optimizers do where this crate does otherwise, so that docs/differences.md stays true."""
 
 import torch
-from deviations import run_all
+from deviations import refused, run_all
 from torch.optim import swa_utils
 
 
@@ -74,11 +74,8 @@ def the_first_parameter_has_the_eps_of_all():
 
 def adafactor_divides_by_the_number_of_elements():
     param = weight(torch.ones(0), torch.ones(0))
-    try:
+    with refused(ZeroDivisionError):
         stepped(torch.optim.Adafactor([param], foreach=False))
-    except ZeroDivisionError:
-        return
-    raise AssertionError("a step without an exception")
 
 
 def frozen_parameters_are_stepped():
@@ -108,12 +105,8 @@ def norms_of_types_that_make_no_sense_are_taken():
 def nothing_has_no_largest_value():
     param = weight(torch.ones(0), torch.ones(0))
     assert torch.nn.utils.clip_grad_norm_([param], 1.0) == 0
-    try:
+    with refused(RuntimeError, "infinity norm on an empty tensor"):
         torch.nn.utils.clip_grad_norm_([param], 1.0, torch.inf)
-    except RuntimeError as error:
-        assert "infinity norm on an empty tensor" in str(error), error
-    else:
-        raise AssertionError
 
 
 def rmsprop_rounds_halves_after_each_operation():
@@ -144,12 +137,8 @@ def muon_rounds_halves_after_each_operation():
 
 def muon_takes_only_matrices():
     for shape in [(3,), (2, 3, 4, 4)]:
-        try:
+        with refused(ValueError, "2D", shape):
             torch.optim.Muon([torch.ones(shape, requires_grad=True)])
-        except ValueError as error:
-            assert "2D" in str(error), error
-        else:
-            raise AssertionError(shape)
 
 
 def the_weight_of_an_equal_average_is_f32():
