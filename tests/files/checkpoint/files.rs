@@ -308,7 +308,7 @@ fn step(linear: &nn::Linear) {
 }
 
 /// A model with a norm, as in the oracle.
-fn wide() -> (VarStore, nn::Linear, nn::BatchNorm) {
+pub(crate) fn wide() -> (VarStore, nn::Linear, nn::BatchNorm) {
     let vs = VarStore::new(Device::Cpu);
     let linear = nn::linear(vs.root() / "linear", 3, 2, Default::default());
     let norm = nn::batch_norm1d(vs.root() / "norm", 2, Default::default());

@@ -9,7 +9,7 @@ use tch_amp::optim::{Adam, AdamW, Optimizer};
 use tch_amp::scaler::PerLossScalers;
 use tch_amp::{Error, GradScaler};
 
-use crate::checkpoint::{averages_of, checkpoint_error, from_python};
+use crate::checkpoint::{averages_of, checkpoint_error, files, from_python};
 use testkit::checkpoints::{checkpoint_of, reloaded};
 use testkit::files::Folder;
 use testkit::python::Oracle;
@@ -33,9 +33,7 @@ impl Files {
 
 /// A model with a norm, as in the oracle, in a dtype.
 fn wide(kind: Kind) -> VarStore {
-    let mut vs = VarStore::new(Device::Cpu);
-    let _linear = nn::linear(vs.root() / "linear", 3, 2, Default::default());
-    let _norm = nn::batch_norm1d(vs.root() / "norm", 2, Default::default());
+    let (mut vs, _linear, _norm) = files::wide();
     match kind {
         Kind::Half => vs.half(),
         Kind::BFloat16 => vs.bfloat16(),
@@ -172,12 +170,8 @@ fn adam(is_decoupled: bool) -> Optimizer {
 #[test]
 fn the_fused_adam_of_apex_goes_on_as_either_adam() {
     let Some(files) = Files::write() else { return };
-    for (file, is_decoupled) in [
-        ("fused_adam", true),
-        ("fused_adam", false),
-        ("fused_adam_on_device", true),
-        ("fused_adam_on_device", false),
-    ] {
+    let cases = ["fused_adam", "fused_adam_on_device"].map(|file| [(file, true), (file, false)]);
+    for (file, is_decoupled) in cases.into_iter().flatten() {
         let mut opt = adam(is_decoupled);
         let restored = files.load(file).restore().add("optimizer", &mut opt).apply().unwrap();
         assert_eq!(restored, Restored::default(), "{file}");

@@ -1,6 +1,6 @@
 //! Collectives and means of a group of one rank.
 
-use tch_amp::distributed::{Mean, ReduceOp, Store};
+use tch_amp::distributed::{Mean, ReduceOp};
 
 use crate::tensors::{group, with_each_kind};
 use testkit::to_f64;
@@ -10,8 +10,7 @@ const DENSE: [&str; 7] =
 
 #[test]
 fn every_collective() {
-    let store = Store::in_process().unwrap();
-    let group = group(&store, 0, 1);
+    let group = group();
     for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Mean] {
         let taken = with_each_kind("all_reduce", |mut tensor| {
             let before = tensor.shallow_clone();

@@ -65,10 +65,10 @@ fn message(panic: &(dyn Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
 }
 
-/// A group of one rank, or of several threads, that fails soon.
-fn group(store: &Store, rank: usize, size: usize) -> ProcessGroup {
+/// A group of one rank that fails soon.
+fn group() -> ProcessGroup {
     let config = GroupConfig { timeout: Duration::from_secs(20), ..Default::default() };
-    config.join(store, rank, size).unwrap()
+    config.join(&Store::in_process().unwrap(), 0, 1).unwrap()
 }
 
 /// Another parameter beside the tensor under test, which no error may change.

@@ -5,13 +5,14 @@ use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::average::{Ema, Swa};
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::distributed::{DistributedDataParallel, Store};
+use tch_amp::distributed::DistributedDataParallel;
 use tch_amp::insight::{Budget, ScaleHistory, Tracer, Tuner, audit};
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::{PerLossScalers, SpikeConfig};
 use tch_amp::{Autocast, Error, GradScaler};
 
 use crate::tensors::{group, with_each_kind, witness};
+use testkit::ranks::ranks;
 use testkit::to_f64;
 
 #[test]
@@ -209,8 +210,7 @@ fn an_undefined_loss_is_refused_wherever_a_loss_is_taken() {
 
 #[test]
 fn an_undefined_loss_is_refused_by_a_model_of_several_ranks() {
-    let store = Store::in_process().unwrap();
-    let group = group(&store, 0, 1);
+    let group = group();
     let vs = VarStore::new(Device::Cpu);
     let w = vs.root().ones("w", &[2]);
     let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
@@ -236,27 +236,21 @@ fn an_undefined_loss_is_refused_by_a_model_of_several_ranks() {
 /// The others do not wait for it, and all can go on.
 #[test]
 fn an_undefined_loss_of_one_rank_is_an_error_on_all() {
-    let store = Store::in_process().unwrap();
-    std::thread::scope(|scope| {
-        for rank in 0..2 {
-            let store = &store;
-            scope.spawn(move || {
-                let group = group(store, rank, 2);
-                let vs = VarStore::new(Device::Cpu);
-                let w = vs.root().ones("w", &[2]);
-                let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
-                for wrong in [0, 1] {
-                    let loss = ddp.forward(|| (&w * 3.0).sum(Kind::Float)).unwrap();
-                    let loss = if rank == wrong { Tensor::new() } else { loss };
-                    let text = ddp.backward(&loss).unwrap_err().to_string();
-                    assert!(text.contains("loss is an undefined tensor"), "rank {rank}: {text}");
-                    assert!(!w.grad().defined());
-                }
-                let loss = ddp.forward(|| (&w * 3.0).sum(Kind::Float)).unwrap();
-                ddp.backward(&loss).unwrap();
-                assert_eq!(to_f64(&w.grad()), [3.0, 3.0]);
-            });
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let w = vs.root().ones("w", &[2]);
+        let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+        let rank = group.rank();
+        for wrong in [0, 1] {
+            let loss = ddp.forward(|| (&w * 3.0).sum(Kind::Float)).unwrap();
+            let loss = if rank == wrong { Tensor::new() } else { loss };
+            let text = ddp.backward(&loss).unwrap_err().to_string();
+            assert!(text.contains("loss is an undefined tensor"), "rank {rank}: {text}");
+            assert!(!w.grad().defined());
         }
+        let loss = ddp.forward(|| (&w * 3.0).sum(Kind::Float)).unwrap();
+        ddp.backward(&loss).unwrap();
+        assert_eq!(to_f64(&w.grad()), [3.0, 3.0]);
     });
 }
 
