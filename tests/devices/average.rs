@@ -7,6 +7,7 @@ use tch_amp::average::{AveragedWeights, Averaging, Ema, Swa};
 use tch_amp::optim::Sgd;
 
 use testkit::simulation::Simulation;
+use testkit::to_f64;
 
 const SKIPPED: [usize; 3] = [0, 3, 4];
 
@@ -21,8 +22,7 @@ fn train(averaging: Averaging, kind: Kind, device: Device) -> (Vec<f64>, u64) {
     for i in 0..8 {
         iterate(&w, &mut opt, &mut scaler, &mut average, SKIPPED.contains(&i));
     }
-    let mean = average.average("w").unwrap().to_device(Device::Cpu).to_kind(Kind::Double);
-    (Vec::try_from(mean).unwrap(), average.updates().unwrap())
+    (to_f64(&average.average("w").unwrap()), average.updates().unwrap())
 }
 
 fn iterate(

@@ -6,7 +6,7 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointFolder, Format};
 use tch_amp::distributed::{
-    DdpConfig, DistributedDataParallel, GroupConfig, ProcessGroup, ReduceOp, Store, data_parallel,
+    DdpConfig, DistributedDataParallel, ProcessGroup, ReduceOp, Store, data_parallel,
 };
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
@@ -22,15 +22,11 @@ pub fn ranks<T: Send>(
     devices: [Device; 2],
     rank: impl Fn(ProcessGroup, Device) -> T + Sync,
 ) -> [T; 2] {
-    let options = GroupConfig { timeout: std::time::Duration::from_secs(60), ..Default::default() };
-    let store = Store::in_process().unwrap();
-    std::thread::scope(|scope| {
-        let threads = [0, 1].map(|number| {
-            let (store, rank, options) = (&store, &rank, &options);
-            scope.spawn(move || rank(options.join(store, number, 2).unwrap(), devices[number]))
-        });
-        threads.map(|thread| thread.join().unwrap())
-    })
+    let both = testkit::ranks::ranks(2, |group| {
+        let device = devices[group.rank()];
+        rank(group, device)
+    });
+    both.try_into().ok().expect("there are two ranks")
 }
 
 const GPUS: [Device; 2] = [Device::Cuda(0), Device::Cuda(1)];
@@ -130,6 +126,13 @@ impl Training {
         self.scaler.update().unwrap();
     }
 
+    /// Takes some steps. Rank 1 overflows in one of them, and both skip it.
+    fn train(&mut self, steps: usize, rank: usize) {
+        for step in 0..steps {
+            self.step(if step == 2 && rank == 1 { f64::INFINITY } else { 1.0 });
+        }
+    }
+
     fn weights(&self) -> Vec<Tensor> {
         let weights = self.opt.trainable_variables();
         weights.iter().map(|w| w.detach().to_device(Device::Cpu)).collect()
@@ -188,11 +191,7 @@ fn gpus_train_alike_and_as_the_cpu_does() {
         let run = |devices| {
             ranks(devices, |group, device| {
                 let mut training = Training::new(&group, device, options, sharded);
-                for step in 0..6 {
-                    // Rank 1 overflows in one step, and both skip it.
-                    let overflows = step == 2 && group.rank() == 1;
-                    training.step(if overflows { f64::INFINITY } else { 1.0 });
-                }
+                training.train(6, group.rank());
                 let scale = training.scaler.get_scale().unwrap();
                 let state = training.opt.state_dict().unwrap().state.len();
                 assert_eq!(training.vs.device(), device);
@@ -246,10 +245,7 @@ const PROCESS: &str = "TCH_AMP_TEST_GPU_RANK";
 /// Trains with an overflow of rank 1, and returns the bits of the weights.
 fn trained(group: &ProcessGroup, device: Device) -> String {
     let mut training = Training::new(group, device, DdpConfig::default(), true);
-    for step in 0..5 {
-        let overflows = step == 2 && group.rank() == 1;
-        training.step(if overflows { f64::INFINITY } else { 1.0 });
-    }
+    training.train(5, group.rank());
     training.weights().iter().map(hex).collect()
 }
 

@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use testkit::bits::bits;
 use testkit::simulation::Simulation;
+use testkit::tensors::variables;
 use testkit::to_f64;
 
 /// Reproducible, distinct numbers between -1 and 1.
@@ -46,15 +47,14 @@ fn recur(
     let mut vs = nn::VarStore::new(device);
     let layer = make(&vs.root());
     vs.double();
-    let mut variables: Vec<_> = vs.variables().into_iter().collect();
-    variables.sort_by(|(a, _), (b, _)| a.cmp(b));
-    for (_, variable) in &mut variables {
+    let mut variables = variables(&vs);
+    for variable in variables.values_mut() {
         tch::no_grad(|| variable.copy_(&numbers(&variable.size(), device)));
     }
     let xs = numbers(&[2, 5, 3], device).set_requires_grad(true);
     let ys = layer(&xs);
     (&ys * numbers(&ys.size(), device)).sum(Kind::Double).backward();
-    let gradients = variables.iter().map(|(_, variable)| variable.grad());
+    let gradients = variables.values().map(Tensor::grad);
     [ys, xs.grad()].into_iter().chain(gradients).flat_map(|t| to_f64(&t)).collect()
 }
 

@@ -9,6 +9,7 @@ use tch_amp::{Autocast, Error};
 
 use testkit::bits::bits;
 use testkit::simulation::{Counts, Simulation, is_model};
+use testkit::tensors::variables;
 
 const LAYERS: i64 = 6;
 const ROWS: i64 = 256;
@@ -59,9 +60,7 @@ impl Model {
             w.shallow_clone().zero_grad();
         }
         self.iterate(form);
-        let mut all: Vec<_> = self.vs.variables().into_iter().collect();
-        all.sort_by(|a, b| a.0.cmp(&b.0));
-        all.iter().map(|(_, w)| bits(&w.grad())).collect()
+        variables(&self.vs).values().map(|w| bits(&w.grad())).collect()
     }
 }
 

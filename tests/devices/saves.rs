@@ -8,6 +8,7 @@ use tch_amp::optim::{AdamW, Algorithm, MasterWeights, MomentDtype, Optimizer};
 use testkit::bits::bits;
 use testkit::files::Folder;
 use testkit::simulation::Simulation;
+use testkit::tensors::variables;
 
 struct Training {
     vs: VarStore,
@@ -61,9 +62,7 @@ fn views(device: Device) -> [(&'static str, Tensor); 3] {
 fn restored(checkpoint: &Checkpoint, training: &mut Training) -> Vec<Vec<u8>> {
     let Training { vs, opt } = training;
     checkpoint.restore().add("model", &mut *vs).add("optimizer", &mut *opt).apply().unwrap();
-    let mut all: Vec<_> = vs.variables().into_iter().collect();
-    all.sort_by(|a, b| a.0.cmp(&b.0));
-    all.iter().map(|(_, w)| bits(w)).collect()
+    variables(vs).values().map(bits).collect()
 }
 
 /// The host does not wait, and the step that follows at once does not reach what is saved.

@@ -8,6 +8,7 @@ use tch_amp::distributed::DistributedDataParallel;
 use tch_amp::optim::Sgd;
 
 use super::ranks;
+use testkit::to_f64;
 
 /// The micro-batches of a rank. The second one runs out of them, and repeats one without weight.
 fn batches(rank: usize) -> Vec<Tensor> {
@@ -44,12 +45,12 @@ fn every_token_of_all_ranks_counts_the_same() {
             };
             if is_last { pass(&mut ddp) } else { ddp.no_sync(pass) }
         }
-        Vec::<f64>::try_from(w.grad().view(-1)).unwrap()
+        to_f64(&w.grad())
     });
     let w = Tensor::ones([2, 1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let all: Vec<_> = (0..2).flat_map(batches).take(5).collect();
     loss(&w, &Tensor::cat(&all, 0)).backward();
-    let whole = Vec::<f64>::try_from(w.grad().view(-1)).unwrap();
+    let whole = to_f64(&w.grad());
     assert_eq!(gradients[0], gradients[1]);
     for (ours, whole) in gradients[0].iter().zip(&whole) {
         // Some twenty roundings of f32.

@@ -15,6 +15,7 @@ use super::processes::{only_line, spawn_ranks};
 use super::ranks;
 use testkit::bits::hex;
 use testkit::files::Folder;
+use testkit::tensors::variables;
 
 const STEPS: u64 = 6;
 const SAVED: u64 = 3;
@@ -98,9 +99,7 @@ impl Run {
 
     /// The bits of all states.
     fn bits(&mut self) -> String {
-        let mut variables: Vec<_> = self.vs.variables().into_iter().collect();
-        variables.sort_by(|(one, _), (other, _)| one.cmp(other));
-        let variables: String = variables.iter().map(|(_, variable)| hex(variable)).collect();
+        let variables: String = variables(&self.vs).values().map(hex).collect();
         let rng = hex(&Rng(Device::Cpu).get_state().unwrap());
         let (scale, next) =
             (self.scaler.get_scale().unwrap(), Tensor::rand([4], (Kind::Float, Device::Cpu)));
