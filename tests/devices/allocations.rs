@@ -526,18 +526,16 @@ fn gradients_from_before_an_update_keep_their_scale_in_calls_that_are_retried() 
 fn gradients_of_a_step_that_was_not_taken_keep_their_scale() {
     let Some(simulation) = Simulation::find() else { return };
     for kind in [Kind::Float, Kind::BFloat16] {
-        for n in 1.. {
-            let (mut scaler, [mut of_a, mut of_b], b) = two(kind);
-            simulation.fail_allocation(n);
-            let stepped = scaler.step(&mut of_b);
-            simulation.fail_allocation(0);
-            if stepped.is_ok() {
-                break;
-            }
-            scaler.step(&mut of_a).unwrap();
-            scaler.update().unwrap();
-            scaler.step(&mut of_b).unwrap();
-            assert_eq!(b.double_value(&[0]), 0.5, "{kind:?}: allocation {n}");
-        }
+        let _case = Case(format!("{kind:?}"));
+        simulation.fail_each(
+            || two(kind),
+            |(scaler, [_, of_b], _)| scaler.step(of_b),
+            |n, (mut scaler, [mut of_a, mut of_b], b), _| {
+                scaler.step(&mut of_a).unwrap();
+                scaler.update().unwrap();
+                scaler.step(&mut of_b).unwrap();
+                assert_eq!(b.double_value(&[0]), 0.5, "allocation {n}");
+            },
+        );
     }
 }
