@@ -103,6 +103,17 @@ pub(crate) fn beside_devices(workspace: &Workspace) -> Result<Vec<(String, Strin
     Ok(tests)
 }
 
+/// Has tests that use no device load the simulated GPUs in place of libtorch_cuda, and none of them: the real library's
+/// million relocations take each process longer than many a test. On a machine with a GPU they load the real one.
+pub(crate) fn without_devices(workspace: &Workspace, tests: &mut Command) -> Result<()> {
+    let has_gpu = Path::new("/dev/nvidiactl").exists();
+    if !has_gpu && check_possible(&workspace.libtorch).is_ok() {
+        Simulation::provide(&workspace.libtorch)?.apply(tests);
+        tests.env("SIMULATED_CUDA_DEVICES", "0");
+    }
+    Ok(())
+}
+
 /// Runs each program without its part in `left_out`, and then its tests in `except`.
 fn run_rest(left_out: &[Parts], except: &[(&str, &str)], make: impl Fn() -> Command) -> Result<()> {
     let rest = ON_DEVICES.iter().map(|part| {

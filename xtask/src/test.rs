@@ -130,7 +130,9 @@ fn on_the_cpu(workspace: &Workspace) -> Result<Commands> {
 }
 
 fn processes(workspace: &Workspace) -> Result<Commands> {
-    Ok(vec![(PROCESSES.to_owned(), on_cpu(workspace, &format!("--test {PROCESSES}")))])
+    let mut tests = on_cpu(workspace, &format!("--test {PROCESSES}"));
+    simulation::without_devices(workspace, &mut tests)?;
+    Ok(vec![(PROCESSES.to_owned(), tests)])
 }
 
 fn hooks(workspace: &Workspace) -> Result<Commands> {
@@ -143,7 +145,9 @@ fn hooks(workspace: &Workspace) -> Result<Commands> {
 
 /// Clippy has checked the examples of the repository, which no test runs as programs of their own.
 fn examples(workspace: &Workspace) -> Result<Commands> {
-    Ok(vec![("doc-tests".to_owned(), workspace.test("--doc"))])
+    let mut tests = workspace.test("--doc");
+    simulation::without_devices(workspace, &mut tests)?;
+    Ok(vec![("doc-tests".to_owned(), tests)])
 }
 
 /// The libtorch of a run, provided when it is first needed.
